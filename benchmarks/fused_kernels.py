@@ -107,26 +107,25 @@ class Operator(nn.Module):
 def _rms_norm(config: dict[str, Any], fused: bool) -> nn.Module:
     x = torch.empty(config["M"], config["H"], dtype=torch.bfloat16)
     norm: Any = LlamaRMSNorm(config["H"])
-    call = (lambda n, x: liger.RMSNorm.apply(x, n.weight, 1e-6)) if fused else (lambda n, x: n(x))
+    call = (lambda n, x: liger.RMSNorm.apply(x, n.weight)) if fused else (lambda n, x: n(x))
     return Operator(x, norm, call, torch.empty_like(x))
 
 
 def _layer_norm(config: dict[str, Any], fused: bool) -> nn.Module:
     x = torch.empty(config["M"], config["N"])
     norm: Any = nn.LayerNorm(config["N"])
-    call = (lambda n, x: liger.LayerNorm.apply(x, n.weight, n.bias, 1e-6)) if fused else (lambda n, x: n(x))
+    call = (lambda n, x: liger.LayerNorm.apply(x, n.weight, n.bias)) if fused else (lambda n, x: n(x))
     return Operator(x, norm, call, torch.empty_like(x))
 
 
 def _gated(config: dict[str, Any], fused: bool) -> nn.Module:
     x = torch.empty(config.get("bsz") or config["B"], config["T"], config["hidden_size"], dtype=torch.bfloat16)
     mlp: Any = LlamaMLP(LlamaConfig(**{k: config[k] for k in ("hidden_size", "intermediate_size", "hidden_act")}))
-    tanh = config["hidden_act"] != "silu"
 
     def call(mlp: Any, x: Tensor) -> Tensor:
         if not fused:
             return mlp(x)
-        return mlp.down_proj(liger.GatedProduct.apply(mlp.gate_proj(x), mlp.up_proj(x), tanh))
+        return mlp.down_proj(liger.GatedProduct.apply(mlp.gate_proj(x), mlp.up_proj(x)))
 
     return Operator(x, mlp.to(torch.bfloat16), call)
 
@@ -139,7 +138,7 @@ def _cross_entropy(config: dict[str, Any], fused: bool) -> nn.Module:
 
     def call(layer: Any, x: Tensor) -> Tensor:
         if fused:
-            return liger.CrossEntropy.apply(x, layer.target, -100, "mean", 0.0)
+            return liger.CrossEntropy.apply(x, layer.target, "mean")
         return F.cross_entropy(x, layer.target)
 
     return Operator(logits, layer, call)
@@ -153,7 +152,7 @@ def _fused_linear_cross_entropy(config: dict[str, Any], fused: bool) -> nn.Modul
 
     def call(head: Any, x: Tensor) -> Tensor:
         if fused:
-            return liger.FusedLinearCrossEntropy.apply(x, head.weight, head.target, None, -100, "mean", 0.0)
+            return liger.FusedLinearCrossEntropy.apply(x, head.weight, head.target, None, "mean")
         return F.cross_entropy(head(x), head.target)
 
     return Operator(x, head, call)
@@ -187,8 +186,8 @@ class RMSNorm021(liger.RMSNorm):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, scale = ctx.saved_tensors
         dw = torch.empty_like(x, dtype=weight.dtype)
-        liger.liger_rms_norm_backward([dy, x, scale, weight], [0.0], out=[dy, dw])
-        return dy.view(dy.shape), dw.sum(0), None, None
+        liger.liger_rms_norm_backward([dy, x, scale, weight], out=[dy, dw])
+        return dy.view(dy.shape), dw.sum(0)
 
 
 class Loss042(liger.FusedLinearCrossEntropy):
@@ -203,7 +202,7 @@ class Loss042(liger.FusedLinearCrossEntropy):
             rows = hidden[start : start + chunk]
             logits = rows @ weight.t()
             logits = logits.float()
-            liger.liger_cross_entropy([target], [0.0, 1.0, -100, True], out=[logits, losses])
+            liger.liger_cross_entropy([target], out=[logits, losses])
             logits = logits.to(hidden.dtype)
             scaled = logits * 0.5
             to_hidden[start : start + chunk] = scaled @ weight
@@ -217,7 +216,7 @@ class Loss042(liger.FusedLinearCrossEntropy):
 
 
 OLDER: dict[tuple[str, str], Forward] = {
-    ("rms_norm", "0.2.1"): lambda norm, x: RMSNorm021.apply(x, norm.weight, 1e-6, 0.0),
+    ("rms_norm", "0.2.1"): lambda norm, x: RMSNorm021.apply(x, norm.weight),
     ("fused_linear_cross_entropy", "0.4.2"): lambda head, x: Loss042.apply(x, head.weight, head.target),
 }
 OPERATORS: dict[str, Callable[[dict[str, Any], bool], nn.Module]] = {

@@ -15,6 +15,7 @@ from .params import ONE_PROCESS, takes_spec
 
 _DEFAULTS = {"policy": "full"}
 CHECKED_TOKENS = 32  # of a sequence: a check makes a real step
+FUSED_KERNELS = ("liger", "liger_kernel_config", "cut_cross_entropy", "use_kernels")  # only traced, never run
 
 
 @takes_spec(*ONE_PROCESS, "budget", defaults=_DEFAULTS, fixed={"optimizer": "none"})
@@ -49,6 +50,7 @@ def explain(spec: TrainingSpec) -> None:
     "device",
     "gpu_memory",
     "gpu_like",
+    *FUSED_KERNELS,
     defaults={**_DEFAULTS, "batch_size": 2, "default_seq_length": CHECKED_TOKENS},
     fixed={"optimizer": "none", "dtype": "float32", "load_in_4bit": False, "prepare_kbit": False},
 )

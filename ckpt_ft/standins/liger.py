@@ -1,8 +1,8 @@
 """Liger's and other fused kernels, for traces: the memory that they read and write, save, and overwrite.
 
-A Triton kernel takes no fake tensors and needs a GPU. Here every kernel is an operator that writes into tensors of its
-caller, as the Triton kernel does; on real tensors it computes the same values with PyTorch. The autograd functions
-around them allocate and save what Liger's own do (liger-kernel 0.8.5, src/liger_kernel/ops):
+A Triton kernel takes no fake tensors and needs a GPU. Here every kernel is an operator that reads and writes tensors
+of its caller, as the Triton kernel does, and computes nothing. The autograd functions around them allocate and save
+what Liger's own do (liger-kernel 0.8.5, src/liger_kernel/ops):
 
 | here | there |
 |---|---|
@@ -53,17 +53,21 @@ class _Card:
 _card = _Card()
 
 
-def kernel(compute: Callable[[list[Tensor], list[Tensor], list[float]], None]) -> Any:
-    """Makes the operator `ckpt_ft::<name of compute>`(given, numbers, out=...), which launches one kernel."""
-    name = compute.__name__
-    _LIBRARY.define(f"{name}(Tensor[] given, float[] numbers, *, Tensor(a!)[] out) -> ()")
+def kernel(name: str, matmuls: int = 0) -> Any:
+    """Define the operator `ckpt_ft::<name>`(given, out=...): one kernel that reads `given` and writes `out`.
 
-    def run(given: list[Tensor], numbers: list[float], *, out: list[Tensor]) -> None:
-        compute(given, out, numbers)
+    matmuls: how often it multiplies matrices of the sizes of the first given one and the second one transposed.
+    """
+    _LIBRARY.define(f"{name}(Tensor[] given, *, Tensor(a!)[] out) -> ()")
+    _LIBRARY.impl(name, lambda given, *, out: None, "Meta")
+    operator = getattr(torch.ops.ckpt_ft, name)
+    if matmuls:
 
-    _LIBRARY.impl(name, run, "CPU")
-    _LIBRARY.impl(name, lambda given, numbers, *, out: None, "Meta")
-    return getattr(torch.ops.ckpt_ft, name).default
+        @register_flop_formula(operator, get_raw=True)
+        def _flops(given: list[Any], *args: Any, **kwargs: Any) -> int:
+            return 2 * matmuls * given[0].numel() * given[1].shape[0]
+
+    return operator.default
 
 
 @contextmanager
@@ -73,100 +77,15 @@ def on_card(processors: int, compute_capability: int) -> Iterator[None]:
         yield
 
 
-# -- kernels: they write `out`, and compute in fp32 -------------------------------------------------------------------
-
-
-@kernel
-def liger_rms_norm(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
-    (x, *weight), (eps, offset, in_fp32), (y, scale) = given, numbers, out
-    scale.copy_(torch.rsqrt(x.float().square().mean(-1) + eps))
-    normal = x.float() * scale[:, None].float()
-    if not in_fp32:
-        normal = normal.to(x.dtype)
-    y.copy_(normal * (weight[0].to(normal.dtype) + offset) if weight else normal)
-
-
-@kernel
-def liger_rms_norm_backward(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
-    (dy, x, scale, *weight), (offset,), (dx, *dw) = given, numbers, out
-    normal, weighted = x.float() * scale[:, None].float(), dy.float()
-    if dw:
-        dw[0].zero_()[0] = (weighted * normal).sum(0)
-    if weight:
-        weighted = weighted * (weight[0].float() + offset)
-    dx.copy_(scale[:, None] * (weighted - normal * (weighted * normal).mean(-1, keepdim=True)))
-
-
-@kernel
-def liger_layer_norm(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
-    (x, weight, bias), (eps,), (y, mean, scale) = given, numbers, out
-    wide = x.float()
-    mean.copy_(wide.mean(-1))
-    scale.copy_(torch.rsqrt(wide.var(-1, correction=0) + eps))
-    y.copy_((wide - mean[:, None]) * scale[:, None] * weight + bias)
-
-
-@kernel
-def liger_layer_norm_backward(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
-    (dy, x, weight, mean, scale), (dx, dw, db) = given, out
-    normal, wide = (x.float() - mean[:, None]) * scale[:, None], dy.float()
-    dw.zero_()[0], db.zero_()[0] = (wide * normal).sum(0), wide.sum(0)
-    weighted = wide * weight
-    mean_of = functools.partial(torch.mean, dim=-1, keepdim=True)
-    dx.copy_(scale[:, None] * (weighted - mean_of(weighted) - normal * mean_of(weighted * normal)))
-
-
-def _activated(gate: Tensor, tanh: float) -> Tensor:
-    return F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)
-
-
-@kernel
-def liger_gated_product(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
-    (gate, up), (product,) = given, out
-    product.copy_(_activated(gate.float(), numbers[0]).to(up.dtype) * up)
-
-
-@kernel
-def liger_gated_product_backward(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
-    (grad, gate, up), (to_gate, to_up) = given, out
-    with torch.enable_grad():
-        wide = gate.detach().float().requires_grad_()
-        active = _activated(wide, numbers[0])
-        (slope,) = torch.autograd.grad(active, wide, grad.float() * up.float())
-    to_up.copy_(grad * active.detach())
-    to_gate.copy_(slope)
-
-
-@kernel
-def liger_rope(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
-    """Rotates `out`, of shape (B, T, H, D), in place."""
-    (cos, sin, *_), (sign,) = given, numbers
-    for x in out:
-        half, width = cos.shape[-1] // 2, cos.shape[-1]
-        left, right = x[..., :half].clone(), x[..., half:width].clone()
-        c, s = cos[..., None, :half], sin[..., None, :half] * sign
-        x[..., :half] = left * c - right * s
-        x[..., half:width] = right * c + left * s
-
-
-@kernel
-def liger_cross_entropy(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
-    """Writes losses, and over the logits, which it reads twice, their gradients."""
-    (target, *_), (softcap, per_token, ignored, grads), (logits, losses) = given, numbers, out
-    capped = _capped(logits.float(), softcap)
-    own = capped.gather(1, target.clamp(min=0)[:, None])[:, 0]
-    losses.copy_((capped.logsumexp(-1) - own) * (target != ignored) * per_token)
-    if grads:
-        chances = capped.softmax(-1)
-        chances.scatter_add_(1, target.clamp(min=0)[:, None], chances.new_full((len(target), 1), -1.0))
-        if softcap:
-            chances *= 1 - (capped / softcap).square()
-        logits.copy_(chances * (target != ignored)[:, None] * per_token)
-
-
-@kernel
-def liger_scale(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
-    out[0].mul_(given[1])
+liger_rms_norm, liger_rms_norm_backward = kernel("liger_rms_norm"), kernel("liger_rms_norm_backward")
+liger_layer_norm, liger_layer_norm_backward = kernel("liger_layer_norm"), kernel("liger_layer_norm_backward")
+liger_gated_product = kernel("liger_gated_product")
+liger_gated_product_backward = kernel("liger_gated_product_backward")
+liger_rope = kernel("liger_rope")
+liger_cross_entropy = kernel("liger_cross_entropy")  # writes gradients over the logits, which it reads twice
+liger_scale = kernel("liger_scale")
+cut_cross_entropy = kernel("cut_cross_entropy", matmuls=1)
+cut_cross_entropy_backward = kernel("cut_cross_entropy_backward", matmuls=3)
 
 
 # -- autograd functions -----------------------------------------------------------------------------------------------
@@ -176,16 +95,13 @@ class RMSNorm(torch.autograd.Function):
     """Saves the input and one number per row; backward overwrites the gradient that it is given, if `in_place`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, casting: str = "llama",
-        in_place: bool = True, row_mode: bool | None = None,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, casting: str = "llama", in_place: bool = True) -> Tensor:
         shape, x = x.shape, x.contiguous().view(-1, x.shape[-1])
         y = torch.empty_like(x)
         scale = torch.empty(len(x), dtype=x.dtype if casting == "none" else torch.float32, device=x.device)
-        liger_rms_norm([x, *_given(weight)], [eps, offset, casting == "gemma"], out=[y, scale])
+        liger_rms_norm([x, *_given(weight)], out=[y, scale])
         ctx.save_for_backward(x, weight, scale)
-        ctx.offset, ctx.in_place = offset, in_place
+        ctx.in_place = in_place
         return y.view(shape)
 
     @staticmethod
@@ -194,18 +110,18 @@ class RMSNorm(torch.autograd.Function):
         shape, dy = dy.shape, dy.contiguous().view(-1, dy.shape[-1])
         dw = _partial_sums(weight) if weight is not None and ctx.needs_input_grad[1] else None
         dx = dy if ctx.in_place else torch.zeros_like(dy)
-        liger_rms_norm_backward([dy, x, scale, *_given(weight)], [ctx.offset], out=[dx, *_given(dw)])
+        liger_rms_norm_backward([dy, x, scale, *_given(weight)], out=[dx, *_given(dw)])
         total = None if dw is None else dw.sum(0).to(weight.dtype)
-        return dx.view(shape), total, None, None, None, None, None
+        return dx.view(shape), total, None, None
 
 
 class LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         shape, x = x.shape, x.contiguous().view(-1, x.shape[-1])
         y = torch.empty_like(x)
         mean, scale = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
-        liger_layer_norm([x, weight, bias], [eps], out=[y, mean, scale])
+        liger_layer_norm([x, weight, bias], out=[y, mean, scale])
         ctx.save_for_backward(x, weight, bias, mean, scale)
         return y.view(shape)
 
@@ -214,27 +130,26 @@ class LayerNorm(torch.autograd.Function):
         x, weight, bias, mean, scale = ctx.saved_tensors
         shape, dy = dy.shape, dy.contiguous().view(-1, dy.shape[-1])
         dw, db, dx = _partial_sums(weight), _partial_sums(weight), torch.empty_like(x)
-        liger_layer_norm_backward([dy, x, weight, mean, scale], [], out=[dx, dw, db])
-        return dx.view(shape), dw.sum(0).to(weight.dtype), db.sum(0).to(bias.dtype), None
+        liger_layer_norm_backward([dy, x, weight, mean, scale], out=[dx, dw, db])
+        return dx.view(shape), dw.sum(0).to(weight.dtype), db.sum(0).to(bias.dtype)
 
 
 class GatedProduct(torch.autograd.Function):
     """activation(gate) * up; backward overwrites gate and up with their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, tanh: bool = False) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         product = torch.empty_like(gate)
-        liger_gated_product([gate, up], [tanh], out=[product])
+        liger_gated_product([gate, up], out=[product])
         ctx.save_for_backward(gate, up)
-        ctx.tanh = tanh
         return product
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        liger_gated_product_backward([grad.contiguous(), gate, up], [ctx.tanh], out=[gate, up])
-        return gate, up, None
+        liger_gated_product_backward([grad.contiguous(), gate, up], out=[gate, up])
+        return gate, up
 
 
 class Rotation(torch.autograd.Function):
@@ -244,17 +159,17 @@ class Rotation(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
-        return Rotation.rotate(q, k, cos, sin, 1.0)
+        return Rotation.rotate(q, k, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return *Rotation.rotate(dq, dk, cos, sin, -1.0), None, None
+        return *Rotation.rotate(dq, dk, cos, sin), None, None
 
     @staticmethod
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
-        liger_rope([cos, sin, q, k], [sign], out=[q, k])
+        liger_rope([cos, sin, q, k], out=[q, k])
         return q.transpose(1, 2), k.transpose(1, 2)
 
 
@@ -262,12 +177,12 @@ class CrossEntropy(torch.autograd.Function):
     """Cross entropy of logits (N, V), which forward overwrites with their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, ignored: int, reduction: str, softcap: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, reduction: str) -> Tensor:
         losses = torch.zeros(len(logits), dtype=logits.dtype, device=logits.device)
-        share = 1 / max(_counted(target, ignored), 1) if reduction == "mean" else 1.0
+        _count_labels(target, reduction)
         grads = logits.requires_grad
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-        liger_cross_entropy([target, logits, logits], [softcap, share, ignored, grads], out=[logits, losses])
+        liger_cross_entropy([target, logits, logits], out=[logits, losses])
         if grads:
             ctx.save_for_backward(logits.detach())
         return torch.sum(losses)
@@ -275,8 +190,8 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
-        liger_scale([gradient, grad], [], out=[gradient])
-        return gradient, None, None, None, None
+        liger_scale([gradient, grad], out=[gradient])
+        return gradient, None, None
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
@@ -288,9 +203,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignored: int, reduction: str,
-        softcap: float,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str
+    ) -> Tensor:
         (tokens, width), vocabulary = hidden.shape, len(weight)
         chunk = _chunk(tokens, width, vocabulary)
         grads = hidden.requires_grad
@@ -298,7 +212,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         to_weight = torch.zeros_like(weight) if grads and weight.requires_grad else None
         to_bias = torch.zeros_like(bias) if grads and bias is not None else None
         losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
-        share = 1 / max(_counted(target, ignored), 1) if reduction == "mean" else 1.0
+        _count_labels(target, reduction)
         same = hidden.dtype == weight.dtype and _autocast(hidden) in (None, hidden.dtype)
         storage = None
         if same and (bias is None or bias.dtype == hidden.dtype):
@@ -314,7 +228,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 if bias is not None:
                     logits = logits + bias
             own, labels = losses[start : start + chunk], target[start : start + chunk]
-            liger_cross_entropy([labels, logits, logits], [softcap, share, ignored, grads], out=[logits, own])
+            liger_cross_entropy([labels, logits, logits], out=[logits, own])
             if not grads:
                 continue
             if same and logits.dtype == to_hidden.dtype:
@@ -335,67 +249,28 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         made = ctx.saved_tensors
         for gradient in made:
             if gradient is not None:
-                liger_scale([gradient, grad], [], out=[gradient])
+                liger_scale([gradient, grad], out=[gradient])
         to_hidden, to_weight, to_bias = made
-        return to_hidden, to_weight, None, to_bias, None, None, None
-
-
-# cut-cross-entropy: its kernels multiply hidden states and head tile by tile; logits never leave the chip
-
-
-@kernel
-def cut_cross_entropy(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
-    (hidden, weight, target), (softcap, ignored), (lse, own, mean) = given, numbers, out
-    logits = _capped(hidden.float() @ weight.float().t(), softcap)
-    lse.copy_(logits.logsumexp(-1))
-    mean.copy_(logits.mean(0))
-    own.copy_(-logits.gather(1, target.clamp(min=0)[:, None])[:, 0])
-    for one in (lse, own):
-        one[target == ignored] = 0
-
-
-@kernel
-def cut_cross_entropy_backward(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
-    (hidden, weight, grad, _, target), (softcap, ignored, share) = given, numbers
-    with torch.enable_grad():
-        wide = [t.detach().float().requires_grad_() for t in (hidden, weight)]
-        logits = _capped(wide[0] @ wide[1].t(), softcap)
-        loss = F.cross_entropy(logits, target, ignore_index=int(ignored), reduction="sum") * share * grad
-        for made, gradient in zip(out, torch.autograd.grad(loss, wide), strict=False):
-            made.copy_(gradient)
-
-
-def _capped(logits: Tensor, softcap: float) -> Tensor:
-    return softcap * torch.tanh(logits / softcap) if softcap else logits
-
-
-for _name, _matmuls in (("cut_cross_entropy", 1), ("cut_cross_entropy_backward", 3)):
-
-    @register_flop_formula(getattr(torch.ops.ckpt_ft, _name), get_raw=True)
-    def _flops(given: list[Any], *args: Any, matmuls: int = _matmuls, **kwargs: Any) -> int:
-        return 2 * matmuls * given[0].numel() * given[1].shape[0]
+        return to_hidden, to_weight, None, to_bias, None
 
 
 class CutCrossEntropy(torch.autograd.Function):
     """Cross entropy of hidden (N, H) @ weight (V, H).T; saves a number per token and per word of the vocabulary.
 
+    Its kernels multiply hidden states and head tile by tile; logits never leave the chip.
     [cut_cross_entropy 25.1: cce.py, LinearCrossEntropyFunction; cce_lse_forward.py; cce_backward.py]
     Its backward computes logits again and skips tiles whose gradients round to zero; here none is skipped.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: None, ignored: int, reduction: str,
-        softcap: float,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: None, reduction: str) -> Tensor:
         hidden = hidden.to(_autocast(hidden) or hidden.dtype)
         lse, own = (torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(2))
         mean = torch.zeros(len(weight), dtype=torch.float32, device=hidden.device)
-        cut_cross_entropy([hidden, weight, target], [softcap, ignored], out=[lse, own, mean])
-        ctx.share = 1 / max(_counted(target, ignored), 1) if reduction == "mean" else 1.0
+        cut_cross_entropy([hidden, weight, target], out=[lse, own, mean])
+        _count_labels(target, reduction)
         ctx.save_for_backward(hidden, weight, lse, target, mean)
-        ctx.numbers = [softcap, ignored, ctx.share]
-        return own.add_(lse).sum() * ctx.share
+        return own.add_(lse).sum() * 1.0  # by the share of a label
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -404,9 +279,9 @@ class CutCrossEntropy(torch.autograd.Function):
         out = [torch.zeros_like(hidden)]
         if ctx.needs_input_grad[1]:
             out.append(torch.zeros_like(weight, dtype=hidden.dtype))
-        cut_cross_entropy_backward([hidden, weight, grad, lse, target], ctx.numbers, out=out)
+        cut_cross_entropy_backward([hidden, weight, grad, lse, target], out=out)
         del order
-        return out[0], out[1].to(weight.dtype) if len(out) > 1 else None, None, None, None, None, None
+        return out[0], out[1].to(weight.dtype) if len(out) > 1 else None, None, None, None
 
 
 def _given(tensor: Tensor | None) -> list[Tensor]:
@@ -417,8 +292,10 @@ def _partial_sums(weight: Tensor) -> Tensor:
     return torch.empty((_card.processors, weight.numel()), dtype=torch.float32, device=weight.device)
 
 
-def _counted(target: Tensor, ignored: int) -> float:
-    return float((target != ignored).sum().item())
+def _count_labels(target: Tensor, reduction: str) -> None:
+    """A mean is over the labels that are not ignored; the host waits for their number."""
+    if reduction == "mean":
+        (target != IGNORED).sum().item()
 
 
 def _chunk(tokens: int, width: int, vocabulary: int) -> int:
@@ -451,7 +328,7 @@ class Family:
     """What `apply_liger_kernel_to_<model type>` replaces in a model by default.
 
     Attributes:
-        offset, casting, in_place: of its RMS norms.
+        in_place: whether its RMS norms overwrite the gradient that backward gives them.
         plain_norms: names of norms that stay as they are.
         product: the gated product of its MLPs: "swiglu" or "geglu".
         fused_gate: whether gate and up come from one projection.
@@ -459,8 +336,6 @@ class Family:
         loss: the replaced loss.
     """
 
-    offset: float = 0.0
-    casting: str = "llama"
     in_place: bool = True
     plain_norms: tuple[str, ...] = ()
     product: str = "swiglu"
@@ -469,8 +344,8 @@ class Family:
     loss: str = "fused_linear_cross_entropy"
 
 
-_GEMMA = Family(offset=1.0, casting="gemma", product="geglu")
-_LATER_GEMMA = Family(offset=1.0, casting="gemma", product="geglu", in_place=False)
+_GEMMA = Family(product="geglu")
+_LATER_GEMMA = Family(product="geglu", in_place=False)
 _OLMO = Family(in_place=False, plain_norms=("q_norm", "k_norm"))
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("llama", "smollm3", "ministral", "mistral", "qwen2", "qwen3", "hunyuan_v1_dense"), Family()),
@@ -515,9 +390,9 @@ def apply(model: Any, asked: Mapping[str, bool]) -> None:
     for name, module in list(model.named_modules()):
         own = type(module).__name__
         if on["rms_norm"] and own.endswith("RMSNorm") and name.rpartition(".")[2] not in family.plain_norms:
-            module.__class__ = _norm(type(module), family.offset, family.casting, family.in_place)
+            module.__class__ = _norm(type(module), family.in_place)
         elif on[family.product] and own.endswith("MLP"):
-            module.__class__ = _mlp(type(module), family.product == "geglu", family.fused_gate)
+            module.__class__ = _mlp(type(module), family.fused_gate)
         elif on["rope"] and own.endswith("Attention") and hasattr(modelling, "apply_rotary_pos_emb"):
             module.__class__ = _attention(type(module), modelling)
     if on.get("fused_linear_cross_entropy"):
@@ -563,29 +438,28 @@ def for_live_models() -> Iterator[None]:
 
 def _live_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, casting: Any = "llama",
                in_place: bool = True, *args: Any) -> Any:  # fmt: skip
-    return RMSNorm.apply(x, weight, eps, offset, casting, in_place)
+    return RMSNorm.apply(x, weight, casting, in_place)
 
 
 def _live_cross_entropy(
     logits: Tensor, target: Tensor, weight: Any = None, ignored: int = IGNORED, square: float = 0.0,
-    smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, *args: Any,
+    smoothing: float = 0.0, reduction: str = "mean", *args: Any,
 ) -> Any:  # fmt: skip
-    return CrossEntropy.apply(logits, target, ignored, reduction, softcap or 0.0), None, None, None
+    return CrossEntropy.apply(logits, target, reduction), None, None, None
 
 
 def _live_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Any = None, classes: Any = None, ignored: int = IGNORED,
-    square: float = 0.0, smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, *args: Any,
+    square: float = 0.0, smoothing: float = 0.0, reduction: str = "mean", *args: Any,
 ) -> Any:  # fmt: skip
-    cap = softcap or 0.0
-    return FusedLinearCrossEntropy.apply(hidden, weight, target, bias, ignored, reduction, cap), None, None, None
+    return FusedLinearCrossEntropy.apply(hidden, weight, target, bias, reduction), None, None, None
 
 
 _LIVE: dict[str, Any] = {
     "LigerRMSNormFunction": _live_norm,
-    "LigerLayerNormFunction": LayerNorm.apply,
+    "LigerLayerNormFunction": lambda x, weight, bias, eps: LayerNorm.apply(x, weight, bias),
     "LigerSiLUMulFunction": lambda gate, up, *scales: GatedProduct.apply(gate, up),
-    "LigerGELUMulFunction": lambda gate, up: GatedProduct.apply(gate, up, True),
+    "LigerGELUMulFunction": GatedProduct.apply,
     "LigerRopeFunction": lambda *args: rotate(*args),
     "LigerCrossEntropyFunction": _live_cross_entropy,
     "LigerFusedLinearCrossEntropyFunction": _live_linear_cross_entropy,
@@ -613,7 +487,7 @@ def apply_hub_kernels(model: Any) -> None:
         if layer in _OTHER_HUB_KERNELS:
             raise UserError(f"use_kernels: {type(module).__name__} has a kernel of its own, which is not modelled")
         if layer == "RMSNorm":
-            module.__class__ = _norm(type(module), 0.0, "llama", True)
+            module.__class__ = _norm(type(module), in_place=True)
             found += 1
     if not found:
         raise UserError(f"use_kernels: the Hub has no kernel for the training of {type(model).__name__}; leave it out")
@@ -647,19 +521,18 @@ def _like(kind: Any, forward: Callable[..., Any], **more: Any) -> type[Any]:
 
 
 @_once
-def _norm(kind: Any, offset: float, casting: str, in_place: bool) -> type[Any]:
+def _norm(kind: Any, in_place: bool) -> type[Any]:
     def forward(self: Any, hidden_states: Tensor) -> Any:
-        eps = getattr(self, "variance_epsilon", None) or self.eps
-        return RMSNorm.apply(hidden_states, self.weight, eps, offset, casting, in_place)
+        return RMSNorm.apply(hidden_states, self.weight, "llama", in_place)
 
     return _like(kind, forward)
 
 
 @_once
-def _mlp(kind: Any, tanh: bool, fused_gate: bool) -> type[Any]:
+def _mlp(kind: Any, fused_gate: bool) -> type[Any]:
     def forward(self: Any, x: Tensor) -> Any:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1) if fused_gate else (self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(GatedProduct.apply(gate, up, tanh))
+        return self.down_proj(GatedProduct.apply(gate, up))
 
     return _like(kind, forward)
 
@@ -680,7 +553,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs:
 
 def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = IGNORED, reduction: str = "mean") -> Any:
     """Liger's cross entropy, in place of PyTorch's, as transformers' losses call it."""
-    return CrossEntropy.apply(logits, target, ignore_index, reduction, 0.0)
+    return CrossEntropy.apply(logits, target, reduction)
 
 
 @_once
@@ -705,7 +578,6 @@ def _language_model(kind: Any, loss_function: Any) -> Any:
         counted = kwargs.pop("num_items_in_batch", None)
         ignored = kwargs.pop("ignore_index", IGNORED)
         kwargs.pop("shift_labels", None)
-        cap = float(getattr(self.config.get_text_config(), "final_logit_softcapping", None) or 0)
         head, losses = self.get_output_embeddings(), []
 
         def loss_of(hidden: Tensor) -> Tensor:
@@ -714,7 +586,7 @@ def _language_model(kind: Any, loss_function: Any) -> Any:
                 target = F.pad(labels, (0, 1), value=ignored)[..., 1:].contiguous()
             reduction = "mean" if counted is None else "sum"
             flat = hidden.view(-1, hidden.shape[-1])
-            loss = loss_function.apply(flat, head.weight, target.view(-1), head.bias, ignored, reduction, cap)
+            loss = loss_function.apply(flat, head.weight, target.view(-1), head.bias, reduction)
             losses.append(loss if counted is None else loss / counted)
             return hidden.new_empty(*hidden.shape[:-1], 0)
 

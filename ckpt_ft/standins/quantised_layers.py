@@ -1,23 +1,26 @@
-"""Linear layers with 4-bit (NF4) and 8-bit (LLM.int8) weights, in the memory layout of bitsandbytes 0.50.
+"""Linear layers with frozen weights in few bits, in the memory layout of the libraries that pack them, for traces.
 
-A trace uses these stand-ins in place of bitsandbytes' layers, so it needs neither CUDA nor bitsandbytes.
+A trace needs neither these libraries nor CUDA: the layers have shapes, and no values.
 
-NF4 (Dettmers et al. 2023, arXiv:2305.14314; the sixteen levels are from appendix E) packs two weights into a byte and
-keeps one float32 scale (absmax) for every 64 weights. Double quantisation stores the scales in 8 bits, with a float32
-scale for every 256 of them, a table of 256 levels and one offset. Forward and backward each unpack the whole weight
-and free it again: forward in the compute dtype, backward in the dtype that the weight was packed from, cast to the
-gradient's dtype. [bitsandbytes, autograd/_functions.py, MatMul4Bit; backends/cuda/ops.py]
+NF4 (Dettmers et al. 2023, arXiv:2305.14314) packs two weights into a byte and keeps one float32 scale (absmax) for
+every 64 weights. Double quantisation stores the scales in 8 bits, with a float32 scale for every 256 of them, a table
+of 256 levels and one offset. Forward and backward each unpack the whole weight and free it again: forward in the
+compute dtype, backward in the dtype that the weight was packed from, cast to the gradient's dtype.
+[bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit; backends/cuda/ops.py]
 
 LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339) keeps one byte for each weight and one float32 scale for each row.
 Forward rounds its input to 8 bits row by row and multiplies integers; backward unpacks the weight in the input's
 dtype. bitsandbytes multiplies columns with outliers separately. The stand-in assumes that there are none: their number
 depends on the data, and in published models it is below one in a hundred. [autograd/_functions.py, MatMul8bitLt]
+
+`PACKINGS` has one row for each of the other methods (GPTQ, AWQ, HQQ, torchao, FP8, EETQ, AQLM, quanto).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,61 +72,112 @@ def _as_linear(module: nn.Module) -> nn.Linear | None:
     return linear
 
 
-BLOCK, NESTED_BLOCK = 64, 256
-LEVELS = (
-    -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803, 0.1609302, 0.2461123,
-    0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0,
-)  # fmt: skip
+_I8, _U8, _I32, _F16, _F32 = torch.int8, torch.uint8, torch.int32, torch.float16, torch.float32
+Shape = tuple[tuple[int, ...], torch.dtype | None]  # with a dtype; None for that of the weight
+Shapes = list[Shape]
+_LIBRARY = torch.library.Library("ckpt_ft", "FRAGMENT")
 
 
-@torch.library.custom_op("ckpt_ft::dequantize_nf4", mutates_args=())
-def dequantize(packed: Tensor, absmax: Tensor, levels: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
-    """Unpack NF4: the (out_features, in_features) weight in `dtype`, n elements.
+def _operator(schema: str, make: Callable[..., Any]) -> Any:
+    """Define the operator `ckpt_ft::<schema>`, which only allocates its result: `make(*arguments)`."""
+    _LIBRARY.define(schema)
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, make, "Meta")
+    return getattr(torch.ops.ckpt_ft, name).default
 
-    packed: n / 2 bytes, as (n / 2, 1) of uint8 or fewer elements of a wider dtype. absmax: (n / 64,) float32. Both
-    are rounded up.
+
+# NF4: the (out_features, in_features) weight, and n float32 scales that are kept in 8 bits
+dequantize = _operator(
+    "dequantize_nf4(Tensor packed, Tensor absmax, Tensor levels, int out_features, ScalarType dtype) -> Tensor",
+    lambda packed, absmax, levels, out_features, dtype: packed.new_empty(
+        out_features, 2 * packed.nbytes // out_features, dtype=dtype
+    ),
+)
+dequantize_absmax = _operator(
+    "dequantize_absmax(Tensor packed, Tensor absmax, Tensor levels) -> Tensor",
+    lambda packed, absmax, levels: torch.empty_like(packed, dtype=torch.float32),
+)
+# LLM.int8: rows in 8 bits with their scales, an int32 product, and its float16 form, whatever the layer's dtype
+quantize_rows = _operator(
+    "quantize_rows(Tensor x) -> (Tensor, Tensor)",
+    lambda x: (torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)),
+)
+int8_matmul = _operator(
+    "int8_matmul(Tensor x, Tensor weight) -> Tensor",
+    lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.int32),
+)
+dequantize_product = _operator(
+    "dequantize_product(Tensor product, Tensor rows, Tensor columns) -> Tensor",
+    lambda product, rows, columns: torch.empty_like(product, dtype=torch.float16),
+)
+
+
+@register_flop_formula(torch.ops.ckpt_ft.int8_matmul)
+def _flops(x_shape: tuple[int, int], weight_shape: tuple[int, int], *args: Any, **kwargs: Any) -> int:
+    return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
+
+
+class FrozenLinear(nn.Linear):
+    """`nn.Linear` with a frozen weight in few bits: only its input gets a gradient.
+
+    Args:
+        linear: the layer that it replaces; its bias is kept.
+        packed: shape and dtype of the packed weight, None for the dtype of the weight.
+        buffers: the same for what is kept beside it, by name.
     """
-    packed = packed.view(torch.uint8).view(-1)
-    codes = torch.stack([packed >> 4, packed & 15], dim=1).view(-1)
-    values = levels[codes.long()] * absmax.repeat_interleave(BLOCK)[: codes.numel()]
-    return values[: codes.numel() // out_features * out_features].to(dtype).view(out_features, -1)
+
+    compute_dtype: torch.dtype | None = None  # None for the dtype of the input
+    hides: bool = False  # keeps what it saves as attributes of the graph's node, where no saved-tensor hook sees it
+
+    def __init__(self, linear: nn.Linear, packed: Shape, buffers: dict[str, Shape]) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.packed_from = linear.weight.dtype
+
+        def made(shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+            return torch.empty(shape, dtype=dtype or self.packed_from, device=linear.weight.device)
+
+        self.weight = nn.Parameter(made(*packed), requires_grad=False)
+        for name, described in buffers.items():
+            self.register_buffer(name, made(*described))
+
+    def product(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x @ weight.T + bias, and what is saved for the backward pass."""
+        raise AssertionError("each kind of layer has its own")
+
+    def gradient(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
+        """The gradient of the input."""
+        raise AssertionError("each kind of layer has its own")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features) in x's dtype."""
+        dtype = self.compute_dtype or x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        out: Tensor = _FrozenMatmul.apply(x.to(dtype), bias, self)
+        return out.to(x.dtype)
 
 
-@dequantize.register_fake
-def _(packed: Tensor, absmax: Tensor, levels: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty(out_features, 2 * packed.nbytes // out_features, dtype=dtype)
-
-
-@torch.library.custom_op("ckpt_ft::dequantize_absmax", mutates_args=())
-def dequantize_absmax(packed: Tensor, absmax: Tensor, levels: Tensor) -> Tensor:
-    """Unpack nested scales: (n,) float32 of `packed` (n,) uint8, `absmax` (n / 256,) and `levels` (256,) float32."""
-    return levels[packed.long()] * absmax.repeat_interleave(NESTED_BLOCK)[: packed.numel()]
-
-
-@dequantize_absmax.register_fake
-def _(packed: Tensor, absmax: Tensor, levels: Tensor) -> Tensor:
-    return torch.empty_like(packed, dtype=torch.float32)
-
-
-class _NF4Matmul(torch.autograd.Function):
-    """x @ weight.T with a frozen weight: only x gets a gradient."""
-
+class _FrozenMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: NF4Linear) -> Tensor:
-        ctx.layer = layer
-        return F.linear(x, layer.dequantized(x.dtype), bias)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: FrozenLinear) -> Tensor:
+        out, saved = layer.product(x, bias)
+        ctx.layer, ctx.hidden = layer, saved if layer.hides else ()
+        ctx.save_for_backward(*(() if layer.hides else saved))
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return torch.matmul(grad, ctx.layer.dequantize().to(grad.dtype)), None, None
+        return ctx.layer.gradient(grad, ctx.hidden or ctx.saved_tensors), None, None
 
 
-class NF4Linear(nn.Linear):
-    """`nn.Linear` with a frozen 4-bit weight.
+BLOCK, NESTED_BLOCK = 64, 256
+
+
+class NF4Linear(FrozenLinear):
+    """A linear layer in 4 bits.
 
     Attributes:
         nested: whether the scales are in 8 bits (double quantisation).
-        packed_from: the dtype of the weight before it was packed.
         clones: whether forward returns a copy, as PEFT's layer around bitsandbytes' does (peft/tuners/lora/bnb.py).
 
     Args:
@@ -139,28 +193,15 @@ class NF4Linear(nn.Linear):
         nested: bool = False,
         storage: torch.dtype = torch.uint8,
     ) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features, self.compute_dtype = (
-            linear.in_features,
-            linear.out_features,
-            compute_dtype,
-        )
-        weight, device = linear.weight, linear.weight.device
-        self.packed_from = weight.dtype
-        blocks = F.pad(weight.detach().float().view(-1), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
-        levels = torch.tensor(LEVELS, device=device)
-        absmax = blocks.abs().amax(1)
-        middles = (levels[1:] + levels[:-1]) / 2
-        codes = torch.bucketize(blocks / absmax[:, None], middles).to(torch.uint8).view(-1, 2)
-        packed = ((codes[:, :1] << 4) | codes[:, 1:]).view(-1)[: -(-weight.numel() // 2)].clone().view(storage)
-        self.weight = nn.Parameter(packed.view(-1, 1), requires_grad=False)
-        self.bias = linear.bias
-        self.nested = nested
+        weights = linear.weight.numel()
+        blocks = -(-weights // BLOCK)
+        buffers: dict[str, Shape] = {"absmax": ((blocks,), _U8 if nested else _F32)}
         if nested:
-            self._nest(absmax)
-        else:
-            self.register_buffer("absmax", absmax)
-        self.register_buffer("levels", levels)
+            buffers |= {"nested_absmax": ((-(-blocks // NESTED_BLOCK),), _F32), "nested_levels": ((256,), _F32)}
+            buffers |= {"offset": ((), _F32)}
+        buffers["levels"] = (16,), _F32
+        super().__init__(linear, ((-(-weights // 2) // storage.itemsize, 1), storage), buffers)
+        self.compute_dtype, self.nested = compute_dtype, nested
 
     @property
     def W_q(self) -> Tensor:
@@ -171,30 +212,23 @@ class NF4Linear(nn.Linear):
         """The weight in the dtype that it was packed from."""
         return self.dequantized(self.packed_from)
 
-    def _nest(self, absmax: Tensor) -> None:
-        """Quantise the scales to 8 bits, to levels that are spaced evenly around their mean."""
-        offset = absmax.mean()
-        rest = torch.nn.functional.pad(absmax - offset, (0, -absmax.numel() % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
-        scales = rest.abs().amax(1)
-        levels = torch.linspace(-1, 1, 256, device=absmax.device)
-        codes = torch.bucketize(rest / scales[:, None], (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
-        self.register_buffer("absmax", codes.view(-1)[: absmax.numel()].clone())
-        self.register_buffer("nested_absmax", scales)
-        self.register_buffer("nested_levels", levels)
-        self.register_buffer("offset", offset)
-
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as a new (out_features, in_features) tensor in `dtype`."""
         absmax = self.absmax
         if self.nested:
             absmax = dequantize_absmax(absmax, self.nested_absmax, self.nested_levels)
             absmax += self.offset
-        return dequantize(self.weight, absmax, self.levels, self.out_features, dtype)
+        unpacked: Tensor = dequantize(self.weight, absmax, self.levels, self.out_features, dtype)
+        return unpacked
+
+    def product(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return F.linear(x, self.dequantized(x.dtype), bias), ()
+
+    def gradient(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
+        return torch.matmul(grad, self.dequantize().to(grad.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features) in x's dtype, computed in `compute_dtype`."""
-        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        out = _NF4Matmul.apply(x.to(self.compute_dtype), bias, self).to(x.dtype)
+        out = super().forward(x)
         return out.clone() if self.clones else out
 
 
@@ -205,9 +239,9 @@ def to_nf4(
     nested: bool = False,
     storage: torch.dtype = torch.uint8,
 ) -> nn.Module:
-    """Quantise the linear layers of `model` to NF4 in place and freeze the model, as transformers loads it in 4 bits.
+    """Replace the linear layers of `model` by 4-bit ones and freeze the model, as transformers loads it in 4 bits.
 
-    Layers that `replace_linears` skips keep their dtype. Works on the meta device, too.
+    Layers that `replace_linears` skips keep their dtype.
     """
     replace_linears(model, lambda linear: NF4Linear(linear, compute_dtype, nested, storage), skip)
     return model.requires_grad_(False)
@@ -222,104 +256,165 @@ def prepare_kbit(model: nn.Module) -> nn.Module:
     return model
 
 
-OUTLIER = 6.0  # transformers' llm_int8_threshold
+class Int8Linear(FrozenLinear):
+    """A linear layer in 8 bits."""
 
-
-@torch.library.custom_op("ckpt_ft::quantize_rows", mutates_args=())
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise float16 (rows, n) to int8 (rows, n) and float32 scales (rows,)."""
-    scales = x.abs().amax(1).float()
-    return (x * (127 / scales[:, None])).round().to(torch.int8), scales
-
-
-@quantize_rows.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)
-
-
-@torch.library.custom_op("ckpt_ft::int8_matmul", mutates_args=())
-def int8_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """int8 (rows, n) @ int8 (m, n).T: int32 (rows, m)."""
-    return x.int() @ weight.int().t()
-
-
-@int8_matmul.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.int32)
-
-
-@register_flop_formula(torch.ops.ckpt_ft.int8_matmul)
-def _flops(x_shape: tuple[int, int], weight_shape: tuple[int, int], *args: Any, **kwargs: Any) -> int:
-    return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
-
-
-@torch.library.custom_op("ckpt_ft::dequantize_product", mutates_args=())
-def dequantize_product(product: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Scale int32 (rows, m) to float16, whatever the layer's dtype: bitsandbytes' kernel has no other output."""
-    return (product * (rows[:, None] * columns / 127**2)).to(torch.float16)
-
-
-@dequantize_product.register_fake
-def _(product: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    return torch.empty_like(product, dtype=torch.float16)
-
-
-class _Int8Matmul(torch.autograd.Function):
-    """x @ weight.T with a frozen weight: only x gets a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: Int8Linear) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        half = flat.to(torch.float16)
-        whole, rows = quantize_rows(half)
-        (half.abs() >= OUTLIER).any()
-        del half
-        product = int8_matmul(whole, layer.weight)
-        out = dequantize_product(product, rows, layer.scales)
-        if bias is not None:
-            out.add_(bias)
-        ctx.layer, ctx.x = layer, flat  # an attribute: bitsandbytes saves x where no saved-tensor hook sees it
-        return out.to(x.dtype).view(*x.shape[:-1], -1)  # the int32 product is still allocated here
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        weight = ctx.layer.weight.to(ctx.x.dtype, copy=True).mul_(ctx.layer.scales[:, None].mul(1 / 127))
-        return torch.matmul(grad.to(ctx.x.dtype), weight), None, None
-
-
-class Int8Linear(nn.Linear):
-    """`nn.Linear` with a frozen 8-bit weight."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight, scales = quantize_rows(linear.weight.detach().to(torch.float16))
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = linear.bias
-        self.register_buffer("scales", scales)
-
+    hides = True
     scales: Tensor
 
-    @property
-    def W_q(self) -> Tensor:
-        """PEFT calls `dequantize` on layers that have this attribute (HQQ's) when DoRA needs the weight."""
-        return self.weight
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear, (tuple(linear.weight.shape), _I8), {"scales": ((linear.out_features,), _F32)})
+
+    W_q = NF4Linear.W_q
 
     def dequantize(self) -> Tensor:
         """The weight in float32, as bitsandbytes unpacks it."""
         return self.weight.float().mul_(self.scales[:, None].mul(1 / 127))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features) in x's dtype."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        out: Tensor = _Int8Matmul.apply(x, bias, self)
-        return out
+    def product(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        flat = x.reshape(-1, x.shape[-1])
+        half = flat.to(torch.float16)
+        whole, rows = quantize_rows(half)
+        (half.abs() >= 6.0).any()  # whether there are outliers: transformers' llm_int8_threshold
+        del half
+        product = int8_matmul(whole, self.weight)
+        out = dequantize_product(product, rows, self.scales)
+        if bias is not None:
+            out.add_(bias)
+        return out.to(x.dtype).view(*x.shape[:-1], -1), (flat,)  # the int32 product is still allocated here
+
+    def gradient(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
+        dtype = saved[0].dtype
+        weight = self.weight.to(dtype, copy=True).mul_(self.scales[:, None].mul(1 / 127))
+        return torch.matmul(grad.to(dtype), weight)
 
 
 def to_int8(model: nn.Module, skip: tuple[str, ...] | None = None) -> nn.Module:
-    """Quantise the linear layers of `model` to 8 bits in place and freeze the model, as transformers loads it so.
+    """Replace the linear layers of `model` by 8-bit ones and freeze the model, as transformers loads it in 8 bits.
 
-    Layers that `replace_linears` skips keep their dtype. Works on the meta device, too.
+    Layers that `replace_linears` skips keep their dtype.
     """
     replace_linears(model, Int8Linear, skip)
     return model.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a method stores the weight of a linear layer, and computes with it.
+
+    Attributes:
+        source: where the library says so.
+        tensors: (rows, columns, bits, group) -> shapes and dtypes, the packed weight first.
+        group: elements that share a scale, if the configuration does not say.
+        forward: whether a forward pass unpacks the whole weight; otherwise its kernel reads the packed one.
+        keeps: whether the unpacked weight is kept for the backward pass; otherwise backward unpacks it.
+        saves_input: whether the input is kept for the backward pass.
+        through: the dtype in which the weight is unpacked, before it is cast; None for the input's.
+        experts: whether it packs fused experts, too, which is not modelled.
+    """
+
+    source: str
+    tensors: Callable[[int, int, int, int], Shapes]
+    group: int = 128
+    forward: bool = True
+    keeps: bool = False
+    saves_input: bool = False
+    through: torch.dtype | None = None
+    experts: bool = False
+
+
+def _gptq(rows: int, columns: int, bits: int, group: int) -> Shapes:
+    groups = -(-columns // group)
+    return [
+        ((columns * bits // 32, rows), _I32), ((groups, rows * bits // 32), _I32), ((groups, rows), _F16),
+        ((columns,), _I32),
+    ]  # fmt: skip
+
+
+def _awq(rows: int, columns: int, bits: int, group: int) -> Shapes:
+    groups = -(-columns // group)
+    return [((columns, rows * bits // 32), _I32), ((groups, rows * bits // 32), _I32), ((groups, rows), _F16)]
+
+
+def _hqq(rows: int, columns: int, bits: int, group: int) -> Shapes:
+    groups = -(-rows * columns // group)
+    return [((rows * columns * bits // 8,), _U8), ((groups, 1), None), ((groups, 1), None)]
+
+
+def _fp8(rows: int, columns: int, bits: int, group: int) -> Shapes:
+    return [((rows, columns), _I8), ((-(-rows // group), -(-columns // group)), _F32)]
+
+
+def _quanto(rows: int, columns: int, bits: int, group: int) -> Shapes:
+    if bits == 8:
+        return [((rows, columns), _I8), ((rows, 1), None)]
+    groups = -(-rows * columns // group)
+    return [((rows * columns * bits // 8,), _U8), ((groups, 1), None), ((groups, 1), None)]
+
+
+def _aqlm(rows: int, columns: int, bits: int, group: int) -> Shapes:
+    """One codebook of 2**bits vectors of `group` weights."""
+    code = _I8 if bits <= 8 else torch.int16
+    return [((rows, columns // group, 1), code), ((1, 2**bits, 1, group), _F16), ((rows, 1, 1, 1), _F16)]
+
+
+PACKINGS: dict[str, Packing] = {
+    "gptq": Packing("gptqmodel, nn_modules/qlinear: qweight, qzeros, scales, g_idx", _gptq, experts=True),
+    "awq": Packing("gptqmodel, nn_modules/qlinear: qweight, qzeros, scales", _awq, experts=True),
+    "hqq": Packing("hqq, core/quantize.py: Quantizer.quantize, HQQMatmulNoCacheMul", _hqq, group=64),
+    "torchao int8": Packing(
+        "torchao, int8_tensor.py: qdata, scale, zero_point; F.linear casts the weight, and autograd keeps the cast",
+        lambda rows, columns, bits, group: [((rows, columns), _I8), ((rows, 1), _F32), ((rows, 1), _I8)],
+        keeps=True,
+    ),
+    "torchao float8": Packing(
+        "torchao, float8_tensor.py: qdata, scale; F.linear unpacks in float32, and autograd keeps the cast",
+        lambda rows, columns, bits, group: [((rows, columns), _I8), ((rows, 1), _F32)],
+        keeps=True, through=_F32,
+    ),
+    "fp8": Packing(
+        "transformers, integrations/finegrained_fp8.py: FP8LinearFunction", _fp8, forward=False, experts=True
+    ),
+    "eetq": Packing(
+        "transformers, integrations/eetq.py: EetqLinearMMFunction",
+        lambda rows, columns, bits, group: [((columns, rows), _I8), ((rows,), _F16)],
+        forward=False, saves_input=True,
+    ),
+    "quanto": Packing("optimum-quanto, tensor/function.py: QuantizedLinearFunction", _quanto, saves_input=True),
+    "aqlm": Packing("aqlm, inference.py: QuantizedLinear", _aqlm, group=8, experts=True),
+}  # fmt: skip
+
+
+class PackedLinear(FrozenLinear):
+    """A linear layer that a method of `PACKINGS` has packed.
+
+    Args:
+        bits: bits of a weight.
+        group: elements that share a scale; 0 for the method's default, -1 for a whole row.
+    """
+
+    def __init__(self, linear: nn.Linear, packing: Packing, bits: int, group: int) -> None:
+        group = linear.in_features if group < 0 else group or packing.group
+        first, *others = packing.tensors(linear.out_features, linear.in_features, bits, group)
+        super().__init__(linear, first, {f"packed{number}": other for number, other in enumerate(others)})
+        self.packing = packing
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """A new (out_features, in_features) weight, as a kernel writes it."""
+        shape, through = (self.out_features, self.in_features), self.packing.through
+        codes = torch.zeros(shape, dtype=through or dtype, device=self.weight.device)
+        if through is None:
+            return codes
+        scaled = codes * 1  # both live until the cast ends
+        return scaled.to(dtype)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        packing = self.packing
+        if not packing.forward:  # a kernel reads the packed weight: one with an expanded element stands for it
+            weight = torch.zeros((), dtype=x.dtype, device=x.device).expand(self.out_features, self.in_features)
+            return F.linear(x, weight, bias), ()
+        weight = self.unpacked(x.dtype)
+        return F.linear(x, weight, bias), ((weight,) if packing.keeps else ()) + ((x,) if packing.saves_input else ())
+
+    def gradient(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
+        return torch.matmul(grad, saved[0] if self.packing.keeps else self.unpacked(grad.dtype))

@@ -14,8 +14,7 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.standins.packed_layers import PACKINGS, PackedLinear, Packing
-from ckpt_ft.standins.quantised_layers import replace_linears
+from ckpt_ft.standins.quantised_layers import PACKINGS, PackedLinear, Packing, replace_linears
 
 # Methods that transformers trains nothing over (`is_trainable` is false).
 _UNTRAINABLE = {

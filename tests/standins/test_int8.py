@@ -1,4 +1,4 @@
-"""The stand-in for bitsandbytes' 8-bit layers: near the layer that it stands for, and the bytes of its layout."""
+"""The stand-in for bitsandbytes' 8-bit layers: the bytes of its layout, and of what a step makes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,6 @@ from torch import nn
 
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.standins.quantised_layers import Int8Linear, to_int8
-
-
-def test_it_computes_what_the_layer_does_to_a_percent() -> None:
-    linear = nn.Linear(64, 48)
-    layer = Int8Linear(linear)
-    x = torch.randn(4, 8, 64)
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    out, reference = layer(ours), linear(theirs)
-    assert out.dtype == reference.dtype
-    assert (out - reference).norm() / reference.norm() < 0.01
-    assert (layer.dequantize() - linear.weight).abs().max() < linear.weight.abs().max() / 240
-    out.square().sum().backward()
-    reference.square().sum().backward()
-    assert (ours.grad - theirs.grad).norm() / theirs.grad.norm() < 0.02  # type: ignore[operator,union-attr]
 
 
 def test_a_byte_a_weight_and_a_scale_a_row() -> None:

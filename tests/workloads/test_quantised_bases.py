@@ -13,7 +13,7 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.standins.packed_layers import PACKINGS, PackedLinear
+from ckpt_ft.standins.quantised_layers import PACKINGS, PackedLinear
 from ckpt_ft.workloads.load import load
 
 SIZES = {
