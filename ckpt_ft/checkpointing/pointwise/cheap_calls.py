@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType
 from typing import Any
@@ -24,7 +23,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ckpt_ft.checkpointing import rng
 from ckpt_ft.checkpointing.standin import StandIn
 from ckpt_ft.checkpointing.tensor_identity import is_dtensor, version_of
 
@@ -61,31 +59,21 @@ class ModuleCall(StandIn):
     Args:
         module: the norm, activation or dropout.
         root: the model that contains the module.
-        certain: whether a second call is known to repeat the first; if not, the first call determines it.
     """
 
-    def __init__(self, module: nn.Module, root: nn.Module, certain: bool = False) -> None:
+    def __init__(self, module: nn.Module, root: nn.Module) -> None:
         super().__init__(module)
         self.root, self.kind = root, type(module).__name__
-        # torch's own modules can be repeated; for other norms, the first call determines it
         self.own = type(module).forward.__module__.startswith("torch.nn.modules.")
-        self.repeats: bool | None = True if self.own or certain else None
         self.random = isinstance(module, nn.modules.dropout._DropoutNd)
         self.inplace = bool(getattr(module, "inplace", False))
         self.needs_free_input = self.random or isinstance(module, _KEEPS_RESULT)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = running_pass()
-        if running is None or self.repeats is False or (self.needs_free_input and not self._gains(running, *args)):
+        if running is None or (self.needs_free_input and not self._gains(running, *args)):
             return self.forward(*args, **kwargs)
         return running.run(self, args, kwargs)
-
-    def attempt(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the module's first call; set `repeats` to False if it draws random numbers or changes the module."""
-        before, random = _state_of(self.module), rng.snapshot(device, host=True)
-        output = self.forward(*args, **kwargs)
-        self.repeats = before == _state_of(self.module) and random == rng.snapshot(device, host=True)
-        return output
 
     def _gains(self, running: Pass, *args: Any) -> bool:
         if self.random and not self.module.training:
@@ -132,17 +120,6 @@ class ModuleCall(StandIn):
                     f"a tensor of {type(self.module).__name__} was modified in place between forward and backward "
                     f"(version {tensor._version}, expected {version}); 'pointwise' cannot recompute its output"
                 )
-
-
-def _state_of(module: nn.Module) -> list[Any]:
-    """Return identities, lengths and versions of everything that a call of the module can change."""
-    found: list[Any] = []
-    for name, value in (*vars(module).items(), *module._parameters.items(), *module._buffers.items()):
-        if isinstance(value, torch.Tensor):
-            found.append((name, id(value), version_of(value)))
-        else:
-            found.append((name, id(value), len(value) if isinstance(value, (list, dict, set, deque)) else 0))
-    return found
 
 
 def _copies(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -195,7 +172,6 @@ class OperatorCall(CheapCall):
 
     name = ""
     random = False
-    repeats = True
 
     def __init__(self, function: Callable[..., Any], inplace: bool = False) -> None:
         self.function, self.inplace = function, inplace

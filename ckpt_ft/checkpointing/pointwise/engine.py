@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Module, Parameter
 
 from ckpt_ft.checkpointing import rng
@@ -60,15 +59,10 @@ class CheapCall(Protocol):
     kind: str  # class of the module, or the operator
     random: bool  # draws random numbers
     inplace: bool  # overwrites its first argument with its output
-    repeats: bool | None  # whether a second run repeats the first; None before the first call
 
     @property
     def forward(self) -> Callable[..., Any]:
         """The function of the first run."""
-
-    def attempt(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the first call if `repeats` is None: run `forward` and set `repeats`."""
-        return self.forward(*args, **kwargs)
 
     def unread(self) -> Iterable[torch.Tensor | None]:
         """Return tensors that the call's nodes save but backward does not read."""
@@ -85,49 +79,39 @@ class CheapCall(Protocol):
 
 
 class Proof:
-    """Tensors that one run of a cheap call saved, for comparison with the second run.
+    """In a verified step: fingerprints of what one run of a cheap call saved, to compare with the second run."""
 
-    comparison: compares rebuilt tensors with discarded ones, bit for bit; None if the step is not verified.
-    trial: whether this is the module's first call. The saved tensors are held until the call ends; if it drew random
-        numbers or had side effects, it will not be repeated, and the saved tensors are kept.
-    """
+    __slots__ = ("comparison", "read", "slots", "unread")
 
-    __slots__ = ("comparison", "kept", "read", "slots", "trial", "unread")
-
-    def __init__(self, comparison: TensorComparison | None, trial: bool, unread: set[int]) -> None:
-        self.comparison, self.trial, self.unread = comparison, trial, unread
+    def __init__(self, verification: Verification, call: CheapCall) -> None:
+        self.comparison = TensorComparison(verification, call.name, call.kind)
+        self.unread = {id(buffer) for buffer in call.unread()}
         self.slots: list[int | None] = []  # one per internal, in order
         self.read: dict[tuple[int, View], int] = {}  # slots of views of outputs that other nodes saved
-        self.kept: list[tuple[weakref.ref[Discarded], Saved]] = []
 
     def saved(self, handle: Discarded | None, tensor: torch.Tensor) -> None:
         """Record that a node of the call saved `tensor`; `handle` replaces it and is None for a parameter."""
-        if self.comparison is not None:
-            compared = handle is not None and id(tensor) not in self.unread
-            self.slots.append(self.comparison.saved(tensor) if compared else None)
-        if self.trial and handle is not None:
-            self.kept.append((weakref.ref(handle), _held(tensor)))
+        compared = handle is not None and id(tensor) not in self.unread
+        self.slots.append(self.comparison.saved(tensor) if compared else None)
 
     def saved_output(self, index: int, view: View, tensor: torch.Tensor) -> None:
         """Record that another node saved `tensor`, a view of the call's `index`-th output."""
-        if self.comparison is not None and (index, view) not in self.read:
+        if (index, view) not in self.read:
             self.read[index, view] = self.comparison.saved(tensor)
 
     def rebuilt(self, saved: list[torch.Tensor]) -> None:
         """Compare the second run's saved tensors with the first's, and replace those that backward cannot use."""
-        if self.comparison is not None:
-            for index, slot in enumerate(self.slots):
-                if slot is not None:
-                    saved[index] = self.comparison.restored(slot, saved[index])
+        for index, slot in enumerate(self.slots):
+            if slot is not None:
+                saved[index] = self.comparison.restored(slot, saved[index])
 
     def missing(self, why: str) -> list[torch.Tensor]:
         """Return zeros in place of the saved tensors, which were not rebuilt (see `TensorComparison.absent`)."""
-        assert self.comparison is not None
         return [torch.empty(0) if slot is None else self.comparison.absent(slot, why) for slot in self.slots]
 
     def rebuilt_output(self, key: tuple[int, View], tensor: torch.Tensor) -> torch.Tensor:
         """Compare a rebuilt view of an output with the recorded one; return what backward goes on with."""
-        return tensor if self.comparison is None else self.comparison.restored(self.read[key], tensor)
+        return self.comparison.restored(self.read[key], tensor)
 
 
 class Discarded:
@@ -243,9 +227,6 @@ class CheapRun:
         """Run the call again, fill every handle that is still needed, and release the inputs."""
         if self.args is None:
             return
-        if self.call.repeats is False:
-            self._put_back()
-            return
         args = [value.get() if type(value) is Input else value for value in self.args]
         kwargs = self.kwargs and {k: v.get() if type(v) is Input else v for k, v in self.kwargs.items()}
         saved: list[torch.Tensor] = []
@@ -268,7 +249,7 @@ class CheapRun:
                 f"{self.call} saved {len(self.internals)} tensors for backward in forward but {len(saved)} when "
                 "recomputed: it does not repeat itself, so 'pointwise' cannot treat it"
             )
-            if self.proof is None or self.proof.comparison is None:
+            if self.proof is None:
                 raise RuntimeError(message)
             saved[:] = self.proof.missing(message)
         elif self.proof is not None:
@@ -278,17 +259,6 @@ class CheapRun:
                 handle.source = tensor if tensor.grad_fn is None else tensor.detach()
         saved.clear()  # breaks a cycle: the tensors' nodes refer to the hook, which refers to the list
         self._fill_readers(output if isinstance(output, tuple) else (output,))
-        self._release()
-
-    def _put_back(self) -> None:
-        """Fill the handles with the first run's tensors if the call cannot be repeated."""
-        assert self.proof is not None
-        for reference, kept in self.proof.kept:
-            if (handle := reference()) is not None:
-                handle.source = unpack(kept)
-        self._release()
-
-    def _release(self) -> None:
         self.args, self.kwargs, self.internals, self.readers, self.random = None, {}, [], [], None
         self.proof = None
 
@@ -424,15 +394,12 @@ class Pass:
         if device is None:
             return call.forward(*args, **kwargs)
         named = dict(zip(kwargs, held[len(args) :], strict=True)) if kwargs else kwargs
-        trial = call.repeats is None and not any(isinstance(value, FakeTensor) for value in args)
-        proof = self._proof(call, trial) if trial or self.verification is not None else None
+        proof = None if self.verification is None else Proof(self.verification, call)
         self.current = run = CheapRun(call, held[: len(args)] if kwargs else held, named, depth, device, proof)
         try:
-            output = call.attempt(device, args, kwargs) if trial else call.forward(*args, **kwargs)
+            output = call.forward(*args, **kwargs)
         finally:
             self.current = None
-        if trial and not call.repeats:
-            return output  # its saved tensors are kept
         for index, value in enumerate(output if isinstance(output, tuple) else (output,)):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
@@ -440,14 +407,7 @@ class Pass:
                 # a view of a DTensor or a jagged tensor cannot be rebuilt from its storage
                 if (call.inplace or not any(storage is other for other in storages)) and not is_wrapper(value):
                     setattr(storage, CLAIM, Claim(run, index, value))
-        if trial and proof is not None:
-            proof.kept.clear()
         return output
-
-    def _proof(self, call: CheapCall, trial: bool) -> Proof:
-        verification = self.verification
-        comparison = None if verification is None else TensorComparison(verification, call.name, call.kind)
-        return Proof(comparison, trial, {id(buffer) for buffer in call.unread()})
 
     def cast(self, claim: Claim, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Cast `tensor`, which the claim covers, to another dtype; backward rebuilds one copy for all casts."""
@@ -456,7 +416,7 @@ class Pass:
         run = claim.casts.get(key)
         if run is None or run.args is None:
             held, call = Input(claim.discard(tensor), tensor.requires_grad), _Cast(dtype)
-            proof = None if self.verification is None else self._proof(call, trial=False)
+            proof = None if self.verification is None else Proof(self.verification, call)
             run = CheapRun(call, [held], {}, claim.run.depth + 1, tensor.device, proof)
             claim.casts[key] = run
         copy = tensor.to(dtype)  # the node of a cast saves nothing
@@ -466,7 +426,7 @@ class Pass:
     def cast_parameter(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
         """Cast `parameter` to another dtype; the copy is discarded and rebuilt in backward."""
         held, call = Input((parameter, parameter._version), parameter.requires_grad), _Cast(dtype)
-        proof = None if self.verification is None else self._proof(call, trial=False)
+        proof = None if self.verification is None else Proof(self.verification, call)
         run = CheapRun(call, [held], {}, 0, parameter.device, proof)
         copy = parameter.to(dtype)
         setattr(copy.untyped_storage(), CLAIM, Claim(run, 0, copy))
@@ -478,7 +438,6 @@ class _Cast(CheapCall):
 
     name, kind = "", "cast"
     random = inplace = False
-    repeats = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -41,8 +41,8 @@ _CASTED = (nn.Linear, _CONVOLUTION)
 def is_norm(module: nn.Module) -> bool:
     """Whether it is a normalization layer without children: torch's own, or a class named like one (LlamaRMSNorm).
 
-    For the latter, the code of its forward must not draw random numbers or write attributes; its first call under the
-    policy reveals other side effects (`ModuleCall.attempt`).
+    For the latter, the code of its forward must not draw random numbers or write attributes. Verification finds other
+    side effects.
     """
     if isinstance(module, nn.SyncBatchNorm) or next(module.children(), None) is not None:
         return False  # SyncBatchNorm communicates, so all ranks would have to recompute it at the same time
@@ -186,7 +186,7 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
     stand_in: StandIn
     for module in chosen.values():
         if is_norm(module) or is_activation(module) or is_dropout(module):
-            stand_in = ModuleCall(module, model, certain=not is_norm(module))
+            stand_in = ModuleCall(module, model)
             dropped, kept = "output", "input"
         elif (names := gated_names(module)) is not None:
             stand_in, dropped, kept = GatedProduct(module, names), "gated product", "gate and up projections"
