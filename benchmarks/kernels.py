@@ -76,7 +76,7 @@ def meta(*shape: int) -> Tensor:
 def predicted(row: dict[str, str]) -> float:
     """Seconds of a row's call."""
     func, args, out = call(row)
-    flops, nbytes, dtype, kernels, shape = measure(func, args, {}, out)
+    flops, nbytes, dtype, kernels, shape, _ = measure(func, args, {}, out)
     op = Op(str(func), flops, nbytes, dtype, "", "", 0, kernels, shape=shape)
     beside = CALL.get(row["op"], ELEMENTWISE_CALL)
     burst, loaded = (beside + device_seconds(op, card(row["gpu"], under_load)) for under_load in (False, True))

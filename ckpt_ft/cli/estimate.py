@@ -137,6 +137,10 @@ def _figures(result: Estimate) -> Iterator[tuple[str, str]]:
     yield "peak reserved", format_bytes(result.peak_reserved)
     if result.context:
         yield f"CUDA context{' and NCCL' if result.launch else ''}", format_bytes(result.context)
+    if result.peak_host:
+        yield f"host memory{' of each process' if result.launch else ''}", format_bytes(result.peak_host)
+        for category, nbytes in result.at_host_peak.items():
+            yield f"  of it {category}", format_bytes(nbytes)
     if result.seconds is not None:
         yield "seconds per step", f"{result.seconds:.3f}"
         for part, seconds in result.seconds_parts.items():

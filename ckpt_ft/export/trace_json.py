@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # The columns of a row, in order, and the type of each: the fields of Storage and Op.
 STORAGE_COLUMNS = {
     "nbytes": int, "category": str, "op": str, "module": str, "phase": str, "stream": str, "owner": str,
+    "host": int,
 }  # fmt: skip
 OP_COLUMNS = {
     "name": str, "flops": int, "nbytes": int, "dtype": str, "phase": str, "module": str, "at": int, "kernels": int,
@@ -60,8 +61,8 @@ def loads(text: str) -> dict[str, Any]:
     def rows(name: str, columns: Mapping[str, type]) -> list[tuple[Any, ...]]:
         kinds = columns.values()
         return [
-            tuple(texts[v] if kind is str else kind(v) for v, kind in zip(row, kinds, strict=True))
-            for row in document[name]
+            tuple(texts[v] if kind is str else kind(v) for v, kind in zip(row, kinds, strict=False))
+            for row in document[name]  # older documents have no host
         ]
 
     document |= {"storages": rows("storages", STORAGE_COLUMNS), "ops": rows("ops", OP_COLUMNS)}

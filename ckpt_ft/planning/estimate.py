@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,8 @@ class Estimate:
         peaks: bytes allocated at the peak of each phase: of the step, and of what runs between steps.
         at_peak: bytes at the step's peak by category.
         holders: the largest holders of the peak, in descending order.
+        peak_host: bytes in host memory of each process at most: what is offloaded, without the process itself.
+        at_host_peak: these bytes by category.
         seconds: time of the step; None for a CPU, whose speed is not modelled.
         seconds_parts: the step's time by part.
         bound: what limits the step's speed.
@@ -65,6 +67,8 @@ class Estimate:
     launch: str = ""
     answer: Suggestions | None = None
     command: str = ""
+    peak_host: Bytes = 0
+    at_host_peak: dict[str, Bytes] = field(default_factory=dict)
 
     @property
     def headroom(self) -> int | None:
@@ -171,4 +175,6 @@ def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTr
         context=0 if gpu is None else gpu.context + (0 if workload.launch is None else nccl_bytes(gpu)),
         launch=str(workload.launch or ""),
         notes=trace.notes,
+        peak_host=trace.peak_host,
+        at_host_peak=trace.at_host_peak,
     )

@@ -25,6 +25,7 @@ _AUTO = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_thresh
 SIZES = ("dp_replicate", "tp", "cp", "sp")  # fields of a launch besides the processes that shard or replicate
 ROTATIONS = ("allgather", "alltoall")
 SECTION = "deepspeed.zero_optimization"  # of the table of settings
+OFFLOADS = ("offload_optimizer", "offload_param")
 _COUNTS = (*_AUTO, "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
 
 
@@ -41,6 +42,8 @@ class ZeroOptions:
         max_live_parameters: stage 3 gathers ahead only while it holds fewer parameters than this.
         max_reuse_distance: parameters stay gathered if they are used again within this many.
         sub_group_size: parameters that stage 3 updates at a time.
+        offload_optimizer: master weights, gradients and states wait in host memory, where the step is computed.
+        offload_param: stage 3's parts of the parameters wait there, too.
     """
 
     reduce_bucket_size: int | None = 500_000_000
@@ -51,6 +54,8 @@ class ZeroOptions:
     max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
     sub_group_size: int = 1_000_000_000
+    offload_optimizer: bool = False
+    offload_param: bool = False
 
     @classmethod
     def read(cls, options: Mapping[str, Any], source: str) -> ZeroOptions:
@@ -65,6 +70,9 @@ class ZeroOptions:
             name = key.removeprefix("stage3_")
             if name in _COUNTS:
                 found[name] = None if value == "auto" and name in _AUTO else _count(value, key, source)
+        for name in OFFLOADS:
+            device = str((options.get(name) or {}).get("device") or "none").lower()
+            found[name] = device in ("cpu", "nvme")
         overlap = options.get("overlap_comm")
         return cls(**found, overlap_comm=None if overlap in (None, "auto") else bool(overlap))
 
@@ -77,7 +85,7 @@ class ZeroOptions:
         auto = [name for name in _AUTO if getattr(self, name) is None]
         if auto and hidden_size is None:
             raise UserError(f"launch: {', '.join(auto)}: auto, and the model has no hidden_size; give a number")
-        sizes = (
+        sizes: dict[str, Any] = (
             {}
             if hidden_size is None
             else {
@@ -104,6 +112,7 @@ class Launch:
         mixed_precision: "no", "bf16" or "fp16": FSDP2 gathers parameters and reduces gradients in it; DeepSpeed holds
             the whole model in it, its optimizer's part in fp32 as well, and runs it without autocast.
         reshard_after_forward: whether FSDP2 drops a block's gathered parameters after its forward.
+        offload_params: whether FSDP2 keeps parameters, gradients and optimizer states in host memory.
         gradient_as_bucket_view: whether DDP's gradients are views of its buckets instead of copies.
         find_unused_parameters: whether DDP looks for unused parameters, Trainer's default; it then copies each output
             of the model.
@@ -126,6 +135,7 @@ class Launch:
     machines: int = 0
     mixed_precision: str = "no"
     reshard_after_forward: bool = True
+    offload_params: bool = False
     gradient_as_bucket_view: bool = False
     find_unused_parameters: bool = False
     wrap: tuple[str, ...] | None = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.units import whole_number
 from ckpt_ft.validation import load_yaml
 
-from .launch import SIZES, Launch, ZeroOptions
+from .launch import OFFLOADS, SIZES, Launch, ZeroOptions
 from .settings import read_settings
 
 # Keys that accelerate refuses if there is a DeepSpeed file (accelerate/utils/dataclasses.py:
@@ -124,6 +125,7 @@ def _fsdp2(config: Mapping[str, Any], path: str | Path, ignored: Collection[str]
     return {
         "strategy": "fsdp2",
         "reshard_after_forward": _truth(reshard),
+        "offload_params": _truth(options.get("offload_params", options.get("cpu_offload", False))),
         "wrap": None if wrapping == "NO_WRAP" else tuple(str(name).strip() for name in classes if str(name).strip()),
     }
 
@@ -132,7 +134,8 @@ def _zero(config: Mapping[str, Any], path: str | Path, ignored: Collection[str])
     options = _section(config, "deepspeed_config", path)
     file = options.get("deepspeed_config_file")
     if file in (None, "none"):
-        return _stage(options.get("zero_stage", 2), path)
+        away = {name: str(options.get(f"{name}_device") or "none").lower() == "cpu" for name in OFFLOADS}
+        return {**_stage(options.get("zero_stage", 2), path), "zero": ZeroOptions(**away)}
     beside = [key for key in _IN_THE_FILE if key in options]
     if config.get("mixed_precision"):
         beside.append("mixed_precision")
@@ -196,7 +199,7 @@ def accelerate_config(launch: Launch) -> str:
     Raises:
         UserError: the launch has options that the file has no keys for.
     """
-    if launch.zero != ZeroOptions():
+    if replace(launch.zero, **dict.fromkeys(OFFLOADS, False)) != ZeroOptions():
         raise UserError("launch: DeepSpeed's own options lie in its own file; name it as deepspeed_config_file")
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -238,7 +241,7 @@ def sharing_options(launch: Launch) -> dict[str, dict[str, Any]]:
                 "fsdp_activation_checkpointing": False,
                 "fsdp_auto_wrap_policy": "NO_WRAP" if launch.wrap is None else "TRANSFORMER_BASED_WRAP",
                 "fsdp_cpu_ram_efficient_loading": True,
-                "fsdp_offload_params": False,
+                "fsdp_offload_params": launch.offload_params,
                 "fsdp_reshard_after_forward": launch.reshard_after_forward,
                 "fsdp_state_dict_type": "FULL_STATE_DICT",
                 **wrapped,
@@ -248,8 +251,7 @@ def sharing_options(launch: Launch) -> dict[str, dict[str, Any]]:
         return {
             "deepspeed_config": {
                 "zero_stage": launch.stage,
-                "offload_optimizer_device": "none",
-                "offload_param_device": "none",
+                **{f"{name}_device": "cpu" if getattr(launch.zero, name) else "none" for name in OFFLOADS},
                 "zero3_init_flag": launch.stage == 3,
                 "zero3_save_16bit_model": launch.stage == 3,
             }

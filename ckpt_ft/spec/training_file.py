@@ -395,10 +395,9 @@ class _Entries:
         options = self.get("fsdp_config")
         if not sharded and not (options and self.kind == "axolotl"):
             return {}
-        if isinstance(sharded, (str, list)):
-            words = sharded.split() if isinstance(sharded, str) else [str(word) for word in sharded]
-            if "offload" in words:
-                raise self.refuse("fsdp: offload: parameters in host memory are not predicted")
+        words = sharded.split() if isinstance(sharded, str) else sharded if isinstance(sharded, list) else []
+        if "offload" in map(str, words):
+            options = {"offload_params": True, **(options or {})}
         plain = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in (options or {}).items()}
         version = self.get("fsdp_version") or (1 if self.kind == "axolotl" else 2)
         return {"launch": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version, **plain}}}

@@ -98,20 +98,16 @@ def _fsdp2(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
         raise UserError(
             "FSDP2 that wraps modules by their size is not modelled; set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
         )
-    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise UserError("FSDP2 with parameters on the host is not modelled; set fsdp_offload_params: false")
     return {
         "strategy": "fsdp2",
         "reshard_after_forward": plugin.reshard_after_forward,
+        "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "wrap": None if wraps is None else tuple(plugin.transformer_cls_names_to_wrap or ()),
     }
 
 
 def _zero(plugin: Any) -> dict[str, Any]:
     options = plugin.deepspeed_config["zero_optimization"]
-    for part in ("offload_optimizer", "offload_param"):
-        if ((options.get(part) or {}).get("device") or "none") != "none":
-            raise UserError(f"DeepSpeed with {part} is not modelled")
     return {"strategy": f"zero{plugin.zero_stage}", "zero": ZeroOptions.read(options, "launch")}
 
 

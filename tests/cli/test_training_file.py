@@ -240,8 +240,7 @@ def test_a_launch_inside_a_file_is_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="fsdp shares the model: on how many GPUs"):
         spec_of(file)
     file.write_text(f"{AXOLOTL}fsdp_version: 2\nfsdp_config: {{offload_params: true}}\n")
-    with pytest.raises(UserError, match="fsdp_config.fsdp_offload_params: True: parameters in host memory"):
-        spec_of(file, processes=8)
+    assert spec_of(file, processes=8).launch.launch == Launch("fsdp2", 8, 1, "bf16", offload_params=True)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ class Work(NamedTuple):
     dtype: str = ""  # of the main operand
     kernels: int = 0
     shape: tuple[int, ...] = ()  # see kernels.py
+    on_host: bool = False  # the host's own cores do it
 
 
 def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:

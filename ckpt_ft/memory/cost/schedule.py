@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckpt_ft.spec.launch import Launch
 
 COPIES = "copies"  # the name of the copy engine's stream
+HOST = "host"  # the name of the stream of what the host computes, such as an optimizer whose states are there
 # Ops that give Python a value, or whose result has a size that depends on values: the host waits for the device.
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten.equal")
 READ_BACK = 10e-6  # seconds from the end of a kernel until the host has its result and issues again
@@ -52,11 +53,13 @@ class Host:
     per_launch: cudaLaunchKernel, for every kernel: in a row, kernels of 2.9 µs start every 3.8 µs
         (developer.nvidia.com/blog/cuda-graphs).
     slower: how many times slower this host is than the measured one.
+    bandwidth: bytes per second that its cores read and write for one process.
     """
 
     per_op: float = 5e-6
     per_launch: float = 3.8e-6
     slower: float = 1.0
+    bandwidth: float = 100e9
 
     @classmethod
     def beside(cls, gpu: GPU) -> Host:
@@ -149,6 +152,7 @@ def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: 
         if stream == COPIES:
             copying = end
             continue
+        issuing += end - start if stream == HOST else 0.0
         communicating += end - start if collective else 0.0
         last = max(last, end)
         if stream == "" and end > start:
@@ -204,6 +208,10 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
             yield Span(op, issued, start, start + seconds, op.stream)
             if _is_read_back(op.name):
                 issued = max(issued, start + seconds + READ_BACK * host.slower)
+        elif op.stream == HOST:  # it waits for the device, and for the copies that it reads
+            start = max([issued, copying, *free.values()])
+            issued = start + op.nbytes / host.bandwidth
+            yield Span(op, issued, start, issued, HOST)
         elif op.nbytes:
             start, copying = copying, copying + op.nbytes / gpu.host_bandwidth
             yield Span(op, issued, start, copying, COPIES)

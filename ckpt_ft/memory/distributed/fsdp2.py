@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
@@ -23,6 +24,7 @@ from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch
 
 
@@ -119,7 +121,7 @@ class _Unit:
         if group is None:  # its children have sharded all its parameters
             return
         if isinstance(group.offload_policy, CPUOffloadPolicy):
-            raise UserError("FSDP2 with parameters on the host is not modelled")
+            self.options["offload_policy"] = IN_HOST_MEMORY
         if any(parameter.is_dtensor for parameter in group.fsdp_params):
             raise UserError("FSDP2 beside tensor parallelism is not modelled")
         self.mesh = tuple(group.mesh_info.mesh.shape), group.mesh_info.mesh.mesh_dim_names
@@ -135,6 +137,48 @@ def _resharding(group: Any) -> bool | int:
     if after is None or after == group.mesh_info:
         return after is not None
     return int(after.shard_mesh_size)
+
+
+# -- parameters in host memory ----------------------------------------------------------------------------------------
+
+
+IN_HOST_MEMORY = CPUOffloadPolicy(pin_memory=False)  # fake tensors cannot be pinned
+
+
+def offloaded_parameters(model: nn.Module) -> Iterator[Tensor]:
+    """This rank's shards of parameters that FSDP2 keeps in host memory."""
+    for module in model.modules():
+        group = _get_module_state(module)._fsdp_param_group if isinstance(module, FSDPModule) else None  # type: ignore[union-attr]
+        if group is not None:
+            yield from (parameter._sharded_param_data for parameter in group.fsdp_params if parameter.offload_to_cpu)
+
+
+@contextmanager
+def host_copies(recorder: Recorder) -> Iterator[None]:
+    """Records FSDP2's copies between host and device, which fake tensors leave out: all of them are on the CPU.
+
+    Offloaded parameters are copied to the device before each gather, and their gradients to the host
+    (_fsdp_param.py: all_gather_inputs; _fsdp_collectives.py: foreach_reduce).
+    """
+    shard: Any = _fsdp_param.FSDPParam
+    inputs, sharded = shard.all_gather_inputs.fget, shard.to_sharded_dtensor
+
+    def gathered(parameter: Any) -> list[Tensor]:
+        if not parameter.offload_to_cpu or parameter.sharded_state != _fsdp_param.ShardedState.SHARDED:
+            return inputs(parameter)
+        here = recorder.on_device(parameter._sharded_param_data)
+        return [here.to(parameter.param_dtype or here.dtype)]
+
+    def placed(parameter: Any, tensor: Tensor) -> Tensor:
+        if parameter.offload_to_cpu and recorder.splits_host and not recorder.is_on_host(tensor):
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        return sharded(parameter, tensor)
+
+    with (
+        patch.object(shard, "all_gather_inputs", property(gathered)),
+        patch.object(shard, "to_sharded_dtensor", placed),
+    ):
+        yield
 
 
 # -- work that is done for every rank ---------------------------------------------------------------------------------

@@ -24,12 +24,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch
 
 from . import sequence_parallel
 from .ddp import Buckets
+from .fsdp2 import IN_HOST_MEMORY
 from .streams import Streams
-from .zero import Label, Zero
+from .zero import Zero, host_optimizer
 from .zero3 import Zero3, linear_saves_parameters
 
 _SHARED = "_ckpt_ft_shared"  # attribute of the model with our model of DDP's reducer or DeepSpeed's engine
@@ -61,11 +63,11 @@ def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tens
 
 
 def initialize(
-    model: nn.Module, optimizer: Any, launch: Launch, mesh: DeviceMesh, streams: Streams, label: Label
+    model: nn.Module, optimizer: Any, launch: Launch, mesh: DeviceMesh, streams: Streams, recorder: Recorder
 ) -> Zero | Zero3:
     """Like `deepspeed.initialize`: the model in the launch's precision, the optimizer over this rank's part of it.
 
-    label: called with tensors that the model does not hold, and their category.
+    Tensors that the model does not hold are labelled in `recorder`.
 
     Raises:
         UserError: there is no optimizer, or it trains nothing.
@@ -83,7 +85,9 @@ def initialize(
     hidden = getattr(config, "hidden_size", max(sizes) if sizes else None)
     launch = replace(launch, zero=launch.zero.filled(launch.stage, hidden))
     group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
-    more = launch, group, streams, label
+    more = launch, group, streams, recorder
+    if launch.zero.offload_optimizer:
+        optimizer = host_optimizer(optimizer)
     zero = Zero3(model, optimizer, *more) if launch.stage == 3 else Zero(optimizer, *more)
     setattr(model, _SHARED, zero)
     return zero
@@ -251,7 +255,7 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
     packed: list[nn.Linear] = [m for m in model.modules() if isinstance(m, nn.Linear) and _is_packed(m)]
     # bitsandbytes packs into uint8 by default, which accelerate does not shard
     plugin.ignored_modules = [m for m in packed if not m.weight.is_floating_point()] or None
-    plugin.cpu_offload = OffloadPolicy()
+    plugin.cpu_offload = IN_HOST_MEMORY if launch.offload_params else OffloadPolicy()
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),

@@ -13,6 +13,11 @@ The rules, with their places in deepspeed/runtime/zero/stage_1_and_2.py (0.19.8)
   all others in each micro-batch; ZeRO-1 keeps them until they are reduced after the last backward (reduce_gradients).
 - The step computes the norm in fp64, gradient by gradient (get_grad_norm_direct), flattens the part's gradients,
   converts them to fp32, updates the master weights, copies them to the part and gathers the parts (step).
+- If the optimizer is offloaded, master weights, their gradient and a copy of the part are in host memory (__init__,
+  initialize_optimizer_states). A reduced gradient of the own part is copied there and dropped; if micro-batches
+  accumulate, it is added on the device, in a buffer as large as the largest parameter, to what was copied before
+  (async_accumulate_grad_in_cpu_via_gpu, async_inplace_copy_grad_to_fp32_buffer_from_gpu). accelerate replaces the
+  optimizer by DeepSpeed's Adam or Adagrad for the host (map_pytorch_optim_to_deepspeed).
 
 All parts have the same size, but different peaks. The last rank is traced: backward computes its gradients first, so
 they coexist with the most activations.
@@ -20,7 +25,7 @@ they coexist with the most activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -30,11 +35,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch
 
 from .streams import Streams
 
-Label = Callable[[Iterable[Tensor], str], None]  # (tensors, their category)
+
+def host_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that accelerate and DeepSpeed run on the host in place of `optimizer`.
+
+    Raises:
+        UserError: it is Lion, whose version for the host is not modelled.
+    """
+    name = type(optimizer).__name__.lower()
+    if "lion" in name:
+        raise UserError("launch: offload_optimizer with Lion is not modelled; take AdamW, or leave out the offloading")
+    groups = [{"params": [p for p in group["params"] if p.requires_grad]} for group in optimizer.param_groups]
+    kind = torch.optim.Adagrad if "adagrad" in name else torch.optim.AdamW
+    return kind([group for group in groups if group["params"]], fused=True)
 
 
 class Flat:
@@ -45,6 +64,7 @@ class Flat:
         mine: the parameters that reach into the part, with how many of their elements come before it.
         pieces: for each parameter, by id, (rank, elements) for each rank in whose part it lies.
         gradients: reduced gradients of `mine`, as far as they are in the part.
+        half: if the optimizer is offloaded, the copy of the part in host memory.
     """
 
     def __init__(self, parameters: list[nn.Parameter], ranks: int) -> None:
@@ -64,6 +84,7 @@ class Flat:
         self.mine: list[tuple[nn.Parameter, int]] = []
         self.pieces: dict[int, list[tuple[int, int]]] = {}
         self.gradients: list[Tensor] = []
+        self.half = torch.empty(0)
         self._sums: list[Tensor] = []  # whole gradients of `mine`
         at = 0
         for parameter in parameters:
@@ -82,6 +103,24 @@ class Flat:
                 total.add_(gradient)
         else:
             self._sums = new
+
+    def offload(self, recorder: Recorder) -> None:
+        """Put what the optimizer needs into host memory."""
+        self.half = torch.zeros_like(self.part)
+        self.master.grad = torch.zeros_like(self.master)
+        recorder.put_on_host([self.master, self.half], "optimizer")
+        recorder.put_on_host([self.master.grad], "gradients")
+
+    def place_of(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
+        """The place of a gradient of `mine` in the master weights' gradient; the elements before it."""
+        at = 0
+        for other, before in self.mine:
+            elements = other.numel() - before
+            if other is parameter:
+                assert self.master.grad is not None
+                return self.master.grad.narrow(0, at, min(elements, self.size - at)), before
+            at += elements
+        raise AssertionError("not a parameter of this part")
 
     def take_gradients(self) -> None:
         """The step's gradients are complete: keep those in the part."""
@@ -120,9 +159,10 @@ class Zero(ZeroOptimizer):
     """The model's optimizer under ZeRO-1 or ZeRO-2; hooks on the parameters take each gradient when it is computed."""
 
     def __init__(
-        self, optimizer: Any, launch: Launch, group: dist.ProcessGroup, streams: Streams, label: Label
+        self, optimizer: Any, launch: Launch, group: dist.ProcessGroup, streams: Streams, recorder: Recorder
     ) -> None:
-        self.optimizer, self.group, self.label = optimizer, group, label
+        self.optimizer, self.group, self.recorder = optimizer, group, recorder
+        self.offloads = launch.zero.offload_optimizer
         self.bucket: int = launch.zero.reduce_bucket_size or 0
         self.ranks, self.drops = group.size(), launch.strategy == "zero2"
         self.synchronises = True  # False in all micro-batches of a step but the last
@@ -136,7 +176,17 @@ class Zero(ZeroOptimizer):
         self.flats = [self._flat(options) for options in optimizer.param_groups]
         self._of = {id(parameter): flat for flat in self.flats for parameter in flat.parameters}
         self._mine = {id(parameter) for flat in self.flats for parameter, _ in flat.mine}
-        label([flat.master for flat in self.flats], "optimizer")
+        recorder.add_resident([flat.master for flat in self.flats], "optimizer")
+        self._micro_batch = 0  # of the step
+        self._sums: dict[int, Tensor] = {}  # if offloaded: gradients of earlier micro-batches, by the parameter's id
+        if self.offloads:
+            for flat in self.flats:
+                flat.offload(recorder)
+            largest = max(parameter.numel() for flat in self.flats for parameter in flat.parameters)
+            dtype = self.flats[0].part.dtype  # one on the device and one, which is not used, on the host
+            self._temporary, self._unused = torch.zeros(largest, dtype=dtype), torch.zeros(largest, dtype=dtype)
+            recorder.add_resident([self._temporary], "communication")
+            recorder.put_on_host([self._unused], "communication")
 
     def _flat(self, options: dict[str, Any]) -> Flat:
         flat = Flat([p for p in options["params"] if p.requires_grad and p.numel()], self.ranks)
@@ -153,11 +203,11 @@ class Zero(ZeroOptimizer):
         if not self._buckets:
             count = 1 if self._stream is None else 2
             self._buckets = [torch.empty(self.bucket, dtype=parameter.dtype) for _ in range(count)]
-            self.label(self._buckets, "communication")
+            self.recorder.add_resident(self._buckets, "communication")
         if self.drops or (self._stream is not None and self.synchronises):
             self._take(parameter)
         else:
-            self.label([parameter.grad], "gradients")
+            self.recorder.add_resident([parameter.grad], "gradients")
 
     def _take(self, parameter: nn.Parameter) -> None:
         """Put a gradient into the bucket, which is reduced first if it has no room."""
@@ -194,7 +244,10 @@ class Zero(ZeroOptimizer):
                 waiting = []
         for parameter in self._filled:
             if id(parameter) in self._mine:
-                self._keep(parameter)
+                if self.offloads:
+                    self._offload(parameter)
+                else:
+                    self._keep(parameter)
             elif self.drops:
                 parameter.grad = None
 
@@ -210,18 +263,37 @@ class Zero(ZeroOptimizer):
     def _all_reduce(self, pieces: list[Tensor], ranks: list[int]) -> None:
         flat = _flatten_dense_tensors(pieces)  # a single piece is not copied
         if len(pieces) > 1:
-            self.label([flat], "communication")
+            self.recorder.add_resident([flat], "communication")
         dist.all_reduce(flat, group=self.group)
         for piece, reduced, rank in zip(pieces, _unflatten_dense_tensors(flat, pieces), ranks, strict=True):
             if rank == self.ranks - 1:
                 piece.copy_(reduced)
+
+    def _offload(self, parameter: nn.Parameter) -> None:
+        """Copy a gradient to the host, added to those of earlier micro-batches."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if self._micro_batch or not self.synchronises:
+            if id(parameter) not in self._sums:
+                self._sums[id(parameter)] = torch.zeros(parameter.numel(), dtype=parameter.dtype)
+                self.recorder.put_on_host([self._sums[id(parameter)]], "gradients")
+            total = self._sums[id(parameter)]
+            if self._micro_batch:
+                gradient.view(-1).add_(self._temporary.narrow(0, 0, parameter.numel()).copy_(total))
+            total.copy_(gradient.view(-1))
+        if self.synchronises:
+            place, before = self._of[id(parameter)].place_of(parameter)
+            own = gradient.view(-1).narrow(0, before, place.numel())
+            torch.linalg.vector_norm(own.to(torch.float64))
+            place.copy_(own.to(torch.float32))
+            parameter.grad = None
 
     def _keep(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         if self._kept is None:
             elements = sum(parameter.numel() for flat in self.flats for parameter, _ in flat.mine)
             self._kept, self._kept_elements = torch.empty(elements, dtype=parameter.grad.dtype), 0
-            self.label([self._kept], "gradients")
+            self.recorder.add_resident([self._kept], "gradients")
         _move(parameter.grad, self._kept.narrow(0, self._kept_elements, parameter.numel()))
         self._kept_elements += parameter.numel()
 
@@ -235,10 +307,12 @@ class Zero(ZeroOptimizer):
             for parameter in [p for flat in self.flats for p in flat.parameters if p.grad is not None]:
                 self._take(parameter)
         self._reduce()
+        self._micro_batch += 1
         for flat in self.flats:
-            flat.add_gradients()
-            if self.synchronises:
-                flat.take_gradients()
+            if not self.offloads:
+                flat.add_gradients()
+                if self.synchronises:
+                    flat.take_gradients()
             for parameter in flat.parameters:
                 parameter.grad = None
         self._buckets, self._kept = [], None
@@ -248,6 +322,25 @@ class Zero(ZeroOptimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Update this rank's part of the parameters, and gather the others'."""
+        self._micro_batch = 0
+        if self.offloads:
+            self._step_on_host()
+        else:
+            self._step()
+        for flat in self.flats:
+            self.group._allgather_base(flat.buffer, flat.part)
+
+    def _step_on_host(self) -> None:
+        groups = self.optimizer.param_groups
+        for flat, options in zip(self.flats, groups, strict=True):
+            assert flat.master.grad is not None
+            flat.master.grad.mul_(1.0)
+            self.optimizer.param_groups = [options]
+            self.optimizer.step()
+            flat.part.copy_(flat.half.copy_(flat.master))
+        self.optimizer.param_groups = groups
+
+    def _step(self) -> None:
         norm = self._norm()
         groups = self.optimizer.param_groups
         for flat, options in zip(self.flats, groups, strict=True):
@@ -260,8 +353,6 @@ class Zero(ZeroOptimizer):
             flat.master.grad = None
             flat.part.copy_(flat.master)
         self.optimizer.param_groups = groups
-        for flat in self.flats:
-            self.group._allgather_base(flat.buffer, flat.part)
 
     def _norm(self) -> Tensor:
         norms = []

@@ -20,6 +20,10 @@ The rules, with their places in deepspeed/runtime/zero (0.19.8):
 - A linear layer saves its parameter, not the gathered copy (linear.py: LinearFunctionForZeroStage3).
 - The step updates one group of parts at a time, with an fp32 copy of its gradients, and then gathers the persistent
   parameters (step).
+- If the optimizer is offloaded, the gradients of all parts, the groups' fp32 copies and their gradients are in host
+  memory. What is reduced is copied there, and what has been added up comes back to the device once more, from where
+  it is copied in fp32 (partition_grads, _offload_grad_partition_at_boundary). If parameters are offloaded, so are the
+  parts, and a gather begins with copies of them on the device (_all_gather_dtype); persistent frozen ones stay.
 """
 
 from __future__ import annotations
@@ -36,10 +40,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
+from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch, ZeroOptions
 
 from .streams import Streams
-from .zero import Label, ZeroOptimizer
+from .zero import ZeroOptimizer
 
 # -- hooks around modules ---------------------------------------------------------------------------------------------
 
@@ -154,6 +159,7 @@ class Shard:
         flight: the gather in progress, if any.
         here: whether it is gathered.
         users: modules that currently run with it.
+        on_host: whether the part is in host memory.
     """
 
     parameter: nn.Parameter
@@ -164,6 +170,7 @@ class Shard:
     flight: Flight | None = None
     here: bool = False
     users: set[Any] = field(default_factory=set)
+    on_host: bool = False
 
     @property
     def numel(self) -> int:
@@ -178,16 +185,17 @@ class Shard:
 class Flight:
     """Gathers parameters of one dtype together."""
 
-    def __init__(self, shards: list[Shard], group: dist.ProcessGroup) -> None:
+    def __init__(self, shards: list[Shard], group: dist.ProcessGroup, recorder: Recorder) -> None:
         self.shards, self.over = shards, False
         for shard in shards:
             shard.flight = self
         size = sum(shard.part.numel() for shard in shards)
         self.buffer = torch.empty(size * group.size(), dtype=shards[0].part.dtype)
-        part = shards[0].part
+        parts = [recorder.on_device(shard.part) if shard.on_host else shard.part for shard in shards]
+        part = parts[0]
         if len(shards) > 1:
             part = self.buffer.narrow(0, size * group.rank(), size)
-            torch.cat([shard.part for shard in shards], out=part)
+            torch.cat(parts, out=part)
         group._allgather_base(self.buffer, part)
 
     def land(self) -> None:
@@ -244,9 +252,10 @@ class Fetcher:
 
     def __init__(
         self, model: nn.Module, shards: dict[int, Shard], options: ZeroOptions, group: dist.ProcessGroup,
-        streams: Streams,
+        streams: Streams, recorder: Recorder,
     ) -> None:  # fmt: skip
         self.shards, self.options, self.group, self._streams = list(shards.values()), options, group, streams
+        self.recorder = recorder
         self._stream = streams.Stream() if options.overlap_comm else streams.current_stream()
         self._order: list[_Module] = []  # modules in the order in which they gather
         self._records = self._knows = False  # whether this step records the order; whether the order is known
@@ -269,7 +278,7 @@ class Fetcher:
         if self.running and shard is not None and not shard.here and shard.flight is None:
             known = self.running[-1]
             known.shards = sorted({*known.shards, shard}, key=lambda shard: shard.number)
-            Flight([shard], self.group)
+            Flight([shard], self.group, self.recorder)
             self._land(shard)
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -308,7 +317,7 @@ class Fetcher:
         """Gather persistent parameters after the step, each in a buffer of its own (_post_step)."""
         for shard in self.shards:
             if shard.persistent:
-                Flight([shard], self.group)
+                Flight([shard], self.group, self.recorder)
                 self._land(shard)
 
     def _forget(self) -> None:
@@ -401,7 +410,7 @@ class Fetcher:
             self._live += shard.numel
         with self._streams.stream(self._stream):
             for together in kinds.values():
-                Flight(together, self.group)
+                Flight(together, self.group, self.recorder)
 
     def _land(self, shard: Shard) -> None:
         assert shard.flight is not None
@@ -437,10 +446,11 @@ class Zero3(ZeroOptimizer):
         launch: Launch,
         group: dist.ProcessGroup,
         streams: Streams,
-        label: Label,
+        recorder: Recorder,
     ) -> None:
-        self.optimizer, self.group, self._streams = optimizer, group, streams
-        self.synchronises = True  # ignored: gradients are reduced in each micro-batch
+        self.optimizer, self.group, self._streams, self.recorder = optimizer, group, streams, recorder
+        self.synchronises = True  # False in all micro-batches of a step but the last; all of them reduce
+        self.offloads, self.offloads_parameters = launch.zero.offload_optimizer, launch.zero.offload_param
         self._stream = streams.Stream() if launch.zero.overlap_comm else streams.current_stream()
         self._of = _shards(model, group.size(), launch.zero)
         self._groups = [g for options in optimizer.param_groups for g in self._split(options, launch.zero)]
@@ -456,11 +466,17 @@ class Zero3(ZeroOptimizer):
         self._adds = False
         for shard in trained:
             shard.parameter.register_post_accumulate_grad_hook(self._ready)
-        self.fetcher = Fetcher(model, self._of, launch.zero, group, streams)
-        label((shard.part for shard in self._of.values()), "parameters")
-        label((group.master for group in self._groups), "optimizer")
-        label([self._bucket], "communication")
-        label([self._gradients], "gradients")
+        self.fetcher = Fetcher(model, self._of, launch.zero, group, streams, recorder)
+        recorder.add_resident((shard.part for shard in self._of.values()), "parameters")
+        recorder.add_resident((group.master for group in self._groups), "optimizer")
+        recorder.add_resident([self._bucket], "communication")
+        recorder.add_resident([self._gradients], "gradients")
+        if self.offloads:
+            self._offload()
+        if self.offloads_parameters:
+            for shard in self._of.values():
+                shard.on_host = not shard.persistent or shard.parameter.requires_grad
+            recorder.put_on_host((shard.part for shard in self._of.values() if shard.on_host), "parameters")
 
     def _split(self, options: dict[str, Any], zero: ZeroOptions) -> Iterator[_Group]:
         together: list[Shard] = []
@@ -482,6 +498,17 @@ class Zero3(ZeroOptimizer):
         for group, view in zip(self._groups, buffer.split(lengths), strict=True):
             group.weights = view
             group.master = view.to(torch.float32, copy=True).requires_grad_()
+
+    def _offload(self) -> None:
+        """Put the optimizer's weights and gradients into host memory."""
+        self._places: dict[Shard, Tensor] = {}  # of each gradient in its group's
+        for group in self._groups:
+            gradient = group.master.grad = torch.zeros_like(group.master)
+            sizes = [shard.part.numel() for shard in group.shards]
+            self._places |= dict(zip(group.shards, gradient.split(sizes), strict=True))
+            self.recorder.put_on_host([group.master], "optimizer")
+            self.recorder.put_on_host([gradient], "gradients")
+        self.recorder.put_on_host([self._gradients], "gradients")
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -516,10 +543,23 @@ class Zero3(ZeroOptimizer):
             self.group._reduce_scatter_base(own, flat, dist.ReduceScatterOptions())
             for shard, reduced in zip(shards, own.split(sizes), strict=True):
                 total = self._gradient_of[shard]
-                total.add_(reduced) if self._adds else total.copy_(reduced)
+                if self.offloads:
+                    self._to_host(shard, total, reduced)
+                else:
+                    total.add_(reduced) if self._adds else total.copy_(reduced)
                 shard.parameter.grad = None
         self._filled.clear()
         self._elements = 0
+
+    def _to_host(self, shard: Shard, total: Tensor, reduced: Tensor) -> None:
+        """Add a reduced gradient to the host's `total`, on the device."""
+        if self._adds:
+            total.copy_(here := self.recorder.on_device(total).add_(reduced))
+        else:
+            here = self.recorder.on_device(total.copy_(reduced))
+        if self.synchronises:
+            here.to(torch.float64).norm()
+            self._places[shard].copy_(here.to(torch.float32))
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -538,17 +578,21 @@ class Zero3(ZeroOptimizer):
         """Update this rank's parts."""
         self.fetcher.release_all()
         self._adds = False
-        norm = self._norm()
+        norm: Any = 1.0 if self.offloads else self._norm()
         for options in self.optimizer.param_groups:
             options["params"] = []
         for group in self._groups:
-            gradients = [self._gradient_of[shard] for shard in group.shards]
-            group.master.grad = _flatten_dense_tensors(gradients).to(torch.float32).mul_(norm)
+            if not self.offloads:
+                gradients = [self._gradient_of[shard] for shard in group.shards]
+                group.master.grad = _flatten_dense_tensors(gradients).to(torch.float32)
+            assert group.master.grad is not None
+            group.master.grad.mul_(norm)
             group.options["params"] = [group.master]
             self.optimizer.step()
             group.options["params"] = []
             group.weights.copy_(group.master)
-            group.master.grad = None
+            if not self.offloads:
+                group.master.grad = None
         self.fetcher.gather_persistent()
 
     def _norm(self) -> Tensor:

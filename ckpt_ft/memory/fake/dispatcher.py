@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, is_wait, measure
+from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, is_wait, measure, tensors
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record import cpu_kernels
@@ -168,7 +168,8 @@ class FakeOps:
     4. PyTorch's fake kernel.
 
     Real tensors are replaced by fake ones, and requests for other devices are answered on the CPU. In a trace for a
-    GPU, pinned memory and 0-dim tensors made from Python numbers (Adam's step counts) are the host's and left out.
+    GPU, pinned memory and what kernels make of it are host memory. 0-dim tensors made from Python numbers (Adam's step
+    counts) are left out.
 
     gpu: the card whose rules apply; None for the CPU's.
     """
@@ -184,6 +185,7 @@ class FakeOps:
         self.values = Values()
         self._by_data = DataDependentOps(recorder, self.values)
         capability = compute_capability(gpu) if gpu else 0
+        recorder.splits_host = gpu is not None
         rules, self._after = cpu_kernels.FAKE_RULES, cpu_kernels.FAKE_AFTER
         if gpu:
             rules, self._after = cuda.RULES, cuda.extra_allocations(capability)
@@ -228,7 +230,7 @@ class FakeOps:
             self.streams.await_collectives()
         if op.answered:
             out, work = self._run(op, func, args, kwargs)
-            return out, Work() if self.recorder.all_ignored(args) else work
+            return out, Work() if self.recorder.all_on_host(args) else work
         key = None if op.calls is None else call_key(args, kwargs)
         known = None if op.calls is None or key is None else op.calls.get(key, args)
         if known is None:
@@ -236,23 +238,27 @@ class FakeOps:
             if op.calls is not None and key is not None:
                 op.calls.keep(key, args, *known)
         recorder = self.recorder
-        if func is _COPY and recorder.is_ignored(args[0]) != recorder.is_ignored(args[1]):
-            known = known[0], Work(nbytes=args[0].nbytes)  # over the bus, by a copy engine
-        elif known[1].kernels and recorder.all_ignored(args):
-            known = known[0], Work()  # the host computes it
-        out = known[0]
+        out, work = known
+        if func is _COPY and recorder.is_on_host(args[0]) != recorder.is_on_host(args[1]):
+            known = out, Work(nbytes=args[0].nbytes)  # over the bus, by a copy engine
+        elif work.kernels and recorder.all_on_host(args):
+            sizable = any(tensor.dim() for tensor in tensors(args))
+            known = out, Work(nbytes=work.nbytes, on_host=True) if sizable else Work()
+            for tensor in tensors((out,)) if self.gpu else ():
+                if tensor.dim():
+                    recorder.follow(tensor, "temporary", op.name, on_host=True)
         self.values.follow(func, args, kwargs, out)
         if op.observe is not None:
             op.observe(args, out)
         if op.on_host is not None:
             for index in op.on_host(args):
                 recorder.ignore(out[index])
-        elif self.gpu and isinstance(out, Tensor) and self._is_on_host(func, args, out, pinned):
-            recorder.ignore(out)
+        elif self.gpu and isinstance(out, Tensor):
+            if pinned:
+                recorder.follow(out, "activations", op.name, on_host=True)
+            elif out.dim() == 0 and (func is _LIFT or recorder.all_on_host(args)):
+                recorder.ignore(out)
         return known
-
-    def _is_on_host(self, func: Any, args: tuple[Any, ...], out: Tensor, pinned: bool) -> bool:
-        return pinned or (out.dim() == 0 and (func is _LIFT or self.recorder.all_ignored(args)))
 
     def collective_stream(self, func: Any, args: tuple[Any, ...]) -> str:
         return self.streams.asynchronous() if is_asynchronous(func, args) else self.recorder.stream

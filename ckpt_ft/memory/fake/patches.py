@@ -105,7 +105,7 @@ def lists_of_fakes(recorder: Recorder, values: Values) -> Iterator[None]:
         numbers = values.numbers(tensor) if tensor.dim() else None
         if numbers is None:
             return each(tensor)
-        if not recorder.is_ignored(tensor):
+        if not recorder.is_on_host(tensor):
             recorder.await_device()
         return numbers
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
-from ckpt_ft.memory.distributed.fsdp2 import Sharding, sharding_of
+from ckpt_ft.memory.distributed.fsdp2 import Sharding, host_copies, offloaded_parameters, sharding_of
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.distributed.wrap import (
@@ -141,7 +141,7 @@ def _steps(parameter: nn.Parameter) -> Any:
 @contextmanager
 def process_group(launch: Launch | None, sharding: Sharding | None) -> Iterator[DeviceMesh | None]:
     """The mesh of one rank of a launch, without the other processes; None for a single process."""
-    if launch is None or (sharding is None and launch.processes == 1):
+    if launch is None or (sharding is None and launch.processes == 1 and not launch.stage):
         yield None
     elif sharding is None or launch.cp > 1:
         with rank_of(*launch.mesh.values(), rank=launch.rank, names=tuple(launch.mesh)) as mesh:
@@ -263,12 +263,13 @@ class _Trace:
                     separate_meshes(optimizer)
                 sharded = held is None and any(map(is_traceable_wrapper_subclass, model.parameters()))
                 if launch is not None and mesh is not None and launch.stage:
-                    optimizer = initialize(model, optimizer, launch, mesh, streams, tracker.add_resident)
+                    optimizer = initialize(model, optimizer, launch, mesh, streams, tracker.recorder)
                     sharded = True
                 if sharded:  # since the tracker met the model
                     gc.collect()
                     tracker.restart()
                     tracker.add_model(model)
+                tracker.recorder.put_on_host(offloaded_parameters(model), "parameters")
                 self._record(tracker, fakes, optimizer)
                 if describe is not None:
                     describe()
@@ -286,7 +287,10 @@ class _Trace:
             add = self.model.register_forward_pre_hook
             hooks.callback(add(ops.fake_meta_inputs, prepend=True, with_kwargs=True).remove)
         try:
-            with tracker, device_calls(recorder), triton_launches(recorder), lists_of_fakes(recorder, ops.values):
+            with (
+                tracker, device_calls(recorder), triton_launches(recorder), lists_of_fakes(recorder, ops.values),
+                host_copies(recorder),
+            ):  # fmt: skip
                 yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(

@@ -18,13 +18,14 @@ EMPTIED = "empty_cache"  # a mark: torch.cuda.empty_cache() was called
 class Storage:
     """One allocation. `op` and `phase` are "" if it existed before the record began."""
 
-    nbytes: int  # as requested, unrounded
+    nbytes: int  # on the device, as requested, unrounded
     category: str  # one of CATEGORIES
     op: str  # "aten.mm.default"
     module: str  # qualified name of the module that was running, "" outside
     phase: str  # one of PHASES
     stream: str = ""  # CUDA stream of the allocation, "" for the computation stream
     owner: str = ""  # qualified name of the module whose parameter, buffer, gradient or optimizer state it is
+    host: int = 0  # bytes in host memory; `nbytes` is 0 then
 
     @property
     def place(self) -> str:

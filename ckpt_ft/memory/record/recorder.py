@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_ft.memory.cost.op_work import Work, tensors
+from ckpt_ft.memory.cost.schedule import HOST
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.units import format_bytes
 
@@ -58,11 +59,12 @@ class Recorder:
         allocated, peak: bytes, unrounded: now, and the most since `restart`.
         stream: CUDA stream that kernels are issued to, "" for the default one.
         live: storages that are followed or ignored, by address.
+        splits_host: whether storages in host memory are told from those on the device; False for the CPU's own steps.
         attached: what others note about storages, by index; `renumber` keeps the indices right.
     """
 
     def __init__(self, context: StepContext, limit: int | None = None, keeps_ops: bool = True) -> None:
-        self.context, self.limit, self.keeps_ops = context, limit, keeps_ops
+        self.context, self.limit, self.keeps_ops, self.splits_host = context, limit, keeps_ops, False
         self.allocated = self.peak = 0
         self.stream = ""
         self.notes: list[str] = []
@@ -140,7 +142,8 @@ class Recorder:
 
     def add_op(self, name: str, work: Work, module: str, at: int, stream: str, wire: int, around: str) -> None:
         """Record an op that began after `at` events; the other arguments are fields of `Op`."""
-        flops, nbytes, dtype, kernels, shape = work
+        flops, nbytes, dtype, kernels, shape, on_host = work
+        stream = HOST if on_host else stream
         phase = self.context.phase
         self.ops.append(Op(name, flops, nbytes, dtype, phase, module, at, kernels, stream, wire, shape, around))
 
@@ -189,25 +192,44 @@ class Recorder:
         if index is not None and index in self.residents:
             self.follow(tensor, self.storages[index].category, "", resident=True)
 
+    def put_on_host(self, values: Iterable[torch.Tensor], category: str) -> None:
+        """Count tensors as host memory from here on. Those on the device are no longer, without an event for it."""
+        for tensor in values if self.splits_host else ():
+            self.follow(tensor, category, "", resident=True)
+            storage = self.storages[self.live[tensor.untyped_storage()._cdata].index]
+            self.allocated -= storage.nbytes
+            storage.nbytes, storage.host, storage.category = 0, storage.nbytes + storage.host, category
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the device of a tensor in host memory; in a step of the CPU's own, the tensor."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) if self.splits_host else tensor
+
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Leave a tensor out of the record: it is not on the device."""
+        """Leave a tensor out of the record: it is a number of the host."""
         storage = tensor.untyped_storage()
         seen = self.live[storage._cdata] = _Followed(storage, self._freed)
         seen.address, seen.index, seen.zone = storage._cdata, -1, self.context.zone
 
-    def is_ignored(self, tensor: torch.Tensor) -> bool:
-        """Whether `ignore` was called for it."""
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in host memory, or ignored."""
         seen = self.live.get(tensor.untyped_storage()._cdata)
-        return seen is not None and seen.index < 0
+        return seen is not None and (seen.index < 0 or self.storages[seen.index].host > 0)
 
-    def all_ignored(self, values: Any) -> bool:
-        """Whether there are tensors in `values` and all are ignored: they are the host's, like Adam's step counts."""
-        some = False
+    def all_on_host(self, values: Any) -> bool:
+        """Whether there are tensors in `values` and all are the host's, like Adam's step counts.
+
+        A 0-dim tensor of the device may be among larger ones of the host, as a fused optimizer's step counts are.
+        """
+        numbers = 0  # of the device
+        numbers_of_host = sizable = False
         for tensor in tensors(values):
-            if tensor.layout is not torch.strided or not self.is_ignored(tensor):
+            if tensor.layout is torch.strided and self.is_on_host(tensor):
+                sizable, numbers_of_host = sizable or tensor.dim() > 0, True
+            elif tensor.dim():
                 return False
-            some = True
-        return some
+            else:
+                numbers += 1
+        return sizable or (numbers_of_host and not numbers)
 
     def made_by(self, tensor: torch.Tensor) -> str:
         """Name of the op that allocated the tensor's storage, "" if unknown."""
@@ -220,14 +242,16 @@ class Recorder:
         return None if seen is None or seen.index < 0 else seen.index
 
     def follow(
-        self, tensor: torch.Tensor, category: str, op: str, module: str | None = None, resident: bool = False
-    ) -> None:
+        self, tensor: torch.Tensor, category: str, op: str, module: str | None = None, resident: bool = False,
+        on_host: bool = False,
+    ) -> None:  # fmt: skip
         """Record the tensor's storage as allocated here, unless it is known.
 
         Args:
             op: that made it, "" if it existed before the record.
             module: that is running; asked of the context by default.
             resident: it existed before the record began.
+            on_host: in host memory.
         """
         if tensor.layout is not torch.strided:
             if tensor.is_sparse:
@@ -238,12 +262,15 @@ class Recorder:
         nbytes = storage.nbytes()
         seen = self.live.get(storage._cdata)
         if seen is not None:
-            if seen.index < 0 or self.storages[seen.index].nbytes == nbytes:
+            known = self.storages[seen.index]
+            if seen.index < 0 or known.nbytes + known.host == nbytes:
                 return
             self._freed(seen)  # resized: CUDA allocates anew and frees the old
         if not nbytes:
             return
-        index = self._add(nbytes, category, op, module)
+        index = self._add(0 if on_host else nbytes, category, op, module)
+        if on_host:
+            self.storages[index].host = nbytes
         self._hold(storage, index)
         (self.residents if resident else self.events).append(index)
 

@@ -141,6 +141,28 @@ class StepTrace:
         return self.replay.peak_reserved()
 
     @property
+    def peak_host(self) -> int:
+        """Bytes in host memory at most during the measured step: offloaded tensors, and states that wait there."""
+        at = self._host_bytes
+        return max(at[max(self.start - 1, 0) :], default=0)
+
+    @property
+    def at_host_peak(self) -> dict[str, int]:
+        """Bytes of each category in host memory at its peak; they add up to `peak_host`."""
+        held, last = self._host_bytes, max(self.start - 1, 0)
+        peak = max(range(last, len(held)), key=held.__getitem__, default=-1)
+        totals: dict[str, int] = defaultdict(int)
+        for index in self.events[: peak + 1]:
+            storage = self.storages[max(index, ~index)]
+            totals[storage.category] += storage.host if index >= 0 else -storage.host
+        return {category: totals[category] for category in CATEGORIES if totals[category]}
+
+    @cached_property
+    def _host_bytes(self) -> list[int]:
+        """Bytes in host memory after each event."""
+        return list(accumulate(self.storages[i].host if i >= 0 else -self.storages[~i].host for i in self.events))
+
+    @property
     def phase_marks(self) -> list[tuple[int, str]]:
         """(events so far, phase that begins there) of the measured step."""
         return [(at, name) for at, name in self.marks if at >= self.start and name in PHASES]
@@ -172,7 +194,7 @@ class StepTrace:
                 alive[index] = change
             else:
                 del alive[~index]
-        return [(self.storages[index], nbytes) for index, nbytes in alive.items()]
+        return [(self.storages[index], nbytes) for index, nbytes in alive.items() if not self.storages[index].host]
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -227,7 +249,8 @@ class StepTrace:
                 if moment:
                     found.append(AllocationLifetime(self.storages[~index], nbytes, made, moment))
         outlive = [AllocationLifetime(self.storages[i], nbytes, made, None) for i, (made, nbytes) in live.items()]
-        return sorted(found + outlive, key=lambda lifetime: lifetime.made)
+        on_device = (lifetime for lifetime in found + outlive if not lifetime.storage.host)
+        return sorted(on_device, key=lambda lifetime: lifetime.made)
 
     def moment_times(self, spans: Iterable[Span]) -> list[float]:
         """Seconds from the step's begin to each moment: when the device begins the op that caused the moment's event.

@@ -47,10 +47,6 @@ def test_our_own_files() -> None:
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}",
             "FSDP of version 1 is not modelled; set",
         ),
-        (
-            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}",
-            "fsdp_offload_params: True: parameters in host memory are not predicted; set it to false",
-        ),
         ("mixed_precision: fp8", "mixed precision 'fp8' is not modelled"),
         ("distributed_type: MEGATRON_LM", "distributed_type MEGATRON_LM is not modelled"),
         (
@@ -70,7 +66,7 @@ def test_our_own_files() -> None:
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}", "ZeRO stage 0 is not modelled"),
         (
             "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2, offload_optimizer_device: nvme}",
-            "offload_optimizer_device: nvme: states or parameters in host memory are not predicted",
+            "offload_optimizer_device: nvme: states or parameters on a disk are not predicted; set it to cpu",
         ),
         (
             "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none.json, zero_stage: 2}",

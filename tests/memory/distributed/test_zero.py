@@ -108,7 +108,8 @@ def test_a_deepspeed_file(tmp_path: Path) -> None:
         ({"zero_quantized_weights": True}, "zero_quantized_weights: True: only DeepSpeed.s default is predicted"),
         ({"reduce_bucket_size": "many"}, "reduce_bucket_size: many: give a number of elements"),
         ({"buckets": 3}, "no setting .zero_optimization.buckets."),
-        ({"offload_param": {"device": "cpu"}}, "offload_param.device: cpu: states or parameters in host memory"),
+        ({"offload_param": {"device": "nvme"}}, "offload_param.device: nvme: states or parameters on a disk"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "the whole optimizer is predicted in host memory"),
     ):
         with pytest.raises(UserError, match=message):
             written(**options)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from two_ranks import gloo_lets_go, workload
 
 from ckpt_ft.memory.distributed.sequence_parallel import of_one_rank
+from ckpt_ft.memory.distributed.zero import host_optimizer
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.spec.launch import Launch
@@ -28,7 +29,7 @@ from ckpt_ft.spec.launch import Launch
 STEPS = 2  # ZeRO-3 records the order of its gathers in the first, and gathers ahead by it in the next
 
 
-FEW = ("zero2 LoRA", "zero3 accumulated", "zero3 LoRA", "zero3 sp")
+FEW = ("zero2 LoRA", "zero3 accumulated", "zero3 LoRA", "zero3 sp", "zero3 offload")
 Case = tuple[str, int, str, str, bool, int, dict[str, Any]]
 
 
@@ -49,6 +50,10 @@ def _all() -> Iterator[Case]:
     yield "zero3", 3, "no", "full", False, 1, few
     yield "zero3 accumulated", 3, "bf16", "save:attention+matmul", False, 2, {**few, "sub_group_size": 30_000}
     yield "zero3 LoRA", 3, "no", "full", True, 1, few
+    away = {"offload_optimizer": {"device": "cpu"}}
+    yield "zero1 offload", 1, "bf16", "none", False, 2, {**small, **away}
+    yield "zero2 offload", 2, "bf16", "full", False, 2, {**small, **away}
+    yield "zero3 offload", 3, "bf16", "full", False, 2, {**few, **away, "offload_param": {"device": "cpu"}}
     yield "zero3 sp", 3, "no", "full", False, 1, few
 
 
@@ -89,13 +94,20 @@ def main(out: str, few: str = "") -> None:
             "zero_optimization": {"stage": stage, **options},
         }
         shared = Launch(f"zero{stage}", 2, sp=2 if name.endswith("sp") else 1)
+        optimizer = asked.make_optimizer(asked.model)
+        if "offload_optimizer" in options:  # accelerate puts one for the host there, which would be compiled
+            config["zero_force_ds_cpu_optimizer"], optimizer = False, host_optimizer(optimizer)
         engine, *_ = deepspeed.initialize(
             model=asked.model,
-            optimizer=asked.make_optimizer(asked.model),
+            optimizer=optimizer,
             config=config,
             mpu=UlyssesSPAttentionHF.register_with_transformers(asked.model, "sdpa", shared.sp, 2),
         )
         with gloo_lets_go(), Tracker(engine.module, ops=False) as tracker:
+            tracker.add_resident(
+                [value for name, value in vars(engine.optimizer).items() if name.startswith("temp_grad_buffer")],
+                "communication",
+            )
             for _ in range(STEPS):
                 gc.collect()
                 tracker.start_step()

@@ -1,0 +1,106 @@
+"""Host memory in a trace: what is offloaded leaves the device, and is counted where it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_launch import CONFIGS, llama
+from torch import nn
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.cost.schedule import HOST
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.launch import Launch, ZeroOptions
+from ckpt_ft.spec.launch_file import accelerate_config, read_launch
+
+OPTIMIZER, BOTH = ZeroOptions(offload_optimizer=True), ZeroOptions(offload_optimizer=True, offload_param=True)
+
+
+def trace(launch: Launch, accumulation: int = 1) -> StepTrace:
+    return replace(llama(launch), accumulation=accumulation).trace(1)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_zero_keeps_in_host_memory(stage: int, ranks: int) -> None:
+    """Per parameter of a rank's part: fp32 weights, their gradient and two averages, and what each stage adds."""
+    count = sum(p.numel() for p in llama(None).model.parameters())
+    found = trace(Launch(f"zero{stage}", ranks, mixed_precision="bf16", zero=OPTIMIZER))
+    half = 0 if stage == 3 else 2  # of the optimizer's: a copy of the part, in half precision
+    sums = 2 if stage == 3 else 0  # of the gradients': what is added up
+    assert found.at_host_peak["optimizer"] == pytest.approx((12 + half) * count / ranks, rel=1e-3)
+    assert found.at_host_peak["gradients"] == pytest.approx((4 + sums) * count / ranks, rel=1e-3)
+    assert found.peak_host == sum(found.at_host_peak.values())
+    assert found.at_peak["optimizer"] < 1024 * count // 1000  # step counts
+    parameters = 2 * count / (ranks if stage == 3 else 1)
+    assert found.at_peak["parameters"] == pytest.approx(parameters, rel=1e-3)
+    updates = [op for op in found.ops if op.stream == HOST and "fused_adamw" in op.name and op.at >= found.start]
+    assert sum(op.nbytes for op in updates) >= 16 * count / ranks
+
+
+def test_offloaded_parameters_leave_the_card() -> None:
+    count = sum(p.numel() for p in llama(None).model.parameters())
+    found = trace(Launch("zero3", 2, mixed_precision="bf16", zero=BOTH))
+    assert found.at_peak["parameters"] == 0
+    assert found.at_host_peak["parameters"] == pytest.approx(2 * count / 2, rel=1e-3)
+    copies = [op for op in found.ops if op.name.startswith("aten.copy_") and not op.kernels and op.stream != HOST]
+    copied = sum(op.nbytes for op in copies if op.at >= found.start)
+    assert copied >= 2 * count / 2  # each part goes to the card for its gather
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_fsdp2_offloads_by_its_own_code(precision: str) -> None:
+    """In host memory: fp32 parameters, gradients and two averages. On the card the shards are there while gathered."""
+    count = sum(p.numel() for p in llama(None).model.parameters())
+    launch = Launch("fsdp2", 2, mixed_precision=precision)
+    kept, away = trace(launch, 2), trace(replace(launch, offload_params=True), 2)
+    assert away.at_peak["parameters"] == away.at_peak["gradients"] == 0
+    assert away.at_peak["optimizer"] <= 512 * len(list(llama(None).model.parameters()))  # a fused one's step counts
+    for category, nbytes in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
+        assert away.at_host_peak[category] == pytest.approx(nbytes * count / 2, rel=1e-3)
+    assert kept.peak_host == 0
+    assert away.peak_allocated < kept.peak_allocated
+    assert away.seconds > kept.seconds
+
+
+def test_a_model_that_is_sharded_with_offloading_is_traced_so() -> None:
+    asked = llama(Launch("fsdp2", 2, offload_params=True))
+    assert asked.trace(1).peak_host == StepTrace.from_json(asked.trace(1).to_json()).peak_host > 0
+
+
+def test_pinned_memory_and_what_is_made_of_it_is_the_hosts() -> None:
+    model = nn.Linear(64, 64)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        parked = torch.empty(1000, pin_memory=True)
+        doubled = parked * 2
+        back = torch.empty(1000).copy_(doubled)
+        model(back[:64]).sum().backward()
+        model.zero_grad()
+
+    found = trace_step(model, step, device="a100-80gb")
+    assert found.peak_host == 2 * 4000
+    assert trace_step(model, step, device="cpu").peak_host == 0
+
+
+def test_configurations() -> None:
+    for name, launch in (
+        ("deepspeed_zero2_offload", Launch("zero2", 8, mixed_precision="bf16", zero=OPTIMIZER)),
+        ("deepspeed_zero3_offload", Launch("zero3", 8, mixed_precision="bf16", zero=BOTH)),
+        ("fsdp2_offload", Launch("fsdp2", 8, mixed_precision="bf16", offload_params=True)),
+    ):
+        assert read_launch(CONFIGS / f"{name}.yaml")[0] == launch
+        assert "offload" in accelerate_config(launch)
+
+
+def test_lion_has_no_model_on_the_host() -> None:
+    class Lion(torch.optim.SGD):
+        pass
+
+    asked = llama(Launch("zero2", 2, zero=OPTIMIZER))
+    asked = replace(asked, make_optimizer=lambda model: Lion(model.parameters(), lr=0.1))
+    with pytest.raises(UserError, match="offload_optimizer with Lion is not modelled"):
+        asked.trace(1)
