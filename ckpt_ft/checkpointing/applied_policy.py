@@ -48,7 +48,7 @@ class AppliedPolicy:
         self.segments = 0
         self.installed: list[Checkpointed] = []
         self.engines: list[Installed] = []
-        self.selections: list[Selection] = []
+        self.selections: dict[Any, Selection] = {}  # by what they keep
         self.guard: Guard | None = None
         self.one_device: OneDevice | None = None
         self.hooks: list[Any] = []
@@ -149,7 +149,7 @@ class AppliedPolicy:
 
     def never_fired(self) -> list[str]:
         """Return the op groups of `save:` that have kept no output in any region so far."""
-        fired = {group for selection in self.selections for group in selection.fired}
+        fired = {group for selection in self.selections.values() for group in selection.fired}
         asked = dict.fromkeys(group for part in self.policy.parts.values() for group in part.save)
         return [group for group in asked if group.partition("/")[0] not in fired]
 

@@ -144,9 +144,7 @@ def _install_part(applied: AppliedPolicy, part: Part) -> None:
         for region in run:
             if any(stand_in.module is region.module for stand_in in applied.installed):
                 continue  # one module under two names
-            selection = _selection(part.policy, region.module)
-            if selection is not None:
-                applied.selections.append(selection)
+            selection = _selection(applied, part.policy, region.module)
             if segment is None:
                 stand_in = Checkpointed(region.module, selection)
             else:
@@ -155,12 +153,19 @@ def _install_part(applied: AppliedPolicy, part: Part) -> None:
             applied.regions.append(region)
 
 
-def _selection(policy: Policy, module: nn.Module) -> Selection | None:
-    """What a region keeps: the policy's op groups, and always the choice of experts: made twice, it may differ."""
+def _selection(applied: AppliedPolicy, policy: Policy, module: nn.Module) -> Selection | None:
+    """What a region keeps: the policy's op groups, and always the choice of experts: made twice, it may differ.
+
+    Regions that keep the same share one selection: torch.compile compiles anew for every object that it meets.
+    """
     experts = {getattr(inner, key) for inner in modules_in(module) for key in _EXPERT_COUNTS if has(inner, key)}
     counts = frozenset(count for count in experts if isinstance(count, int) and count > 1)
     save = (*policy.save, "router") if counts and "router" not in policy.save else policy.save
-    return Selection(save, counts) if save else None
+    if not save:
+        return None
+    if (save, counts) not in applied.selections:
+        applied.selections[save, counts] = Selection(save, counts)
+    return applied.selections[save, counts]
 
 
 def _install_engines(applied: AppliedPolicy) -> None:
