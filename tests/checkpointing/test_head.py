@@ -475,7 +475,7 @@ def test_remove_and_describe() -> None:
     installed = head.install(model)
     assert installed.term == "head"
     assert installed.rows == [standin.Treated("LlamaForCausalLM", 1, "logits", "the output layer's input")]
-    installed.pause()
+    installed.remove()
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
