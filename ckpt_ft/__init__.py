@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.fake.step import trace_step
     from ckpt_ft.memory.measure.profiler import MemoryProfiler
     from ckpt_ft.planning.batch_size import find_max_batch_size
-    from ckpt_ft.planning.estimate import Estimate, estimate
+    from ckpt_ft.planning.estimate import estimate
     from ckpt_ft.planning.max_length import find_max_length
     from ckpt_ft.planning.plan import plan
+    from ckpt_ft.planning.results import Estimate
     from ckpt_ft.policy import Policy
     from ckpt_ft.spec.training_spec import TrainingSpec
     from ckpt_ft.training.callback import ACCallback
@@ -47,7 +48,7 @@ __all__ = [
 _HOMES = {
     "ACCallback": "training.callback",
     "AppliedPolicy": "checkpointing.applied_policy",
-    "Estimate": "planning.estimate",
+    "Estimate": "planning.results",
     "MemoryProfiler": "memory.measure.profiler",
     "Policy": "policy",
     "TrainingSpec": "spec.training_spec",

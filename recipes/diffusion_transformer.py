@@ -20,9 +20,9 @@ from ckpt_ft import errors
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import TransformerArguments, TransformerLoopArguments
 from ckpt_ft.training.diffusion.denoiser import prepare
-from ckpt_ft.training.diffusion.encoders import load_transformer
+from ckpt_ft.training.diffusion.encoders import load_denoiser
 from ckpt_ft.training.diffusion.loop import Run, run_with_replanning
-from ckpt_ft.training.diffusion.workload import flow_workload, load_transformer_data
+from ckpt_ft.training.diffusion.workload import diffusion_workload, load_data
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.samples.drawings import LEARNED_PROMPTS
@@ -58,14 +58,14 @@ def train(run: Run) -> None:
     accelerator = run.start(tiny_transformer_dir)
 
     # 1. Encode images and captions once; then the VAE and the text encoders leave the device.
-    data = load_transformer_data(run.model_args, run.image_args, run.args, accelerator)
+    data = load_data(run.model_args, run.image_args, run.args, accelerator)
     clear_device_cache(garbage_collection=True)
 
     # 2. Load the transformer and apply the policy, after resolving --ac_policy auto and --find_max_batch_size
-    transformer = load_transformer(run.model_args, data.part, data.dtype)
+    transformer = load_denoiser(run.model_args, data.family, data.dtype)
     transformer = prepare(transformer, run.model_args, data.dtype, run.model_args.lora_target_modules)
     transformer.to(accelerator.device)
-    run.fit(flow_workload(transformer, run.args, accelerator, data))
+    run.fit(diffusion_workload(transformer, run.args, accelerator, data))
 
     # 3. Make the optimizer, resume, run the loop; save adapters or a pipeline, samples, and the memory report
     run.train(data)

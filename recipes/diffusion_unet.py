@@ -21,7 +21,7 @@ from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopAr
 from ckpt_ft.training.diffusion.denoiser import prepare
 from ckpt_ft.training.diffusion.encoders import load_denoiser
 from ckpt_ft.training.diffusion.loop import Run, run_with_replanning
-from ckpt_ft.training.diffusion.workload import load_unet_data, unet_workload
+from ckpt_ft.training.diffusion.workload import diffusion_workload, load_data
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.samples.drawings import LEARNED_PROMPTS
@@ -54,13 +54,13 @@ def train(run: Run) -> None:
     accelerator = run.start(tiny_pipeline_dir)
 
     # 1. Encode images and captions once; then the VAE and the text encoders leave the device.
-    data = load_unet_data(run.model_args, run.image_args, run.args, accelerator)
+    data = load_data(run.model_args, run.image_args, run.args, accelerator)
     clear_device_cache(garbage_collection=True)
 
     # 2. Load the U-Net and apply the policy, after resolving --ac_policy auto and --find_max_batch_size
-    unet = prepare(load_denoiser(run.model_args, data.dtype), run.model_args, data.dtype)
+    unet = prepare(load_denoiser(run.model_args, data.family, data.dtype), run.model_args, data.dtype)
     unet.to(accelerator.device)
-    run.fit(unet_workload(unet, run.args, accelerator, data, run.model_args.snr_gamma))
+    run.fit(diffusion_workload(unet, run.args, accelerator, data))
 
     # 3. Make the optimizer, resume, run the loop; save adapters or a pipeline, samples, and the memory report
     run.train(data)

@@ -16,6 +16,7 @@ transformers.TrainingArguments and --overwrite_output_dir.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from transformers import Trainer
 
@@ -23,11 +24,11 @@ from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.images.classification import (
-    Collator,
     ImageRows,
     VisionArguments,
     accuracy,
     check_batch_norm,
+    collate,
     load_classifier,
     load_images,
     load_processor,
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     eval_dataset = None if eval_rows is None else ImageRows(eval_rows, processor, data_args.resolution)
 
-    collator = Collator(position_arguments(model, data_args.resolution))
+    collator = partial(collate, **position_arguments(model, data_args.resolution))
 
     # 4. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy
     # and reports memory

@@ -34,7 +34,7 @@ def test_one_cache_root(environment: dict[str, str], expected: str, monkeypatch:
 
 
 def test_samples_and_plans_are_below_it(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt_ft.planning.provenance import cache_path
+    from ckpt_ft.planning.results import cache_path
     from ckpt_ft.training.samples import language
 
     monkeypatch.setattr(language, "_write_docstrings", lambda directory: (directory / "model").mkdir())

@@ -11,7 +11,7 @@ from PIL import Image
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.flags import fields_of
-from ckpt_ft.spec.launch_file import read_launch
+from ckpt_ft.spec.launch import read_launch
 from ckpt_ft.spec.training_file import read_training_file
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.arguments import ACArguments

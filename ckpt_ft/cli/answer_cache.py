@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import write
-from ckpt_ft.planning.provenance import cache_path
+from ckpt_ft.planning.results import cache_path
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.model_config import read_config, read_parts, read_processor
 

@@ -15,7 +15,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import GPU, asked_gpu
-from ckpt_ft.planning.estimate import Estimate, traced_estimate
+from ckpt_ft.planning.results import Estimate, Suggestions
 from ckpt_ft.spec.flags import words_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import Table, print_table
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ckpt_ft.memory.record.trace import StepTrace
-    from ckpt_ft.planning.results import Suggestions
 
 Snapshot = Annotated[str, typer.Option("--snapshot", help="write the step for pytorch.org/memory_viz here (a pickle)")]
 Perfetto = Annotated[str, typer.Option("--perfetto", help="write the step for ui.perfetto.dev here (JSON)")]
@@ -49,6 +48,8 @@ def estimate(
     cache = AnswerCache("estimate", {**question_of(spec), "gpu": gpu}, Estimate.from_json)
     found = None if files.any else cache.get()
     if found is None:
+        from ckpt_ft.planning.estimate import traced_estimate
+
         with progress() as say:
             found, trace = traced_estimate(spec, say)
             files.write(found, trace)

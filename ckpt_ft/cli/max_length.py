@@ -86,7 +86,7 @@ def _find(spec: TrainingSpec, policies: tuple[str, ...], margin: str) -> tuple[M
     """The longest sequence, and the command that trains on it."""
     from ckpt_ft.planning.max_length import predict_max_length
     from ckpt_ft.workloads.load import load
-    from ckpt_ft.workloads.positions import beyond_note, position_limit, with_rope_scaling
+    from ckpt_ft.workloads.model_config import beyond_note, position_limit, with_rope_scaling
 
     if spec.data.images:
         raise UserError(f"--images {spec.data.images}: the longest sequence is searched for text alone; leave it out")

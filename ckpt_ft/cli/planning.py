@@ -14,9 +14,9 @@ from ckpt_ft.errors import UserError, WorkFailed, meant
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.gpus import GPU, asked_gpu
-from ckpt_ft.spec.command import training_command
+from ckpt_ft.spec.command import RECIPES, training_command
 from ckpt_ft.spec.flags import Edit
-from ckpt_ft.spec.launch_file import accelerate_config
+from ckpt_ft.spec.launch import accelerate_config
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
@@ -206,13 +206,18 @@ def _batch(text: str | int | None) -> int | None:
 
 
 def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> str:
-    """The command that trains as the plan's pick says."""
-    from ckpt_ft.workloads.recipes import recipe_for
+    """The command that trains as the plan's pick says; with a recipe if one trains the model on the dataset's rows."""
+    from ckpt_ft.workloads.model_config import read_config
+    from ckpt_ft.workloads.transformers_models import class_for, task_of
 
     best = plan.best
     changes = {"batch_size": best.batch, "accumulation": best.accumulation, "launch": best.launch}
     picked = spec.edit(policy=best.policy, **changes)
-    return training_command(picked, recipe_for(picked, dataset), dataset, config_file)
+    config = read_config(spec.model.name)
+    task = task_of((config.get("architectures") or [""])[0] or class_for(config.get("model_type", "")))
+    pictured = bool(dataset) and "vision_config" in config  # rows may have images, which recipes/llm.py does not read
+    recipe = "" if task is None or pictured else RECIPES.get(task.kind, "")
+    return training_command(picked, recipe, dataset, config_file)
 
 
 def _lengths(dataset: str, spec: TrainingSpec) -> Lengths:

@@ -26,7 +26,7 @@ from .timeline import CATEGORY_COLOURS
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.trace import StepTrace
-    from ckpt_ft.planning.estimate import Estimate
+    from ckpt_ft.planning.results import Estimate
 
 SCRIPTS = ("base", "step", "chart", "icicle", "table", "step_view", "plan", "report", "main")
 

@@ -19,9 +19,9 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import library_reads, require_weights
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.batches import task_of
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import hub_answers, hub_id
+from ckpt_ft.workloads.transformers_models import task_of
 from ckpt_ft.workloads.workload import Batch, Workload
 
 _CARD = "a100-80gb"  # used to trace steps of a CPU
@@ -129,16 +129,13 @@ def _saved(name: str, base: Any) -> Any:
             try:
                 found = type(base).from_pretrained(source, local_files_only=local, **option)
             except OSError:
-                if _has_weights(Path(source, option.get("subfolder") or "")):
+                folder = Path(source, option.get("subfolder") or "")
+                if any(path.suffix in (".safetensors", ".bin") for path in folder.glob("*")):
                     raise
                 continue
             require_weights(found)
             return found
     return None
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(path.suffix in (".safetensors", ".bin") for path in folder.glob("*"))
 
 
 def _of_diffusers(model: nn.Module) -> bool:

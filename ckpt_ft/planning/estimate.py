@@ -1,84 +1,49 @@
-"""Estimates memory and time of a training step, and suggests changes if it does not fit. Loading needs no torch."""
+"""Estimates memory and time of a training step, and suggests how to lower its memory.
+
+`suggest` looks for changes under which a step fits, the ones that cost least first, and traces each of them:
+1. Another policy at the same batch size.
+2. If no policy fits: a smaller batch under the leanest policy, with more accumulation for the same effective batch.
+3. If not one sample fits: other settings, one after another until one fits: 8-bit optimizer states, half and a quarter
+   of the tokens, LoRA, LoRA on bf16 weights, LoRA on 4-bit weights. The adapters that come after the first that fits
+   are traced as well.
+
+A suggestion is an edit of the spec. It is offered only if the edited spec is valid, builds a model and was traced.
+`advise` finds what lowers the peak of a plan's pick besides another policy; often that is not checkpointing at all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
-from ckpt_ft.export.holders import Holder
+import torch
+from torch import nn
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.cost.collectives import nccl_bytes
 from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.planning.batch_size import largest_in_room
+from ckpt_ft.planning.budget import Candidate, MemoryBudget, seconds
+from ckpt_ft.planning.estimates import Estimates
+from ckpt_ft.planning.results import Estimate, Fix, Suggestion, Suggestions
+from ckpt_ft.planning.search import blocks_of, with_term
+from ckpt_ft.planning.tracing import Traced, Tracer, trace_policies
 from ckpt_ft.policy import Policy
+from ckpt_ft.spec.command import command_for, recipe_command
+from ckpt_ft.spec.flags import Edit
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.validation import Bytes, Count, Seconds, read_json
-
-from .results import Suggestions
-
-if TYPE_CHECKING:
-    from ckpt_ft.memory.record.trace import StepTrace
-    from ckpt_ft.workloads.workload import Workload
+from ckpt_ft.units import format_at_least, format_bytes
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.model_config import with_rope_scaling
+from ckpt_ft.workloads.sample_sizes import Lengths
+from ckpt_ft.workloads.workload import Workload
 
 _HOLDERS = 8  # number of largest holders to list
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The predicted memory and time of one training step.
-
-    Attributes:
-        model, policy, device, launch: as requested; `launch` is "" for one process.
-        batch_size: samples of a micro-batch.
-        accumulation: micro-batches of the step.
-        shape: sizes of a sample, `{"seq_length": 1024}`.
-        peak_allocated, peak_reserved: bytes on each device.
-        peaks: bytes allocated at the peak of each phase: of the step, and of what runs between steps.
-        at_peak: bytes at the step's peak by category.
-        holders: the largest holders of the peak, in descending order.
-        peak_host: bytes in host memory of each process at most: what is offloaded, without the process itself.
-        at_host_peak: these bytes by category.
-        seconds: time of the step; None for a CPU, whose speed is not modelled.
-        seconds_parts: the step's time by part.
-        bound: what limits the step's speed.
-        capacity: bytes that the process may use, None without a limit.
-        context: bytes of the CUDA context, with NCCL's buffers.
-        notes: assumptions of the estimate, one sentence each.
-        answer: suggestions if the step does not fit.
-        command: the command of the recipe that trains so; "" if no recipe does.
-    """
-
-    model: str
-    policy: str
-    device: str
-    batch_size: Count
-    accumulation: Count
-    shape: dict[str, int]
-    peak_allocated: Bytes
-    peak_reserved: Bytes
-    peaks: dict[str, Bytes]
-    at_peak: dict[str, Bytes]
-    holders: list[Holder]
-    seconds: Seconds | None
-    seconds_parts: dict[str, float]
-    bound: str
-    capacity: Bytes | None
-    context: Bytes
-    notes: list[str]
-    launch: str = ""
-    answer: Suggestions | None = None
-    command: str = ""
-    peak_host: Bytes = 0
-    at_host_peak: dict[str, Bytes] = field(default_factory=dict)
-
-    @property
-    def headroom(self) -> int | None:
-        """Bytes left on the device; negative if the step does not fit, None without a capacity."""
-        return None if self.capacity is None else self.capacity - self.context - self.peak_reserved
-
-    @classmethod
-    def from_json(cls, text: bytes, source: str) -> Estimate:
-        """Reads an estimate saved as JSON; raises UserError for other text."""
-        return read_json(cls, text, source, "an estimate")
 
 
 def estimate(spec: TrainingSpec) -> Estimate:
@@ -98,9 +63,6 @@ def estimate(spec: TrainingSpec) -> Estimate:
 
 def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[Estimate, StepTrace]:
     """Returns the estimate of `spec` and the trace behind it; `report` is called with a line per action."""
-    from ckpt_ft.checkpointing.apply import apply_policy
-    from ckpt_ft.workloads.load import load
-
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
     capacity = spec.host.budget or (gpu.memory if gpu else None)
     report(f"building {spec.model.name} from its config")
@@ -115,9 +77,6 @@ def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[
     highest = max([trace, *phases.values()], key=lambda trace: trace.peak_allocated)
     if found.headroom is None or capacity is None or found.headroom >= 0 or highest is not trace:
         return found, highest
-    from .budget import MemoryBudget
-    from .suggestions import suggest
-
     report("looking for what would fit")
     room = MemoryBudget(capacity, found.context)
     rebuild = partial(load, device=gpu or "cpu")
@@ -126,9 +85,6 @@ def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[
 
 
 def _command(spec: TrainingSpec, workload: Workload) -> str:
-    from ckpt_ft.spec.command import recipe_command
-    from ckpt_ft.workloads.positions import with_rope_scaling
-
     if "seq_length" in workload.shape:
         spec = with_rope_scaling(spec, workload.model.config, workload.shape["seq_length"])
     return recipe_command(spec, workload.kind)
@@ -152,8 +108,6 @@ def _with_phases(found: Estimate, phases: Mapping[str, StepTrace]) -> Estimate:
 
 
 def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTrace, capacity: int | None) -> Estimate:
-    from ckpt_ft.memory.cost.collectives import nccl_bytes
-
     gpu: GPU | None = gpu_of(workload.device)
     parts = trace.seconds_parts if gpu else None
     return Estimate(
@@ -178,3 +132,284 @@ def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTr
         peak_host=trace.peak_host,
         at_host_peak=trace.at_host_peak,
     )
+
+
+Load = Callable[[TrainingSpec], Workload]
+
+LORA_R = 16
+_POLICIES = ("none", "pointwise", "full")
+_SHOWN = 3
+_SHORTEST = 128  # tokens: shorter sequences are never suggested
+
+
+def suggest(
+    load: Load, spec: TrainingSpec, policy: str, batch: int, asked: StepTrace, room: MemoryBudget
+) -> Suggestions:
+    """Changes under which the step of `spec` fits `room`, the quickest first.
+
+    Args:
+        load: builds the workload of a spec.
+        policy, batch: of the step that does not fit.
+        asked: the trace of that step.
+    """
+    spec = spec.edit(policy=policy, batch_size=batch)
+    workload = load(spec)
+    tokens = workload.shape.get("seq_length", spec.data.tokens)  # as many as the model has positions
+    misfit = _Misfit(spec, workload.kind, tokens, seconds(asked) / (batch * spec.data.accumulation))
+    others = dict(_policies(workload, policy, batch))
+    fitting = {name: trace for name, trace in others.items() if room.holds(trace)}
+    quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
+    # Traced again, each alone: a shared session shifts the bytes reserved.
+    alone = {name: _trace_alone(workload, name, batch) for name in quickest}
+    ways = [misfit.suggestion(trace, {"policy": name}) for name, trace in alone.items() if room.holds(trace)]
+    if ways:
+        return Suggestions(sorted(ways, key=lambda way: way.slower), 0)
+    traced = {policy: asked, **others}
+    leanest = min(traced, key=lambda name: traced[name].peak_reserved)
+    if batch > 1:
+        several = replace(workload, accumulation=max(spec.data.accumulation, 2))
+        _, largest, _ = largest_in_room(several, leanest, room, batch - 1)
+        if largest:
+            steps = -(-batch * spec.data.accumulation // largest)
+            trace = _trace_alone(replace(several, accumulation=steps), leanest, largest)
+            return Suggestions(
+                [misfit.suggestion(trace, {"policy": leanest, "batch_size": largest, "accumulation": steps})], 0
+            )
+    needed = min(trace.peak_reserved for trace in traced.values())
+    rungs: list[Suggestion] = []
+    for changes in _leaner(spec, workload, tokens):
+        if rungs and "lora_r" not in changes and "load_in_4bit" not in changes:
+            continue
+        changes = {"policy": leanest, "batch_size": 1, **changes}
+        leaner = _traced_edit(load, spec, changes)
+        if leaner is not None and room.holds(leaner):
+            rungs.append(misfit.suggestion(leaner, changes))
+        elif leaner is not None:
+            needed = min(needed, leaner.peak_reserved)
+    return Suggestions(rungs, 0 if rungs else room.context + room.margin + needed)
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    """The step that does not fit: its spec, kind of model, tokens of a sequence, and seconds per sample."""
+
+    spec: TrainingSpec
+    kind: str
+    tokens: int
+    seconds: float
+
+    def suggestion(self, trace: StepTrace, changes: dict[str, Any]) -> Suggestion:
+        """The suggestion of `changes`, under which the step has this trace."""
+        changes = {name: value for name, value in changes.items() if self.spec.get(name) != value}
+        edit, edited = Edit(changes), self.spec.edit(**changes)
+        shorter = changes.get("seq_length", self.tokens) / self.tokens  # seconds are compared per token
+        each = seconds(trace) / (edited.data.batch_size * edited.data.accumulation * shorter)
+        slower = round(each / self.seconds - 1, 4)
+        return Suggestion(edit.text(self.spec), trace.peak_reserved, slower, changes, command_for(edited, self.kind))
+
+
+def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:
+    """The traces of policies other than `policy` that suit the model."""
+    plain = [name for name in _POLICIES if name != policy]
+    headed = [with_term(name, "head") for name in dict.fromkeys((policy, *_POLICIES)) if "head" not in name]
+    names = [name for name in dict.fromkeys((*plain, *headed)) if name != policy]
+    for name, trace in zip(names, trace_policies(workload, names, workload.step(batch)), strict=True):
+        if isinstance(trace, StepTrace):
+            yield name, trace
+
+
+def _trace_alone(workload: Workload, policy: str, batch: int) -> StepTrace:
+    (trace,) = trace_policies(workload, [policy], workload.step(batch))
+    assert isinstance(trace, StepTrace), "the policy suits the model"
+    return trace
+
+
+def _traced_edit(load: Load, spec: TrainingSpec, changes: dict[str, Any]) -> StepTrace | None:
+    """The trace of the edited spec's step; None if the edited spec is refused by its own checks, its model or PEFT."""
+    try:
+        edited = spec.edit(**changes)
+        workload = load(edited)
+        (trace,) = trace_policies(workload, [edited.policy], workload.step(edited.data.batch_size))
+    except UserError:
+        return None
+    return trace if isinstance(trace, StepTrace) else None
+
+
+def _leaner(spec: TrainingSpec, workload: Workload, tokens: int) -> Iterator[dict[str, Any]]:
+    """Changes that lower the memory of `spec`; the first ones change the training least."""
+    if spec.optimizer.name in ("adamw", "adamw_fused") and not spec.adapter.trains:
+        yield {"optimizer": "adamw_8bit"}
+    for part in (2, 4):
+        if spec.data.images:
+            wide, high = (max(side // part, 1) for side in spec.data.image_size)
+            yield {"image_size": (wide, high)}
+        elif "seq_length" in workload.shape and tokens // part >= _SHORTEST:
+            yield {"seq_length": tokens // part}
+    lora = {} if spec.adapter.trains else {"lora_r": LORA_R}
+    half = {"dtype": "bfloat16"} if spec.precision.dtype == "float32" else {}
+    if lora:
+        yield {**lora}
+    if half and not spec.quantisation.bits:
+        yield {**lora, **half}
+    if spec.quantisation.bits != 4:
+        yield {**lora, **half, "load_in_4bit": True, "load_in_8bit": False}
+
+
+def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
+    """The error message if nothing fits: by how much, and the smallest budget that works."""
+    room, at = estimates.room, estimates.batch or 1
+    if not estimates.anchors:
+        return f"no policy suits {type(model).__name__}: " + "; ".join(estimates.rejected.values())
+    leanest = min(estimates.anchors, key=lambda policy: estimates.reserved(policy, at))
+    estimates.tracer.trace(leanest, at)
+    needed = room.needs(estimates.estimate(leanest, at))
+    parameters = sum(p.numel() * p.element_size() for p in dict.fromkeys(model.parameters()))
+    below = ""
+    if parameters > room.budget:
+        below = (
+            f" (the parameters alone take {format_bytes(parameters)}, {format_bytes(parameters - room.budget)} more)"
+        )
+    launch = estimates.tracer.workload.launch
+    under = f"'{leanest}' with {launch}" if launch else f"'{leanest}'"
+    blocks = "" if blocks_of(model).blocks else "; it has no repeated blocks to checkpoint"
+    return (
+        f"a budget of {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that "
+        f"works is {format_at_least(needed)}, under {under}{blocks}"
+    )
+
+
+_WORTH = 0.01  # share of the bytes reserved; smaller savings are not listed
+_FASTER = 0.05  # share of the seconds
+_NEARLY_ALL = 0.99  # share of a dataset's rows; longer rows may be cut
+
+
+def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: bool) -> list[Fix]:
+    """Changes that save at least 1 % of `candidate`'s bytes or 5 % of its time, the largest saving first.
+
+    fixed_batch: whether the batch size was given; only then are smaller micro-batches a fix.
+    """
+    per_sample = seconds(trace) / candidate.batch
+
+    def fix(change: str, other: StepTrace | str | None, batch: int = candidate.batch) -> Iterator[Fix]:
+        if isinstance(other, StepTrace):
+            slower = seconds(other) / batch / per_sample - 1
+            yield Fix(change, candidate.reserved - other.peak_reserved, round(slower, 4))
+
+    found: list[Fix] = []
+    if "head" not in candidate.policy.split(","):
+        headed = with_term(candidate.policy, "head")
+        found += fix(f"--ac_policy {headed}: the loss in chunks", tracer.trace(headed, candidate.batch))
+    for change, make in _CHANGES.items():
+        with make(tracer.workload, trace) as changed:
+            if changed is not None:
+                found += fix(change, _traced(changed, candidate))
+    if fixed_batch and candidate.batch > 1:
+        half = candidate.batch // 2
+        change = f"micro-batches of {half} and twice the gradient accumulation"
+        found += fix(change, tracer.trace(candidate.policy, half), half)
+    found += fix("drop what the loop keeps alive through backward (outputs, say)", without_kept(trace))
+    lengths = tracer.workload.lengths
+    if lengths is not None and lengths.unit == "tokens":
+        found += _padding(tracer.workload, lengths, candidate)
+    worth = [fix for fix in found if fix.saves >= _WORTH * candidate.reserved or fix.slower <= -_FASTER]
+    return sorted(worth, key=lambda fix: -fix.saves)
+
+
+def _padding(workload: Workload, lengths: Lengths, candidate: Candidate) -> Iterator[Fix]:
+    """Less padding: fewer bytes if the few longest rows are cut, less time if rows of similar length are grouped."""
+    batch = candidate.batch
+    cut = lengths.quantile(_NEARLY_ALL)
+    if cut < lengths.longest:
+        worst, usual = (_at(workload, candidate, n) for n in (cut, lengths.cut(cut).padded(batch)))
+        slower = round(seconds(usual) / candidate.seconds - 1, 4)
+        change = f"--max_length {cut}, which cuts the longest 1 % of the rows"
+        yield Fix(change, candidate.reserved - worst.peak_reserved, slower)
+    if not lengths.by_length and lengths.mean < lengths.padded(batch):
+        grouped = _at(workload, candidate, round(lengths.mean))
+        faster = round(seconds(grouped) / candidate.seconds - 1, 4)
+        share = 1 - lengths.mean / lengths.padded(batch)
+        change = f"--train_sampling_strategy group_by_length (or --packing): {share:.0%} of the tokens are padding"
+        yield Fix(change, 0, faster)
+
+
+def _traced(workload: Workload, candidate: Candidate, length: int | None = None) -> Traced:
+    return trace_policies(workload, [candidate.policy], workload.step(candidate.batch, length))[0]
+
+
+def _at(workload: Workload, candidate: Candidate, length: int) -> StepTrace:
+    trace = _traced(workload, candidate, length)
+    assert isinstance(trace, StepTrace), "a candidate has a trace"
+    return trace
+
+
+@contextmanager
+def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
+    """Replace the foreach optimizer by the fused one, if the temporaries of foreach are part of the peak."""
+    make = workload.make_optimizer
+    if make is None or not any("_foreach_" in storage.op for storage, _ in trace.live_at(trace.peak_at)):
+        yield None
+        return
+
+    def fused(model: nn.Module) -> Any:
+        optimizer = make(model)
+        for group in optimizer.param_groups:
+            group.update(fused=True, foreach=False)
+        return optimizer
+
+    can = isinstance(make(workload.model), (torch.optim.Adam, torch.optim.SGD))
+    yield replace(workload, make_optimizer=fused) if can else None
+
+
+@contextmanager
+def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
+    """Replace eager attention, whose scores grow with the square of the length, by scaled dot product attention."""
+    able = [module for module in workload.model.modules() if getattr(module, "_supports_sdpa", False)]
+    capable = [model for model in able if model.config._attn_implementation == "eager"]  # type: ignore[union-attr]
+    if not capable:
+        yield None
+        return
+    try:
+        capable[0].set_attn_implementation("sdpa")  # type: ignore[operator]  # transformers' PreTrainedModel
+        yield workload
+    finally:
+        capable[0].set_attn_implementation("eager")  # type: ignore[operator]
+
+
+@contextmanager
+def _no_cache(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
+    """Disable the KV cache in training, where it keeps every key and value alive through backward."""
+    configs = [m.config for m in workload.model.modules() if getattr(getattr(m, "config", None), "use_cache", False)]
+    if not configs:
+        yield None
+        return
+    try:
+        configs[0].use_cache = False  # type: ignore[union-attr]
+        yield workload
+    finally:
+        configs[0].use_cache = True  # type: ignore[union-attr]
+
+
+_CHANGES: dict[str, Callable[[Workload, StepTrace], Any]] = {
+    "a fused optimizer (--optim adamw_torch_fused)": _fused,
+    "attn_implementation sdpa in place of eager": _sdpa,
+    "model.config.use_cache = False": _no_cache,
+}
+
+
+def without_kept(trace: StepTrace) -> StepTrace | None:
+    """Returns `trace` as if the loop freed at the end of forward the tensors that it now keeps until after backward.
+
+    None if it keeps nothing.
+    """
+    begins = next((at for at, name in trace.marks if name == "backward" and at >= trace.start), None)
+    if begins is None:
+        return None
+    ends = max((op.at for op in trace.ops if op.phase == "backward" and op.at >= begins), default=begins)
+    gone = {~event for event in trace.events[trace.start : ends] if event < 0}
+    made = [event for event in trace.events[trace.start : begins] if event >= 0 and event not in gone]
+    kept = [event for event in made if trace.storages[event].category == "activations"]
+    if not kept:
+        return None
+    moved = {~event for event in kept}
+    earlier = [*trace.events[:begins], *(~event for event in kept)]
+    return replace(trace, events=earlier + [event for event in trace.events[begins:] if event not in moved])

@@ -214,8 +214,11 @@ class Estimates:
                 self.rejected[policy] = trace
             else:
                 self.anchors[policy] = trace
-        if self.batch is None:
-            self._learn([policy for policy in fresh if policy in self.anchors])
+        for policy in fresh if self.batch is None else ():  # in order, because a trace may make later ones unnecessary
+            if policy in self.anchors and not self.growth.knows(self.anchors[policy]):
+                large = self.tracer.trace(policy, HIGH)
+                assert not isinstance(large, str), "it was traced at LOW"
+                self.growth.learn(self.anchors[policy], large)
 
     def absorb_cached_traces(self) -> None:
         """Use the traces that were made before `trace_candidates` was interrupted."""
@@ -235,16 +238,6 @@ class Estimates:
         for policy in sorted(policies, key=len):
             plainest.setdefault(frozenset(policy.split(",")) & {"head", "offload"}, policy)
         return [policy for kind, policy in plainest.items() if kind not in kinds]
-
-    def _learn(self, policies: list[str]) -> None:
-        for policy in policies:  # in order, because a trace may make later ones unnecessary
-            if not self.growth.knows(self.anchors[policy]):
-                self._learn_from(policy)
-
-    def _learn_from(self, policy: str) -> None:
-        large = self.tracer.trace(policy, HIGH)
-        assert not isinstance(large, str), "it was traced at LOW"
-        self.growth.learn(self.anchors[policy], large)
 
     def estimate(self, policy: str, batch: int) -> Candidate:
         """The candidate of `policy` at `batch`: from its trace if there is one, else scaled from the anchor."""
@@ -348,7 +341,8 @@ class Estimates:
         """The batch size to trace after `batch`; None if the best batch of `policy` is known, which is then stored."""
         if self.batch is None and self.target != "memory":
             ratio = self.estimate(policy, batch).reserved / self.scaled_reserved(policy, batch)
-            known = {at: self.estimate(policy, at).reserved for at in self._traced_batches(policy)}
+            batches = [at for name, at in self.tracer.traced if name == policy and at not in (LOW, HIGH)]
+            known = {at: self.estimate(policy, at).reserved for at in batches}
             batch = self._largest(
                 policy, batch, lambda n: round(self.scaled_reserved(policy, n) * ratio), known, ratio
             )
@@ -357,10 +351,6 @@ class Estimates:
         candidate = self.estimate(policy, max(batch, 1))
         self.bests[policy] = candidate if self.room.fits(candidate) else None
         return None
-
-    def _traced_batches(self, policy: str) -> list[int]:
-        """Batch sizes at which `policy` was traced, without the two that growth is learned from."""
-        return [batch for name, batch in self.tracer.traced if name == policy and batch not in (LOW, HIGH)]
 
     def candidates(self) -> list[Candidate]:
         """The best candidate of every policy that fits."""

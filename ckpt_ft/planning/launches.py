@@ -97,15 +97,12 @@ class Launched(Estimates):
         """The candidates to trace under the launch: the likely best, and a lean policy if the precision changes."""
         likely = self._likely()
         found = [(likely.policy, likely.batch)]
-        if self._casts():
-            found.insert(0, (self.alone.leanest().policy, self.batch or LOW))
-        return list(dict.fromkeys(found))
-
-    def _casts(self) -> bool:
-        """Whether FSDP2 gathers the weights in another precision than most of them are stored in."""
+        # FSDP2 may gather the weights in another precision than most of them are stored in.
         gathered = MIXED_PRECISION.get(self.launch.mixed_precision) if self.launch.strategy == "fsdp2" else None
         sizes = [(p.nbytes, p.dtype == gathered) for p in self.tracer.workload.model.parameters()]
-        return gathered is not None and sum(n for n, alike in sizes if alike) < sum(n for n, _ in sizes) / 2
+        if gathered is not None and sum(n for n, alike in sizes if alike) < sum(n for n, _ in sizes) / 2:
+            found.insert(0, (self.alone.leanest().policy, self.batch or LOW))
+        return list(dict.fromkeys(found))
 
     def _likely(self) -> Candidate:
         """Returns the best candidate of one process if it had the bytes that other ranks hold under the launch."""

@@ -22,6 +22,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.schedule import Span
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.planning.estimate import advise, no_policy_fits
+from ckpt_ft.planning.results import Plan, Stopped, fingerprint
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.units import GIB, MIB, format_bytes
@@ -31,10 +33,7 @@ from ckpt_ft.workloads.workload import Workload, or_loop
 from .budget import Candidate, MemoryBudget, better, frontier, memory_budget, spans
 from .estimates import Estimates
 from .launches import Launches, apart, search_shared
-from .provenance import fingerprint
-from .results import Plan, Stopped
 from .search import search, so_far
-from .suggestions import advise, no_policy_fits
 from .tracing import Report, Traced, Tracer
 
 
@@ -286,18 +285,14 @@ def _trace(traced: Traced) -> StepTrace:
 
 
 def _budgets(workload: Workload, estimates: Estimates) -> list[int]:
-    """Round budgets from the smallest that works up to all memory, and all memory."""
+    """Round budgets from the smallest that works up to all memory, and all memory; at most about `OTHERS`."""
     gpu, room = gpu_of(workload.device), estimates.room
     highest = gpu.memory if gpu else 2 * room.budget
     lowest = room.needs(estimates.leanest())
-    apart = _apart(highest - lowest)
-    multiples = range(math.ceil(lowest / apart) * apart, highest, apart)
-    return [*multiples, highest]
-
-
-def _apart(span: int) -> int:
-    """The smallest round distance that puts at most `OTHERS` budgets within `span` bytes."""
+    span = highest - lowest
     unit = GIB if span >= 2 * GIB else MIB if span >= 2 * MIB else 1024
     share = span / (OTHERS - 1) / unit
     scale = 10 ** math.floor(math.log10(share)) if share >= 1 else 1 / 4
-    return int(next(factor * scale for factor in _ROUND if factor * scale >= share) * unit)
+    apart = int(next(factor * scale for factor in _ROUND if factor * scale >= share) * unit)
+    multiples = range(math.ceil(lowest / apart) * apart, highest, apart)
+    return [*multiples, highest]

@@ -1,9 +1,17 @@
-"""Results of the planner: a Plan, and Suggestions for a step that does not fit. Loading them needs no torch."""
+"""Results of the planner: an Estimate, a Plan, and Suggestions for a step that does not fit; and what they depend on.
+
+Loading them needs no torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import json
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +19,94 @@ from ckpt_ft.errors import Interrupted, UserError
 from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
 from ckpt_ft.export.plots import draw_plan
+from ckpt_ft.files import cache_root
+from ckpt_ft.planning.budget import Candidate, MemoryBudget, better, frontier
 from ckpt_ft.policy import Policy
 from ckpt_ft.tables import DASH, Table, markdown_table
 from ckpt_ft.units import format_bytes, format_number
-from ckpt_ft.validation import read_json
-
-from .budget import Candidate, MemoryBudget, better, frontier
-from .provenance import check_versions, fingerprint, versions
+from ckpt_ft.validation import Bytes, Count, Seconds, read_json
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+PACKAGES = ("torch", "transformers", "diffusers", "peft", "ckpt_ft")
+_ADAPTED = frozenset({"base_layer", "original_module"})  # attributes with the layer that a PEFT layer wraps
+_WRAPPERS = re.compile(r"(^|\.)(base_model\.model|base_layer|original_module|module|_orig_mod)(?=\.)")
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of the packages that decide a step's memory, without local parts such as "+cpu"."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check_versions(made_with: Mapping[str, str], source: str) -> None:
+    """Raises UserError if a plan was made with other versions than the installed ones."""
+    here = versions()
+    changed = [
+        f"{name} {old}, here {here.get(name, 'none')}" for name, old in made_with.items() if here.get(name) != old
+    ]
+    if changed:
+        raise UserError(f"{source}: made with {'; '.join(changed)}: what fits may have changed; make it again")
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of the base model's parameters: their names, shapes and dtypes.
+
+    Adapters and wrappers (DDP, torch.compile) do not change it, and neither does the device.
+    """
+    digest = hashlib.sha256()
+    base = _unwrapped(model)
+    wrappers = {name for name, module in base.named_modules() if not _ADAPTED.isdisjoint(module._modules)}
+    for name, parameter in base.named_parameters():
+        if _of_an_adapter(name, wrappers):
+            continue
+        plain = _WRAPPERS.sub("", name).lstrip(".").replace("..", ".")
+        packed = parameter.element_size() == 1  # 4- and 8-bit weights: each library lays them out in its own way
+        digest.update(f"{plain} {'packed' if packed else (tuple(parameter.shape), parameter.dtype)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _unwrapped(model: Any) -> nn.Module:
+    """Returns the model inside DDP, torch.compile and PEFT."""
+    while True:
+        if hasattr(model, "get_base_model"):  # PEFT's
+            model = model.get_base_model()
+        elif "_orig_mod" in model._modules:
+            model = model._orig_mod
+        elif list(model._modules) == ["module"]:
+            model = model.module
+        else:
+            return model
+
+
+def _of_an_adapter(name: str, wrappers: Collection[str]) -> bool:
+    """Whether a parameter lies in one of PEFT's `wrappers`, but not in the layer that is wrapped."""
+    parts = name.split(".")
+    return any(".".join(parts[:at]) in wrappers and parts[at] not in _ADAPTED for at in range(len(parts)))
+
+
+@lru_cache(maxsize=1)
+def source_digest() -> str:
+    """A digest of this package's code: a change of the code makes every cached result invalid."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_path(kind: str, question: Mapping[str, Any]) -> Path:
+    """The path in the cache of the result of a `kind`; `question` has everything that the result depends on."""
+    text = json.dumps(
+        {"question": question, "versions": versions(), "code": source_digest()}, sort_keys=True, default=str
+    )
+    return cache_root() / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 @dataclass(frozen=True)
@@ -63,6 +149,65 @@ class Suggestions:
 
     ways: list[Suggestion]
     needed: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The predicted memory and time of one training step.
+
+    Attributes:
+        model, policy, device, launch: as requested; `launch` is "" for one process.
+        batch_size: samples of a micro-batch.
+        accumulation: micro-batches of the step.
+        shape: sizes of a sample, `{"seq_length": 1024}`.
+        peak_allocated, peak_reserved: bytes on each device.
+        peaks: bytes allocated at the peak of each phase: of the step, and of what runs between steps.
+        at_peak: bytes at the step's peak by category.
+        holders: the largest holders of the peak, in descending order.
+        peak_host: bytes in host memory of each process at most: what is offloaded, without the process itself.
+        at_host_peak: these bytes by category.
+        seconds: time of the step; None for a CPU, whose speed is not modelled.
+        seconds_parts: the step's time by part.
+        bound: what limits the step's speed.
+        capacity: bytes that the process may use, None without a limit.
+        context: bytes of the CUDA context, with NCCL's buffers.
+        notes: assumptions of the estimate, one sentence each.
+        answer: suggestions if the step does not fit.
+        command: the command of the recipe that trains so; "" if no recipe does.
+    """
+
+    model: str
+    policy: str
+    device: str
+    batch_size: Count
+    accumulation: Count
+    shape: dict[str, int]
+    peak_allocated: Bytes
+    peak_reserved: Bytes
+    peaks: dict[str, Bytes]
+    at_peak: dict[str, Bytes]
+    holders: list[Holder]
+    seconds: Seconds | None
+    seconds_parts: dict[str, float]
+    bound: str
+    capacity: Bytes | None
+    context: Bytes
+    notes: list[str]
+    launch: str = ""
+    answer: Suggestions | None = None
+    command: str = ""
+    peak_host: Bytes = 0
+    at_host_peak: dict[str, Bytes] = field(default_factory=dict)
+
+    @property
+    def headroom(self) -> int | None:
+        """Bytes left on the device; negative if the step does not fit, None without a capacity."""
+        return None if self.capacity is None else self.capacity - self.context - self.peak_reserved
+
+    @classmethod
+    def from_json(cls, text: bytes, source: str) -> Estimate:
+        """Reads an estimate saved as JSON; raises UserError for other text."""
+        return read_json(cls, text, source, "an estimate")
 
 
 @dataclass(frozen=True, repr=False)

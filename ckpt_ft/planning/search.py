@@ -108,10 +108,6 @@ class Split:
     def policy(self, first: int) -> str:
         return split(first, self.count, self.rest)
 
-    def ends_are_known(self) -> bool:
-        self.estimates.trace_candidates([self.policy(0), self.policy(self.count)])
-        return all(self.policy(end) in self.estimates.anchors for end in self.nodes)
-
     def next_policy(self) -> str | None:
         """The split to trace next; None if the best one by the present estimate was traced already."""
         first = self._best()
@@ -223,7 +219,11 @@ def _explore(estimates: Estimates) -> None:
 def _split(estimates: Estimates, head: bool) -> None:
     count = len(blocks_of(estimates.tracer.workload.model).blocks)
     families = [Split(estimates, rest, count) for rest in splits(head)] if count > 1 else []
-    families = [family for family in families if family.ends_are_known()]
+    for family in list(families):
+        ends = [family.policy(end) for end in family.nodes]
+        estimates.trace_candidates(ends)
+        if not all(end in estimates.anchors for end in ends):
+            families.remove(family)
     while families:
         wanted = {family: family.next_policy() for family in families}
         families = [family for family in families if wanted[family] is not None]
@@ -244,13 +244,13 @@ def _confirmed(estimates: Estimates, most: int) -> list[Candidate]:
         settled.update(candidate.policy for candidate in open_candidates)
 
 
-def so_far(estimates: Estimates, shown: int = _SHOWN) -> list[Candidate]:
+def so_far(estimates: Estimates) -> list[Candidate]:
     """The candidates of an interrupted search, best first; those that were not traced are estimates."""
     estimates.absorb_cached_traces()
     key = better(estimates.target)
     known = [p for p, trace in estimates.anchors.items() if estimates.batch or estimates.growth.knows(trace)]
     candidates = sorted(filter(None, map(estimates.best, known)), key=key, reverse=True)
-    return pick_first(list(dict.fromkeys([*candidates[:3], *frontier(candidates)]))[:shown], estimates.target)
+    return pick_first(list(dict.fromkeys([*candidates[:3], *frontier(candidates)]))[:_SHOWN], estimates.target)
 
 
 def timed(estimates: Estimates, candidates: list[Candidate]) -> list[Candidate]:

@@ -206,7 +206,9 @@ class Tracer:
         more = [key for key in dict.fromkeys(extra) if key not in self.traced]
         if alone or not missing:
             return [[key] for keys in missing.values() for key in keys] + [[key] for key in more]
-        sessions = [share for keys in missing.values() for share in _partition_jobs(keys, self._jobs)]
+        # Dealt in turn to the processes: neighbours are similar policies that cost about the same.
+        shares = [keys[start :: self._jobs] for keys in missing.values() for start in range(self._jobs)]
+        sessions = [share for share in shares if share]
         for number, key in enumerate(more):
             if len(sessions) < self._jobs:
                 sessions.append([key])
@@ -242,13 +244,10 @@ class Tracer:
                 f"batch {batch} under {'; '.join(policy for policy, _ in same)}"
                 for batch, same in groupby(keys, key=lambda key: key[1])
             )
-            self.report(f"{self._progress(len(keys))}tracing {said}{where}")
+            done = len(self.traced)
+            about = f"{done} of about {max(self.expected, done + len(keys))}: " if self.expected else ""
+            self.report(f"{about}tracing {said}{where}")
             yield _session(self.workload, keys, typical) if future is None else future.result()
-
-    def _progress(self, more: int) -> str:
-        """The progress in words: traces made so far, of those that are expected."""
-        done = len(self.traced)
-        return f"{done} of about {max(self.expected, done + more)}: " if self.expected else ""
 
 
 def trace_all(
@@ -263,11 +262,6 @@ def trace_all(
     for tracer, sessions, traced in begun:
         tracer._keep(sessions, traced)
     return [[tracer.traced[key] for key in wanted] for tracer, wanted in each]
-
-
-def _partition_jobs(keys: list[Key], jobs: int) -> list[list[Key]]:
-    """Deal `keys` in turn to at most `jobs` sessions: neighbours are similar policies that cost about the same."""
-    return [share for share in (keys[start::jobs] for start in range(jobs)) if share]
 
 
 def cores() -> int:

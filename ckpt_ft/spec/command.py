@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from ckpt_ft.spec.launch import Launch, parallelism, sharing_options
+
 from .flags import words_of
-from .launch import Launch
-from .launch_file import parallelism, sharing_options
 from .optimizers import OPTIM_OF_TRAINER
 from .training_spec import TrainingSpec, declared
 
@@ -80,7 +80,8 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
         start = setting + shlex.join([*words, *script])
         return f"{start}{path} {shlex.join(recipe_words(recipe, spec, dataset))}"
     runner = words or ["python"]
-    return setting + shlex.join([*runner, _OTHERS, *_memory_words(spec)])
+    batch = ["--per_device_train_batch_size", str(spec.data.batch_size)]
+    return setting + shlex.join([*runner, _OTHERS, "--ac_policy", spec.policy, *batch])
 
 
 def recipe_command(spec: TrainingSpec, kind: str) -> str:
@@ -149,7 +150,3 @@ def _flag_words(key: str, flag: str, value: Any) -> list[str]:
     if value is True:
         return [f"--{flag}"]
     return [f"--{flag}", f"{value:g}" if isinstance(value, float) else str(value)]
-
-
-def _memory_words(spec: TrainingSpec) -> list[str]:
-    return ["--ac_policy", spec.policy, "--per_device_train_batch_size", str(spec.data.batch_size)]

@@ -11,7 +11,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import dataclass, fields
 from dataclasses import field as dataclass_field
 from functools import lru_cache
 from typing import Any, Literal, Union
@@ -110,13 +110,11 @@ class Declared:
 def declared_in(part: type, attribute: str) -> list[Declared]:
     """The fields of `part`, the dataclass of a spec's attribute `attribute`."""
     types = typing.get_type_hints(part, include_extras=True)
-    return [_declared(own, types[own.name], attribute) for own in fields(part)]
-
-
-def _declared(own: Field[Any], kind: Any, part: str) -> Declared:
-    stated: Setting = own.metadata[_META]
-    assert own.default is not MISSING, f"{own.name} has no default"
-    return Declared(stated.key or own.name, part, own.name, kind, own.default, stated)
+    stated: dict[str, Setting] = {own.name: own.metadata[_META] for own in fields(part)}
+    return [
+        Declared(stated[own.name].key or own.name, attribute, own.name, types[own.name], own.default, stated[own.name])
+        for own in fields(part)
+    ]
 
 
 def _plain(kind: Any) -> Any:

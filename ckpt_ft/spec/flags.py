@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.spec.launch import SIZES, STRATEGIES, WORTH_A_LOOK, Launch, launches_on, launches_that_share, read_launch
 from ckpt_ft.units import parse_bytes
 
 from .fields import Declared
-from .launch import SIZES, STRATEGIES, WORTH_A_LOOK, Launch, launches_on, launches_that_share
-from .launch_file import read_launch
 from .peft_file import read_peft
 from .training_spec import TrainingSpec, declared
 

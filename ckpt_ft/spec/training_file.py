@@ -13,10 +13,10 @@ from math import prod
 from typing import Any
 
 from ckpt_ft.errors import UserError, meant
+from ckpt_ft.spec.launch import SIZES
 from ckpt_ft.validation import load_yaml
 
 from .defaults import LORA_R
-from .launch import SIZES
 from .optimizers import OPTIMIZERS, PAGED
 from .settings import KINDS, TYPED, read_settings, table
 

@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -117,6 +118,30 @@ def check_trackers(names: Iterable[str], here: Sequence[str]) -> None:
             raise UserError(
                 f"--report_to {name}: not installed; of trackers there are here: {', '.join(here) or 'none'}"
             )
+
+
+def load_split(name: str, config: str | None, split: str, asked: str = "--dataset_name") -> Dataset:
+    """Loads a split of a Hub dataset, or of a local directory of data files; `asked` comes before its name in errors.
+
+    Raises:
+        UserError: it cannot be read, or it is empty.
+    """
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(name, config, split=split)
+    except Exception as error:  # the readers of the many formats raise errors of every class
+        where = " (neither a local path nor a dataset of the Hub that can be read from here)"
+        raise UserError(f"{asked} {name}{'' if Path(name).is_dir() else where}: {unreadable(error)}") from error
+    if len(rows) == 0:
+        raise UserError(f"{asked} {name}: split '{split}' is empty")
+    return rows
+
+
+def unreadable(error: Exception) -> str:
+    """Returns why `datasets` cannot read something, in one line."""
+    text = one_line(error.__cause__ or error)
+    return "it has no rows" if "corresponds to no data" in text else text
 
 
 @dataclass

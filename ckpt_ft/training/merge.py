@@ -247,7 +247,7 @@ def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             new: value
             for of_unet, convert in ((True, convert_unet_state_dict_to_peft), (False, convert_state_dict_to_peft))
             if (part := {name: value for name, value in weights.items() if name.startswith("unet.") is of_unet})
-            for new, value in (part if _is_peft(part) else convert(part)).items()
+            for new, value in (part if any(".lora_A." in name for name in part) else convert(part)).items()
         }
     other = next((name for name in weights if not name.endswith((".lora_A.weight", ".lora_B.weight"))), None)
     if other is not None:
@@ -261,10 +261,6 @@ def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _other_half(name: str) -> str:
     a, b = ".lora_A.", ".lora_B."
     return name.replace(a, b) if a in name else name.replace(b, a)
-
-
-def _is_peft(weights: Mapping[str, Tensor]) -> bool:
-    return any(".lora_A." in name for name in weights)
 
 
 def _named(weights: dict[str, Tensor], settings: Mapping[str, Any], source: Path) -> dict[str, Tensor]:

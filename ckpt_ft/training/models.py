@@ -18,8 +18,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.spec.peft_file import configuration, read_peft, takes
 from ckpt_ft.validation import library_reads, require_package
-from ckpt_ft.workloads.model_config import read_config
-from ckpt_ft.workloads.positions import STRETCHES, is_rotary, stretch_positions, trained_positions
+from ckpt_ft.workloads.model_config import STRETCHES, is_rotary, read_config, stretch_positions, trained_positions
 
 from .flags import AtLeastOne, Rank, Share, check_flags, flag
 
@@ -176,7 +175,10 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
     if args.attn_implementation is not None:
         kwargs["attn_implementation"] = args.attn_implementation
     if args.load_in_4bit:
-        kwargs |= {"quantization_config": _quantization(args), "device_map": _this_device()}
+        from accelerate import PartialState
+
+        # Quantised weights are created on this process's device and stay there.
+        kwargs |= {"quantization_config": _quantization(args), "device_map": {"": PartialState().device}}
     assert args.model_name_or_path is not None
     config = Path(args.model_name_or_path, "config.json")
     if config.is_file():
@@ -237,13 +239,6 @@ def _quantization(args: ModelArguments) -> Any:
         bnb_4bit_compute_dtype=compute,
         bnb_4bit_quant_storage=args.bnb_4bit_quant_storage,
     )
-
-
-def _this_device() -> dict[str, Any]:
-    """Returns a device map: quantised weights are created on this process's device and stay there."""
-    from accelerate import PartialState
-
-    return {"": PartialState().device}
 
 
 # Maps requested module names (None for the default) to the target modules, as PEFT expects them.

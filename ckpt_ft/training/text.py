@@ -18,7 +18,6 @@ import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,12 +25,12 @@ import torch
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.defaults import SEQ_LENGTH
-from ckpt_ft.training.flags import Count, Length, SplitArguments, flag
+from ckpt_ft.training.flags import Count, Length, SplitArguments, flag, load_split, unreadable
 from ckpt_ft.training.models import ModelArguments, load_tokenizer
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.batches import READING, in_one_sequence
 from ckpt_ft.workloads.sample_sizes import Lengths, row_lengths
+from ckpt_ft.workloads.transformers_models import READING, in_one_sequence
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -88,7 +87,7 @@ def _load(name: str, config: str | None, split: str) -> Dataset:
     elif path.is_file():
         raise UserError(f"dataset {name}: cannot read '{path.suffix}' files ({', '.join(LOADERS)})")
     else:
-        rows = _load_named(name, config, split)
+        rows = load_split(name, config, split, "dataset")
     if len(rows) == 0:
         raise UserError(f"dataset {name}: split '{split}' is empty")
     return rows
@@ -110,22 +109,7 @@ def _load_file(path: Path, split: str) -> Dataset:
     try:
         return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
     except Exception as error:
-        raise UserError(f"dataset {path}: {_reason(error.__cause__ or error)}") from error
-
-
-def _load_named(name: str, config: str | None, split: str) -> Dataset:
-    """Loads a Hub dataset, or a local directory of data files."""
-    from datasets import load_dataset
-
-    try:
-        return load_dataset(name, config, split=split)
-    except Exception as error:  # the readers of the many formats raise errors of every class
-        where = (
-            ""
-            if Path(name).is_dir()
-            else " (neither a local path nor a dataset of the Hub that can be read from here)"
-        )
-        raise UserError(f"dataset {name}{where}: {_reason(error.__cause__ or error)}") from error
+        raise UserError(f"dataset {path}: {unreadable(error)}") from error
 
 
 def _check_json(path: Path) -> None:
@@ -160,11 +144,6 @@ def _parsed(text: bytes, place: str) -> Any:
 def _check_row(row: Any, place: str) -> None:
     if not isinstance(row, dict):
         raise UserError(f"{place} is a JSON {type(row).__name__}, expected an object")
-
-
-def _reason(error: BaseException) -> str:
-    text = one_line(error)
-    return "it has no rows" if "corresponds to no data" in text else text
 
 
 def known_columns(rows: Dataset, text_field: str) -> Dataset:
@@ -414,12 +393,11 @@ def pack(batch: dict[str, list[Any]], max_length: int) -> dict[str, list[Any]]:
         room, _, target = rooms.pop(slot)
         packs[target].append(row)
         insort(rooms, (room - lengths[row], -age, target))
-    joined = {key: [_join([values[row] for row in rows]) for rows in packs] for key, values in batch.items()}
+    joined: dict[str, list[Any]] = {
+        key: [sum((values[row] for row in rows), [] if isinstance(values[0], list) else 0) for rows in packs]
+        for key, values in batch.items()
+    }
     return {**joined, "position_ids": [[t for row in rows for t in range(lengths[row])] for rows in packs]}
-
-
-def _join(values: list[Any]) -> Any:
-    return list(chain.from_iterable(values)) if isinstance(values[0], list) else sum(values)
 
 
 @dataclass

@@ -46,10 +46,10 @@ from ckpt_ft.training.text import (
 )
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import TrainedTowers, without_adapters
-from ckpt_ft.workloads.batches import ImagePositions, check_packing, in_one_sequence
 from ckpt_ft.workloads.images import choose_size
 from ckpt_ft.workloads.model_config import read_config
 from ckpt_ft.workloads.sample_sizes import rows_by_length
+from ckpt_ft.workloads.transformers_models import ImagePositions, check_packing, in_one_sequence
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features

@@ -1,12 +1,16 @@
-"""Adds adapters, quantised weights and frozen parts to a model, which may be on the meta device."""
+"""Adds adapters, quantised weights and frozen parts to a model, which may be on the meta device.
+
+The `quantization_config` of a checkpoint that is quantised already decides how its weights lie in memory. What
+transformers trains is asked of its own rules [transformers/quantizers, is_trainable; trainer_utils.py,
+validate_quantization_for_training]: adapters over some methods, and the weights themselves over none of them.
+"""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,11 +23,10 @@ from ckpt_ft.errors import UserError, meant
 from ckpt_ft.spec.defaults import LORA_DROPOUT, TRAINED_TOWERS
 from ckpt_ft.spec.peft_file import configuration, takes
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.standins.quantised_layers import PACKINGS, PackedLinear, Packing, replace_linears
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import library_reads
-
-from .quantised_bases import method_of, pack
-from .workload import DTYPES
+from ckpt_ft.workloads.workload import DTYPES
 
 aten = torch.ops.aten
 
@@ -331,22 +334,11 @@ def _show_weights(adapted: Any) -> None:
 
 
 def _train_rank_numbers(adapted: Any) -> None:
-    """Make AdaLoRA's rank numbers trainable for half-precision weights, as PEFT 0.21 and later do except on meta."""
+    """Make AdaLoRA's rank numbers trainable for half-precision weights, as PEFT does from 0.21 on, except on meta."""
     for layer in adapted.modules():
         ranks = getattr(layer, "ranknum", None)
         if ranks is not None and layer.get_base_layer().weight.dtype in (torch.bfloat16, torch.float16):
-            ranks.requires_grad_(_rank_numbers_train())
-
-
-@cache
-def _rank_numbers_train() -> bool:
-    """Whether the installed PEFT makes them trainable."""
-    from peft import AdaLoraConfig, get_peft_model
-
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        layer = torch.nn.Sequential(torch.nn.Linear(1, 1, dtype=torch.bfloat16))
-        adapted = get_peft_model(layer, AdaLoraConfig(target_modules=["0"], total_step=1))
-    return any(p.requires_grad for name, p in adapted.named_parameters() if "ranknum" in name)
+            ranks.requires_grad_(True)
 
 
 def tell_sizes(adapted: Any) -> None:
@@ -398,3 +390,111 @@ def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_val
         target_parameters=list(spec.adapter.lora_target_parameters) or None,
         use_dora=spec.adapter.use_dora,
     )
+
+
+# Methods that transformers trains nothing over (`is_trainable` is false).
+_UNTRAINABLE = {
+    "auto-round", "fbgemm_fp8", "gguf", "higgs", "metal", "mxfp4", "nvfp4", "quark", "spqr", "vptq", "gemma"
+}  # fmt: skip
+_BITSANDBYTES = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
+_BITS = re.compile(r"(?:int|float)(\d+)")
+
+
+def as_quantised(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> TrainingSpec:
+    """Returns `spec` with the quantisation of the checkpoint whose configuration is `config`.
+
+    Raises:
+        UserError: all weights are to be trained, another quantisation is asked for, transformers trains nothing over
+            the method, or its layout is not modelled.
+    """
+    stated = config.get("quantization_config")
+    if stated is None:
+        return spec
+    if not isinstance(stated, Mapping):
+        raise UserError(f"{name}: quantization_config is an object with a quant_method, not {str(stated)[:50]!r}")
+    four, eight = bool(stated.get("load_in_4bit")), bool(stated.get("load_in_8bit"))
+    method = str(stated.get("quant_method") or ("bitsandbytes" if four or eight else "")).lower()
+    if method in _UNTRAINABLE and not stated.get("dequantize"):
+        also = "; its checkpoints train if they are loaded with dequantize=True" if method == "mxfp4" else ""
+        raise UserError(f"{name} is quantised by {method}, over which transformers trains nothing{also}")
+    if method in (*_UNTRAINABLE, "compressed-tensors", "fp8") and stated.get("dequantize"):
+        return spec  # as if it had never been quantised
+    if not spec.adapter.trains:
+        raise UserError(
+            f"{name} is quantised by {method}, and such weights cannot be trained themselves: give a LoRA rank too, "
+            "16 for example"
+        )
+    if method in _BITSANDBYTES and (four or eight):
+        if (spec.quantisation.load_in_8bit and four) or (spec.quantisation.load_in_4bit and eight):
+            raise UserError(f"{name} is quantised to {4 if four else 8} bits already: leave the other bits out")
+        storage = str(stated.get("bnb_4bit_quant_storage") or "uint8") if four else "uint8"
+        return spec.edit(
+            load_in_4bit=four,
+            load_in_8bit=eight and not four,
+            double_quant=four and bool(stated.get("bnb_4bit_use_double_quant")),
+            quant_storage=storage.removeprefix("torch."),
+        )
+    if spec.quantisation.bits:
+        raise UserError(f"{name} is quantised by {method} already: leave --load-in-{spec.quantisation.bits}bit out")
+    if method == "compressed-tensors":
+        return spec  # its layers decompress their weights in the first forward pass, and keep them so
+    method_of({**stated, "quant_method": method}, name)
+    return spec.edit(packed={**stated, "quant_method": method})
+
+
+def method_of(stated: Mapping[str, Any], name: str = "the checkpoint") -> tuple[Packing, int, int]:
+    """Returns (packing, bits, group) of a quantization_config; group 0 for the packing's default.
+
+    Raises:
+        UserError: its layout is not modelled.
+    """
+    method, bits, group = str(stated["quant_method"]), 8, 0
+    if method in ("gptq", "awq"):
+        bits = _number(stated, "bits", "w_bit") or 4
+        group = _number(stated, "group_size", "q_group_size")
+    elif method == "hqq":
+        inner: Any = stated.get("quant_config") or {}
+        options = inner.get("weight_quant_params") or inner
+        bits, group = _number(options, "nbits") or 4, _number(options, "group_size")
+    elif method == "torchao":
+        kind = str(stated.get("quant_type"))
+        numbers = _BITS.findall(kind.lower())
+        if numbers[:1] != ["8"]:
+            raise UserError(f"{name} is quantised by torchao in {kind[:80]}: transformers trains over 8 bits only")
+        if "dynamic" in kind.lower():
+            raise UserError(
+                f"{name}: torchao's dynamic activations are not modelled (weight-only int8 and float8 are)"
+            )
+        method = f"torchao {'float8' if 'float8' in kind.lower() else 'int8'}"
+    elif method == "fp8":
+        block = stated.get("weight_block_size")
+        group = int(block[0]) if block else 2**24
+    elif method == "quanto":
+        kind = str(stated.get("weights", "int8"))
+        bits = int((_BITS.findall(kind) or ["8"])[0])
+    elif method == "aqlm":
+        if _number(stated, "num_codebooks") > 1 or _number(stated, "out_group_size") > 1:
+            raise UserError(f"{name}: AQLM is modelled with one codebook, of vectors along a row")
+        bits, group = _number(stated, "nbits_per_codebook") or 16, _number(stated, "in_group_size")
+    known = ("bitsandbytes", *dict.fromkeys(key.split()[0] for key in PACKINGS), "compressed-tensors")
+    if method not in PACKINGS or (32 % bits and method in ("gptq", "awq")):
+        raise UserError(f"{name} is quantised by {method} in {bits} bits, which is not modelled ({', '.join(known)})")
+    return PACKINGS[method], bits, group
+
+
+def _number(options: Mapping[str, Any], *names: str) -> int:
+    return next((int(options[name]) for name in names if options.get(name) is not None), 0)
+
+
+def pack(model: nn.Module, stated: Mapping[str, Any]) -> None:
+    """Packs the linear layers of `model` as `stated`, a quantization_config, says, and freezes the model.
+
+    Raises:
+        UserError: the model has fused experts, which the method packs, too.
+    """
+    packing, bits, group = method_of(stated)
+    if packing.experts and any(p.ndim == 3 and "experts" in name for name, p in model.named_parameters()):
+        raise UserError(f"{stated['quant_method']}: packed weights of experts are not modelled")
+    left = stated.get("modules_to_not_convert") or stated.get("ignored_layers")
+    replace_linears(model, lambda linear: PackedLinear(linear, packing, bits, group), None, left)
+    model.requires_grad_(False)

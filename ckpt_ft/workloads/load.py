@@ -1,7 +1,7 @@
 """`load`: the Workload of a spec, built from the model's configuration on the meta device, without any weights.
 
-The model is a Hub id, a local directory or a config file of a transformers model, if batches.py knows what its class
-is trained on, or of a diffusers pipeline, whose U-Net or transformer is trained.
+The model is a Hub id, a local directory or a config file of a transformers model, if transformers_models.py knows what
+its class is trained on, or of a diffusers pipeline, whose U-Net or transformer is trained.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.adapters import as_quantised, notes_on
+from ckpt_ft.workloads.model_config import read_config
 
-from .adapters import notes_on
-from .model_config import read_config
 from .optimizers import notes_on as notes_on_optimizer
 from .optimizers import optimizer_maker
-from .quantised_bases import as_quantised
 from .sample_sizes import Lengths
 from .trl_trainers import as_reward_model, trainer_step
 from .workload import MIXED_PRECISION, MakeBatch, Workload, evaluation_of
@@ -159,11 +158,11 @@ def _by_kind(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Worklo
         fused = spec.kernels.use_liger_kernel or spec.kernels.cut_cross_entropy or spec.kernels.use_kernels
         if fused:
             raise UserError(f"Liger's kernels, cut cross entropy and the Hub's are not for {name}, a diffusion model")
-        from .diffusion_models import diffusion_model
+        from ckpt_ft.workloads.diffusion_models import diffusion_model
 
         return diffusion_model(name, config, spec)
     if "model_type" not in config:
         raise UserError(f"{name}: its config has neither model_type (transformers) nor _class_name (diffusers)")
-    from .transformers_models import transformers_model
+    from ckpt_ft.workloads.transformers_models import transformers_model
 
     return transformers_model(name, config, spec)

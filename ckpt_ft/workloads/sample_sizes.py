@@ -150,7 +150,8 @@ def rows_by_length(rows: Any, grouped: bool = False) -> tuple[Callable[[int, int
     Args:
         grouped: whether batches are made of rows of similar length.
     """
-    if not have_lengths(rows):
+    columns = getattr(rows, "column_names", None) or ()
+    if "input_ids" not in columns and not all(name in columns for name in PREFERENCES):
         return lambda samples, length: [rows[0]] * samples, None
     lengths = row_lengths(rows)
     pixels = list(rows.with_format(None)["pixels"]) if "pixels" in rows.column_names else []
@@ -166,12 +167,6 @@ def rows_by_length(rows: Any, grouped: bool = False) -> tuple[Callable[[int, int
         return [rows[order[first]], *[rows[other]] * (samples - 1)]
 
     return chosen, Lengths.of(lengths, grouped)
-
-
-def have_lengths(rows: Any) -> bool:
-    """Returns whether `row_lengths` can count the tokens of `rows`."""
-    columns = getattr(rows, "column_names", None) or ()
-    return "input_ids" in columns or all(name in columns for name in PREFERENCES)
 
 
 def row_lengths(rows: Any) -> list[int]:

@@ -26,8 +26,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.patches import quiet
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.validation import library_reads, require_package
+from ckpt_ft.workloads.adapters import without_adapters
 
-from .adapters import without_adapters
 from .from_trainer import loss_of
 from .workload import Batch, Forward, Step, Workload
 

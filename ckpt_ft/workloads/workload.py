@@ -204,8 +204,8 @@ class Workload:
         """
         return cls(
             model,
-            _no_batch,
-            _no_loss,
+            _unknown,
+            _unknown,
             make_optimizer,
             device,
             lengths=lengths,
@@ -321,17 +321,15 @@ class Workload:
         return replace(trace, micro_batches=steps, notes=[*self.notes, *trace.notes])
 
     @property
-    def _autocasts(self) -> bool:
-        """Whether forward runs under autocast. DeepSpeed casts the model instead (accelerator.py, native_amp)."""
-        return self.autocast is not None and not (self.launch is not None and self.launch.stage)
-
-    @property
     def _recorded(self) -> int:
         return RECORDED_LAUNCHED if self.launch else RECORDED
 
     def in_precision(self, forward: Forward) -> Forward:
-        """Returns `forward` under autocast with outputs in fp32, as accelerate wraps it; itself without autocast."""
-        if not self._autocasts:
+        """Returns `forward` under autocast with outputs in fp32, as accelerate wraps it; itself without autocast.
+
+        DeepSpeed casts the model instead (accelerator.py, native_amp).
+        """
+        if self.autocast is None or (self.launch is not None and self.launch.stage):
             return forward
         from accelerate.utils import convert_outputs_to_fp32
 
@@ -382,9 +380,5 @@ def or_loop(function: Callable[..., Answer]) -> Callable[..., Answer]:
     return either
 
 
-def _no_batch(samples: int, length: int | None) -> Batch:
-    raise UserError("this workload is a loop of one's own: it has no batch apart from its step")
-
-
-def _no_loss(model: Forward, batch: Batch) -> torch.Tensor:
-    raise UserError("this workload is a loop of one's own: it has no loss apart from its step")
+def _unknown(*args: Any) -> Any:
+    raise UserError("this workload is a loop of one's own: it has no batch and no loss apart from its step")

@@ -24,8 +24,7 @@ from ckpt_ft.planning import plan as planning
 from ckpt_ft.planning.budget import Candidate, MemoryBudget
 from ckpt_ft.planning.results import Plan, Stopped
 from ckpt_ft.spec.command import launch_words
-from ckpt_ft.spec.launch import Launch, launches_on
-from ckpt_ft.spec.launch_file import accelerate_config, read_launch, sharing_options
+from ckpt_ft.spec.launch import Launch, accelerate_config, launches_on, read_launch, sharing_options
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.models import ModelArguments

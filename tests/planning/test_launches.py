@@ -17,9 +17,8 @@ from ckpt_ft.planning.estimates import HIGH, LOW, Growth
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.planning.tracing import Tracer
-from ckpt_ft.spec.launch import Launch, launches_on
-from ckpt_ft.spec.launch_file import accelerate_config, read_launch
-from ckpt_ft.workloads.batches import own_loss
+from ckpt_ft.spec.launch import Launch, accelerate_config, launches_on, read_launch
+from ckpt_ft.workloads.transformers_models import own_loss
 from ckpt_ft.workloads.workload import Batch, Workload
 
 POLICIES = ["none", "pointwise", "full"]

@@ -21,11 +21,10 @@ from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.budget import Candidate, better, frontier, largest_fitting, memory_budget
+from ckpt_ft.planning.estimate import without_kept
 from ckpt_ft.planning.estimates import HIGH, LOW, Growth
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.planning.provenance import fingerprint
-from ckpt_ft.planning.results import Plan, Stopped
-from ckpt_ft.planning.suggestions import without_kept
+from ckpt_ft.planning.results import Plan, Stopped, fingerprint
 from ckpt_ft.planning.tracing import Tracer, trace_policies
 from ckpt_ft.units import GIB, MIB
 

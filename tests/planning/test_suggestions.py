@@ -11,8 +11,8 @@ import pytest
 
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.budget import MemoryBudget
+from ckpt_ft.planning.estimate import suggest
 from ckpt_ft.planning.results import Suggestion, Suggestions
-from ckpt_ft.planning.suggestions import suggest
 from ckpt_ft.planning.tracing import trace_policies
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load

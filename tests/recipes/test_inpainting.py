@@ -18,11 +18,13 @@ from recipe_scripts import load_recipe, losses_of
 from safetensors.torch import load_file
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.data import random_mask
 from ckpt_ft.training.diffusion.encoders import encode_masked
-from ckpt_ft.training.diffusion.objectives import Denoising
+from ckpt_ft.training.diffusion.families import UNET
+from ckpt_ft.training.diffusion.workload import Denoising
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
-from ckpt_ft.workloads.pipeline_parts import inpaints
+from ckpt_ft.workloads.diffusion_models import inpaints
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -80,7 +82,8 @@ def test_what_the_unet_is_shown_by_hand() -> None:
         moments = vae.encode(pixels).latent_dist.parameters
         expected = vae.encode(pixels * (1 - mask)).latent_dist
     assert torch.equal(encoded["masked_moments"], expected.parameters)
-    batch = Denoising(DDPMScheduler(), 0.5, 0.0)(
+    vae.register_to_config(scaling_factor=0.5)
+    batch = Denoising(UNET, None, vae, DDPMScheduler(), DiffusionModelArguments())(
         {"moments": moments, "prompt_embeds": torch.zeros(2, 3, 4), **encoded}
     )
     sample = batch["inputs"]["sample"]

@@ -22,10 +22,10 @@ from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.denoiser import prepare
-from ckpt_ft.training.diffusion.encoders import load_denoiser
+from ckpt_ft.training.diffusion.encoders import family_of, load_denoiser
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
-from ckpt_ft.workloads.diffusion_models import unet_batch
-from ckpt_ft.workloads.pipeline_parts import TextAndUNet
+from ckpt_ft.workloads.diffusion_models import KINDS as CALLED
+from ckpt_ft.workloads.diffusion_models import Latents, TextAndUNet, text_inputs
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -58,7 +58,7 @@ def train(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:
 def joint(base: str) -> Any:
     """U-Net and text encoders with adapters that do something."""
     args = DiffusionModelArguments(pretrained_model_name_or_path=base, rank=2, train_text_encoder=True)
-    model = load_denoiser(args, torch.float32)
+    model = load_denoiser(args, family_of(args)[0], torch.float32)
     torch.manual_seed(0)
     prepare(model, args, torch.float32)
     with torch.no_grad():
@@ -170,7 +170,8 @@ def test_the_model_draws_as_the_pipeline(bases: dict[str, str], kind: str) -> No
 def test_gradients_under_a_policy(bases: dict[str, str], kind: str, policy: str) -> None:
     """Bit-equal, in text encoders and U-Net, and every adapter that is trained has one."""
     model = joint(bases[kind])
-    inputs = unet_batch(model, 2, (8, 8), torch.float32)
+    latents = Latents(model.unet.config, 2, 8, 8, 0, torch.float32)
+    inputs = text_inputs(CALLED["UNet2DConditionModel"].inputs(latents), list(model.text_encoders.values()))
     torch.manual_seed(1)
     inputs["sample"].normal_()
     for name in inputs:

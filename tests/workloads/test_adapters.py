@@ -117,7 +117,9 @@ def test_adalora_trains_the_rank_numbers_that_peft_casts(config: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes_of = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
-    for dtype, trained in (("bfloat16", not is_older("peft", "0.21")), ("float32", False)):
+    if is_older("peft", "0.21"):
+        pytest.skip("an older PEFT, which trains none in half precision; a trace is of the newer ones")
+    for dtype, trained in (("bfloat16", True), ("float32", False)):
         settings = PLAIN.edit(dtype=dtype, peft=configuration("ADALORA"))
         base = LlamaForCausalLM(LlamaConfig(**sizes_of)).to(getattr(torch, dtype))  # type: ignore[arg-type]
         for model in (load(settings.edit(model=config), "t4").model, adapt(base, settings)):

@@ -11,8 +11,7 @@ import torch
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.pipeline_parts import (
+from ckpt_ft.workloads.diffusion_models import (
     TEXT_ENCODERS,
     TextAndUNet,
     build_text_encoder,
@@ -20,6 +19,7 @@ from ckpt_ft.workloads.pipeline_parts import (
     inpaints,
     part_configs,
 )
+from ckpt_ft.workloads.load import load
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
 # As the files of weights on the Hub have them.

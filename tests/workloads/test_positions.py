@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.positions import stretch_positions
+from ckpt_ft.workloads.model_config import stretch_positions
 
 _SIZES = {
     "vocab_size": 80, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

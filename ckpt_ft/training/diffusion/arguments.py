@@ -176,7 +176,10 @@ class LoopArguments:
 
     def __post_init__(self) -> None:
         check_flags(self)
-        check_trackers([] if self.report_to in ("none", "all") else self.report_to.split(","), _trackers())
+        from accelerate.tracking import get_available_trackers
+
+        installed = [tracker.value for tracker in get_available_trackers()]
+        check_trackers([] if self.report_to in ("none", "all") else self.report_to.split(","), installed)
         if self.use_8bit_adam:
             require_package("bitsandbytes", "--use_8bit_adam")
             if self.optimizer != "adamw":
@@ -202,10 +205,3 @@ class TransformerLoopArguments(LoopArguments):
 
     output_dir: str = flag("out/diffusion_transformer", "Where the result, checkpoints, samples and reports go.")
     tracker_project_name: str = flag("diffusion_transformer", "Name of the run's project at the trackers.")
-
-
-def _trackers() -> list[str]:
-    """Returns the names of Accelerate's trackers that are installed."""
-    from accelerate.tracking import get_available_trackers
-
-    return [tracker.value for tracker in get_available_trackers()]

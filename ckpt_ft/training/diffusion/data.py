@@ -13,9 +13,9 @@ import json
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,7 @@ from datasets import concatenate_datasets
 from PIL import Image, ImageDraw
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
@@ -46,31 +46,30 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from datasets import Dataset
 
-    from .denoiser import TrainedPart
-    from .encoders import FrozenEncoders
-    from .objectives import NoisyBatches
+    from ckpt_ft.training.diffusion.workload import NoisyBatches
+
+    from .encoders import Encoders
+    from .families import Family
     from .sampling import Validation
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Tensor]
+Row = dict[str, Any]
 Key = tuple[int, int]  # epoch, index
-_VERSION = 3  # part of the cache key: raise it when the tensors of a row change
+_VERSION = 4  # part of the cache key: raise it when the tensors of a row change
 _GREY = (127, 127, 127)
 
 
 class FramedImages(TorchDataset[Row]):
-    """Rows of `pixels`, `time_ids` and what `tokenize` makes of the caption.
+    """Rows of `pixels`, `time_ids` and `caption`.
 
     Attributes:
         sizes: the sizes (height, width) in which images are trained; each is that of some image.
         buckets: the rows of each size.
     """
 
-    def __init__(
-        self, rows: Dataset, tokenize: Callable[[str], Row], sizes: Sequence[Size], args: ImageArguments, seed: int
-    ) -> None:
-        self.rows, self.tokenize, self.args, self.seed = rows, tokenize, args, seed
+    def __init__(self, rows: Dataset, sizes: Sequence[Size], args: ImageArguments, seed: int) -> None:
+        self.rows, self.args, self.seed = rows, args, seed
         # Images that are all cut to one size need not be opened.
         found = [nearest(size_of(image), sizes) for image in rows["image"]] if len(sizes) > 1 else [0] * len(rows)
         self.sizes = [size for at, size in enumerate(sizes) if at in found]
@@ -90,7 +89,7 @@ class FramedImages(TorchDataset[Row]):
         row = self.rows[index]
         draw = random.Random(f"{self.seed} {epoch} {index}")
         pixels, time_ids = framed(open_image(row["image"]), self.size(index), self.args, draw)
-        return {"pixels": pixels, "time_ids": time_ids, **self.tokenize(row["text"])}
+        return {"pixels": pixels, "time_ids": time_ids, "caption": row["text"]}
 
 
 class MaskedImages(FramedImages):
@@ -193,7 +192,7 @@ class CachedLatents(TorchDataset[Row]):
 
 
 def cache_latents(
-    images: FramedImages, encoders: FrozenEncoders, root: Path, batch_size: int, rank: int = 0, ranks: int = 1
+    images: FramedImages, encoders: Encoders, root: Path, batch_size: int, rank: int = 0, ranks: int = 1
 ) -> CachedLatents:
     """Encodes the images that are not yet in the cache under `root`; this rank every `ranks`-th batch of one bucket.
 
@@ -227,14 +226,14 @@ def cache_latents(
     return cached
 
 
-def _digest(images: FramedImages, encoders: FrozenEncoders) -> str:
+def _digest(images: FramedImages, encoders: Encoders) -> str:
     digest = hashlib.blake2b(digest_size=12)
     digest.update(f"{images.rows._fingerprint} {images.sizes} {encoders.identity} {_VERSION}".encode())
     for file in images.rows["image"]:
         if file["bytes"] is None:  # a row with a path does not change with its file
             status = os.stat(file["path"])
             digest.update(f"{file['path']} {status.st_size} {status.st_mtime_ns}".encode())
-    for tokenizer in encoders.tokenize.tokenizers:
+    for tokenizer in encoders.tokenizers:
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
         del settings["truncation"], settings["padding"]  # those of the last call
         digest.update(f"{tokenizer.model_max_length} {json.dumps(settings)}".encode())
@@ -257,7 +256,7 @@ Samples = FramedImages | CachedLatents | Pairs
 
 
 def load_samples(
-    encoders: FrozenEncoders,
+    encoders: Encoders,
     resolution: int,
     image_args: ImageArguments,
     args: LoopArguments,
@@ -278,7 +277,7 @@ def load_samples(
             others = load_class_images(image_args)
             rows = concatenate_datasets([rows, others.cast(rows.features)])
     sizes = sizes_of(image_args.aspect_ratio_buckets, resolution, encoders.token)
-    images = encoders.rows(rows, encoders.tokenize, sizes, image_args, args.seed)
+    images = encoders.rows(rows, sizes, image_args, args.seed)
     if image_args.aspect_ratio_buckets is not None:
         counts = zip(images.sizes, images.buckets, strict=True)
         accelerator.print("buckets: " + ", ".join(f"{height}x{width}: {len(of)}" for (height, width), of in counts))
@@ -336,33 +335,21 @@ class EndlessBatches(Sampler[list[Key]]):
         self.rank, self.ranks, self.start = rank, ranks, start
 
     def __iter__(self) -> Iterator[list[Key]]:
-        order, epoch_of = lru_cache(maxsize=2 * len(self.buckets))(self._order), lru_cache(maxsize=1)(self._epoch)
-        epoch = self.start * self.batch_size * self.ranks // sum(map(len, self.buckets))
-        for batch in itertools.count(self.start):
-            while self._made(epoch + 1) <= batch:
-                epoch += 1
-            bucket, place = epoch_of(epoch)[batch - self._made(epoch)]
-            rows, first = self.buckets[bucket], (place * self.ranks + self.rank) * self.batch_size
-            places = [divmod(sample, len(rows)) for sample in range(first, first + self.batch_size)]
-            yield [(of, rows[order(len(rows), of)[at]]) for of, at in places]
-
-    def _made(self, epochs: int) -> int:
-        """Returns the batches of all buckets that are full after `epochs` epochs."""
-        return sum(self._full(bucket, epochs) for bucket in range(len(self.buckets)))
-
-    def _full(self, bucket: int, epochs: int) -> int:
-        return epochs * len(self.buckets[bucket]) // (self.batch_size * self.ranks)
-
-    def _epoch(self, epoch: int) -> list[tuple[int, int]]:
-        """Returns (bucket, place in it) of each batch of an epoch."""
-        batches = [
-            (bucket, place)
-            for bucket in range(len(self.buckets))
-            for place in range(self._full(bucket, epoch), self._full(bucket, epoch + 1))
-        ]
-        if len(self.buckets) == 1:
-            return batches
-        return [batches[at] for at in self._order(len(batches), epoch)]
+        together, mine = self.batch_size * self.ranks, slice(self.rank * self.batch_size, None)
+        rest: list[list[Key]] = [[] for _ in self.buckets]
+        skipped = 0
+        for epoch in itertools.count():
+            batches = []
+            for bucket, rows in enumerate(self.buckets):
+                keys = rest[bucket] + [(epoch, rows[at]) for at in self._order(len(rows), epoch)]
+                full = len(keys) - len(keys) % together
+                batches += [keys[at : at + together] for at in range(0, full, together)]
+                rest[bucket] = keys[full:]
+            if len(self.buckets) > 1:
+                batches = [batches[at] for at in self._order(len(batches), epoch)]
+            left = min(self.start - skipped, len(batches))
+            skipped += left
+            yield from (batch[mine][: self.batch_size] for batch in batches[left:])
 
     def _order(self, length: int, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
@@ -437,6 +424,6 @@ class Data(NamedTuple):
     prior: ImageArguments | None
 
     @property
-    def part(self) -> TrainedPart:
-        """The part of the pipeline that is trained."""
-        return self.validation.sampler.part
+    def family(self) -> Family:
+        """The pipeline's family."""
+        return self.validation.sampler.family

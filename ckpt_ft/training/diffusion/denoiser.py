@@ -19,8 +19,7 @@ from ckpt_ft.training.checkpoints import PIPELINE_LORA
 from ckpt_ft.training.models import adapter_of, kind_of
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.diffusion_models import ATTENTION_PROJECTIONS
-from ckpt_ft.workloads.pipeline_parts import TextAndUNet, add_text_adapters
+from ckpt_ft.workloads.diffusion_models import ATTENTION_PROJECTIONS, TextAndUNet, add_text_adapters
 
 from .arguments import PipelineArguments
 
@@ -55,18 +54,14 @@ class TrainedPart:
 
     @property
     def model_class(self) -> Any:
-        return _from_diffusers(self.model)
+        return from_diffusers(self.model)
 
     @property
     def pipeline_class(self) -> Any:
-        return _from_diffusers(self.pipeline)
+        return from_diffusers(self.pipeline)
 
 
-UNET = TrainedPart("unet", "UNet2DConditionModel", "StableDiffusionPipeline", old_lora_names=True)
-UNET_XL = TrainedPart("unet", "UNet2DConditionModel", "StableDiffusionXLPipeline", old_lora_names=True)
-
-
-def _from_diffusers(name: str) -> Any:
+def from_diffusers(name: str) -> Any:
     import diffusers
 
     try:

@@ -1,8 +1,8 @@
-"""The supported families of diffusion transformers: one table of everything that differs between them.
+"""The supported families of pipelines: one table of everything that differs between them.
 
-A `Family` names classes and components, and says how prompts are encoded, how latents are scaled, and what the
-transformer is called with. Each function follows the family's pipeline in diffusers (and its training script, if there
-is one), so that a model is trained on what it later draws from.
+A `Family` names classes and components, and says how prompts are encoded, how latents are scaled, and what the U-Net
+or transformer is called with. Each function follows the family's pipeline in diffusers (and its training script, if
+there is one), so that a model is trained on what it later draws from.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
+from ckpt_ft.workloads.diffusion_models import IDS, NAMES, conditions, encoded_text
+
 from .denoiser import TrainedPart
 
 Prompts = dict[str, Tensor]  # by the names of the pipeline's arguments
@@ -29,17 +31,21 @@ class Family:
 
     Attributes:
         name: as shown to users.
-        part: the transformer.
+        part: the U-Net or transformer.
         vae: the VAE's class in diffusers.
-        tokens: the length that prompts are padded to.
+        tokens: the length that prompts are padded to; a U-Net's tokenizers have their own.
         encode: (pipeline, captions, tokens, device) -> encoded prompts.
-        inputs: (transformer's config, noisy latents, sigmas, prompts, guidance) -> the transformer's arguments.
-        guidance: (scale, transformer's config) -> the pipeline's arguments for classifier-free guidance.
+        inputs: (model's config, noisy latents, sigmas or timesteps, prompts, guidance) -> the model's arguments.
+        guidance: (scale, model's config) -> the pipeline's arguments for classifier-free guidance.
         moments: (VAE, pixels) -> an image's latents, or the moments of their distribution, as they are cached.
-        latents: (VAE, moments) -> latents (B, C, h, w) in the transformer's scale.
-        pack: latents -> the layout in which the transformer predicts them.
+        latents: (VAE, moments) -> latents (B, C, h, w) in the model's scale.
+        pack: latents -> the layout in which the model predicts them.
         patch: latents along a side of one token.
         weighting: how times are drawn by default.
+        scheduler: the class in diffusers of the noise that the pipeline was trained on, whatever it draws with.
+        side: pixels of a side, if the model's configuration names none; None if it must.
+        decodes_apart: whether images are decoded outside of autocast: SDXL's VAE overflows in half precision.
+        absent: other components that are not loaded to encode prompts.
     """
 
     name: str
@@ -54,6 +60,10 @@ class Family:
     pack: Callable[[Tensor], Tensor]
     patch: int = 2
     weighting: str = "none"
+    scheduler: str = "FlowMatchEulerDiscreteScheduler"
+    side: int | None = 1024
+    decodes_apart: bool = False
+    absent: tuple[str, ...] = ()
 
     def draw(
         self,
@@ -63,11 +73,15 @@ class Family:
         arguments: dict[str, Any],
     ) -> list[Image.Image]:
         """Returns the pipeline's images; None for `guidance` uses the pipeline's own scale."""
-        asked = self.guidance(guidance, pipeline.transformer.config)
+        asked = self.guidance(guidance, pipeline.components[self.part.component].config)
+        asked = {name: value for name, value in asked.items() if value is not None}
         with autocast():
-            images: list[Image.Image] = pipeline(
-                **{name: value for name, value in asked.items() if value is not None}, **arguments
-            ).images
+            drawn = pipeline(**asked, **arguments, **({"output_type": "latent"} if self.decodes_apart else {})).images
+        if self.decodes_apart:
+            vae = pipeline.vae.float()
+            parts = [vae.decode(part.float() / vae.config.scaling_factor).sample for part in drawn.split(4)]
+            drawn = pipeline.image_processor.postprocess(torch.cat(parts).cpu(), output_type="pil")
+        images: list[Image.Image] = drawn
         return images
 
 
@@ -127,6 +141,24 @@ def _true_guidance(scale: float | None, config: Any) -> dict[str, Any]:
 def _guidance_input(config: Any, sigmas: Tensor, guidance: float) -> dict[str, Any]:
     """Returns the scale as an input of a guidance-distilled transformer."""
     return {"guidance": torch.full_like(sigmas, guidance)} if config.guidance_embeds else {}
+
+
+def _unet_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch.device) -> Prompts:
+    """Encodes captions of full length; returns their tokens if the pipeline has no text encoders."""
+    components = pipeline.components
+    tokenizers = [components[name] for name in ("tokenizer", "tokenizer_2") if name in components]
+    ids = {
+        name: torch.tensor(tokenizer(captions, padding="max_length", truncation=True).input_ids, device=device)
+        for name, tokenizer in zip(IDS, tokenizers, strict=False)
+    }
+    encoders = [components[name] for name in NAMES if components.get(name) is not None]
+    return encoded_text(encoders, ids) if encoders else ids
+
+
+def _unet_inputs(config: Any, noisy: Tensor, times: Tensor, prompts: Prompts, guidance: float) -> dict[str, Any]:
+    """Returns the U-Net's arguments; for inpainting, `prompts` has the mask and the latents of the masked image."""
+    beside = [prompts[name] for name in ("mask", "masked_latents") if name in prompts]
+    return {"sample": torch.cat([noisy, *beside], dim=1), "timestep": times, **conditions(prompts)}
 
 
 def _flux_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch.device) -> Prompts:
@@ -250,7 +282,17 @@ def _sana_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, g
     }
 
 
-FAMILIES = {
+def _unet(name: str, pipeline: str, *absent: str) -> Family:
+    return Family(
+        name, TrainedPart("unet", "UNet2DConditionModel", pipeline, old_lora_names=True), "AutoencoderKL", 0,
+        _unet_prompts, _unet_inputs, _plain_guidance, _moments, _shifted, _unpacked, patch=1,
+        scheduler="DDPMScheduler", side=None, decodes_apart=True, absent=absent,
+    )  # fmt: skip
+
+
+UNET = _unet("Stable Diffusion", "StableDiffusionPipeline", "safety_checker", "feature_extractor")
+UNET_XL = _unet("Stable Diffusion XL", "StableDiffusionXLPipeline")
+FAMILIES = {  # transformers, by the class of their pipeline
     row.part.pipeline: row
     for row in (
         Family(

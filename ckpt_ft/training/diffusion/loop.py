@@ -112,7 +112,7 @@ class Run:
         Raises:
             Interrupted: a signal stopped the run before its end.
         """
-        state = TrainingState(self.fitted.workload.model, len(data.samples), data.part, self)
+        state = TrainingState(self.fitted.workload.model, len(data.samples), data.family.part, self)
         state.resume(self)
         signal = run_steps(state, data, self)
         leave_behind(state, data, self)
@@ -434,7 +434,7 @@ def leave_behind(state: TrainingState, data: Data, run: Run) -> None:
         with averaged(state.ema, state.parameters):
             written(
                 accelerator, run.directory, "the result",
-                lambda: save_result(state.trained, sampler.part, sampler.vae, sampler.args, args.output_dir),
+                lambda: save_result(state.trained, sampler.family.part, sampler.vae, sampler.args, args.output_dir),
                 main_only=True,
             )  # fmt: skip
         validate(validation, state)

@@ -26,19 +26,18 @@ from ckpt_ft.training.images.captioned import ImageArguments, missing_class_imag
 from ckpt_ft.training.samples.drawings import contact_sheet, drawings
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.pipeline_parts import TextAndUNet
+from ckpt_ft.workloads.diffusion_models import TextAndUNet
 from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .arguments import LoopArguments, PipelineArguments
-from .denoiser import TrainedPart, components_of, set_prediction_type
-from .encoders import FrozenEncoders, frozen_dtype
+from .denoiser import components_of, set_prediction_type
+from .encoders import Encoders, frozen_dtype
+from .families import Family
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-# (pipeline, autocast, guidance scale or None for the pipeline's own, the pipeline's other arguments) -> the images
-Draw = Callable[[Any, Autocast, float | None, dict[str, Any]], list[Image.Image]]
 
 TILE = 96  # most pixels of an image on the sheet
 _MARGIN = 4
@@ -52,13 +51,10 @@ class Sampler:
         args: name the pipeline.
         encoders: only the VAE is kept; it moves to the model's device to draw, and back.
         size: side of the images in pixels.
-        draw: runs a pipeline and returns the images.
     """
 
-    def __init__(
-        self, part: TrainedPart, args: PipelineArguments, encoders: FrozenEncoders, size: int, draw: Draw
-    ) -> None:
-        self.part, self.args, self.size, self.draw = part, args, size, draw
+    def __init__(self, family: Family, args: PipelineArguments, encoders: Encoders, size: int) -> None:
+        self.family, self.args, self.size = family, args, size
         self.vae, self.absent = encoders.vae, encoders.absent
 
     @torch.no_grad()
@@ -87,13 +83,14 @@ class Sampler:
                     embeds = model.encode({name: value.to(device) for name, value in embeds.items()})
             # A copy for inpainting, because SDXL's pipeline leaves its VAE in another dtype.
             vae = copy.deepcopy(self.vae) if "mask_image" in options else self.vae
-            trained = components_of(model, self.part.component)[self.part.component]
+            component = self.family.part.component
+            trained = components_of(model, component)[component]
             pipeline = self._pipeline(vae, without_adapters(trained))
             arguments: dict[str, Any] = {"height": self.size, "width": self.size, **options}
             for name, values in embeds.items():
                 prompts, empty = values.to(device).split([len(values) - 1, 1])
                 arguments[name], arguments[f"negative_{name}"] = prompts, empty.expand_as(prompts)
-            return self.draw(pipeline, autocast, guidance, arguments)
+            return self.family.draw(pipeline, autocast, guidance, arguments)
         finally:
             model.train(was_training)
             self.vae.to(home)
@@ -103,24 +100,11 @@ class Sampler:
 
         pipeline = DiffusionPipeline.from_pretrained(
             self.args.pretrained_model_name_or_path, revision=self.args.revision, variant=self.args.variant,
-            **{self.part.component: model, "vae": vae, **dict.fromkeys(self.absent)},
+            **{self.family.part.component: model, "vae": vae, **dict.fromkeys(self.absent)},
         )  # fmt: skip
         set_prediction_type(pipeline.scheduler, self.args)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
-
-
-def draw_latents(
-    pipeline: Any, autocast: Autocast, guidance: float | None, arguments: dict[str, Any]
-) -> list[Image.Image]:
-    """Runs a U-Net's pipeline and decodes outside of autocast: SDXL's VAE overflows in half precision."""
-    scale = {} if guidance is None else {"guidance_scale": guidance}
-    with autocast():
-        latents = pipeline(**scale, output_type="latent", **arguments).images
-    vae = pipeline.vae.float()
-    parts = [vae.decode(part.float() / vae.config.scaling_factor).sample for part in latents.split(4)]
-    images: list[Image.Image] = pipeline.image_processor.postprocess(torch.cat(parts).cpu(), output_type="pil")
-    return images
 
 
 class Validation:
@@ -131,7 +115,7 @@ class Validation:
     """
 
     def __init__(
-        self, sampler: Sampler, args: LoopArguments, encoders: FrozenEncoders, folder: Path, **options: Any
+        self, sampler: Sampler, args: LoopArguments, encoders: Encoders, folder: Path, **options: Any
     ) -> None:
         self.sampler, self.args, self.folder, self.options = sampler, args, folder, options
         self.prompts = args.validation_prompt or []
@@ -195,7 +179,7 @@ class Validation:
 def draw_class_images(
     prior: ImageArguments | None,
     sampler: Sampler,
-    encoders: FrozenEncoders,
+    encoders: Encoders,
     load_model: Callable[[], Any],
     accelerator: Accelerator,
     seed: int,
@@ -236,7 +220,7 @@ def draw_class_images(
 def _class_images(
     prior: ImageArguments,
     sampler: Sampler,
-    encoders: FrozenEncoders,
+    encoders: Encoders,
     load_model: Callable[[], Any],
     accelerator: Accelerator,
     seed: int,
@@ -271,7 +255,7 @@ def _class_images(
 
 
 @contextmanager
-def _on_cpu(encoders: FrozenEncoders) -> Iterator[None]:
+def _on_cpu(encoders: Encoders) -> Iterator[None]:
     """Moves the encoders to the CPU: the prompts are encoded, and the model needs the memory."""
     for module in encoders.modules:
         module.to("cpu")

@@ -1,97 +1,239 @@
-"""What a diffusion recipe trains on, and its training step as a `Workload`, which the planner traces."""
+"""What a diffusion recipe trains on: its data, the objectives, and the training step as a `Workload` for the planner.
+
+U-Nets predict the noise or the velocity of a diffusion process. Transformers predict the direction e - x of the
+straight path (1 - s) x + s e from an image's latents x to noise e (flow matching: Lipman et al., 2023,
+https://arxiv.org/abs/2210.02747), at times s drawn as in section 3.1 of https://arxiv.org/abs/2403.03206.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import send_to_device
-from torch import nn
+from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3, compute_snr
+from torch import Tensor, nn
 
 from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.memory.measure.profiler import LargestBatch
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments, TransformerArguments
+from ckpt_ft.training.diffusion.data import (
+    Data,
+    FramedImages,
+    LatentShapes,
+    MaskedImages,
+    blank_picture,
+    load_samples,
+    masked_pictures,
+)
+from ckpt_ft.training.diffusion.encoders import Encoders, checked_resolution, family_of, frozen_dtype, load_denoiser
+from ckpt_ft.training.diffusion.families import Family
+from ckpt_ft.training.diffusion.sampling import Sampler, Validation, draw_class_images
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.diffusion_models import unet_batch
+from ckpt_ft.workloads.diffusion_models import inpaints
 from ckpt_ft.workloads.optimizers import optimizer_maker
-from ckpt_ft.workloads.pipeline_parts import inpaints
-from ckpt_ft.workloads.workload import MIXED_PRECISION, Batch, Forward, Loss, MakeBatch, Workload
-
-from .arguments import DiffusionModelArguments, LoopArguments, TransformerArguments
-from .data import Data, FramedImages, LatentShapes, MaskedImages, blank_picture, load_samples, masked_pictures
-from .denoiser import UNET, UNET_XL
-from .encoders import (
-    TransformerEncoders,
-    UNetEncoders,
-    checked_resolution,
-    family_of,
-    frozen_dtype,
-    load_denoiser,
-    load_scheduler,
-    load_times,
-    load_transformer,
-    own_side,
-    transformer_config,
-    unet_config,
-)
-from .objectives import (
-    Denoising,
-    FlowMatching,
-    NoisyBatches,
-    denoising_loss,
-    flow_loss,
-    preserving_denoising_loss,
-    preserving_flow_loss,
-)
-from .sampling import Sampler, Validation, draw_class_images, draw_latents
+from ckpt_ft.workloads.sample_sizes import Size
+from ckpt_ft.workloads.workload import MIXED_PRECISION, Batch, Forward, Workload
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
-    from ckpt_ft.training.diffusion.arguments import LoopArguments
 
+class NoisyBatches:
+    """Turns a loader's rows into micro-batches for `weighted_loss`.
 
-def unet_workload(
-    unet: nn.Module,
-    args: LoopArguments,
-    accelerator: Accelerator,
-    data: Data,
-    snr_gamma: float | None,
-) -> Workload:
-    """Returns the step of a U-Net on the shapes of `data`.
+    A micro-batch is {"inputs": the model's arguments, "target": what it is to predict, "weight": (B,)}.
 
-    A micro-batch is {"inputs": the U-Net's arguments, "target": what it is to predict}. With prior preservation it has
-    two rows per sample.
+    Args:
+        encoders: kept only if the rows are not encoded yet (`cache_latents` off).
+        add_noise: a function of moments and prompts that returns a micro-batch.
+
+    Attributes:
+        prompt: the empty prompt's encoding, which shows what encodings look like.
+        last: the micro-batch that was made last.
+        largest: the largest measured micro-batch, for images in buckets.
+        auxiliary_models: the models that encode in each step, and are therefore on the device.
     """
-    noisy, latents, dtype, prior = data.noisy, data.latents, data.dtype, data.prior
-    scheduler = noisy.add_noise.scheduler
-    tokens = next(iter(noisy.prompt.values())).shape[1]
 
-    def make_batch(samples: int, length: int | None) -> Batch:
-        rows, shape = samples if prior is None else 2 * samples, latents.shape(length)
-        noisy.encode_blank(rows, latents.size(length))
-        inputs = send_to_device(unet_batch(unet, rows, shape[1:], dtype, tokens), accelerator.device)
-        return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"][:, : shape[0]])}
+    def __init__(self, encoders: Encoders, add_noise: Any, image_args: ImageArguments) -> None:
+        self.last: Batch = {}
+        self.largest = LargestBatch()
+        self.add_noise, self._device = add_noise, encoders.device
+        self._encoders = None if image_args.cache_latents else encoders
+        self.auxiliary_models: tuple[nn.Module, ...] = () if self._encoders is None else tuple(encoders.modules)
+        self.prompt, self._empty_share = encoders.encode_prompts([""]), image_args.proportion_empty_prompts
+        self._encoded = 0, (0, 0)  # number and size of the images that `last` was encoded from
 
-    def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
-        inputs = batch["inputs"]
-        asked = model(**inputs).sample, batch["target"], scheduler, inputs["timestep"], snr_gamma
-        return denoising_loss(*asked) if prior is None else preserving_denoising_loss(*asked, prior.prior_loss_weight)
+    def __call__(self, rows: dict[str, Tensor]) -> Batch:
+        """Draws noise, times and dropped captions from torch's global random state."""
+        self.last = {}  # frees its memory while the next one is made
+        if self._encoders is None:
+            encoded = {name: value.to(self._device) for name, value in rows.items()}
+        else:
+            height, width = rows["pixels"].shape[2:]
+            self._encoded = len(rows["pixels"]), (height, width)
+            encoded = self._encoders.encode(rows)
+        drop_prompts(encoded, self.prompt, self._empty_share)
+        self.last = self.add_noise(encoded)
+        return self.last
 
-    return _workload(unet, make_batch, compute_loss, args, accelerator, data)
+    def encode_blank(self, images: int, size: Size) -> None:
+        """Runs the encoders of a step on black images, for a trace; does nothing if everything is cached."""
+        if self._encoders is not None:
+            self._encoders.encode(self._encoders.blank(images, size))
+
+    def note(self, batch: Batch) -> None:
+        """Records that `batch`, the last one, belongs to a measured step."""
+        self.largest.note(self._encoded, batch)
+
+    def seen(self) -> Batch:
+        """Returns the micro-batch of the measured peak, after running the encoders that made it."""
+        if self.last and not self.largest.elements:
+            self.note(self.last)
+        self.last = {}
+        images, size = self.largest.args
+        self.encode_blank(images, size)
+        return self.largest.again()[1]
 
 
-def flow_workload(
-    transformer: nn.Module,
-    args: LoopArguments,
-    accelerator: Accelerator,
-    data: Data,
-) -> Workload:
-    """Returns the step of a transformer on the shapes of `data`.
+def drop_prompts(encoded: dict[str, Tensor], empty: dict[str, Tensor], share: float) -> None:
+    """Replaces, in place, the captions of a random `share` of the batch by the empty prompt's encoding."""
+    if share:
+        one = encoded[next(iter(empty))]
+        dropped = torch.rand(len(one)).to(one.device) < share
+        for name, value in empty.items():
+            encoded[name] = torch.where(dropped.view(-1, *[1] * (value.dim() - 1)), value, encoded[name])
 
-    A micro-batch is {"inputs": the transformer's arguments, "target": what it is to predict, "weight": (B,)}. With
-    prior preservation it has two rows per sample.
+
+class Denoising:
+    """Adds noise to the latents of `moments`, for a U-Net; for inpainting also the mask and the masked latents.
+
+    Min-SNR weighs the loss in terms of the clean image by min(SNR, gamma), divided by the SNR where noise is
+    predicted, and by SNR + 1 where velocity is (Hang et al., 2023, https://arxiv.org/abs/2303.09556). Without
+    `snr_gamma` all weights are 1, and so are those of the class's images under prior preservation.
+
+    Args:
+        vae: its configuration scales the latents.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        config: Any,
+        vae: Any,
+        scheduler: DDPMScheduler,
+        args: DiffusionModelArguments,
+        prior: bool = False,
+    ) -> None:
+        self.family, self.config, self.vae, self.scheduler, self.args = family, config, vae, scheduler, args
+        self.prior = prior
+
+    def __call__(self, encoded: dict[str, Tensor]) -> Batch:
+        """Draws latents, noise and times from torch's global random state.
+
+        `--noise_offset` adds noise that is constant over each channel of an image
+        (https://www.crosslabs.org/blog/diffusion-with-offset-noise), so that a model learns dark and bright images.
+        """
+        latents = self.family.latents(self.vae, encoded.pop("moments"))
+        noise, offset = torch.randn_like(latents), self.args.noise_offset
+        if offset:
+            noise = noise + offset * torch.randn(*latents.shape[:2], 1, 1, device=latents.device)
+        times = torch.randint(0, self.scheduler.config.num_train_timesteps, (len(latents),), device=latents.device)
+        if "masked_moments" in encoded:
+            encoded["masked_latents"] = self.family.latents(self.vae, encoded.pop("masked_moments"))
+        return self.batch(latents, noise, times, encoded)
+
+    def batch(self, latents: Tensor, noise: Tensor, times: Tensor, prompts: dict[str, Tensor]) -> Batch:
+        """Returns the micro-batch of `latents` (B, C, h, w) at the timesteps `times` (B,)."""
+        times, velocity = times.long(), self.scheduler.config.prediction_type == "v_prediction"
+        noisy = self.scheduler.add_noise(latents, noise, times)
+        weight = torch.ones(len(latents), device=latents.device)
+        if self.args.snr_gamma is not None:
+            snr = compute_snr(self.scheduler, times)
+            weight = snr.clamp(max=self.args.snr_gamma) / (snr + 1 if velocity else snr)
+            if self.prior:
+                weight[len(weight) // 2 :] = 1
+        return {
+            "inputs": self.family.inputs(self.config, noisy, times, prompts, 1.0),
+            "target": self.scheduler.get_velocity(latents, noise, times) if velocity else noise,
+            "weight": weight,
+        }
+
+    def blank(self, rows: int, latents: Tensor) -> dict[str, Tensor]:
+        """Returns zeros for what `encoded` has besides latents and prompts."""
+        found = {"time_ids": torch.zeros(rows, 6, dtype=torch.long, device=latents.device)}
+        if inpaints(self.config):
+            found |= {"mask": torch.zeros_like(latents[:, :1]), "masked_latents": torch.zeros_like(latents)}
+        return found
+
+
+class FlowMatching:
+    """Mixes latents and noise, for a transformer; the target is the path's direction.
+
+    Args:
+        config: the transformer's.
+        vae: its configuration scales the latents.
+        scheduler: has the times.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        config: Any,
+        vae: Any,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        args: TransformerArguments,
+    ) -> None:
+        self.family, self.config, self.vae, self.args = family, config, vae, args
+        self.scheme = args.weighting_scheme or family.weighting
+        self._sigmas, self._steps = scheduler.sigmas, scheduler.config.num_train_timesteps
+
+    def __call__(self, encoded: dict[str, Tensor]) -> Batch:
+        """Draws latents, noise and times from torch's global random state."""
+        latents = self.family.latents(self.vae, encoded.pop("moments"))
+        noise = torch.randn_like(latents)
+        drawn = compute_density_for_timestep_sampling(
+            self.scheme, len(latents), self.args.logit_mean, self.args.logit_std, self.args.mode_scale
+        )
+        places = (drawn * self._steps).long().clamp(max=self._steps - 1)  # a half-precision 0.9999 may round to 1
+        return self.batch(latents, noise, self._sigmas[places].to(latents.device), encoded)
+
+    def batch(self, latents: Tensor, noise: Tensor, sigmas: Tensor, prompts: dict[str, Tensor]) -> Batch:
+        """Returns the micro-batch of `latents` (B, C, h, w) at `sigmas` (B,): 0 is the image and 1 is noise."""
+        s = sigmas.view(-1, 1, 1, 1)
+        noisy = (1 - s) * latents + s * noise
+        return {
+            "inputs": self.family.inputs(self.config, noisy, sigmas, prompts, self.args.guidance_scale),
+            "target": self.family.pack(noise - latents),
+            "weight": compute_loss_weighting_for_sd3(self.scheme, sigmas),
+        }
+
+    def blank(self, rows: int, latents: Tensor) -> dict[str, Tensor]:
+        """As in `Denoising`: there is nothing else."""
+        return {}
+
+
+def weighted_loss(model: Forward, batch: Batch, prior_weight: float | None = None) -> Tensor:
+    """Weighted mean squared error in float32.
+
+    prior_weight: under prior preservation the weight of the class's half, which follows the subject's.
+    """
+    prediction = model(**batch["inputs"], return_dict=False)[0]
+    error = (prediction.float() - batch["target"].float()).square().flatten(1).mean(1)
+    error = batch["weight"] * error
+    if prior_weight is None:
+        return error.mean()
+    ours, prior = error.chunk(2)
+    return ours.mean() + prior_weight * prior.mean()
+
+
+def diffusion_workload(model: nn.Module, args: LoopArguments, accelerator: Accelerator, data: Data) -> Workload:
+    """Returns the step of a U-Net or transformer on the shapes of `data`.
+
+    With prior preservation a micro-batch has two rows per sample.
     """
     noisy, latents, prior = data.noisy, data.latents, data.prior
     shapes = {name: (value.shape[1:], value.dtype) for name, value in noisy.prompt.items()}
@@ -99,90 +241,63 @@ def flow_workload(
     def make_batch(samples: int, length: int | None) -> Batch:
         rows = samples if prior is None else 2 * samples
         noisy.encode_blank(rows, latents.size(length))
+        device = accelerator.device
         prompts = {
-            name: torch.ones(rows, *shape, dtype=dtype, device=accelerator.device)
-            for name, (shape, dtype) in shapes.items()
+            name: torch.ones(rows, *shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
         }
-        zeros = torch.zeros(rows, *latents.shape(length), device=accelerator.device)
-        return noisy.add_noise.batch(zeros, zeros, torch.ones(rows, device=accelerator.device), prompts)
+        zeros = torch.zeros(rows, *latents.shape(length), device=device)
+        prompts |= noisy.add_noise.blank(rows, zeros)
+        return noisy.add_noise.batch(zeros, zeros, torch.ones(rows, device=device), prompts)
 
-    compute_loss = flow_loss if prior is None else partial(preserving_flow_loss, weight=prior.prior_loss_weight)
-    return _workload(transformer, make_batch, compute_loss, args, accelerator, data)
-
-
-def _workload(
-    model: nn.Module,
-    make_batch: MakeBatch,
-    compute_loss: Loss,
-    args: LoopArguments,
-    accelerator: Accelerator,
-    data: Data,
-) -> Workload:
     return Workload(
         model,
         make_batch,
-        compute_loss,
+        weighted_loss if prior is None else partial(weighted_loss, prior_weight=prior.prior_loss_weight),
         make_optimizer=optimizer_maker(args.traced_optimizer, model=model),
         device=current_gpu() or "cpu",
         autocast=MIXED_PRECISION.get(accelerator.mixed_precision),
         accumulation=args.gradient_accumulation_steps,
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
-        lengths=data.latents.lengths,
-        auxiliary_models=data.noisy.auxiliary_models,
+        lengths=latents.lengths,
+        auxiliary_models=noisy.auxiliary_models,
         name=type(without_adapters(model)).__name__,
     )
 
 
-def load_unet_data(
-    model_args: DiffusionModelArguments, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
+def load_data(
+    model_args: DiffusionModelArguments | TransformerArguments,
+    image_args: ImageArguments,
+    args: LoopArguments,
+    accelerator: Accelerator,
 ) -> Data:
-    """Returns the data of a U-Net; of the frozen parts it holds only those that the loop still needs."""
-    config = unet_config(model_args)
-    sdxl = config["addition_embed_type"] == "text_time"
+    """Returns the data of a U-Net or transformer; of the frozen parts it holds those that the loop still needs."""
+    family, config = family_of(model_args)
     dtype, rows = frozen_dtype(accelerator), FramedImages
-    if inpaints(config):
+    masked = family.part.component == "unet" and inpaints(config)
+    if masked:
         rows, image_args = MaskedImages, image_args.uncached("the masks of inpainting are drawn anew each time")
-    encoders = UNetEncoders(model_args, sdxl, accelerator.device, dtype, rows)
-    resolution = image_args.resolution or own_side(config) * encoders.vae_scale_factor
-    noise = Denoising(load_scheduler(model_args), encoders.vae.config.scaling_factor, model_args.noise_offset)
-    channels, scale = encoders.vae.config.latent_channels, encoders.vae_scale_factor
-    sampler = Sampler(UNET_XL if sdxl else UNET, model_args, encoders, resolution, draw_latents)
-    load = partial(load_denoiser, model_args, dtype)
-    whole = blank_picture(resolution) if inpaints(config) else {}
-    draw_class_images(image_args.prior, sampler, encoders, load, accelerator, args.seed, **whole)
-    samples = load_samples(encoders, resolution, image_args, args, accelerator)
-    pictures = masked_pictures(samples, args) if inpaints(config) else {}
-    return Data(
-        samples,
-        NoisyBatches(encoders, noise, image_args),
-        Validation(sampler, args, encoders, Path(args.output_dir, "samples"), **pictures),
-        LatentShapes.of(samples, channels, scale),
-        dtype,
-        image_args.dataloader_num_workers,
-        image_args.prior,
-    )
-
-
-def load_transformer_data(
-    model_args: TransformerArguments, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
-) -> Data:
-    """Returns the data of a transformer; of the frozen parts it holds only those that the loop still needs."""
-    family = family_of(model_args)
-    config = transformer_config(model_args, family)
-    dtype = frozen_dtype(accelerator)
-    encoders = TransformerEncoders(model_args, family, accelerator.device, dtype)
+    encoders = Encoders(model_args, family, accelerator.device, dtype, rows)
     resolution = checked_resolution(image_args.resolution, config, encoders)
     channels, side, _ = encoders.latent_shape(resolution)  # before the VAE leaves the device
-    flow = FlowMatching(family, config, encoders.vae, load_times(model_args), model_args)
-    sampler = Sampler(family.part, model_args, encoders, resolution, family.draw)
-    load = partial(load_transformer, model_args, family.part, dtype)
-    draw_class_images(image_args.prior, sampler, encoders, load, accelerator, args.seed)
+    objective: Denoising | FlowMatching
+    if isinstance(model_args, TransformerArguments):
+        objective = FlowMatching(family, config, encoders.vae, encoders.scheduler, model_args)
+    else:
+        prior = image_args.prior is not None
+        objective = Denoising(family, config, encoders.vae, encoders.scheduler, model_args, prior)
+    sampler = Sampler(family, model_args, encoders, resolution)
+    load = partial(load_denoiser, model_args, family, dtype)
+    draw_class_images(
+        image_args.prior, sampler, encoders, load, accelerator, args.seed,
+        **(blank_picture(resolution) if masked else {}),
+    )  # fmt: skip
     samples = load_samples(encoders, resolution, image_args, args, accelerator)
+    pictures = masked_pictures(samples, args) if masked else {}
     return Data(
         samples,
-        NoisyBatches(encoders, flow, image_args),
-        Validation(sampler, args, encoders, Path(args.output_dir, "samples")),
+        NoisyBatches(encoders, objective, image_args),
+        Validation(sampler, args, encoders, Path(args.output_dir, "samples"), **pictures),
         LatentShapes.of(samples, channels, resolution // side),
         dtype,
         image_args.dataloader_num_workers,

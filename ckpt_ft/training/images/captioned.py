@@ -18,7 +18,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from PIL import Image, ImageOps
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.training.flags import AtLeastOne, Count, Needs, NotNegative, Range, Share, changed, check_flags, flag
+from ckpt_ft.training.flags import (
+    AtLeastOne,
+    Count,
+    Needs,
+    NotNegative,
+    Range,
+    Share,
+    changed,
+    check_flags,
+    flag,
+    load_split,
+)
 from ckpt_ft.training.samples.drawings import COMBINATIONS, drawn_shapes
 from ckpt_ft.workloads.sample_sizes import AUTO, Size, read_buckets
 
@@ -196,17 +207,10 @@ def _one_caption(images: list[Path], prompt: str, flag: str, args: ImageArgument
 
 
 def _load_hub(args: ImageArguments) -> Dataset:
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(args.dataset_name, args.dataset_config_name, split="train")
-    except Exception as error:  # the readers of the many formats raise errors of every class
-        reason = one_line(error.__cause__ or error)
-        raise UserError(f"--dataset_name {args.dataset_name} cannot be loaded: {reason}") from error
-    return named_columns(
-        rows, str(args.dataset_name), ("image_column", args.image_column, "image"),
-        ("caption_column", args.caption_column, "text"),
-    )  # fmt: skip
+    name = str(args.dataset_name)
+    rows = load_split(name, args.dataset_config_name, "train")
+    columns = ("image_column", args.image_column, "image"), ("caption_column", args.caption_column, "text")
+    return named_columns(rows, name, *columns)
 
 
 def _load_folder(directory: str, caption_column: str) -> Dataset:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from PIL import Image, ImageOps
 
-from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.training.flags import Pixels, Range, SplitArguments, changed, flag
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.flags import Pixels, Range, SplitArguments, changed, flag, load_split
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 from ckpt_ft.training.samples.drawings import drawn_shapes
 from ckpt_ft.validation import library_reads
@@ -87,20 +87,11 @@ def _load(args: VisionArguments, evaluate: bool) -> tuple[Dataset, Dataset | Non
 
 
 def _load_hub(args: VisionArguments, split: str) -> Dataset:
-    from datasets import load_dataset
-
-    name = args.dataset_name
-    try:
-        rows = load_dataset(name, args.dataset_config, split=split)
-    except Exception as error:  # the readers of the many formats raise errors of every class
-        reason = one_line(error.__cause__ or error)
-        where = "neither a local folder nor a dataset of the Hub that can be read from here"
-        raise UserError(f"--dataset_name {name}: {where}: {reason}") from error
+    name = str(args.dataset_name)
     rows = named_columns(
-        rows, str(name), ("image_column", args.image_column, "image"), ("label_column", args.label_column, "label")
-    )
-    if len(rows) == 0:
-        raise UserError(f"--dataset_name {name}: split '{split}' is empty")
+        load_split(name, args.dataset_config, split), name, ("image_column", args.image_column, "image"),
+        ("label_column", args.label_column, "label"),
+    )  # fmt: skip
     return _undecoded(rows)
 
 
@@ -268,17 +259,11 @@ def new_crops_each_epoch(rows: ImageRows) -> TrainerCallback:
     return NewCropsEachEpoch()
 
 
-class Collator:
+def collate(rows: Sequence[Row], **extra: Any) -> Row:
     """Batches rows to `pixel_values` (N, 3, H, W) and `labels` (N,), with `extra` arguments of the model."""
+    from transformers import default_data_collator
 
-    def __init__(self, extra: dict[str, Any] | None = None) -> None:
-        self.extra = extra or {}
-
-    def __call__(self, rows: Sequence[Row]) -> Row:
-        import torch
-
-        pixels = torch.stack([row["pixel_values"] for row in rows])
-        return {"pixel_values": pixels, "labels": torch.tensor([row["labels"] for row in rows]), **self.extra}
+    return {**default_data_collator(list(rows)), **extra}
 
 
 def most_likely_class(logits: Any, labels: Any) -> Any:

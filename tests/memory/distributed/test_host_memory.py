@@ -13,8 +13,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.schedule import HOST
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.spec.launch import Launch, ZeroOptions
-from ckpt_ft.spec.launch_file import accelerate_config, read_launch
+from ckpt_ft.spec.launch import Launch, ZeroOptions, accelerate_config, read_launch
 
 OPTIMIZER, BOTH = ZeroOptions(offload_optimizer=True), ZeroOptions(offload_optimizer=True, offload_param=True)
 

@@ -23,11 +23,10 @@ from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.flags import fields_of
-from ckpt_ft.spec.launch import Launch
-from ckpt_ft.spec.launch_file import read_launch
+from ckpt_ft.spec.launch import Launch, read_launch
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.workloads.batches import own_loss
 from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.transformers_models import own_loss
 from ckpt_ft.workloads.workload import Batch, Workload
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"

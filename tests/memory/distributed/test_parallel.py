@@ -18,8 +18,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.max_length import predict_max_length
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.spec.flags import fields_of
-from ckpt_ft.spec.launch import Launch
-from ckpt_ft.spec.launch_file import accelerate_config, read_launch
+from ckpt_ft.spec.launch import Launch, accelerate_config, read_launch
 from ckpt_ft.workloads.workload import Workload
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"

@@ -15,8 +15,7 @@ from zero_ranks import cases, main, spans
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.spec.launch import Launch, ZeroOptions
-from ckpt_ft.spec.launch_file import read_launch
+from ckpt_ft.spec.launch import Launch, ZeroOptions, read_launch
 
 
 def measure(rank: int, out: str, few: str) -> None:

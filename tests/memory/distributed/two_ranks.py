@@ -29,7 +29,7 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.distributed.wrap import library_patches, separate_meshes, share
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.spec.launch import Launch
-from ckpt_ft.workloads.batches import own_loss
+from ckpt_ft.workloads.transformers_models import own_loss
 from ckpt_ft.workloads.workload import Batch, Step, Workload, optimizer_step
 
 PROCESSES = 2

@@ -21,7 +21,8 @@ from torch.utils.data import default_collate
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.data import EndlessBatches, FramedImages, cache_latents
-from ckpt_ft.training.diffusion.encoders import UNetEncoders
+from ckpt_ft.training.diffusion.encoders import Encoders
+from ckpt_ft.training.diffusion.families import UNET_XL
 from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.images.captioned import ImageArguments, framed, load_captioned
 from ckpt_ft.training.images.files import size_of
@@ -74,13 +75,9 @@ def test_rows_are_in_the_bucket_of_their_shape(folder: Path, pipelines: dict[str
     args = ImageArguments(train_data_dir=str(folder))
     rows = load_captioned(args, 64)
     assert [size_of(image) for image in rows["image"]][-1] == (40, 70)  # turned
-    encoders = UNetEncoders(
-        DiffusionModelArguments(pretrained_model_name_or_path=pipelines["sdxl"]),
-        True,
-        torch.device("cpu"),
-        torch.float32,
-    )
-    images = FramedImages(rows, encoders.tokenize, [*SIZES, (64, 256)], args, seed=0)
+    base = DiffusionModelArguments(pretrained_model_name_or_path=pipelines["sdxl"])
+    encoders = Encoders(base, UNET_XL, torch.device("cpu"), torch.float32)
+    images = FramedImages(rows, [*SIZES, (64, 256)], args, seed=0)
     assert images.sizes == SIZES  # the last is no image's
     assert images.buckets == [[0, 3, 5], [1, 4], [2, 6]]
     cached = cache_latents(images, encoders, tmp_path, batch_size=2)

@@ -15,16 +15,9 @@ from tiny_transformers import make_tiny_transformer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, TransformerArguments
-from ckpt_ft.training.diffusion.denoiser import UNET, save_result
-from ckpt_ft.training.diffusion.encoders import (
-    TransformerEncoders,
-    UNetEncoders,
-    family_of,
-    load_scheduler,
-    load_unet,
-    own_side,
-    unet_config,
-)
+from ckpt_ft.training.diffusion.denoiser import save_result
+from ckpt_ft.training.diffusion.encoders import Encoders, checked_resolution, family_of, load_denoiser
+from ckpt_ft.training.diffusion.families import UNET
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -53,12 +46,14 @@ def test_an_old_configuration_leaves_out_what_has_a_default(copied: Path) -> Non
     """That of Stable Diffusion 1.5 says nothing of conditions that came later."""
     side = json.loads((copied / "unet" / "config.json").read_text())["sample_size"]
     edit(copied / "unet" / "config.json", addition_embed_type=None)
-    config = unet_config(DiffusionModelArguments(pretrained_model_name_or_path=str(copied)))
+    args = DiffusionModelArguments(pretrained_model_name_or_path=str(copied))
+    family, config = family_of(args)
     assert config["addition_embed_type"] is None
-    assert own_side(config) == side
+    encoders = Encoders(args, family, torch.device("cpu"), torch.float32)
+    assert checked_resolution(None, config, encoders) == side * 4
     edit(copied / "unet" / "config.json", sample_size=None)
     with pytest.raises(UserError, match="no sample_size; give --resolution"):
-        own_side(unet_config(DiffusionModelArguments(pretrained_model_name_or_path=str(copied))))
+        checked_resolution(None, family_of(args)[1], encoders)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +89,9 @@ def test_damaged_pipelines(copied: Path, damage: Callable[[Path], object], says:
 
 def load(args: DiffusionModelArguments) -> None:
     """All that the recipe reads of a pipeline before it trains, in its order."""
-    unet_config(args)
-    UNetEncoders(args, False, torch.device("cpu"), torch.float32)
-    load_unet(args)
-    load_scheduler(args)
+    family, _ = family_of(args)
+    Encoders(args, family, torch.device("cpu"), torch.float32)
+    load_denoiser(args, family, torch.float32)
 
 
 def cut(path: Path) -> None:
@@ -111,10 +105,10 @@ def lose_a_weight(path: Path) -> None:
 def test_a_pipeline_that_is_gone_when_training_ends(copied: Path, tmp_path: Path) -> None:
     """Its U-Net was trained, and is saved."""
     args = DiffusionModelArguments(pretrained_model_name_or_path=str(copied))
-    unet = load_unet(args)
+    unet = load_denoiser(args, UNET, torch.float32)
     shutil.rmtree(copied)
     with pytest.raises(RuntimeError, match=f"the unet is in {tmp_path}/out/unet, and the rest of its pipeline"):
-        save_result(unet, UNET, None, args, str(tmp_path / "out"))
+        save_result(unet, UNET.part, None, args, str(tmp_path / "out"))
     saved = UNet2DConditionModel.from_pretrained(tmp_path / "out" / "unet").state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in unet.state_dict().items())
 
@@ -123,7 +117,7 @@ def test_a_transformers_tokenizer_without_its_configuration(tmp_path: Path) -> N
     make_tiny_transformer("flux").save_pretrained(tmp_path)
     (tmp_path / "tokenizer_2" / "tokenizer_config.json").unlink()
     args = TransformerArguments(pretrained_model_name_or_path=str(tmp_path), max_sequence_length=8)
-    encoders = TransformerEncoders(args, family_of(args), torch.device("cpu"), torch.float32)
+    encoders = Encoders(args, family_of(args)[0], torch.device("cpu"), torch.float32)
     with pytest.raises(UserError, match="its tokenizers and text encoders take no prompt") as refused:
         encoders.encode_prompts(["a red circle"])
     assert "\n" not in str(refused.value)

@@ -16,7 +16,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import TransformerArguments
 from ckpt_ft.training.diffusion.denoiser import prepare
 from ckpt_ft.training.diffusion.families import FAMILIES, Family
-from ckpt_ft.training.diffusion.objectives import FlowMatching, flow_loss
+from ckpt_ft.training.diffusion.workload import FlowMatching, weighted_loss
 from ckpt_ft.workloads.workload import Batch
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_no_policy_changes_a_gradient(pipeline: Any, batch: Batch, rank: int | N
         if rank and parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)  # an adapter begins as nothing
     for policy in POLICIES:
-        parity = check_parity(model, batch, policy, loss=flow_loss)
+        parity = check_parity(model, batch, policy, loss=weighted_loss)
         assert parity.ok, (policy, parity)
 
 
@@ -117,8 +117,8 @@ def test_a_right_prediction_leads_back_to_the_image(pipeline: Any, family: Famil
     shown, target = made["inputs"]["hidden_states"], made["target"]
     back = shown - sigmas.view(2, *[1] * (shown.dim() - 1)) * target
     torch.testing.assert_close(back, family.pack(latents))
-    assert flow_loss(lambda **inputs: (target,), made) == 0.0
-    off = flow_loss(lambda **inputs: (target + 0.5,), made)
+    assert weighted_loss(lambda **inputs: (target,), made) == 0.0
+    off = weighted_loss(lambda **inputs: (target + 0.5,), made)
     assert off == pytest.approx(0.25)
 
 
@@ -150,7 +150,7 @@ def test_weights_are_those_of_diffusers(scheme: str) -> None:
     made = flow.batch(torch.zeros(3, 1, 1, 1), torch.ones(3, 1, 1, 1), sigmas, {})
     assert torch.equal(made["weight"], compute_loss_weighting_for_sd3(scheme, sigmas))
     expected = (made["weight"] * torch.tensor([1.0, 1.0, 1.0])).mean()
-    assert flow_loss(lambda **inputs: (torch.zeros(3, 1, 1, 1),), made | {"inputs": {}}) == expected
+    assert weighted_loss(lambda **inputs: (torch.zeros(3, 1, 1, 1),), made | {"inputs": {}}) == expected
 
 
 class Draw:

@@ -17,26 +17,26 @@ from torch.utils.data import DataLoader, default_collate
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.data import EndlessBatches, FramedImages, cache_latents
-from ckpt_ft.training.diffusion.encoders import UNetEncoders
+from ckpt_ft.training.diffusion.encoders import Encoders, family_of
 from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 
 @pytest.fixture(scope="module", params=["sd1", "sdxl"])
-def encoders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> UNetEncoders:
+def encoders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Encoders:
     path = tmp_path_factory.mktemp(request.param)
     make_tiny_pipeline(request.param, 0, (16,)).save_pretrained(path)
     args = DiffusionModelArguments(pretrained_model_name_or_path=str(path))
-    return UNetEncoders(args, request.param == "sdxl", torch.device("cpu"), torch.float32)
+    return Encoders(args, family_of(args)[0], torch.device("cpu"), torch.float32)
 
 
-def framed(encoders: UNetEncoders, rows: int = 10, **flags: bool) -> FramedImages:
+def framed(rows: int = 10, **flags: bool) -> FramedImages:
     args = ImageArguments(max_train_samples=rows, **flags)
-    return FramedImages(load_captioned(args, 32), encoders.tokenize, [(32, 32)], args, seed=0)
+    return FramedImages(load_captioned(args, 32), [(32, 32)], args, seed=0)
 
 
-def test_the_cache_holds_what_the_encoders_give(encoders: UNetEncoders, tmp_path: Path) -> None:
-    images = framed(encoders)
+def test_the_cache_holds_what_the_encoders_give(encoders: Encoders, tmp_path: Path) -> None:
+    images = framed()
     cached = cache_latents(images, encoders, tmp_path, batch_size=3)
     assert len(cached) == 10
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 10
@@ -50,9 +50,9 @@ def test_the_cache_holds_what_the_encoders_give(encoders: UNetEncoders, tmp_path
 
 
 def test_the_cache_is_made_once_and_goes_on_where_it_was_killed(
-    encoders: UNetEncoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = framed(encoders)
+    images = framed()
     cache_latents(images, encoders, tmp_path, batch_size=4)
     directory = next(tmp_path.iterdir())
     fifth = directory / "0000005.safetensors"
@@ -68,8 +68,8 @@ def test_the_cache_is_made_once_and_goes_on_where_it_was_killed(
     assert calls == [4]
 
 
-def test_ranks_share_the_work(encoders: UNetEncoders, tmp_path: Path) -> None:
-    images = framed(encoders)
+def test_ranks_share_the_work(encoders: Encoders, tmp_path: Path) -> None:
+    images = framed()
     cache_latents(images, encoders, tmp_path, batch_size=4, rank=1, ranks=2)
     assert sorted(int(path.stem) for path in tmp_path.glob("*/*")) == [4, 5, 6, 7]
     cached = cache_latents(images, encoders, tmp_path, batch_size=4, rank=0, ranks=2)
@@ -79,32 +79,32 @@ def test_ranks_share_the_work(encoders: UNetEncoders, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_whatever_changes_the_latents_meets_another_cache(
-    encoders: UNetEncoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache_latents(framed(encoders, 4), encoders, tmp_path, batch_size=4)
-    cache_latents(framed(encoders, 5), encoders, tmp_path, batch_size=4)
+    cache_latents(framed(4), encoders, tmp_path, batch_size=4)
+    cache_latents(framed(5), encoders, tmp_path, batch_size=4)
     assert len(list(tmp_path.iterdir())) == 2
     weight = next(encoders.vae.parameters())
     with torch.no_grad():
         weight.add_(1)
-        cache_latents(framed(encoders, 4), encoders, tmp_path, batch_size=4)
+        cache_latents(framed(4), encoders, tmp_path, batch_size=4)
         weight.sub_(1)
     assert len(list(tmp_path.iterdir())) == 3
-    other_words = copy.deepcopy(encoders.tokenize.tokenizers)
+    other_words = copy.deepcopy(encoders.tokenizers)
     vocabulary = json.loads(other_words[0].backend_tokenizer.to_str())
     ids = vocabulary["model"]["vocab"]
     ids["red</w>"], ids["blue</w>"] = ids["blue</w>"], ids["red</w>"]
     other_words[0]._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(vocabulary))
     with monkeypatch.context() as patch:
-        patch.setattr(encoders.tokenize, "tokenizers", other_words)
-        cache_latents(framed(encoders, 4), encoders, tmp_path, batch_size=4)
+        patch.setattr(encoders, "tokenizers", other_words)
+        cache_latents(framed(4), encoders, tmp_path, batch_size=4)
     assert len(list(tmp_path.iterdir())) == 4
-    cache_latents(framed(encoders, 4), encoders, tmp_path, batch_size=4)
+    cache_latents(framed(4), encoders, tmp_path, batch_size=4)
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_random_framing_depends_on_the_epoch(encoders: UNetEncoders) -> None:
-    images = framed(encoders, 4, random_flip=True)
+def test_random_framing_depends_on_the_epoch(encoders: Encoders) -> None:
+    images = framed(4, random_flip=True)
     flipped = [not torch.equal(images[(epoch, 0)]["pixels"], images[(0, 0)]["pixels"]) for epoch in range(12)]
     assert 0 < sum(flipped) < 12
     assert torch.equal(images[(3, 2)]["pixels"], images[(3, 2)]["pixels"])
@@ -133,8 +133,8 @@ def test_epochs_are_shuffled_anew() -> None:
     assert [index for _, index in first] != [index for _, index in second]
 
 
-def test_loader_processes(encoders: UNetEncoders, tmp_path: Path) -> None:
-    cached = cache_latents(framed(encoders), encoders, tmp_path, batch_size=4)
+def test_loader_processes(encoders: Encoders, tmp_path: Path) -> None:
+    cached = cache_latents(framed(), encoders, tmp_path, batch_size=4)
     loaders = [
         DataLoader(cached, batch_sampler=EndlessBatches([range(10)], 4, seed=0), num_workers=workers)
         for workers in (0, 1)
@@ -146,9 +146,9 @@ def test_loader_processes(encoders: UNetEncoders, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 0.5])
 def test_a_damaged_cache_is_made_again(
-    encoders: UNetEncoders, tmp_path: Path, caplog: pytest.LogCaptureFixture, size: float
+    encoders: Encoders, tmp_path: Path, caplog: pytest.LogCaptureFixture, size: float
 ) -> None:
-    images = framed(encoders, 4)
+    images = framed(4)
     file = cache_latents(images, encoders, tmp_path, batch_size=4).file(2)
     whole = file.read_bytes()
     file.write_bytes(whole[: int(len(whole) * size)])
@@ -158,7 +158,7 @@ def test_a_damaged_cache_is_made_again(
 
 
 def test_latents_that_are_no_numbers_are_not_kept(
-    encoders: UNetEncoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = encoders.encode
 
@@ -168,5 +168,5 @@ def test_latents_that_are_no_numbers_are_not_kept(
 
     monkeypatch.setattr(encoders, "encode", overflowing)
     with pytest.raises(WorkFailed, match="the VAE makes no numbers of images 1 to 4"):
-        cache_latents(framed(encoders, 4), encoders, tmp_path, batch_size=4)
+        cache_latents(framed(4), encoders, tmp_path, batch_size=4)
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from diffusers.training_utils import EMAModel
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
-from ckpt_ft.training.diffusion.denoiser import UNET, load_trained, prepare, save_trained
-from ckpt_ft.training.diffusion.encoders import UNetEncoders, load_scheduler, load_unet, unet_config
+from ckpt_ft.training.diffusion.denoiser import load_trained, prepare, save_trained
+from ckpt_ft.training.diffusion.encoders import Encoders, family_of, load_denoiser
+from ckpt_ft.training.diffusion.families import UNET
 from ckpt_ft.training.diffusion.loop import averaged
-from ckpt_ft.training.diffusion.objectives import denoising_loss, drop_prompts, noisy_inputs
+from ckpt_ft.training.diffusion.workload import Denoising, drop_prompts, weighted_loss
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 
@@ -26,12 +29,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> DiffusionModelArguments:
     return DiffusionModelArguments(pretrained_model_name_or_path=str(path))
 
 
+def denoising(scheduler: DDPMScheduler, **flags: float) -> Denoising:
+    """An objective whose latents are what it is given as moments."""
+    family: Any = replace(UNET, latents=lambda vae, moments: moments)
+    return Denoising(family, None, None, scheduler, DiffusionModelArguments(**flags))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
 def test_targets_rebuild_the_latents(kind: str) -> None:
     """From the noisy latents and a right prediction the clean ones follow, by each parametrisation's formula."""
     scheduler = DDPMScheduler(prediction_type=kind)
     latents = torch.randn(6, 4, 8, 8)
-    inputs, target = noisy_inputs(latents, {"prompt_embeds": torch.zeros(6, 3, 2)}, scheduler)
+    batch = denoising(scheduler)({"moments": latents, "prompt_embeds": torch.zeros(6, 3, 2)})
+    inputs, target = batch["inputs"], batch["target"]
     alpha = scheduler.alphas_cumprod[inputs["timestep"]].view(-1, 1, 1, 1)
     if kind == "epsilon":
         rebuilt = (inputs["sample"] - (1 - alpha).sqrt() * target) / alpha.sqrt()
@@ -43,11 +53,11 @@ def test_targets_rebuild_the_latents(kind: str) -> None:
 
 
 def test_noise_offset_is_constant_over_an_image() -> None:
-    scheduler = DDPMScheduler()
     means = []
     for offset in (0.0, 1.0):
         torch.manual_seed(0)
-        target = noisy_inputs(torch.zeros(64, 4, 16, 16), {"prompt_embeds": torch.zeros(1)}, scheduler, offset)[1]
+        made = denoising(DDPMScheduler(), noise_offset=offset)
+        target = made({"moments": torch.zeros(64, 4, 16, 16), "prompt_embeds": torch.zeros(1)})["target"]
         means.append(target.mean(dim=(2, 3)).std())
     assert means[0] < 0.08  # 1 / 16
     assert 0.85 < means[1] < 1.15
@@ -56,16 +66,19 @@ def test_noise_offset_is_constant_over_an_image() -> None:
 def test_min_snr_weights() -> None:
     """The weights as the paper's table gives them, from the schedule's own signal to noise ratios."""
     times = torch.tensor([1, 300, 700, 990])
-    prediction, target = torch.randn(4, 2, 3, 3), torch.randn(4, 2, 3, 3)
-    errors = (prediction - target).square().mean(dim=(1, 2, 3))
+    prediction, latents, noise = torch.randn(3, 4, 2, 3, 3)
+    prompts = {"prompt_embeds": torch.zeros(1)}
     for kind, extra in (("epsilon", 0), ("v_prediction", 1)):
         scheduler = DDPMScheduler(prediction_type=kind)
         alpha = scheduler.alphas_cumprod[times]
         snr = alpha / (1 - alpha)
+        batch = denoising(scheduler, snr_gamma=5.0).batch(latents, noise, times, prompts)
+        errors = (prediction - batch["target"]).square().mean(dim=(1, 2, 3))
         expected = (errors * torch.minimum(snr, torch.full_like(snr, 5.0)) / (snr + extra)).mean()
-        got = denoising_loss(prediction, target, scheduler, times, snr_gamma=5.0)
-        torch.testing.assert_close(got, expected)
-        plain = denoising_loss(prediction.half(), target, scheduler, times)
+        torch.testing.assert_close(weighted_loss(lambda **inputs: (prediction,), batch), expected)
+        plain = weighted_loss(
+            lambda **inputs: (prediction.half(),), denoising(scheduler).batch(latents, noise, times, prompts)
+        )
         assert plain.dtype == torch.float32
         torch.testing.assert_close(plain, errors.mean(), atol=1e-2, rtol=1e-2)
 
@@ -97,12 +110,12 @@ def test_weights_go_round(tiny: DiffusionModelArguments, tmp_path: Path, rank: i
     unets = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        unet = prepare(load_unet(args), args, torch.float32)
+        unet = prepare(load_denoiser(args, UNET, torch.float32), args, torch.float32)
         for parameter in trained_of(unet):
             torch.nn.init.normal_(parameter)
         unets.append(unet)
-    save_trained(unets[0], UNET, tmp_path, lora=rank is not None)
-    load_trained(unets[1], UNET, tmp_path, lora=rank is not None)
+    save_trained(unets[0], UNET.part, tmp_path, lora=rank is not None)
+    load_trained(unets[1], UNET.part, tmp_path, lora=rank is not None)
     pairs = zip(unets[0].parameters(), unets[1].parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
@@ -110,7 +123,7 @@ def test_weights_go_round(tiny: DiffusionModelArguments, tmp_path: Path, rank: i
 def test_lora_trains_adapters_only(tiny: DiffusionModelArguments) -> None:
     args = copy.copy(tiny)
     args.rank = 2
-    unet = load_unet(args)
+    unet = load_denoiser(args, UNET, torch.float32)
     layers = sum(name.endswith(("to_q", "to_k", "to_v", "to_out.0")) for name, _ in unet.named_modules())
     parameters = trained_of(prepare(unet, args, torch.bfloat16))
     assert len(parameters) == 2 * layers
@@ -135,18 +148,19 @@ def test_pipelines_that_cannot_be_trained(tiny: DiffusionModelArguments, tmp_pat
         return DiffusionModelArguments(pretrained_model_name_or_path=str(path))
 
     with pytest.raises(UserError, match="no U-Net in it"):
-        unet_config(args(tmp_path))
+        family_of(args(tmp_path))
     pipeline = make_tiny_pipeline("sd1", 0, (16,))
     pipeline.unet = UNet2DConditionModel.from_config({**pipeline.unet.config, "in_channels": 16})
     pipeline.save_pretrained(tmp_path / "odd")
     with pytest.raises(
         UserError, match="takes 16 channels and returns 8; those from text .8. and for inpainting .17. are"
     ):
-        load_unet(args(tmp_path / "odd"))
+        load_denoiser(args(tmp_path / "odd"), UNET, torch.float32)
     (tmp_path / "odd" / "vae" / "config.json").unlink()
     with pytest.raises(UserError, match="no usable vae"):
-        UNetEncoders(args(tmp_path / "odd"), False, torch.device("cpu"), torch.float32)
+        Encoders(args(tmp_path / "odd"), UNET, torch.device("cpu"), torch.float32)
     changed = copy.copy(tiny)
     changed.prediction_type = "epsilon"
-    assert load_scheduler(tiny).config.prediction_type == "v_prediction"
-    assert load_scheduler(changed).config.prediction_type == "epsilon"
+    for flags, kind in ((tiny, "v_prediction"), (changed, "epsilon")):
+        scheduler = Encoders(flags, UNET, torch.device("cpu"), torch.float32).scheduler
+        assert scheduler.config.prediction_type == kind

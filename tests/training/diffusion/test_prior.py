@@ -9,8 +9,10 @@ import torch
 from diffusers import DDPMScheduler
 from torch.nn.functional import mse_loss
 
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.data import Pairs
-from ckpt_ft.training.diffusion.objectives import denoising_loss, preserving_denoising_loss, preserving_flow_loss
+from ckpt_ft.training.diffusion.families import UNET
+from ckpt_ft.training.diffusion.workload import Denoising, weighted_loss
 
 
 class Rows:
@@ -42,20 +44,22 @@ def test_pairs() -> None:
 @pytest.mark.parametrize("snr_gamma", [None, 5.0])
 def test_the_loss_of_both_halves_by_hand(snr_gamma: float | None) -> None:
     """As diffusers' scripts have it: the halves' means, the class's times its weight; Min-SNR on the subject alone."""
-    scheduler = DDPMScheduler()
-    prediction, target = torch.randn(2, 6, 4, 8, 8)
+    scheduler, args = DDPMScheduler(), DiffusionModelArguments(snr_gamma=snr_gamma)
+    prediction, latents, noise = torch.randn(3, 6, 4, 8, 8)
     times = torch.tensor([10, 500, 900, 20, 400, 800])
-    errors = (prediction - target).square().mean(dim=(1, 2, 3))
+    made = Denoising(UNET, None, None, scheduler, args, prior=True)  # type: ignore[arg-type]
+    batch = made.batch(latents, noise, times, {"prompt_embeds": torch.zeros(1)})
+    errors = (prediction - noise).square().mean(dim=(1, 2, 3))
     alpha = scheduler.alphas_cumprod[times[:3]]
     weights = torch.ones(3) if snr_gamma is None else (5.0 * (1 - alpha) / alpha).clamp(max=1)
     expected = (errors[:3] * weights).mean() + 0.3 * errors[3:].mean()
-    got = preserving_denoising_loss(prediction, target, scheduler, times, snr_gamma, 0.3)
+    got = weighted_loss(lambda **inputs: (prediction,), batch, 0.3)
     torch.testing.assert_close(got, expected)
     if snr_gamma is None:
-        first = mse_loss(prediction[:3], target[:3])
-        assert got == first + 0.3 * mse_loss(prediction[3:], target[3:])
-    alone = preserving_denoising_loss(prediction, target, scheduler, times, snr_gamma, 0.0)
-    assert alone == denoising_loss(prediction[:3], target[:3], scheduler, times[:3], snr_gamma)
+        halves = mse_loss(prediction[:3], noise[:3]) + 0.3 * mse_loss(prediction[3:], noise[3:])
+        torch.testing.assert_close(got, halves)
+    alone = weighted_loss(lambda **inputs: (prediction,), batch, 0.0)
+    torch.testing.assert_close(alone, (errors[:3] * weights).mean())
 
 
 def test_the_flow_loss_of_both_halves_by_hand() -> None:
@@ -70,4 +74,4 @@ def test_the_flow_loss_of_both_halves_by_hand() -> None:
 
     errors = (batch["inputs"]["hidden_states"] - batch["target"]).square().mean(dim=(1, 2))  # type: ignore[index]
     expected = (errors[0] + 2 * errors[1]) / 2 + 0.5 * (3 * errors[2] + 4 * errors[3]) / 2
-    torch.testing.assert_close(preserving_flow_loss(model, batch, 0.5), expected)
+    torch.testing.assert_close(weighted_loss(model, batch, 0.5), expected)

@@ -13,7 +13,7 @@ from benchmarks.flux2 import BATCH, CACHE, adamw, build, published
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.training.diffusion.arguments import TransformerArguments
 from ckpt_ft.training.diffusion.families import FAMILIES
-from ckpt_ft.training.diffusion.objectives import FlowMatching, flow_loss
+from ckpt_ft.training.diffusion.workload import FlowMatching, weighted_loss
 from ckpt_ft.workloads.workload import Batch, Forward, optimizer_step
 
 
@@ -28,7 +28,7 @@ def test_published_rows(name: str) -> None:
     flow = FlowMatching(family, config, None, times, TransformerArguments())  # type: ignore[arg-type]
 
     def compute_loss(run: Forward, batch: Batch) -> torch.Tensor:
-        return flow_loss(run.transformer, batch)  # type: ignore[attr-defined]
+        return weighted_loss(run.transformer, batch)  # type: ignore[attr-defined]
 
     def step(run: nn.Module, optimizer: Any) -> None:
         rows = torch.zeros(BATCH, dtype=torch.long)

@@ -14,9 +14,9 @@ from transformers import TrainingArguments, ViTConfig, ViTForImageClassification
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.images.classification import (
-    Collator,
     ImageRows,
     check_batch_norm,
+    collate,
     load_classifier,
     load_processor,
     own_resolution,
@@ -90,7 +90,7 @@ def test_a_crop_is_inside_and_no_smaller_than_asked(size: tuple[int, int]) -> No
 
 def test_batches() -> None:
     rows = ImageRows(shapes(), processor(), 32)
-    batch = Collator({"interpolate_pos_encoding": True})([rows[i] for i in range(4)])
+    batch = collate([rows[i] for i in range(4)], interpolate_pos_encoding=True)
     assert batch["pixel_values"].shape == (4, 3, 32, 32)
     assert batch["labels"].tolist() == shapes()["label"]
     assert batch["interpolate_pos_encoding"] is True

@@ -133,7 +133,7 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
         load(tmp_path / "flat")
     with pytest.raises(UserError, match="no folder 'test' in it to evaluate on; hold images out"):
         load(folder(tmp_path / "two", a=1, b=1), evaluate=True)
-    with pytest.raises(UserError, match="neither a local folder nor a dataset of the Hub"):
+    with pytest.raises(UserError, match="neither a local path nor a dataset of the Hub"):
         load(tmp_path / "nowhere")
 
 

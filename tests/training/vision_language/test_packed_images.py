@@ -14,8 +14,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.text import pack
 from ckpt_ft.training.vision_language import TOKEN_TYPES, collator_of, concatenated_images
-from ckpt_ft.workloads.batches import READING, SEEING
 from ckpt_ft.workloads.images import pictured
+from ckpt_ft.workloads.transformers_models import READING, SEEING
 
 IGNORED = -100
 
