@@ -13,16 +13,50 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
 from .blocks import Blocks, submodules
-from .compile_budget import CompileBudget
 from .explain import Coverage, explain, explain_html
 from .guard import Guard
 from .recompute import Checkpointed
 from .scopes import Region
 from .segments import SegmentMember
 from .selective import Selection
-from .standin import Installed, OneDevice
+from .standin import Installed
 from .towers import Part
 from .verify import NEVER, Schedule, Verification
+
+
+class CompileBudget:
+    """torch.compile's activation memory budget: one setting of the process, which several models' policies may set.
+
+    The value that was set last is active; values can be removed in any order.
+    """
+
+    def __init__(self, value: float) -> None:
+        self.value = self.before = value
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Set the budget."""
+        import torch._functorch.config as config
+
+        self.before = config.activation_memory_budget
+        config.activation_memory_budget = self.value
+        _on.append(self)
+
+    def remove(self) -> None:
+        """Restore the previous budget; do nothing if this value is not set (for example in a copied model)."""
+        import torch._functorch.config as config
+
+        if self not in _on:
+            return
+        at = _on.index(self)
+        if self is _on[-1]:
+            config.activation_memory_budget = self.before
+        else:
+            _on[at + 1].before = self.before
+        del _on[at]
+
+
+_on: list[CompileBudget] = []  # in the order in which they were set
 
 MARK = "_ckpt_ft_applied"  # the model attribute that refers to the applied policy
 
@@ -48,13 +82,11 @@ class AppliedPolicy:
         self.segments = 0
         self.installed: list[Checkpointed] = []
         self.engines: list[Installed] = []
-        self.selections: list[Selection] = []
-        self.guard: Guard | None = None
-        self.one_device: OneDevice | None = None
+        self.selections: dict[Any, Selection] = {}  # by what they keep
+        self.around: list[Guard | CompileBudget] = []  # installed last
         self.hooks: list[Any] = []
         self.tied = ""  # names of one layer at two positions, which a KV cache would mix up
         self.switched_off: list[nn.Module] = []
-        self.compile_budget: CompileBudget | None = None
         self.removed = False
 
     def __repr__(self) -> str:
@@ -111,24 +143,15 @@ class AppliedPolicy:
             self.pause()
         for hook in self.hooks:
             hook.remove()
-        self.hooks, self.engines, self.installed, self.switched_off = [], [], [], []
-        self.guard = self.compile_budget = self.one_device = None
+        self.hooks, self.engines, self.installed, self.around, self.switched_off = [], [], [], [], []
         self.removed = True
 
     def pause(self) -> None:
         """Deactivate the policy until `resume` (see `suspended`). Hooks stay registered: they check `standing`."""
-        if self.guard is not None:
-            self.guard.remove()
-        for engine in reversed(self.engines):
-            engine.pause()
-        for stand_in in reversed(self.installed):
-            stand_in.remove()
+        for one in reversed((*self.installed, *self.engines, *self.around)):
+            one.remove()
         for module in self.switched_off:
             module.gradient_checkpointing = True  # type: ignore[assignment]
-        if self.one_device is not None:
-            self.one_device.remove()
-        if self.compile_budget is not None:
-            self.compile_budget.take_off()
         del self.model.__dict__[MARK]
 
     def resume(self) -> None:
@@ -136,20 +159,12 @@ class AppliedPolicy:
         setattr(self.model, MARK, self)
         for module in self.switched_off:
             module.gradient_checkpointing = False  # type: ignore[assignment]
-        for stand_in in self.installed:
-            stand_in.put_back()
-        for engine in self.engines:
-            engine.resume()
-        if self.guard is not None:
-            self.guard.put_back()
-        if self.one_device is not None:
-            self.one_device.put_back()
-        if self.compile_budget is not None:
-            self.compile_budget.put_on()
+        for one in (*self.installed, *self.engines, *self.around):
+            one.put_back()
 
     def never_fired(self) -> list[str]:
         """Return the op groups of `save:` that have kept no output in any region so far."""
-        fired = {group for selection in self.selections for group in selection.fired}
+        fired = {group for selection in self.selections.values() for group in selection.fired}
         asked = dict.fromkeys(group for part in self.policy.parts.values() for group in part.save)
         return [group for group in asked if group.partition("/")[0] not in fired]
 

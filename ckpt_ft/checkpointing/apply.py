@@ -13,9 +13,8 @@ from ckpt_ft.policy import Policy
 
 from . import rng
 from .active_policies import policies_on, refuse_overlap
-from .applied_policy import MARK, AppliedPolicy, made
+from .applied_policy import MARK, AppliedPolicy, CompileBudget, made
 from .blocks import find_blocks
-from .compile_budget import CompileBudget
 from .guard import Guard
 from .libraries import PRETRAINED, is_a
 from .module_state import has, modules_in
@@ -23,7 +22,6 @@ from .recompute import Checkpointed
 from .scopes import SEGMENTED, regions
 from .segments import Segment, SegmentMember
 from .selective import Selection
-from .standin import OneDevice
 from .towers import Part, parts_of
 from .verify import Schedule
 
@@ -101,16 +99,15 @@ def _install(applied: AppliedPolicy) -> None:
     if policy.checkpoints or policy.discards or policy.offload or policy.tile is not None:
         applied.found = find_blocks(model)
     applied.parts = parts_of(policy, model, applied.found)
-    if policy.head or applied.found.blocks:
-        applied.one_device = OneDevice(model, str(policy))
     if policy.checkpoints:
         _install_checkpoints(applied)
     _install_engines(applied)
-    if applied.one_device is not None:
-        applied.guard = Guard(model, policy, refuses=policy.checkpoints or policy.discards)  # last, and so outermost
+    if policy.head or applied.found.blocks:
+        guard = Guard(model, policy, refuses=policy.checkpoints or policy.discards)  # last, and so outermost
+        applied.around.append(guard)
         names = {module: name for name, module in model.named_modules()}
         engines = [stand_in for engine in applied.engines for stand_in in engine.stand_ins]
-        for stand_in in (*applied.installed, *engines, applied.guard):
+        for stand_in in (*applied.installed, *engines, guard):
             stand_in.name, stand_in.verification = names.get(stand_in.module, ""), applied.verification
     if policy.budget is not None:
         if policy.budget < 1 and rng.has_dropout(model):
@@ -119,8 +116,7 @@ def _install(applied: AppliedPolicy) -> None:
                 "budget the gradients of a model with dropout are silently wrong (pytorch/pytorch#190717); set its "
                 "dropout (LoRA's included) to 0, or take another policy"
             )
-        applied.compile_budget = CompileBudget(policy.budget)
-        applied.compile_budget.put_on()
+        applied.around.append(CompileBudget(policy.budget))
 
 
 def _install_checkpoints(applied: AppliedPolicy) -> None:
@@ -144,9 +140,7 @@ def _install_part(applied: AppliedPolicy, part: Part) -> None:
         for region in run:
             if any(stand_in.module is region.module for stand_in in applied.installed):
                 continue  # one module under two names
-            selection = _selection(part.policy, region.module)
-            if selection is not None:
-                applied.selections.append(selection)
+            selection = _selection(applied, part.policy, region.module)
             if segment is None:
                 stand_in = Checkpointed(region.module, selection)
             else:
@@ -155,12 +149,19 @@ def _install_part(applied: AppliedPolicy, part: Part) -> None:
             applied.regions.append(region)
 
 
-def _selection(policy: Policy, module: nn.Module) -> Selection | None:
-    """What a region keeps: the policy's op groups, and always the choice of experts: made twice, it may differ."""
+def _selection(applied: AppliedPolicy, policy: Policy, module: nn.Module) -> Selection | None:
+    """What a region keeps: the policy's op groups, and always the choice of experts: made twice, it may differ.
+
+    Regions that keep the same share one selection: torch.compile compiles anew for every object that it meets.
+    """
     experts = {getattr(inner, key) for inner in modules_in(module) for key in _EXPERT_COUNTS if has(inner, key)}
     counts = frozenset(count for count in experts if isinstance(count, int) and count > 1)
     save = (*policy.save, "router") if counts and "router" not in policy.save else policy.save
-    return Selection(save, counts) if save else None
+    if not save:
+        return None
+    if (save, counts) not in applied.selections:
+        applied.selections[save, counts] = Selection(save, counts)
+    return applied.selections[save, counts]
 
 
 def _install_engines(applied: AppliedPolicy) -> None:

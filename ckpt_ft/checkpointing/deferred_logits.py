@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +47,7 @@ class Step:
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         for tensor, version in self.versions:
-            unchanged(tensor, version, f"a tensor that the logits are given to ({self.function.__name__})")
+            unchanged(tensor, version, f"a tensor that the logits are given to ({self.function.__name__}) was")
         return self.function(logits, *self.args, **self.kwargs)
 
 
@@ -118,14 +117,14 @@ class Projection:
             )
 
 
-def unchanged(tensor: torch.Tensor, version: int, what: str = "the output layer's input") -> torch.Tensor:
+def unchanged(tensor: torch.Tensor, version: int, what: str = "the output layer's input was") -> torch.Tensor:
     """Return `tensor`.
 
     Raises:
         WorkFailed: it was modified in place after the model used it.
     """
     if tensor._version != version:
-        raise WorkFailed(f"policy 'head': {what} was written to before the loss was computed; leave 'head' out")
+        raise WorkFailed(f"policy 'head': {what} written to before the loss was computed; leave 'head' out")
     return tensor
 
 
@@ -217,30 +216,25 @@ class Logits:
 
     It is not a tensor; operators reach it through `__torch_function__`. It has a shape, dtype and device, applies
     views and indexing of leading dimensions to its input, and records elementwise operations that are the same for
-    every token. Any other operation computes the logits whole, with a warning, and so does an in-place operation on
-    logits that may have views. All related logits are then tensors, with the views that the model requested.
+    every token. Any other operation, such as one in place, computes the logits whole, with a
+    warning. Logits that would share memory with those that were then written raise WorkFailed.
 
     Attributes:
-        relatives: live `Logits` that may share memory with this one, including itself, by id.
         tensor: the logits, once they are computed.
+        computed: the tensors, with their versions, of all logits that would share memory with this one.
     """
 
-    def __init__(self, projection: Projection, hidden: torch.Tensor, width: int, like: Logits | None = None) -> None:
+    def __init__(
+        self,
+        projection: Projection,
+        hidden: torch.Tensor,
+        width: int,
+        computed: list[tuple[torch.Tensor, int]] | None = None,
+    ) -> None:
         self.projection, self.hidden, self.width = projection, hidden, width
         self.version = hidden._version
         self.tensor: torch.Tensor | None = None
-        self.relatives: WeakValueDictionary[int, Logits]
-        self.made: _Made
-        if like is None:
-            self._begin()
-        else:
-            self.relatives, self.made = like.relatives, like.made
-            self.relatives[id(self)] = self
-
-    def _begin(self) -> None:
-        """Start a new group of logits that share memory."""
-        self.relatives = WeakValueDictionary({id(self): self})
-        self.made = _Made(partial(self.projection.whole, self.hidden, self.version))
+        self.computed = [] if computed is None else computed
 
     @property
     def shape(self) -> torch.Size:
@@ -338,13 +332,7 @@ class Logits:
         if name in _ELEMENTWISE:
             return Logits(self._then(func, rest, kwargs), self.positions(), self.width)
         if name in _CASTS:
-            cast = self._derive(lambda logits: func(logits, *rest, **kwargs), self.hidden)
-            cast.projection = cast._then(func, rest, kwargs)
-            return cast
-        if name.endswith("_") and name[:-1] in _ELEMENTWISE and list(self.relatives) == [id(self)]:
-            self.projection = self._then(func, rest, kwargs)
-            self._begin()
-            return self
+            return Logits(self._then(func, rest, kwargs), self.positions(), self.width, self.computed)
         return None
 
     def _then(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Projection:
@@ -355,40 +343,23 @@ class Logits:
         if self.tensor is not None:
             return function(self.tensor)
         self.positions()
-        derived, made = Logits(self.projection, hidden, self.width, like=self), self.made
-        derived.made = _Made(lambda: function(made.tensor()))
-        return derived
+        return Logits(self.projection, hidden, self.width, self.computed)
 
     def positions(self) -> torch.Tensor:
-        """Return the layer's input; raise WorkFailed if it was modified in place."""
+        """Return the layer's input; raise WorkFailed if it, or logits that share memory, were modified in place."""
+        for tensor, version in self.computed:
+            unchanged(tensor, version, "the logits were")
         return unchanged(self.hidden, self.version)
 
     def whole(self, reason: str) -> torch.Tensor:
-        """Compute all logits as a tensor, for an operation that has no chunked form.
-
-        All relatives become tensors as well, so that an in-place write to one is visible in the others.
-        """
+        """Compute all logits as a tensor, for an operation that has no chunked form."""
         if self.tensor is None:
             warnings.warn(
                 f"policy 'head': the logits are computed whole, as the model's loss calls {reason}", stacklevel=3
             )
-            for relative in list(self.relatives.values()):
-                relative.tensor = relative.made.tensor()
-        assert self.tensor is not None
+            self.tensor = self.projection.whole(self.positions(), self.version)
+            self.computed.append((self.tensor, self.tensor._version))
         return self.tensor
-
-
-class _Made:
-    """A tensor that is computed on first use."""
-
-    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
-        self.make: Callable[[], torch.Tensor] | None = make
-
-    def tensor(self) -> torch.Tensor:
-        if self.make is not None:
-            with torch.enable_grad():
-                self.made, self.make = self.make(), None
-        return self.made
 
 
 def _same_for_all_rows(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,12 +13,8 @@ from ckpt_ft.export.notebook import fragment, paragraph, table_html
 from ckpt_ft.policy import Policy
 from ckpt_ft.tables import WIDTH, Table, as_text
 
-from .libraries import DIFFUSERS, is_a
 from .standin import Installed
 from .towers import Part, find_towers
-
-# diffusers' own switch re-runs the elements of these lists if the module that owns the list has the flag
-_DIFFUSERS_LISTS = {"resnets", "transformer_blocks", "single_transformer_blocks", "temp_convs", "motion_modules"}
 
 
 @dataclass(frozen=True)
@@ -111,9 +106,6 @@ def _notes(of: Coverage) -> list[str]:
         notes.append(f"{total - len(of.uncovered)} of {total} blocks are re-run, whole or in part")
     if of.segments:
         notes.append(f"in {of.segments} segments: only the first block's input of each is kept")
-    own = _diffusers_coverage(of.model, list(of.blocks))
-    if own is not None and policy.checkpoints:
-        notes.append(f"diffusers' own switch would cover {own} of {total}")
     if policy.budget is not None:
         notes.append("budget takes effect under torch.compile only")
     towers = find_towers(of.model, dict(of.blocks))
@@ -121,20 +113,3 @@ def _notes(of: Coverage) -> list[str]:
         each = (f"{tower.name} {', '.join(tower.modules)} ({len(tower.blocks)} blocks)" for tower in towers)
         notes.append(f"towers: {'; '.join(each)}")
     return notes
-
-
-def _diffusers_coverage(model: nn.Module, blocks: list[str]) -> int | None:
-    """Number of blocks that diffusers' own switch re-runs; None for a VAE or a model of another library."""
-    if not is_a(model, DIFFUSERS) or "encoder" in model._modules:  # in a VAE the switch re-runs whole levels
-        return None
-    if not model._supports_gradient_checkpointing:
-        return 0
-    modules = dict(model.named_modules())
-    return sum(1 for name in blocks if _diffusers_reruns(name, modules))
-
-
-def _diffusers_reruns(name: str, modules: dict[str, nn.Module]) -> bool:
-    owner, _, rest = name.rpartition(".")[0].rpartition(".")
-    if rest not in _DIFFUSERS_LISTS or not hasattr(modules.get(owner), "gradient_checkpointing"):
-        return False
-    return not re.search(r"mid_block\.resnets\.0$", name)  # the mid-block's first resnet is not checkpointed

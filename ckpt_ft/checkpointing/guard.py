@@ -1,4 +1,4 @@
-"""Rejects what a policy cannot work with: a library's own checkpointing, and disabled saved-tensor hooks."""
+"""Rejects what a policy cannot work with: a library's own checkpointing, disabled hooks, and nn.DataParallel."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Guard(StandIn):
     If `refuses` is true, a forward pass with gradients raises UserError if transformers or diffusers would checkpoint
     as well, or if autograd accepts no saved-tensor hooks (inside `torch.func.grad`).
 
+    nn.DataParallel is always rejected: its replicas share the stand-ins, and would use the original's parameters.
+
     The libraries' switches only set a flag on every block and call nothing that could be intercepted, so each forward
     pass reads the flags (80 flags take 3 us).
     """
@@ -36,6 +38,14 @@ class Guard(StandIn):
             for module in modules_in(model)
             if has(module, "gradient_checkpointing") and isinstance(module.gradient_checkpointing, bool)
         ]
+
+    def _put_on(self) -> None:
+        super()._put_on()
+        self.module._replicate_for_data_parallel = self._refuse_replicas  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        super().remove()
+        self.module.__dict__.pop("_replicate_for_data_parallel", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         verification = self.verification
@@ -63,4 +73,11 @@ class Guard(StandIn):
             f"checkpointing was switched on afterwards (in {type(module).__name__}): leave out "
             "gradient_checkpointing_enable() or gradient_checkpointing=True (TRL's configs turn it on by default), or "
             "remove the policy"
+        )
+
+    def _refuse_replicas(self) -> nn.Module:
+        raise UserError(
+            f"policy '{self.policy}' on {type(self.module).__name__}: nn.DataParallel's replicas would run on the "
+            "parameters of the first device; start one process for each GPU (torchrun, accelerate launch), or show "
+            "one GPU (CUDA_VISIBLE_DEVICES=0)"
         )

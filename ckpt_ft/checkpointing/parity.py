@@ -2,26 +2,27 @@
 
 Policies that re-run the same operations must match bit for bit. `pointwise` and `head` sum in a different order, so
 they must match to a relative 1e-6 in fp32, or 2**-7 in half precision. For each difference, the report names the
-likely cause.
+likely cause. `passing_policies` tries other policies where backward has raised a VerificationError.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 from ckpt_ft.tables import DASH, Table, as_text
 
 from . import rng
 from .active_policies import suspended
 from .apply import apply_policy
-from .outcome import Outcome, default_loss, device_of, outcome_of
 
 REORDERED_TOLERANCE = 1e-6  # relative, in fp32, for the rounding of reordered sums
 REORDERED_TOLERANCE_HALF = 2**-7  # one bf16 rounding in each of the two steps
@@ -29,6 +30,9 @@ REORDERED_TOLERANCE_HALF = 2**-7  # one bf16 rounding in each of the two steps
 # Their terms may cancel, as for an attention's key bias, whose gradient is zero except for rounding.
 CANCELLED = 1e-2
 Install = Callable[[nn.Module], Any]
+Loss = Callable[[nn.Module, Any], torch.Tensor]  # (model, batch) -> scalar
+# The first two re-run no block; the others re-run only parts of each.
+CANDIDATES = ("pointwise", "offload", "modules:attention", "modules:mlp")
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def check_parity(
     batch: Any,
     policy: str | dict[str, Any] | Policy | Install,
     *,
-    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    loss: Loss | None = None,
     seed: int = 0,
 ) -> Parity:
     """Run one step of `model` on `batch` without and with `policy` from the same state, and compare the results.
@@ -239,3 +243,108 @@ def _relative(a: torch.Tensor, b: torch.Tensor, scale: float = 0.0) -> float:
         return float("inf")
     a, b = a.double().nan_to_num(), b.double().nan_to_num()
     return float((a - b).abs().max() / a.abs().max().clamp_min(max(scale, torch.finfo(torch.float64).tiny)))
+
+
+def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the output's `loss`, or else the mean square of its first float tensor; UserError if it has neither."""
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    given = getattr(out, "loss", None)
+    if isinstance(given, torch.Tensor):
+        return given
+    leaves = torch.utils._pytree.tree_leaves(dict(out) if isinstance(out, Mapping) else out)
+    first = next((x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()), None)
+    if first is None:
+        raise UserError(f"the output of {type(model).__name__} has neither a loss nor a tensor of floats; give `loss`")
+    return first.float().square().mean()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of one step; `half` is true if any gradient was in half precision."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    random: rng.Snapshot
+    half: bool
+
+
+def outcome_of(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Outcome:
+    """Run one forward and backward pass from `seed`, then restore the model's previous gradients and buffers.
+
+    A buffer that the step registers is removed afterwards, so that the next step registers it again.
+    """
+    own = {name: p.grad for name, p in model.named_parameters()}
+    registered = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
+    values = [(b, b.detach().clone()) for b in model.buffers()]
+    for p in model.parameters():
+        p.grad = None
+    rng.start_from(seed)
+    try:
+        value = loss(model, batch)
+        if value.numel() != 1:
+            raise UserError(f"the step's loss has the shape {tuple(value.shape)}; it must be one number")
+        if not value.requires_grad:
+            raise UserError(
+                "the step's loss needs no gradient: nothing in the model is trainable, or the batch has no labels"
+            )
+        half = _in_half_precision(value)
+        value.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        after = {name: b.detach().clone() for name, b in model.named_buffers()}
+        return Outcome(value.detach().reshape(()), gradients, after, rng.snapshot(device_of(model), host=True), half)
+    finally:
+        for name, p in model.named_parameters():
+            p.grad = own.get(name)
+        for module, buffers, transient in registered:
+            module._buffers = buffers
+            module._non_persistent_buffers_set = transient
+        with torch.no_grad():
+            for b, value in values:
+                b.copy_(value)
+
+
+def _in_half_precision(loss: torch.Tensor) -> bool:
+    """Whether any gradient in the graph of `loss` is in half precision, through autocast or the weights' dtype."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(metadata.dtype in (torch.bfloat16, torch.float16) for metadata in node._input_metadata):
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def passing_policies(model: nn.Module, batch: Any, failed: str, loss: Loss | None) -> str:
+    """What to tell someone whose step failed under `failed`: which of `CANDIDATES` change no number of it.
+
+    Each is tried by `check_parity`: three steps, in the memory of training without a policy and more gradients. If
+    `failed` passes as well, a trial would tell nothing about the others, and the line says so.
+    """
+    if _passes(model, batch, failed, loss):
+        return (
+            f"one step made alone passes under '{failed}' as well: what differed was changed from outside of the "
+            "model and its loss, and other policies were not tried"
+        )
+    passed = [policy for policy in CANDIDATES if policy != failed and _passes(model, batch, policy, loss)]
+    shown = ", ".join(f"'{policy}'" for policy in passed)
+    return f"tried on this step's batch, passed: {shown or 'none of ' + ', '.join(CANDIDATES)}"
+
+
+def _passes(model: nn.Module, batch: Any, policy: str, loss: Loss | None) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return check_parity(model, batch, policy, loss=loss).ok
+        except Exception:  # a number differs, it matches nothing in this model, or there is not the memory
+            return False

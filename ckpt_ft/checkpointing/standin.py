@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from ckpt_ft.errors import UserError
-
 from .verify import NEVER, Verification
 
 _FORWARDS = "_ckpt_ft_forwards"  # module attribute: the stand-ins that its `ForwardOfModule`s call
@@ -140,32 +138,6 @@ class _PassingOn(StandIn):
         self.__class__ = self.buried  # type: ignore[assignment]
 
 
-class OneDevice:
-    """Rejects nn.DataParallel: its replicas share the stand-ins and would use the original module's parameters.
-
-    It replaces the method that creates replicas, as an instance attribute.
-    """
-
-    def __init__(self, model: nn.Module, policy: str) -> None:
-        self.model, self.policy = model, policy
-        self.put_back()
-
-    def put_back(self) -> None:
-        """Reject replicas."""
-        self.model._replicate_for_data_parallel = self  # type: ignore[method-assign]
-
-    def __call__(self) -> nn.Module:
-        raise UserError(
-            f"policy '{self.policy}' on {type(self.model).__name__}: nn.DataParallel's replicas would run on the "
-            "parameters of the first device; start one process for each GPU (torchrun, accelerate launch), or show "
-            "one GPU (CUDA_VISIBLE_DEVICES=0)"
-        )
-
-    def remove(self) -> None:
-        """Allow replicas again."""
-        del self.model._replicate_for_data_parallel
-
-
 @dataclass(frozen=True)
 class Treated:
     """How an engine treats one class of modules: their count, what is dropped, and what is kept instead."""
@@ -182,13 +154,13 @@ class Installed:
     def __init__(self, term: str, stand_ins: Sequence[StandIn], rows: list[Treated]) -> None:
         self.term, self.stand_ins, self.rows = term, list(stand_ins), rows
 
-    def pause(self) -> None:
-        """Restore the previous forward of every module until `resume`."""
+    def remove(self) -> None:
+        """Restore the previous forward of every module until `put_back`."""
         for stand_in in reversed(self.stand_ins):
             stand_in.remove()
 
-    def resume(self) -> None:
-        """Undo `pause`."""
+    def put_back(self) -> None:
+        """Undo `remove`."""
         for stand_in in self.stand_ins:
             stand_in.put_back()
 

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the work failed (parity broken), 2 the input is wrong (one
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import sys
@@ -36,10 +37,10 @@ def main() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
     logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # the error that follows is one line of ours
     gc.disable()  # a command lives for seconds and makes no cycles worth looking for among its millions of objects
+    atexit.register(gc.freeze)  # nor at exit
     try:
         run(_main)
     finally:
-        gc.freeze()  # nor at exit
         gc.enable()
 
 

@@ -41,6 +41,7 @@ METHODS = ("full", "LoRA", "QLoRA")
 POLICIES = ("none", "pointwise,head", "full,head")
 MOST_BATCH = 256
 _SLACK = 1.05  # sharding that is estimated to need up to this factor too much is traced
+_BATCHES = sorted(size for n in range(9) for size in (2**n, 3 * 2**n) if size <= MOST_BATCH)  # under FSDP2
 _CAUTION = 0.95  # share of a card's memory that a batch under FSDP2 is estimated for
 
 
@@ -210,6 +211,7 @@ class _Method:
         self.workload = load(spec, card)
         self.tokens = self.workload.shape.get("seq_length", 0)
         self.traces: dict[tuple[Any, int], tuple[TrainingSpec, Tracer]] = {}  # by kernels and number of cards
+        self.added: dict[str, tuple[int, int]] = {}  # policy -> bytes that sharding over that many cards adds
         self.first = Estimates(self._traces(card, 1)[1], memory_budget(None, card), most=MOST_BATCH)
         self.first.trace_candidates(policies)
         if not self.first.anchors:
@@ -231,29 +233,36 @@ class _Method:
         shared = sum(one.at_peak[category] for category in SHARDED)
         for gpus in (2**n for n in range(1, most_gpus.bit_length())):
             if one.peak_reserved - shared + shared / gpus <= _SLACK * room.limit:
-                best = self._largest(card, gpus, estimates, lean)
+                best = self._largest(card, gpus, estimates, lean, shared)
                 if best is not None:
                     return self._found(card, gpus, best)
         needed = room.needs(self._candidate(tracer, lean, 1))
         return Place(card.name, self.method, self.tokens, needed=needed)
 
-    def _largest(self, card: GPU, gpus: int, alone: Estimates, policy: str) -> Candidate | None:
-        """About the largest batch that fits each of several cards, traced; None if no sample fits.
+    def _largest(self, card: GPU, gpus: int, alone: Estimates, policy: str, shared: int) -> Candidate | None:
+        """A batch near the largest that fits each of several cards, traced; None if no sample fits.
 
-        A further sample adds as many bytes as in one process. Traces under FSDP2 are slow, so only two are made.
+        A further sample adds as many bytes as in one process. Traces under FSDP2 are slow: what sharding adds to one
+        process is taken from the first of them, and batches are rounded down, so that cards have traces in common.
         """
         tracer = self._on(card, gpus)
         room = memory_budget(None, card, None, tracer.workload.launch)
-        first = self._candidate(tracer, policy, 1)
-        if not room.fits(first):
+
+        def traced(batch: int) -> Candidate | None:
+            found = self._candidate(tracer, policy, batch)
+            self.added.setdefault(policy, (found.reserved - alone.reserved(policy, batch), gpus))
+            return found if room.fits(found) else None
+
+        if policy not in self.added and traced(1) is None:
             return None
-        others = first.reserved - alone.reserved(policy, 1)
+        added, of = self.added[policy]
+        added += int(shared / gpus - shared / of)
+        if added + alone.reserved(policy, 1) > _SLACK * room.limit:
+            return None
         limit = int(_CAUTION * room.limit)
-        batch = largest_fitting(lambda n: others + alone.reserved(policy, n), limit, MOST_BATCH)
-        if batch <= 1:
-            return first
-        larger = self._candidate(tracer, policy, batch)
-        return larger if room.fits(larger) else first
+        batch = largest_fitting(lambda n: added + alone.reserved(policy, n), limit, MOST_BATCH)
+        larger = traced(max(size for size in _BATCHES if size <= batch)) if batch > 1 else None
+        return larger or traced(1)
 
     def _candidate(self, tracer: Tracer, policy: str, batch: int) -> Candidate:
         trace = tracer.trace(policy, batch)

@@ -438,16 +438,16 @@ class TrainingSpec:
                 "example"
             )
         kernels = self.kernels
+        launches = [launch for launch in (self.launch.launch, *self.launch.launches) if launch is not None]
         others = {
             f"{self.quantisation.bits}-bit weights": self.quantisation.bits,
-            "several processes": self.launch.launch or self.launch.launches,
+            "processes other than fsdp2's": any(launch.strategy != "fsdp2" for launch in launches),
             "fused kernels of other libraries": kernels.use_liger_kernel
             or kernels.cut_cross_entropy
             or kernels.use_kernels,
         }
         if kernels.compile and (what := next((name for name, asked in others.items() if asked), "")):
             raise UserError(f"--compile {self.kernels.compile} and {what}: a compiled step is not predicted with them")
-        launches = [launch for launch in (self.launch.launch, *self.launch.launches) if launch is not None]
         if self.optimizer.name == "adafactor" and any(launch.strategy == "fsdp2" for launch in launches):
             raise UserError(
                 "adafactor does not run under FSDP2: transformers' keeps factors that are no DTensors; take another "

@@ -137,12 +137,12 @@ class Session:
             batch: what the step was made of, for `loss`.
             loss: (model, batch) -> scalar; the model's own loss by default.
         """
-        from ckpt_ft.checkpointing.alternatives import tried
+        from ckpt_ft.checkpointing.parity import passing_policies
 
         if self.model is None or self.applied is None or not self.is_alone:
             return
         with never_fatal("trying other policies"):
-            error.add(tried(self.model, batch, str(self.policy), loss))
+            error.add(passing_policies(self.model, batch, str(self.policy), loss))
 
     def start(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, total_steps: int, output_dir: str

@@ -186,6 +186,7 @@ def test_nothing_outlives_a_step(kind: str, policy: str, backward: bool) -> None
         assert tensors_alive() == before
     finally:
         gc.enable()
+        gc.unfreeze()
 
 
 class InPlaceFirst(nn.Module):

@@ -326,22 +326,3 @@ def test_stages_are_the_levels_in_the_order_they_run() -> None:
         "up_blocks.0",
         "up_blocks.1",
     ]
-
-
-@pytest.mark.parametrize(("name", "own"), [("sd", 17), ("unet2d", 7), ("unet3d", 0), ("flux", 4)])
-def test_coverage_against_diffusers_own_is_what_its_switch_reruns(name: str, own: int) -> None:
-    model, inputs = make(name).train(), MODELS[name][1]()
-    text = apply_policy(model, "full").explain()
-    total = len(find_blocks(model).blocks)
-    assert f"diffusers' own switch would cover {own} of {total}" in text
-    apply_policy(model, "none").remove()
-    rerun: set[int] = set()
-
-    def record(module: Any, *args: Any) -> Any:
-        rerun.add(id(module))
-        return module(*args)
-
-    if own:
-        model.enable_gradient_checkpointing(record)
-        model(**inputs)
-    assert len(rerun) == own

@@ -188,9 +188,6 @@ def test_logits_stand_for_a_tensor() -> None:
         expected = change(whole)
         assert changed.shape == expected.shape
         torch.testing.assert_close(changed.projection.rows(changed.hidden), expected)
-    scaled = head.OutputLayer(layer).defer(hidden)
-    scaled.mul_(3)
-    torch.testing.assert_close(scaled.projection.rows(hidden), 3 * whole)
 
 
 @pytest.mark.filterwarnings("ignore:policy 'head'")
@@ -305,7 +302,7 @@ def _product_written(x: Any) -> Any:
     ],
 )
 def test_writes_reach_what_views_the_logits(use: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradients of logits that are written in place, through a view or behind one, as with a tensor."""
+    """Loss and gradients as with a tensor; or an error, where what shares its memory was read before the write."""
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 2 * 7 * 4)
     torch.manual_seed(0)
     layer, targets = nn.Linear(4, 7, dtype=dtype), torch.arange(6)
@@ -314,21 +311,16 @@ def test_writes_reach_what_views_the_logits(use: Any, dtype: torch.dtype, monkey
         layer.zero_grad()
         hidden = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
         x = head.OutputLayer(layer).defer(hidden) if deferred else layer(hidden)
+        if deferred and use in (_written_behind_a_cast, _view_of_what_is_written, _part_assigned):
+            with pytest.raises(WorkFailed, match="the logits were written to"):
+                F.cross_entropy(use(x), targets)
+            return
         loss = F.cross_entropy(use(x), targets)
         loss.backward()
         results.append((loss.detach(), hidden.grad, layer.weight.grad))
     bound = 1e-6 if dtype == torch.float32 else 2**-7
     for plain, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, plain, rtol=bound, atol=bound * float(plain.abs().max()))
-
-
-def test_a_lone_write_stays_deferred() -> None:
-    deferred = head.OutputLayer(nn.Linear(4, 7)).defer(torch.randn(2, 3, 4))
-    logits_ = deferred.float()
-    del deferred
-    logits_ /= 2
-    assert isinstance(logits_, deferred_logits.Logits)
-    assert logits_.tensor is None
 
 
 def test_an_input_that_is_written_to_is_an_error() -> None:
@@ -475,7 +467,7 @@ def test_remove_and_describe() -> None:
     installed = head.install(model)
     assert installed.term == "head"
     assert installed.rows == [standin.Treated("LlamaForCausalLM", 1, "logits", "the output layer's input")]
-    installed.pause()
+    installed.remove()
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 

@@ -60,7 +60,7 @@ def test_same_gradients(name: str, also: str) -> None:
     assert all(g.equal(gradients(treated)[key]) for key, g in gradients(model).items())
     assert usage.peak_host_bytes > 0
     assert usage.host_bytes == 0
-    installed.pause()
+    installed.remove()
 
 
 def test_what_is_parked() -> None:

@@ -74,7 +74,7 @@ def test_same_numbers(name: str) -> None:
         for m in (model, treated, copied):
             m.zero_grad()
     assert treated.state_dict().keys() == model.state_dict().keys()
-    installed.pause()
+    installed.remove()
     assert not any("forward" in module.__dict__ for module in treated.modules())
 
 

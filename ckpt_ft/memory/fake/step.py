@@ -159,9 +159,8 @@ def torch_like(gpu: GPU | None, compiled: bool = False) -> Iterator[Fakes]:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # the memo is faster, and gives a slice of something larger its whole storage
-    with quiet(), cuda.fakes_are_tensors(), ExitStack() as stack:
+    with quiet(), unnoticed(), cuda.fakes_are_tensors(), ExitStack() as stack:
         if not compiled:
-            stack.enter_context(unnoticed())
             stack.enter_context(tensors_of_fakes())
         if gpu is None:
             with mode:
@@ -227,8 +226,8 @@ class _Trace:
         AllocatorSettings.parse(self.alloc_conf)
         model, launch, sharding = self.model, self.launch, sharding_of(self.model)
         if compiled := is_compiled(model):
-            if launch is not None or sharding is not None:
-                raise UserError("a compiled step is predicted for one process; trace it without a launch")
+            if launch is not None and (launch.strategy != "fsdp2" or launch.tp * launch.cp * launch.sp > 1):
+                raise UserError(f"launch '{launch}': a compiled step is predicted for one process or fsdp2")
             prepare()
         if sharding is not None:
             launch = sharding.within(launch)

@@ -138,10 +138,36 @@ def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
         trace_step(model, lambda model, optimizer: model(hidden).backward(), device="a100-40gb")
 
 
-def test_several_processes_are_refused() -> None:
+def test_blocks_compiled_under_fsdp2() -> None:
+    """FSDP2 gathers and reduces as around eager blocks, and alike blocks under a policy are compiled once."""
+    launch, traces = Launch("fsdp2", 2, mixed_precision="bf16"), []
+    for compiled in (False, True):
+        model, loss = language_model(shape=(8, 16384))
+        apply_policy(model, "save:matmul")
+        for block in model.model.layers if compiled else ():
+            block.compile()
+        step = training_step(loss)
+        traces.append(trace_step(model, step, make_optimizer=adamw, device="h100", launch=launch, warmup_steps=0))
+    sent = [[op.name for op in trace.ops if op.wire] for trace in traces]
+    assert sent[1] == sent[0]
+    assert sent[1].count("c10d._allgather_base_.default") == 9  # the head is not released before its backward
+    trace = traces[1]
+    assert any("compiled: 2 graphs" in note for note in trace.notes)
+    backward = [op.name for op in trace.ops if op.phase == "backward"]
+    assert sum("attention" in name and "triton" not in name for name in backward) == 6  # three of them run again
+    # A kernel of a norm's backward sums the gradient of its weight over 64 tokens at a time, in fp32.
+    kernels = [storage for storage in trace.storages if storage.op.startswith("triton_per")]
+    assert sum(storage.nbytes == 4 * 64 * 8 * 16384 // 64 for storage in kernels) == 2 * 3
+    # No attention mask is built, as on real tensors: it would have a byte for each pair of tokens.
+    assert max(storage.nbytes for storage in trace.storages) == 4 * 500 * 8 * 16384
+
+
+def test_other_launches_are_refused() -> None:
     model = Feedforward()
     model.compile()
-    with pytest.raises(UserError, match="a compiled step is predicted for one process"):
+    with pytest.raises(UserError, match="launch 'ddp.*': a compiled step is predicted for one process or fsdp2"):
         trace_step(model, lambda model, optimizer: None, device="a100-40gb", launch=Launch("ddp", 2))
+    with pytest.raises(UserError, match="--compile whole and processes other than fsdp2's"):
+        TrainingSpec.of("m", compile="whole", launch=Launch("ddp", 2))
     with pytest.raises(UserError, match="--compile whole and 4-bit weights"):
         TrainingSpec.of("m", compile="whole", load_in_4bit=True, lora_r=8)

@@ -513,7 +513,6 @@ def test_hooks_on_parameters_run(when: str) -> None:
 
 def test_objects_that_the_caller_has_frozen_stay_frozen() -> None:
     """`gc.freeze()` before a fork keeps pages shared; a trace used to unfreeze everything."""
-    gc.unfreeze()  # a command that an earlier test ran in this process freezes what it imported
     model = torch.nn.Linear(4, 4)
 
     def step(model: Any, optimizer: Any) -> None:

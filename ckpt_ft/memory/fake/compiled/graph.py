@@ -34,6 +34,7 @@ _STATE = 5056  # bytes of the state of the CPU's generator
 Buffers = dict[str, Any]  # fake tensors by Inductor's names
 Step = Callable[["CompiledGraph", Buffers], None]
 _CALLS = (lines.KernelCallLine, lines.ExternKernelOutLine, lines.ExternKernelAllocLine)
+_SUMS = re.compile(r"(\w+) = (workspace_\d+\[.*)")  # partial sums of a norm's weights, added up
 _PATH = re.compile(r"\._modules\['([^']*)'\]|\.([A-Za-z_]\w*)|\['?([^'\]]*)'?\]")
 
 
@@ -191,6 +192,10 @@ def _steps(line: Any, scheduled: Any, rest: list[Any], made: CompiledGraph) -> I
     elif isinstance(getattr(line, "node", None), ir.ExternKernel):
         made.kernels += 1
         yield _extern(line.node, fakes)
+    elif isinstance(line, str) and (sums := _SUMS.fullmatch(line)):
+        made.kernels += 1
+        result, expression = sums.groups()
+        yield lambda graph, buffers: buffers.update({result: eval(expression, {"torch": torch}, buffers)})
 
 
 def _name(line: Any) -> str:
