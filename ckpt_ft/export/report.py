@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -106,7 +106,7 @@ def run_view(report: MemoryReport) -> RunView:
     """The data of the run's bars and history."""
     ranks = [_rank(rank, _prediction(rank)) for rank in report.ranks]
     known = {name for rank in ranks for name in (*rank.measured, *rank.predicted)}
-    return RunView(ranks, [name for name in (*PHASES, "reserved") if name in known])
+    return RunView(ranks, [name for name in (*_names(report.ranks), "reserved") if name in known])
 
 
 def report_page(report: MemoryReport, step: StepView | None) -> Page:
@@ -174,11 +174,17 @@ def _peaks(report: MemoryReport) -> Table:
 
 
 def _phases(report: MemoryReport) -> Table:
+    names = _names(report.ranks)
     rows = [
-        (str(rank.rank), *(_bytes(rank.peaks.get(phase, {}).get("allocated")) for phase in PHASES))
+        (str(rank.rank), *(_bytes(rank.peaks.get(phase, {}).get("allocated")) for phase in names))
         for rank in report.ranks
     ]
-    return Table("Peak allocated by phase", ("rank", *PHASES), rows)
+    return Table("Peak allocated by phase", ("rank", *names), rows)
+
+
+def _names(ranks: Sequence[RankMemory]) -> list[str]:
+    """The phases of a step, then the others that any of `ranks` has."""
+    return list(dict.fromkeys([*PHASES, *(name for rank in ranks for name in rank.peaks)]))
 
 
 def _predicted(report: MemoryReport) -> Iterator[Table]:
@@ -208,7 +214,10 @@ def _compared(measured: RankMemory, predicted: Prediction) -> Iterator[tuple[str
     pairs: list[tuple[str, float | None, float | None]] = [
         ("peak allocated", predicted.allocated, measured.peak()),
         ("peak reserved", predicted.reserved, measured.peak("reserved")),
-        *((f"peak {p}", predicted.peaks.get(p), measured.peaks.get(p, {}).get("allocated")) for p in PHASES),
+        *(
+            (f"peak {p}", predicted.peaks.get(p), measured.peaks.get(p, {}).get("allocated"))
+            for p in _names([measured])
+        ),
         ("s/step", predicted.seconds, measured.seconds),
     ]
     for name, expected, found in pairs:

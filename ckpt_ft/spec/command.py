@@ -18,6 +18,7 @@ _TRAINER = {
     "batch_size": "per_device_train_batch_size",
     "accumulation": "gradient_accumulation_steps",
     "eval_batch_size": "per_device_eval_batch_size",
+    "eval_accumulation_steps": "eval_accumulation_steps",
     "dtype": "dtype",
     "mixed_precision": "",  # --bf16 or --fp16
     "compile": "torch_compile",

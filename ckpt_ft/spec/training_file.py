@@ -370,7 +370,8 @@ class _Entries:
         if self.get("evaluation") in (None, False, "no") or self.diffusion:
             return {}
         usual = self.get("batch_size") if self.kind == "axolotl" else 8  # of TrainingArguments
-        return {"eval_batch_size": self.get("eval_batch_size") or usual}
+        often = self.get("eval_accumulation_steps")
+        return {"eval_batch_size": self.get("eval_batch_size") or usual, "eval_accumulation_steps": often or 0}
 
     def _trainer(self) -> dict[str, Any]:
         """TRL's trainer, and the fields of its configuration that the file sets."""

@@ -92,6 +92,14 @@ class DataSpec(Part):
         0, "samples of an evaluation batch, whose loss is computed between steps; 0 for no evaluation",
         rule="a number of samples, or 0 for no evaluation",
     )  # fmt: skip
+    eval_samples: CountOrNone = setting(
+        0, "samples of an evaluation with compute_metrics, which keeps their logits; 0 for the loss alone",
+        rule="a number of samples, or 0 for the loss alone", implies={"eval_batch_size": 8},
+    )  # fmt: skip
+    eval_accumulation_steps: CountOrNone = setting(
+        0, "with --eval-samples: batches after which the logits go to the host; 0 for none before the end",
+        rule="a number of batches, or 0 for all of them",
+    )  # fmt: skip
     accumulation: Count = setting(1, "micro-batches of an optimizer step", rule="a step has at least 1 micro-batch")
     rows: Literal["alike", "padded", "packed"] = setting(
         "alike",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from ckpt_ft.workloads.from_trainer import (
     require_batches,
     rows_of,
 )
+from ckpt_ft.workloads.phases import Watch
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
@@ -81,6 +83,7 @@ class ACCallback(TrainerCallback):
         self._loss: Callable[..., torch.Tensor] | None = None  # the trainer's
         self._micro_batch: tuple[dict[str, Any], dict[str, Any]] | None = None  # the last one, and the loss's options
         self._scalars: dict[str, float] = {}
+        self._watch: Watch | None = None
 
     @property
     def policy(self) -> Policy | None:
@@ -124,6 +127,7 @@ class ACCallback(TrainerCallback):
         self._plan(trainer)
         if session.settings.ac_check:
             require_batches(trainer, "--ac_check")
+        self._watch = Watch(trainer, self._phase)
         trainer.compute_loss = self._noting(trainer.compute_loss)
         trainer.callback_handler.callbacks.insert(0, self)
         trainer.train = self._stopped_by_errors(trainer.train)
@@ -167,7 +171,10 @@ class ACCallback(TrainerCallback):
             with never_fatal("the memory report"):
                 session.write_report(
                     args.output_dir,
-                    workload=lambda: Workload(**measured_step(kwargs["model"], profiler, args, self._loss)),
+                    workload=lambda: Workload(
+                        **measured_step(kwargs["model"], profiler, args, self._loss),
+                        phases={} if self._watch is None else self._watch.phases(),
+                    ),
                     model=type(kwargs["model"]).__name__,
                     per_device_batch_size=args.per_device_train_batch_size,
                     gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -182,6 +189,10 @@ class ACCallback(TrainerCallback):
     def peak_holders(self, n: int = 5) -> list[str]:
         """The largest holders of this process's highest peak so far, largest first; empty before a measured step."""
         return self.session.peak_holders(n)
+
+    def _phase(self, name: str, between: bool) -> AbstractContextManager[Any]:
+        profiler = self.session.profiler
+        return nullcontext() if profiler is None else profiler.phase(name, between)
 
     def _plan(self, trainer: Trainer) -> None:
         """Chooses the settings that the flags leave open."""

@@ -206,9 +206,10 @@ class Session:
         """
         if self.profiler is None or not self.profiler.steps or not self.settings.reports:
             return None
-        predicted, notes = (None, []) if workload is None else self._predict(workload)
+        predicted, phases, notes = (None, {}, []) if workload is None else self._predict(workload)
         self.report = self.profiler.report(
             predicted,
+            phases=phases,
             notes=[*notes, *self._notes()],
             max_batch=None if self.fitted is None else self.fitted.max_batch,
             next_policies=next_policies(self.settings.plan if self.fitted is None else self.fitted.plan),
@@ -229,8 +230,10 @@ class Session:
             self.applied.remove()
             self.applied = None
 
-    def _predict(self, workload: Callable[[], Workload]) -> tuple[StepTrace | None, list[str]]:
-        """Returns this process's traced step and its notes; on failure None and a note with the reason."""
+    def _predict(self, workload: Callable[[], Workload]) -> tuple[StepTrace | None, dict[str, StepTrace], list[str]]:
+        """Returns this process's traced step, its traced phases, and notes; of a failure, a note has the reason."""
+        predicted, notes, what = None, [], ""
+        phases: dict[str, StepTrace] = {}
         try:
             step = replace(workload(), launch=launch_of(self.accelerator), compile=self._compiled)
             with ExitStack() as stack:
@@ -239,11 +242,15 @@ class Session:
                     stack.enter_context(suspended(self.model))
                     apply_policy(self.model, self.policy, verify="never")
                 predicted = step.trace()
+                notes = [f"Prediction: {note}." for note in predicted.notes]
+                for name, phase in step.phases.items():
+                    what = f" of the {name}"
+                    phases |= replace(step, phases={name: phase}).trace_phases()
         except UserError as error:
-            return None, [f"no prediction: {one_line(error)}"]
+            notes.append(f"no prediction{what}: {one_line(error)}")
         except Exception as error:  # a prediction must not cost the run that it describes
-            return None, [f"no prediction: {raised_in(error)}"]
-        return predicted, [f"Prediction: {note}." for note in predicted.notes]
+            notes.append(f"no prediction{what}: {raised_in(error)}")
+        return predicted, phases, notes
 
     @property
     def _compiled(self) -> str:

@@ -26,9 +26,10 @@ from ckpt_ft.workloads.model_config import read_config
 
 from .optimizers import notes_on as notes_on_optimizer
 from .optimizers import optimizer_maker
+from .phases import evaluation_of
 from .sample_sizes import Lengths
 from .trl_trainers import as_reward_model, trainer_step
-from .workload import MIXED_PRECISION, MakeBatch, Workload, evaluation_of
+from .workload import MIXED_PRECISION, MakeBatch, Workload
 
 _FALLBACK = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"([\w-]+)"')
 
@@ -58,7 +59,7 @@ def load(
         spec = spec.edit(**{key: max(lengths.longest, 2)})
     if spec.adapter.lora_targets and not spec.adapter.lora_r:
         raise UserError(f"LoRA targets {','.join(spec.adapter.lora_targets)} without LoRA: give a rank, or drop them")
-    gpu, evaluated = gpu_of(device), spec.data.eval_batch_size
+    gpu = gpu_of(device)
     if lengths is not None:
         if spec.data.rows == "packed":
             raise UserError("a dataset's lengths and packed rows: a packed sequence is full; leave one of them out")
@@ -76,7 +77,9 @@ def load(
     if batches is not None:
         # The notes are about batches of text, which are not used.
         workload = replace(workload, make_batch=batches(workload.model), notes=())
-    phases = workload.phases | ({"evaluation": evaluation_of(evaluated)} if evaluated else {})
+    phases = workload.phases
+    if spec.data.eval_batch_size and "evaluation" not in phases:
+        phases = phases | {"evaluation": evaluation_of(spec.data, workload.model)}
     return replace(
         workload,
         name=_with_code(spec.title, workload.model) if gpu else spec.title,

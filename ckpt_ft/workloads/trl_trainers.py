@@ -12,8 +12,8 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -29,7 +29,8 @@ from ckpt_ft.validation import library_reads, require_package
 from ckpt_ft.workloads.adapters import without_adapters
 
 from .from_trainer import loss_of
-from .workload import Batch, Forward, Step, Workload
+from .phases import Phase, accelerate_apart, evaluation_of, generation
+from .workload import Batch, Forward, Workload
 
 NAMES = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
 ONLINE = ("grpo", "rloo")  # they generate what they train on
@@ -47,7 +48,7 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
     require_package("trl", f"--trainer {spec.trainer.trainer}")
     states: dict[Any, dict[str, Any]] = {}
     asked = f"--trainer {spec.trainer.trainer}: TRL refuses these settings"
-    with library_reads(asked), _accelerate_apart(states), quiet(), warnings.catch_warnings():
+    with library_reads(asked), accelerate_apart(states), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with redirect_stdout(sys.stderr):  # DeepSpeed, which TRL and accelerate import, writes to stdout
             trainer = _build(workload.model, spec)
@@ -55,17 +56,20 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
     own_loss = loss_of(trainer)
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
-        with _accelerate_apart(states):
+        with accelerate_apart(states):
             return own_loss(model, dict(batch))
 
     reference = getattr(trainer, "ref_model", None)
     online = spec.trainer.trainer in ONLINE
+    phases = {"generation": _generation(trainer, states)} if online else {}
+    if spec.data.eval_batch_size and not online:
+        phases["evaluation"] = evaluation_of(spec.data, trainer.model, trainer, states)
     return replace(
         workload,
         model=trainer.model,
         make_batch=_batches(trainer, spec),
         compute_loss=compute_loss,
-        phases={**workload.phases, **({"generation": _generation(trainer, states)} if online else {})},
+        phases=phases,
         auxiliary_models=(*workload.auxiliary_models, *([] if reference is None else [reference])),
         notes=(*workload.notes, f"the step is that of TRL's {type(trainer).__name__}; every token counts in its loss"),
     )
@@ -206,77 +210,20 @@ def _rollouts(trainer: Any, samples: int, tokens: int) -> Batch:
     if not hasattr(trainer, "loss_type"):  # RLOO scores whole sequences
         return {**batch, "old_logps": torch.zeros(samples)}
     batch["num_items_in_batch"] = torch.tensor(samples * completion)
-    old = trainer.args.gradient_accumulation_steps % _generates_every(trainer) != 0
+    old = trainer.args.gradient_accumulation_steps % (trainer.args.steps_per_generation * trainer.num_iterations) != 0
     scores = [*(["ref_per_token_logps"] if trainer.beta else []), *(["old_per_token_logps"] if old else [])]
     return {**batch, **{name: torch.zeros(samples, completion) for name in scores}}
 
 
-def _generates_every(trainer: Any) -> int:
-    """Micro-batches from one generation to the next."""
-    return int(trainer.args.steps_per_generation * trainer.num_iterations)
+def _generation(trainer: Any, states: dict[Any, dict[str, Any]]) -> Phase:
+    """The trainer's generation of completions, each of the greatest length."""
 
-
-def _generation(trainer: Any, states: dict[Any, dict[str, Any]]) -> Callable[[Workload, int], Step]:
-    """The trainer's generation of completions: the prompts, and the last tokens, when the KV cache is largest.
-
-    Every sequence reaches the greatest length. If completions are generated more often than the weights are updated,
-    gradients are on the device.
-    """
-
-    def phase(workload: Workload, samples: int) -> Step:
+    def sizes(workload: Workload, samples: int) -> tuple[int, int, int]:
         rows = workload.make_batch(samples, None)
-        sequences, prompt = samples * trainer.args.steps_per_generation, rows["prompt_ids"].shape[1]
-        ids = torch.ones(sequences, prompt, dtype=torch.long)
-        completion = rows["completion_ids"].shape[1]
-        last = min(2, completion - 1)  # the scores of one token are alive while the next one is computed
-        whole = torch.ones(sequences, prompt + completion - last, dtype=torch.long)
-        settings = copy.deepcopy(trainer.generation_config)
-        settings.return_dict_in_generate = True
+        sequences = samples * trainer.args.steps_per_generation
+        return sequences, rows["prompt_ids"].shape[1], rows["completion_ids"].shape[1]
 
-        def step(model: Any, optimizer: Any) -> None:
-            model.train()
-            if _generates_every(trainer) < workload.accumulation:
-                workload.loss_of(model, workload.make_batch(samples, None)).backward()
-            with _accelerate_apart(states), torch.no_grad(), _in_precision(workload, model):
-                cache = _generate(
-                    model, settings, 1, input_ids=ids, attention_mask=torch.ones_like(ids)
-                ).past_key_values
-                if last:
-                    _fill(cache, whole.shape[1] - 1)
-                    mask = torch.ones_like(whole)
-                    _generate(model, settings, last, input_ids=whole, attention_mask=mask, past_key_values=cache)
-
-        return step
-
-    return phase
-
-
-@contextmanager
-def _in_precision(workload: Workload, model: Any) -> Iterator[None]:
-    """The model's forward in the workload's precision, as accelerate wraps it."""
-    with patch.object(model, "forward", workload.in_precision(model.forward)):
-        yield
-
-
-def _generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> Any:
-    """Generates tokens; whether all sequences have ended cannot be read from tokens without values."""
-    from transformers import GenerationMixin
-
-    settings.max_new_tokens = tokens
-    with patch.object(GenerationMixin, "_has_unfinished_sequences", side_effect=[True] * tokens + [False]):
-        return model.generate(**inputs, generation_config=settings)
-
-
-def _fill(cache: Any, tokens: int) -> None:
-    """Grows a cache of keys and values to `tokens`, or to the window of a sliding layer."""
-    for layer in cache.layers:
-        if getattr(layer, "keys", None) is not None and layer.keys.dim() == 4:
-            kept = min(tokens, layer.sliding_window - 1) if getattr(layer, "is_sliding", False) else tokens
-            for name in ("keys", "values"):
-                held = getattr(layer, name)
-                setattr(layer, name, held.new_empty(*held.shape[:2], kept, held.shape[3]))
-                if hasattr(layer, "cumulative_length"):
-                    layer.cumulative_length = tokens
+    return generation(trainer, sizes, partial(accelerate_apart, states))
 
 
 def _no_reward(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -291,18 +238,3 @@ def _tokenizer() -> Any:
     words = Tokenizer(models.WordLevel({"<end>": 0, _TOKEN: 1}, unk_token="<end>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
-
-
-@contextmanager
-def _accelerate_apart(states: dict[Any, dict[str, Any]]) -> Iterator[None]:
-    """Gives accelerate the process-wide states in `states`; the ones of the user's own run come back afterwards."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    kinds = (PartialState, AcceleratorState, GradientState)
-    with ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(patch.dict(kind._shared_state, states.get(kind, {}), clear=True))
-        try:
-            yield
-        finally:
-            states.update({kind: dict(kind._shared_state) for kind in kinds})

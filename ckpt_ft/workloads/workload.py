@@ -337,22 +337,6 @@ class Workload:
         return convert_outputs_to_fp32(torch.autocast(kind, self.autocast)(forward))
 
 
-def evaluation_of(rows: int) -> Callable[[Workload, int], Step]:
-    """The phase of evaluating the loss on batches of `rows` samples, as a Trainer without `compute_metrics` does."""
-
-    def phase(workload: Workload, samples: int) -> Step:
-        batch = workload.make_batch(rows, None)
-
-        def step(model: nn.Module, optimizer: Any) -> None:
-            model.eval()
-            with torch.no_grad():
-                workload.loss_of(model, batch).detach().mean()
-
-        return step
-
-    return phase
-
-
 def or_loop(function: Callable[..., Answer]) -> Callable[..., Answer]:
     """Lets `function(workload, budget, ...)` also be called with the parts of your own training loop:
 

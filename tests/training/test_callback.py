@@ -592,7 +592,7 @@ def test_an_error_of_a_trace_is_told_in_words(tmp_path: Path) -> None:
         raise KeyError(140059639035008)
 
     session = Session(ACArguments())
-    predicted, notes = session._predict(broken)
+    predicted, _, notes = session._predict(broken)
     assert predicted is None
     assert notes == [f"no prediction: the step cannot be traced: {__name__}.broken raised KeyError: 140059639035008"]
 

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -47,11 +49,12 @@ Peaks = dict[str, dict[str, int]]  # phase -> figure -> bytes
 
 
 class Meter(Protocol):
-    """`begin` opens a step in its forward phase, `enter` begins another phase, `end` returns the step's peaks and
-    `cancel` drops the step."""
+    """`begin` opens a step in its forward phase, `enter` begins another phase, `resume` returns to forward, `end`
+    returns the step's peaks and `cancel` drops the step."""
 
     def begin(self) -> None: ...
     def enter(self, phase: str) -> None: ...
+    def resume(self) -> None: ...
     def end(self) -> Peaks: ...
     def cancel(self) -> None: ...
 
@@ -88,7 +91,14 @@ class CpuMeter:
         self._tracker.start_step()
 
     def enter(self, phase: str) -> None:
-        pass
+        """Begins a phase other than forward, backward and optimizer, or the forward after it: ops tell the others."""
+        if self._tracker is not None and phase not in PHASES:
+            self._tracker.enter(phase)
+
+    def resume(self) -> None:
+        """Ends such a phase: what follows is forward."""
+        assert self._tracker is not None
+        self._tracker.enter("forward")
 
     def end(self) -> Peaks:
         trace = self._stop().trace("cpu")
@@ -136,6 +146,9 @@ class CudaMeter:
     def end(self) -> Peaks:
         self._close()
         return self._peaks
+
+    def resume(self) -> None:
+        self.enter("forward")
 
     def cancel(self) -> None:
         pass
@@ -281,6 +294,7 @@ class MemoryProfiler:
         self.batch = self.loss_batch = LargestBatch()  # of the step with the highest peak
         self._batch = self._loss_batch = LargestBatch()  # of the current step
         self._resident: dict[str, int] = {}
+        self._phases: dict[str, int] = defaultdict(int)  # how often each ran between steps
         self._open = False
         self._failed: StepTrace | None = None  # of a step that raised
         self._began = self._timed_seconds = 0.0
@@ -338,6 +352,33 @@ class MemoryProfiler:
             self._open = True
         self._began = time.perf_counter()
 
+    @contextmanager
+    def phase(self, name: str, between: bool = False) -> Iterator[None]:
+        """Measures what runs inside as a phase of its own, such as "generation" or "evaluation".
+
+        between: it runs between two steps. On a CPU only the first two such phases of a name are measured.
+        """
+        if between:
+            self._cancel()
+        inside, meter = self._open, self.meter
+        if not inside:
+            self._phases[name] += 1
+            if isinstance(meter, CpuMeter) and self._phases[name] > 2:
+                yield
+                return
+            meter.begin()
+        meter.enter(name)
+        try:
+            yield
+        except BaseException:
+            if not inside:
+                meter.cancel()
+            raise
+        if inside:
+            meter.resume()
+        else:
+            merge_peaks(self.peaks, {name: meter.end().get(name, {})})
+
     def step(self) -> dict[str, float]:
         """Ends an optimizer step and begins the next.
 
@@ -357,7 +398,7 @@ class MemoryProfiler:
             self.sampled += 1
             if self.device.type == "cuda" and not self._resident and self.model is not None:
                 self._resident = resident_bytes(nn.ModuleList([self.model, *self.auxiliary_models]), self.optimizer)
-            if self._batch.elements and _allocated(peaks) > _allocated(self.peaks):
+            if self._batch.elements and _of_step(peaks) > _of_step(self.peaks):
                 self.batch, self.loss_batch = self._batch, self._loss_batch
             merge_peaks(self.peaks, peaks)
             self.history.add(self.steps, peaks)
@@ -381,6 +422,7 @@ class MemoryProfiler:
         predicted: StepTrace | None = None,
         *,
         notes: Sequence[str] = (),
+        phases: Mapping[str, StepTrace] | None = None,
         max_batch: MaxBatch | None = None,
         next_policies: Sequence[PolicyRow] = (),
         **facts: Any,
@@ -389,12 +431,15 @@ class MemoryProfiler:
 
         Args:
             predicted: a trace of this process's step, to be shown beside the measurement.
+            phases: traces of what runs besides the step, by the names of `phase`.
             notes: this process's sentences; a sentence that several processes say is printed once.
             facts: for the provenance, such as policy and batch_size.
         """
         self._cancel()
         recorded = self.meter.fullest if isinstance(self.meter, CpuMeter) else None
-        mine = self._rank_memory(recorded, None if predicted is None else Prediction.from_trace(predicted))
+        mine = self._rank_memory(
+            recorded, None if predicted is None else Prediction.from_trace(predicted, phases or {})
+        )
         gathered = [(mine, list(notes))]
         if self.accelerator is not None:
             from accelerate.utils import gather_object
@@ -453,8 +498,8 @@ class MemoryProfiler:
 
 def merge_peaks(into: Peaks, step: Peaks) -> None:
     """Raises the peaks in `into` to those of one more `step`."""
-    for phase in PHASES:
-        for figure, nbytes in step.get(phase, {}).items():
+    for phase, figures in step.items():
+        for figure, nbytes in figures.items():
             known = into.setdefault(phase, {})
             known[figure] = max(known.get(figure, 0), nbytes)
 
@@ -500,6 +545,10 @@ def _outputs(value: Any) -> Iterator[torch.Tensor]:
 
 def _allocated(peaks: Peaks) -> int:
     return max((phase["allocated"] for phase in peaks.values()), default=0)
+
+
+def _of_step(peaks: Peaks) -> int:
+    return _allocated({phase: figures for phase, figures in peaks.items() if phase in PHASES})
 
 
 def _scalars(peaks: Peaks) -> dict[str, float]:

@@ -11,9 +11,10 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
@@ -101,13 +102,15 @@ class Prediction:
     bound: str = ""
 
     @classmethod
-    def from_trace(cls, trace: StepTrace) -> Prediction:
-        """The figures of the last step in `trace`."""
+    def from_trace(cls, trace: StepTrace, phases: Mapping[str, StepTrace] = MappingProxyType({})) -> Prediction:
+        """The figures of the last step in `trace`, and the peaks of other phases of the run."""
+        peaks = {**trace.peaks, **{name: phase.peak_allocated for name, phase in phases.items()}}
+        allocated = max(trace.peak_allocated, *(phase.peak_allocated for phase in phases.values()), 0)
         if trace.device == "cpu":
-            return cls(trace.device, trace.peak_allocated, trace.peaks)
+            return cls(trace.device, allocated, peaks)
         took = trace.seconds_parts
-        allocated, reserved = trace.peak_allocated, trace.peak_reserved
-        return cls(trace.device, allocated, trace.peaks, reserved, took.total, took.parts, took.bound)
+        reserved = max(trace.peak_reserved, *(phase.peak_reserved for phase in phases.values()), 0)
+        return cls(trace.device, allocated, peaks, reserved, took.total, took.parts, took.bound)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class RankMemory:
         device: "cpu", or the name of the GPU.
         steps: optimizer steps, of which `sampled` were measured.
         peaks: phase -> figure ("allocated", on CUDA also "reserved" and "active") -> bytes; the maximum over the
-            measured steps.
+            measured steps. Phases of a step, then others that were measured, such as "generation" and "evaluation".
         at_peak: category -> bytes at the moment of the peak. Empty if unknown.
         holders: the largest groups of allocations at that moment. Empty if unknown.
         seconds: per step, without the steps that the measurement slowed down; None if there were no others.

@@ -169,11 +169,15 @@ class StepTrace:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Peak bytes of each phase of the measured step, resident memory included; 0 for a phase that did not run."""
-        peaks, marks = dict.fromkeys(PHASES, 0), self.phase_marks
+        """Peak bytes of each phase of the measured step, resident memory included; 0 for a phase that did not run.
+
+        Phases that `Tracker.enter` began follow those of every step.
+        """
+        marks = [(at, name) for at, name in self.marks if at >= self.start and name not in ("step", EMPTIED)]
+        peaks = dict.fromkeys(PHASES, 0)
         ends = [at for at, _ in marks[1:]] + [len(self.events)]
         for (begin, phase), end in zip(marks, ends, strict=False):
-            peaks[phase] = max(peaks[phase], self.replay.peak_allocated(begin, end))
+            peaks[phase] = max(peaks.get(phase, 0), self.replay.peak_allocated(begin, end))
         return peaks
 
     @property

@@ -178,6 +178,13 @@ class Tracker(TorchDispatchMode):
         self._between = None
         self.recorder.mark("forward")
 
+    def enter(self, phase: str) -> None:
+        """Begin a phase that cannot be told from the ops, such as the generation of text."""
+        self._end_backward()
+        self.context.enter_phase("forward")
+        self._between = None
+        self.recorder.mark(phase)
+
     def resume_after_backward(self) -> None:
         """Continue as if a backward had just ended: its record was copied from an earlier step."""
         self.context.enter_phase("backward")

@@ -1,0 +1,424 @@
+"""Phases of a run besides the training step: the evaluation, and the generation of text.
+
+Both run the library's own code (`Trainer.evaluation_loop`, `GenerationMixin.generate`) on a few batches or tokens.
+What the others would have left on the device, predictions or a KV cache, is allocated at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.measure.profiler import LargestBatch
+from ckpt_ft.spec.training_spec import DataSpec
+
+from .adapters import without_adapters
+from .workload import Batch, Step, Workload
+
+Phase = Callable[[Workload, int], Step]
+Measure = Callable[[str, bool], AbstractContextManager[Any]]  # (phase, whether it is between steps)
+_RUN = 3  # batches of an evaluation that are traced: the first, and the last two
+
+
+class Watch:
+    """Notes what a live trainer evaluates and generates besides its steps, and has each phase measured.
+
+    Args:
+        measure: opens the measurement of a phase.
+    """
+
+    def __init__(self, trainer: Any, measure: Measure) -> None:
+        self.trainer, self._measure = trainer, measure
+        self._largest = self._last = LargestBatch()
+        self._batches = self._answers = 0  # of the evaluation: how many, and tokens that were generated
+        self._loss_only, self._evaluating = True, False
+        self._rollouts = (0, 0, 0)  # sequences, tokens of the prompts and of the answers
+        for name, wrap in (
+            ("evaluation_loop", self._evaluates),
+            ("_prepare_inputs", self._prepares),
+            ("_generate_and_score_completions", self._generates),
+        ):
+            if hasattr(trainer, name):
+                own = getattr(trainer, name)
+                setattr(trainer, name, functools.wraps(own)(partial(wrap, own)))
+
+    def phases(self) -> dict[str, Phase]:
+        """The phases that were seen, for a workload."""
+        found = {}
+        if self._batches:
+            found["evaluation"] = evaluation(
+                self.trainer,
+                lambda workload, last: (self._last if last else self._largest).again()[1],
+                self._batches,
+                self._loss_only,
+                self._answers,
+            )
+        if self._rollouts[0]:
+            found["generation"] = generation(self.trainer, lambda workload, samples: self._rollouts)
+        return found
+
+    def _evaluates(self, own: Callable[..., Any], loader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        only = args[0] if args else kwargs.get("prediction_loss_only")
+        self._loss_only = self.trainer.args.prediction_loss_only if only is None else only
+        self._batches, self._largest, self._evaluating = 0, LargestBatch(), True
+        try:
+            with (
+                self._measure("evaluation", True),
+                patch.object(self.trainer.model, "generate", self._counted, create=True),
+            ):
+                return own(loader, description, *args, **kwargs)
+        finally:
+            self._evaluating = False
+
+    def _counted(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.trainer.model
+        out = type(model).generate(model, *args, **kwargs)
+        given = 1 if model.config.is_encoder_decoder else kwargs["input_ids"].shape[1]
+        self._answers = max(self._answers, out.shape[1] - given)
+        return out
+
+    def _prepares(self, own: Callable[..., Any], inputs: Any) -> Any:
+        out = own(inputs)
+        if self._evaluating:
+            self._batches += 1
+            self._last = LargestBatch()
+            for noted in (self._last, self._largest):
+                noted.note((), out)
+        return out
+
+    def _generates(self, own: Callable[..., Any], inputs: Any) -> Any:
+        if self._evaluating:
+            return own(inputs)
+        with self._measure("generation", False):
+            out = own(inputs)
+        sequences, prompt = out["prompt_ids"].shape
+        self._rollouts = max(self._rollouts, (sequences, prompt, out["completion_ids"].shape[1]))
+        return out
+
+
+def _generates_every(trainer: Any) -> int:
+    """Micro-batches of an online trainer from one generation to the next."""
+    return int(trainer.args.steps_per_generation * trainer.num_iterations)
+
+
+def evaluation(
+    trainer: Any,
+    make_batch: Callable[[Workload, bool], Batch],
+    batches: int,
+    loss_only: bool,
+    generated: int = 0,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Phase:
+    """The phase of `Trainer.evaluate()`.
+
+    Without `eval_accumulation_steps`, predictions of all batches are kept on the device, and each batch concatenates
+    them anew (`EvalLoopContainer` in transformers/trainer_pt_utils.py).
+
+    Args:
+        make_batch: (workload, whether it is the last one) -> a batch.
+        batches: how many there are.
+        loss_only: whether predictions are dropped, as a Trainer without `compute_metrics` does.
+        generated: tokens of the answers, for a trainer that generates what it evaluates.
+        around: what surrounds the trainer's code.
+    """
+    every = trainer.args.eval_accumulation_steps
+    chunks = [min(every or batches, batches - start) for start in range(0, batches, every or batches)]
+    chunks = chunks[:2] + chunks[-1:] if len(chunks) > 2 else chunks
+
+    def phase(workload: Workload, samples: int) -> Step:
+        def step(model: nn.Module, optimizer: Any) -> None:
+            kept: list[Any] = []
+            twin = _twin(trainer, model, optimizer, workload)
+            twin.args.eval_accumulation_steps = min(every, _RUN) if len(chunks) > 1 else None
+            loader = _loader(workload, make_batch, chunks, kept)
+            if generated and hasattr(trainer, "_generate_and_score_completions"):
+                twin._prepare_inputs = partial(_generated, model, trainer.generation_config)
+            answers = patch.object(model, "generate", partial(_answers, model, generated), create=True)
+            with around(), _in_precision(workload, model), _kept_by(kept, workload.device == "cpu"), answers:
+                type(trainer).evaluation_loop(twin, loader, "Evaluation", loss_only)
+            model.train()
+
+        return step
+
+    return phase
+
+
+def _twin(trainer: Any, model: nn.Module, optimizer: Any, workload: Workload) -> Any:
+    """A copy of the trainer that evaluates `model`, reports nothing, and leaves `trainer` as it is."""
+    twin = copy.copy(trainer)
+    for name in ("evaluation_loop", "compute_loss", "prediction_step"):
+        vars(twin).pop(name, None)  # as a callback has wrapped it
+    twin.args, twin.accelerator = copy.copy(trainer.args), copy.copy(trainer.accelerator)
+    twin.accelerator._models = [model]
+    twin.accelerator.unwrap_model = lambda given, *args, **kwargs: given
+    twin.model = twin.model_wrapped = model
+    twin.optimizer, twin.compute_metrics = optimizer, None  # metrics are computed on the host
+    twin.callback_handler = SimpleNamespace(on_prediction_step=lambda args, state, control: control)
+    twin._prepare_inputs = dict
+    processes = 1 if workload.launch is None else workload.launch.processes
+
+    def gather(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        return tree_map(lambda t: t.new_empty(processes * t.shape[0], *t.shape[1:]), tensors)
+
+    twin.gather_function = gather if processes > 1 else lambda tensors, *args, **kwargs: tensors
+    if hasattr(trainer, "_metrics"):
+        twin._metrics = copy.deepcopy(trainer._metrics)
+    return twin
+
+
+def _loader(
+    workload: Workload, make_batch: Callable[[Workload, bool], Batch], chunks: list[int], kept: list[Any]
+) -> Iterator[Batch]:
+    """Batches as a data loader gives them, each while the next one is there.
+
+    Predictions grow to those of the batches that are left out, before the last two of a chunk.
+    """
+    grown = [
+        count - run + 1 if place == 1 and count > run else 0
+        for count, run in ((count, min(count, _RUN)) for count in chunks)
+        for place in range(run)
+    ]
+    ahead = make_batch(workload, len(grown) == 1)
+    for place, times in enumerate(grown):
+        batch = ahead
+        if place + 1 < len(grown):
+            ahead = make_batch(workload, place + 2 == len(grown))
+            _touch(ahead)
+        for container in kept if times else ():
+            container.grow(times)
+        yield batch
+
+
+def _touch(batch: Any) -> None:
+    """Uses every tensor of a batch: a trace counts a tensor from its first use on."""
+    for tensor in tree_leaves(batch):
+        if isinstance(tensor, torch.Tensor):
+            tensor.detach()
+
+
+@contextmanager
+def _kept_by(kept: list[Any], on_cpu: bool) -> Iterator[None]:
+    """Containers of predictions that can be read without values.
+
+    on_cpu: a NumPy array shares the memory of the tensor that it was made of, until it is concatenated.
+    """
+    from transformers import trainer as module
+
+    class Kept(module.EvalLoopContainer):
+        tensors: Any
+        arrays: Any
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            kept.append(self)
+
+        def grow(self, times: int) -> None:
+            if self.tensors is not None:
+                self.tensors = tree_map(lambda t: t.new_empty(times * t.shape[0], *t.shape[1:]), self.tensors)
+
+        def to_cpu_and_numpy(self) -> None:
+            if self.tensors is None:
+                return
+            if on_cpu and (self.arrays is None or not self.do_nested_concat):
+                arrays = tree_map(lambda t: t.float() if t.dtype == torch.bfloat16 else t, self.tensors)
+                self.arrays = [*(self.arrays or []), arrays]
+            elif on_cpu:
+                self.arrays = []
+            self.tensors = None
+
+        def get_arrays(self) -> Any:
+            self.to_cpu_and_numpy()
+            self.arrays = None
+            return np.zeros(1)
+
+    with patch.object(module, "EvalLoopContainer", Kept):
+        try:
+            yield
+        finally:
+            kept.clear()
+
+
+def generation(
+    trainer: Any,
+    sizes: Callable[[Workload, int], tuple[int, int, int]],
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Phase:
+    """The phase in which TRL's GRPO or RLOO trainer generates what it trains on, and scores it.
+
+    If completions are generated more often than the weights are updated, gradients are on the device.
+
+    Args:
+        sizes: (workload, samples) -> sequences, tokens of the prompts, and of the answers. Every answer has the
+            greatest length.
+    """
+
+    def phase(workload: Workload, samples: int) -> Step:
+        sequences, prompt, answer = sizes(workload, samples)
+
+        def step(model: Any, optimizer: Any) -> None:
+            model.train()
+            if _generates_every(trainer) < workload.accumulation:
+                workload.loss_of(model, workload.make_batch(samples, None)).backward()
+            with around(), torch.no_grad(), _in_precision(workload, model):
+                if not trainer.use_vllm:
+                    ids = torch.ones(sequences, prompt, dtype=torch.long)
+                    mask = torch.ones_like(ids)
+                    _generate(model, trainer.generation_config, answer, input_ids=ids, attention_mask=mask)
+                _score(_twin(trainer, model, optimizer, workload), model, sequences, prompt, answer)
+
+        return step
+
+    return phase
+
+
+def _score(twin: Any, model: Any, sequences: int, prompt: int, answer: int) -> None:
+    """The log-probabilities of the answers by the model and its reference, in parts of a micro-batch.
+
+    `_generate_and_score_completions` of trl/trainer/{grpo,rloo}_trainer.py says which of them are computed.
+    """
+    ids = torch.ones(sequences, prompt + answer, dtype=torch.long)
+    rows = twin.args.per_device_train_batch_size
+    given = ids[: 2 * rows], torch.ones_like(ids)[: 2 * rows], answer, rows  # all parts are alike
+    aligned = twin.args.gradient_accumulation_steps % _generates_every(twin) == 0
+    corrects = twin.use_vllm and getattr(twin, "vllm_importance_sampling_correction", True)
+    kept = []
+    if not hasattr(twin, "loss_type") or not aligned or corrects:  # RLOO has no loss_type
+        kept.append(twin._get_per_token_logps_and_entropies(model, *given)[0])
+    if twin.beta:
+        base = model.disable_adapter() if twin.ref_model is None else nullcontext()
+        with base:
+            kept.append(twin._get_per_token_logps_and_entropies(twin.ref_model or model, *given)[0])
+
+
+def _generated(model: Any, settings: Any, batch: Batch) -> Batch:
+    """The batch of an online trainer, after its answers have been generated."""
+    prompt, answer = batch["prompt_ids"], batch["completion_ids"]
+    _generate(model, settings, answer.shape[1], input_ids=prompt, attention_mask=torch.ones_like(prompt))
+    return dict(batch)
+
+
+def _answers(model: Any, tokens: int, **inputs: Any) -> Any:
+    """`model.generate` for answers of a known length."""
+    settings = inputs.pop("generation_config", None) or model.generation_config
+    return _generate(model, settings, tokens, **inputs)
+
+
+@torch.no_grad()
+def _generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> torch.Tensor:
+    """Generates `tokens`: the prompt, and the last ones, when the KV cache is largest; returns all sequences."""
+    settings = copy.deepcopy(settings)
+    if (settings.num_beams or 1) > 1:
+        raise UserError(f"num_beams {settings.num_beams}: the KV cache of a beam search is not predicted")
+    settings.return_dict_in_generate, settings.max_length = True, None
+    last = min(2, tokens - 1)  # the scores of one token are alive while the next one is computed
+    encodes, given = model.config.is_encoder_decoder, inputs[model.main_input_name]
+    if encodes:
+        inputs["encoder_outputs"] = model.get_encoder()(given, attention_mask=inputs.get("attention_mask"))
+    cache = _sample(model, settings, 1, **inputs).past_key_values
+    prompt = 1 if encodes else given.shape[1]
+    if last:
+        _fill(cache, prompt + tokens - last - 1)
+        first = settings.decoder_start_token_id or 0
+        one = torch.full((1, 1), first if encodes else 1)  # what is held before is the prompt: these take no memory
+        ids, mask = (one.expand(given.shape[0], 1 if encodes else prompt + tokens - last) for _ in range(2))
+        named = {"decoder_input_ids": ids} if encodes else {"input_ids": ids, "attention_mask": mask}
+        _sample(model, settings, last, **{**inputs, **named, "past_key_values": cache})
+    return torch.ones(given.shape[0], prompt + tokens, dtype=torch.long)
+
+
+def _sample(model: Any, settings: Any, tokens: int, **inputs: Any) -> Any:
+    """Generates tokens; whether all sequences have ended cannot be read from tokens without values."""
+    from transformers import GenerationMixin
+
+    settings.max_new_tokens = tokens
+    with patch.object(GenerationMixin, "_has_unfinished_sequences", side_effect=[True] * tokens + [False]):
+        return type(model).generate(model, **inputs, generation_config=settings)
+
+
+def _fill(cache: Any, tokens: int) -> None:
+    """Grows a cache of keys and values to `tokens`, or to the window of a sliding layer."""
+    for layer in getattr(cache, "self_attention_cache", cache).layers:
+        if getattr(layer, "keys", None) is not None and layer.keys.dim() == 4:
+            kept = min(tokens, layer.sliding_window - 1) if getattr(layer, "is_sliding", False) else tokens
+            for name in ("keys", "values"):
+                held = getattr(layer, name)
+                setattr(layer, name, held.new_empty(*held.shape[:2], kept, held.shape[3]))
+                if hasattr(layer, "cumulative_length"):
+                    layer.cumulative_length = tokens
+
+
+@contextmanager
+def _in_precision(workload: Workload, model: Any) -> Iterator[None]:
+    """The model's forward in the workload's precision, as accelerate wraps it."""
+    with patch.object(model, "forward", workload.in_precision(model.forward)):
+        yield
+
+
+def evaluation_of(data: DataSpec, model: Any, trainer: Any = None, states: Any = None) -> Phase:
+    """The evaluation that a spec describes: of the loss, or with the logits of `data.eval_samples` rows.
+
+    trainer: TRL's trainer of the step, and accelerate's `states` of it; None for transformers' own.
+    """
+    rows, samples = data.eval_batch_size, data.eval_samples
+    if not samples:
+        return partial(_loss_of, rows)
+    states = {} if states is None else states
+    options: dict[str, Any] = {"per_device_eval_batch_size": rows}
+    options["eval_accumulation_steps"] = data.eval_accumulation_steps or None
+    with accelerate_apart(states), tempfile.TemporaryDirectory() as folder:
+        if trainer is None:
+            from transformers import Trainer, TrainingArguments
+            from transformers.utils import find_labels
+
+            trainer = Trainer(nn.Linear(1, 1), TrainingArguments(folder, use_cpu=True, report_to="none"))
+            trainer.label_names = find_labels(type(without_adapters(model)))
+        else:
+            trainer = copy.copy(trainer)
+        trainer.args = dataclasses.replace(trainer.args, **options)
+    batches = -(-samples // rows)
+
+    def make_batch(workload: Workload, last: bool) -> Batch:
+        return workload.make_batch(samples - rows * (batches - 1) if last else rows, None)
+
+    return evaluation(trainer, make_batch, batches, False, around=partial(accelerate_apart, states))
+
+
+def _loss_of(rows: int, workload: Workload, samples: int) -> Step:
+    """An evaluation whose batches leave nothing behind."""
+    batch = workload.make_batch(rows, None)
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        model.eval()
+        with torch.no_grad():
+            workload.loss_of(model, batch).detach().mean()
+
+    return step
+
+
+@contextmanager
+def accelerate_apart(states: dict[Any, dict[str, Any]]) -> Iterator[None]:
+    """Gives accelerate the process-wide states in `states`; the ones of the user's own run come back afterwards."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    kinds = (PartialState, AcceleratorState, GradientState)
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(patch.dict(kind._shared_state, states.get(kind, {}), clear=True))
+        try:
+            yield
+        finally:
+            states.update({kind: dict(kind._shared_state) for kind in kinds})

@@ -1,0 +1,128 @@
+"""Phases of a live run besides the training step: predicted as ACCallback measures them on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
+
+from ckpt_ft.memory.measure.report import RankMemory
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.callback import ACCallback
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.trl_trainers import _no_reward, _tokenizer
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+SIZES = {"vocab_size": 700, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+ROWS = Dataset.from_list([{"input_ids": (row := [1 + (7 * i + j) % 200 for j in range(24)]), "labels": row}
+                          for i in range(21)])  # fmt: skip
+ARGUMENTS = {
+    "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "use_cpu": True, "report_to": "none",
+    "save_strategy": "no", "disable_tqdm": True, "per_device_train_batch_size": 2, "logging_strategy": "no",
+}  # fmt: skip
+METRICS = {"compute_metrics": lambda predictions: {"size": float(predictions.predictions[0].size)}}
+
+
+def llama(folder: Path) -> Any:
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **SIZES)).save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder)
+
+
+def reported(trainer: Any) -> RankMemory:
+    callback = ACCallback(ACArguments(ac_policy=None, ac_report="json")).attach(trainer)
+    trainer.train()
+    assert callback.report is not None
+    (rank,) = callback.report.ranks
+    return rank
+
+
+def check(rank: RankMemory, phase: str) -> int:
+    """Returns the predicted bytes of a phase, after comparing them with the measured ones."""
+    assert rank.predicted is not None
+    found = rank.predicted.peaks[phase]
+    assert found == pytest.approx(rank.peaks[phase]["allocated"], rel=2e-3)
+    return found
+
+
+def test_logits_for_metrics_are_kept(tmp_path: Path) -> None:
+    """In three batches of 8, 8 and 5 rows: the last concatenation holds the peak of the run."""
+    model = llama(tmp_path)
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), **ARGUMENTS), None, ROWS, ROWS, **METRICS)
+    rank = reported(trainer)
+    found = check(rank, "evaluation")
+    assert found == rank.predicted.allocated > 1.3 * rank.predicted.peaks["backward"]
+    assert sum(rank.at_peak.values()) == rank.peak() == rank.peaks["evaluation"]["allocated"]
+    spec = TrainingSpec.of(str(tmp_path), seq_length=24, batch_size=2, eval_batch_size=8, eval_samples=21)
+    traces = load(spec, "cpu").trace_phases(2)
+    assert traces["evaluation"].peak_allocated == pytest.approx(found, rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"per_device_eval_batch_size": 2},
+        {"per_device_eval_batch_size": 2, "eval_accumulation_steps": 4},
+        {"bf16": True, "eval_accumulation_steps": 1},
+        {"include_for_metrics": ["inputs", "loss"], "eval_do_concat_batches": False},
+        {"prediction_loss_only": True},
+        {"preprocess": True},
+        {"no metrics": True},
+    ],
+)
+def test_settings_of_the_evaluation(options: dict[str, Any], tmp_path: Path) -> None:
+    given: dict[str, Any] = {} if options.pop("no metrics", False) else METRICS
+    if options.pop("preprocess", False):
+        given = {**METRICS, "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    args = TrainingArguments(str(tmp_path), **ARGUMENTS, **options)
+    check(reported(Trainer(llama(tmp_path), args, None, ROWS, ROWS, **given)), "evaluation")
+
+
+@pytest.mark.slow
+def test_text_that_is_generated_for_metrics(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    args = Seq2SeqTrainingArguments(
+        str(tmp_path), **ARGUMENTS, predict_with_generate=True, generation_max_length=40
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(T5Config(vocab_size=300, **sizes))
+    check(reported(Seq2SeqTrainer(model, args, None, ROWS, ROWS, **METRICS)), "evaluation")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("GRPO", {"beta": 0.1}),
+        pytest.param("GRPO", {"gradient_accumulation_steps": 4}, marks=pytest.mark.slow),
+        pytest.param("RLOO", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_generation_is_measured_and_predicted(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Completions, and their log-probabilities; the evaluation generates, too."""
+    trl = pytest.importorskip("trl")
+    args = getattr(trl, f"{kind}Config")(
+        str(tmp_path), **{**ARGUMENTS, "per_device_train_batch_size": 4, "bf16": False}, num_generations=4,
+        max_completion_length=16, gradient_checkpointing=False, **options,
+    )  # fmt: skip
+    rows = Dataset.from_list([{"prompt": " ".join(["a"] * 8)}] * 8)
+    trainer = getattr(trl, f"{kind}Trainer")(
+        llama(tmp_path), _no_reward, args, train_dataset=rows, eval_dataset=rows, processing_class=_tokenizer()
+    )
+    rank = reported(trainer)
+    assert check(rank, "evaluation") > check(rank, "generation")
+    assert rank.peaks["forward"]["allocated"] == pytest.approx(rank.predicted.peaks["forward"], rel=2e-3)
