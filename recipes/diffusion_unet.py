@@ -22,7 +22,7 @@ from ckpt_ft.training.diffusion.denoiser import prepare
 from ckpt_ft.training.diffusion.encoders import load_denoiser
 from ckpt_ft.training.diffusion.loop import Run, run_with_replanning
 from ckpt_ft.training.diffusion.workload import diffusion_workload, load_data
-from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.samples.drawings import LEARNED_PROMPTS
 from ckpt_ft.training.samples.pipelines import tiny_pipeline_dir

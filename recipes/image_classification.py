@@ -23,7 +23,7 @@ from transformers import Trainer
 from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
-from ckpt_ft.training.images.classification import (
+from ckpt_ft.training.classification import (
     ImageRows,
     VisionArguments,
     accuracy,

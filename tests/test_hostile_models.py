@@ -16,7 +16,7 @@ from transformers import ViTImageProcessor
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.training.images.classification import load_classifier, load_processor
+from ckpt_ft.training.classification import load_classifier, load_processor
 from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import read_config

@@ -16,7 +16,7 @@ from ckpt_ft.spec.training_file import read_training_file
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
-from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
+from ckpt_ft.training.images import ImageArguments, load_captioned
 from ckpt_ft.training.models import ModelArguments, load_tokenizer
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.text import DataArguments, encode_rows, load_rows

@@ -30,7 +30,7 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.defaults import TRAINED_TOWERS
 from ckpt_ft.training.flags import AtLeastOne, Count, Length, SplitArguments, flag
-from ckpt_ft.training.images.files import image_files, named_columns, open_image
+from ckpt_ft.training.images import image_files, named_columns, open_image
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 from ckpt_ft.training.text import (
     IGNORED,

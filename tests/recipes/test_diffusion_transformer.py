@@ -27,7 +27,7 @@ from ckpt_ft.errors import Interrupted, UserError, run
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import TransformerArguments, TransformerLoopArguments
-from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.session import Session
 from ckpt_ft.units import parse_bytes

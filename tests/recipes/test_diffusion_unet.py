@@ -33,7 +33,7 @@ from ckpt_ft.training.checkpoints import PIPELINE_LORA, last_complete_checkpoint
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.diffusion.sampling import Validation
-from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.training.session import Session

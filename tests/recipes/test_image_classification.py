@@ -38,7 +38,7 @@ QUIET = ["--disable_tqdm", "true", "--ac_report", "none", "--eval_strategy", "no
 def _drawn_once() -> Iterator[None]:
     """Six thousand images are drawn in a second; the data set that holds them is never changed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_ft.training.images.classification.drawn_shapes", cache(drawn_shapes))
+        patch.setattr("ckpt_ft.training.classification.drawn_shapes", cache(drawn_shapes))
         yield
 
 

@@ -73,7 +73,7 @@ def test_a_classifier_has_its_recipe() -> None:
 @pytest.mark.parametrize("recipe", ["llm", "image_classification"])
 def test_the_recipes_read_their_commands(recipe: str) -> None:
     from ckpt_ft.training.arguments import ACArguments
-    from ckpt_ft.training.images.classification import VisionArguments
+    from ckpt_ft.training.classification import VisionArguments
     from ckpt_ft.training.models import ModelArguments
     from ckpt_ft.training.run_arguments import RunArguments, parse_args
     from ckpt_ft.training.text import DataArguments

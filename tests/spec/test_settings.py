@@ -62,10 +62,10 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "ckpt_ft.training.run_arguments.RunArguments": KINDS["llm"],
     "ckpt_ft.training.vision_language.VisionLanguageArguments": KINDS["vlm"],
     "ckpt_ft.training.vision_language.VisionLanguageModelArguments": KINDS["vlm"],
-    "ckpt_ft.training.images.classification.VisionArguments": KINDS["image_classification"],
+    "ckpt_ft.training.classification.VisionArguments": KINDS["image_classification"],
     "ckpt_ft.training.diffusion.arguments.DiffusionModelArguments": KINDS["diffusion_unet"],
     "ckpt_ft.training.diffusion.arguments.LoopArguments": KINDS["diffusion_unet"],
-    "ckpt_ft.training.images.captioned.ImageArguments": KINDS["diffusion_unet"],
+    "ckpt_ft.training.images.ImageArguments": KINDS["diffusion_unet"],
     "ckpt_ft.training.diffusion.arguments.TransformerArguments": KINDS["diffusion_transformer"],
     "ckpt_ft.training.diffusion.arguments.TransformerLoopArguments": KINDS["diffusion_transformer"],
 }

@@ -21,7 +21,7 @@ from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.checkpoints import RunDirectory, write_manifest
 from ckpt_ft.training.diffusion.loop import Run
 from ckpt_ft.training.fit import Fitted, next_policies
-from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.session import Session
 from ckpt_ft.training.text import PadCollator
 from ckpt_ft.training.trainer import train_with_replanning

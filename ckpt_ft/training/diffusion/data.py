@@ -31,13 +31,14 @@ from torch.utils.data import Dataset as TorchDataset
 
 from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.files import cache_root, write
-from ckpt_ft.training.images.captioned import (
+from ckpt_ft.training.images import (
     ImageArguments,
     framed,
     load_captioned,
     load_class_images,
+    open_image,
+    size_of,
 )
-from ckpt_ft.training.images.files import open_image, size_of
 from ckpt_ft.workloads.sample_sizes import Lengths, Size, nearest, sizes_of
 
 from .arguments import LoopArguments

@@ -32,7 +32,7 @@ from ckpt_ft.training.checkpoints import (
     written,
 )
 from ckpt_ft.training.fit import Fitted, fit, launch_of, replans, smaller_budget
-from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.models import kind_of
 from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
 from ckpt_ft.units import format_bytes

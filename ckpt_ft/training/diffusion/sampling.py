@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from ckpt_ft.errors import WorkFailed, is_oom, one_line
 from ckpt_ft.files import check_writable, write
-from ckpt_ft.training.images.captioned import ImageArguments, missing_class_images, save_class_image
+from ckpt_ft.training.images import ImageArguments, missing_class_images, save_class_image
 from ckpt_ft.training.samples.drawings import contact_sheet, drawings
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters

@@ -30,7 +30,7 @@ from ckpt_ft.training.diffusion.data import (
 from ckpt_ft.training.diffusion.encoders import Encoders, checked_resolution, family_of, frozen_dtype, load_denoiser
 from ckpt_ft.training.diffusion.families import Family
 from ckpt_ft.training.diffusion.sampling import Sampler, Validation, draw_class_images
-from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion_models import inpaints
 from ckpt_ft.workloads.optimizers import optimizer_maker

@@ -24,8 +24,7 @@ from ckpt_ft.training.diffusion.data import EndlessBatches, FramedImages, cache_
 from ckpt_ft.training.diffusion.encoders import Encoders
 from ckpt_ft.training.diffusion.families import UNET_XL
 from ckpt_ft.training.diffusion.loop import read_losses
-from ckpt_ft.training.images.captioned import ImageArguments, framed, load_captioned
-from ckpt_ft.training.images.files import size_of
+from ckpt_ft.training.images import ImageArguments, framed, load_captioned, size_of
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -18,7 +18,7 @@ from ckpt_ft.errors import WorkFailed
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.data import EndlessBatches, FramedImages, cache_latents
 from ckpt_ft.training.diffusion.encoders import Encoders, family_of
-from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
+from ckpt_ft.training.images import ImageArguments, load_captioned
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 

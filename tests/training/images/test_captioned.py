@@ -14,7 +14,7 @@ from PIL import Image
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
-from ckpt_ft.training.images.captioned import ImageArguments, framed, load_captioned
+from ckpt_ft.training.images import ImageArguments, framed, load_captioned
 from ckpt_ft.training.samples.drawings import COMBINATIONS, Drawing, drawings
 
 

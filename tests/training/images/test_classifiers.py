@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.images.classification import (
+from ckpt_ft.training.classification import (
     ImageRows,
     check_batch_norm,
     collate,

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.images.captioned import (
+from ckpt_ft.training.images import (
     ImageArguments,
     load_captioned,
     load_class_images,

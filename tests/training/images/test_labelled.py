@@ -13,8 +13,8 @@ from PIL import Image
 from transformers import EvalPrediction
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.images.classification import VisionArguments, accuracy, load_images
-from ckpt_ft.training.images.files import open_image, to_rgb
+from ckpt_ft.training.classification import VisionArguments, accuracy, load_images
+from ckpt_ft.training.images import open_image, to_rgb
 
 
 def folder(root: Path, **counts: int) -> Path:

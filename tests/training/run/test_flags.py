@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.training.classification import VisionArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
-from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.training.images.classification import VisionArguments
+from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.preferences import DPOArguments
 from ckpt_ft.training.run_arguments import RunArguments, parse_args

@@ -21,11 +21,10 @@ from PIL import Image, ImageOps
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.flags import Pixels, Range, SplitArguments, changed, flag, load_split
+from ckpt_ft.training.images import image_files, named_columns, open_image, readable, undecoded
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 from ckpt_ft.training.samples.drawings import drawn_shapes
 from ckpt_ft.validation import library_reads
-
-from .files import image_files, named_columns, open_image, readable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -81,7 +80,7 @@ def _load(args: VisionArguments, evaluate: bool) -> tuple[Dataset, Dataset | Non
     if args.dataset_name is None:
         shapes = drawn_shapes(resolution=_SHAPES_RESOLUTION).select_columns(["image", "label"])
         train = shapes.select(range(_SHAPES_HELD_OUT, len(shapes))) if own_test else shapes
-        return _undecoded(train), _undecoded(shapes.select(range(_SHAPES_HELD_OUT))) if own_test else None
+        return undecoded(train), undecoded(shapes.select(range(_SHAPES_HELD_OUT))) if own_test else None
     read = _load_folder if Path(args.dataset_name).is_dir() else _load_hub
     return read(args, args.dataset_train_split), read(args, args.dataset_test_split) if own_test else None
 
@@ -92,13 +91,12 @@ def _load_hub(args: VisionArguments, split: str) -> Dataset:
         load_split(name, args.dataset_config, split), name, ("image_column", args.image_column, "image"),
         ("label_column", args.label_column, "label"),
     )  # fmt: skip
-    return _undecoded(rows)
+    return undecoded(rows)
 
 
 def _load_folder(args: VisionArguments, split: str) -> Dataset:
     """Reads `folder/split/class/*.png`, or for training `folder/class/*.png`, so that errors can name the class."""
     from datasets import ClassLabel, Dataset, Features, Value
-    from datasets import Image as ImageFeature
 
     top = Path(args.dataset_name or "")
     root = top / split
@@ -124,17 +122,7 @@ def _load_folder(args: VisionArguments, split: str) -> Dataset:
         "label": [names.index(name) for name, files in images.items() for _ in files],
     }
     features = Features(image=Value("string"), label=ClassLabel(names=names))
-    return Dataset.from_dict(rows, features=features).cast_column("image", ImageFeature(decode=False))
-
-
-def _undecoded(rows: Dataset) -> Dataset:
-    from datasets import Image as ImageFeature
-
-    try:
-        return rows.cast_column("image", ImageFeature(decode=False))
-    except (TypeError, ValueError) as error:
-        kind = rows.features["image"]
-        raise UserError(f"the image column holds {kind}, which cannot be read as images") from error
+    return undecoded(Dataset.from_dict(rows, features=features))
 
 
 def class_names(rows: Dataset, source: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Captioned images for diffusion: from the Hub, a folder, or drawn shapes; or of one subject, for DreamBooth.
+"""Image files as RGB pictures, and captioned images for diffusion: from the Hub, a folder, shapes, or of one subject.
 
 A folder has a metadata.jsonl, or a .txt file beside each image. DreamBooth (Ruiz et al., 2022,
 https://arxiv.org/abs/2208.12242) trains on a few images of one subject under one prompt, and keeps what the model
@@ -8,16 +8,19 @@ one line that names the file or the row. The flags are named as in diffusers' sc
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError, meant, one_line
 from ckpt_ft.training.flags import (
     AtLeastOne,
     Count,
@@ -33,11 +36,143 @@ from ckpt_ft.training.flags import (
 from ckpt_ft.training.samples.drawings import COMBINATIONS, drawn_shapes
 from ckpt_ft.workloads.sample_sizes import AUTO, Size, read_buckets
 
-from .files import UNDECODABLE, image_files, named_columns, readable
-
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
+
+
+DECODED = 5_000  # images that are decoded completely before training; of later ones only the header is read
+_SHOWN = 3  # bad images named in an error
+UNDECODABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # errors of Pillow's decoders
+_ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for a quarter turn
+_GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+
+
+def image_files(folder: Path, *, below: bool = True) -> list[Path]:
+    """Returns the image files in `folder`, sorted; with `below` also those in folders below it. Skips hidden files."""
+    suffixes = Image.registered_extensions()
+    return sorted(
+        path
+        for path in (folder.rglob("*") if below else folder.iterdir())
+        if path.suffix.lower() in suffixes and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+
+
+def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) -> Dataset:
+    """Selects and renames columns, each given as (the flag that names it, its name, its new name)."""
+    flags: dict[str, str] = {}
+    for asked, column, _ in columns:
+        if (other := flags.setdefault(column, asked)) != asked:
+            raise UserError(f"--{other} and --{asked} both name the column {column}; give each its own")
+        if column not in rows.column_names:
+            likely, there = meant(column, rows.column_names), ", ".join(rows.column_names)
+            raise UserError(f"--{asked} {column}: {source} has no such column{likely}; it has {there}")
+    rows = rows.select_columns([column for _, column, _ in columns])
+    return rows.rename_columns({theirs: ours for _, theirs, ours in columns if theirs != ours})
+
+
+def undecoded(rows: Dataset) -> Dataset:
+    """Returns `rows` whose column `image` is fetched as files or bytes.
+
+    Raises:
+        UserError: it holds no images.
+    """
+    from datasets import Image as ImageFeature
+
+    try:
+        return rows.cast_column("image", ImageFeature(decode=False))
+    except (TypeError, ValueError) as error:
+        kind = rows.features["image"]
+        raise UserError(f"the image column holds {kind}, which cannot be read as images") from error
+
+
+def readable(rows: Dataset, source: str, *, skip: bool) -> Dataset:
+    """Returns the rows whose undecoded `image` can be read; prints the others, and what is converted to RGB."""
+    problems: dict[int, str] = {}
+    kinds: Counter[str] = Counter()
+    for row, image in enumerate(rows["image"]):
+        problem, kind = _inspect(image, row)
+        if problem is not None:
+            problems[row] = problem
+        elif kind:
+            kinds[kind] += 1
+    if problems and not skip:
+        named = "; ".join(list(problems.values())[:_SHOWN])
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise UserError(f"{source}: {named}{more}; repair them, or leave them out with --skip_bad_images")
+    for problem in problems.values():
+        print(f"skipped: {problem}", flush=True)
+    if kinds:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        print(f"{source}: made RGB of {sum(kinds.values())} of {len(rows)} images ({counts})", flush=True)
+    if len(problems) == len(rows):
+        raise UserError(f"{source}: no readable image is left" if problems else f"{source}: there is no image in it")
+    return rows.select([row for row in range(len(rows)) if row not in problems]) if problems else rows
+
+
+def _inspect(image: Mapping[str, Any] | None, row: int) -> tuple[str | None, str]:
+    """Returns why the image cannot be used (None if it can), and its kind if it is not RGB."""
+    if image is None or (image["bytes"] is None and not image["path"]):
+        return f"row {row + 1} has no image", ""
+    name = image["path"] or f"the image of row {row + 1}"
+    try:
+        if image["bytes"] is None and not Path(image["path"]).is_file():
+            return f"{name} does not exist", ""
+        if not (len(image["bytes"]) if image["bytes"] is not None else Path(image["path"]).stat().st_size):
+            return f"{name} is empty (0 bytes)", ""
+        with _opened(image) as opened:
+            kind = _kind(opened)
+            if row < DECODED:
+                to_rgb(opened)
+    except UnidentifiedImageError:
+        return f"{name} is no image that Pillow can read", ""
+    except UNDECODABLE as error:
+        return f"{name} cannot be read ({one_line(error)})", ""
+    return None, kind
+
+
+def open_image(image: Mapping[str, Any]) -> Image.Image:
+    """Returns the RGB picture of an undecoded `image` cell (`bytes` or `path`), turned as its EXIF data says."""
+    try:
+        with _opened(image) as opened:
+            return to_rgb(opened)
+    except UNDECODABLE as error:
+        name = image["path"] or "an image"
+        raise UserError(f"{name} cannot be read ({one_line(error)}); repair it or take it out") from error
+
+
+def size_of(image: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns height and width of the picture that `open_image` returns; reads only the file's header."""
+    try:
+        with _opened(image) as opened:
+            width, height = opened.size
+            turned = opened.getexif().get(_ORIENTATION) in _QUARTER_TURNS
+    except UNDECODABLE as error:
+        raise UserError(f"{image['path'] or 'an image'} cannot be read ({one_line(error)})") from error
+    return (width, height) if turned else (height, width)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Converts to RGB: grey in three channels (16 bits cut to 8), transparency over white, turned as EXIF says."""
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        over = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", over.size, "white"), over).convert("RGB")
+    if image.mode.startswith("I;16"):  # Pillow's own conversion turns everything above 255 white
+        image = image.convert("I").point(lambda value: value * (1 / 256))
+    return image.convert("RGB")
+
+
+def _opened(image: Mapping[str, Any]) -> Image.Image:
+    return Image.open(image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"]))
+
+
+def _kind(image: Image.Image) -> str:
+    """Describes an image that is not RGB; "" for RGB."""
+    if image.has_transparency_data:
+        return "with transparency, now over white"
+    return "of one channel" if image.mode in _GREY else "" if image.mode == "RGB" else f"of mode {image.mode}"
+
 
 _SOURCES = ("instance_data_dir", "dataset_name", "train_data_dir")
 _PROMPT_KEY = "class_prompt"  # PNG text chunk of a generated class image
@@ -164,8 +299,6 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
 
     Every image can be read and every caption is there.
     """
-    from datasets import Image as ImageFeature
-
     if args.instance_data_dir is not None:
         images = images_in("--instance_data_dir", Path(args.instance_data_dir))
         if not images:
@@ -177,9 +310,8 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
         rows, source = _load_folder(args.train_data_dir, args.caption_column), args.train_data_dir
     else:
         count = min(args.max_train_samples or COMBINATIONS, COMBINATIONS)
-        shapes = drawn_shapes(count, resolution).select_columns(["image", "text"])
-        return shapes.cast_column("image", ImageFeature(decode=False))
-    rows = _first_rows(rows.cast_column("image", ImageFeature(decode=False)), args.max_train_samples)
+        return undecoded(drawn_shapes(count, resolution).select_columns(["image", "text"]))
+    rows = _first_rows(undecoded(rows), args.max_train_samples)
     missing = next((number for number, text in enumerate(rows["text"], start=1) if not _is_caption(text)), None)
     if missing is not None:
         raise UserError(f"{source}: row {missing} of {len(rows)} has no caption ('{args.caption_column}')")
@@ -198,10 +330,9 @@ def _first_rows(rows: Dataset, most: int | None) -> Dataset:
 
 def _one_caption(images: list[Path], prompt: str, flag: str, args: ImageArguments, most: int | None = None) -> Dataset:
     from datasets import Dataset
-    from datasets import Image as ImageFeature
 
     rows = Dataset.from_dict({"image": list(map(str, images)), "text": [prompt] * len(images)})
-    rows = _first_rows(rows.cast_column("image", ImageFeature(decode=False)), most)
+    rows = _first_rows(undecoded(rows), most)
     source = f"{flag} {images[0].parent}" if images else flag
     return readable(rows, source, skip=args.skip_bad_images)
 
