@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +12,9 @@ from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, che
 from ckpt_ft.training.run_arguments import RunArguments
 
 try:
-    from trl import DPOConfig
+    from trl import DPOConfig, GRPOConfig
 except ImportError as error:
-    raise UserError("preference training needs trl: pip install 'ckpt_ft[trl]'") from error
+    raise UserError("DPO and GRPO need trl: pip install 'ckpt_ft[trl]'") from error
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -26,8 +28,8 @@ _NUMBERS = {
 
 
 @dataclass
-class DPOArguments(RunArguments, DPOConfig):
-    """TRL's `DPOConfig`, which has every flag of TrainingArguments, and the run's own flags.
+class _TRLArguments(RunArguments):
+    """The run's own flags, for a configuration of TRL, which has every flag of TrainingArguments.
 
     Gradient checkpointing is off, unlike in TRL: `--ac_policy` says what is checkpointed. Fields that repeat the
     model's flags are removed.
@@ -36,6 +38,12 @@ class DPOArguments(RunArguments, DPOConfig):
     gradient_checkpointing: bool | None = flag(None, "The library's own checkpointing; use --ac_policy instead.")
     model_init_kwargs: Any = field(default=None, init=False)
     trust_remote_code: bool = field(default=False, init=False)
+
+
+@dataclass
+class DPOArguments(_TRLArguments, DPOConfig):
+    """TRL's `DPOConfig`."""
+
     pad_token: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -43,16 +51,56 @@ class DPOArguments(RunArguments, DPOConfig):
         super().__post_init__()
 
 
+@dataclass
+class GRPOArguments(_TRLArguments, GRPOConfig):
+    """TRL's `GRPOConfig`."""
+
+    learning_rate: float = flag(1e-6, "The initial learning rate.")
+    logging_steps: float = flag(10, "Log every X updates steps.")
+    remove_unused_columns: bool = field(default=False, init=False)  # rewards read the other columns
+
+    def __post_init__(self) -> None:
+        check_flags(self, {"beta": NOT_NEGATIVE, "max_completion_length": AT_LEAST_ONE, "num_generations": Range(2)})
+        super().__post_init__()
+
+
+def right_number(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float]:
+    """A reward of TRL's: 1 for a completion whose last number is that of its row's 'answer', 0 for the others."""
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    return [float(_last_number(text) == _last_number(str(right))) for text, right in zip(texts, answer, strict=True)]
+
+
+def _last_number(text: str) -> float | None:
+    found = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
+    return float(found[-1]) if found else None
+
+
+def check_problems(rows: Dataset, name: str) -> None:
+    """Raises UserError if a row has no prompt, or no number as its answer."""
+    _check_columns(
+        rows, name, ("prompt", "answer"), ("prompt", "answer"), "problems are rows of 'prompt' and 'answer'"
+    )
+    wordy = next((at for at, value in enumerate(rows["answer"], start=1) if _last_number(str(value)) is None), None)
+    if wordy is not None:
+        raise UserError(
+            f"dataset {name}: row {wordy}: the answer '{str(rows['answer'][wordy - 1])[:40]}' has no number"
+        )
+
+
 def check_preferences(rows: Dataset, name: str) -> None:
     """Raises UserError if a column is missing or a value is empty; the error names it."""
-    missing = [column for column in ("chosen", "rejected") if column not in rows.column_names]
+    what = "'prompt', 'chosen' and 'rejected', texts or conversations"
+    _check_columns(
+        rows, name, ("chosen", "rejected"), ("prompt", "chosen", "rejected"), f"preferences are rows of {what}"
+    )
+
+
+def _check_columns(rows: Dataset, name: str, needed: tuple[str, ...], filled: tuple[str, ...], what: str) -> None:
+    missing = [column for column in needed if column not in rows.column_names]
     if missing:
-        raise UserError(
-            f"dataset {name}: no column '{missing[0]}' among {', '.join(rows.column_names)}; preferences are rows of "
-            "'prompt', 'chosen' and 'rejected', texts or conversations"
-        )
-    for column in ("prompt", "chosen", "rejected"):
+        raise UserError(f"dataset {name}: no column '{missing[0]}' among {', '.join(rows.column_names)}; {what}")
+    for column in filled:
         if column in rows.column_names:
-            empty = next((at for at, value in enumerate(rows[column], start=1) if not value), None)
+            empty = next((at for at, value in enumerate(rows[column], start=1) if value in (None, "", [])), None)
             if empty is not None:
                 raise UserError(f"dataset {name}: row {empty} has no '{column}'; drop the row, or fill it in")

@@ -36,6 +36,7 @@ IMAGE_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
 )
 _IMAGE = "<image>"
 _PREFERENCES, _QUESTIONS = 2_000, 1_500  # rows
+_DIGITS = 5  # of the sums: 0 to 4
 _VERSION = 1  # part of the cache directories' names: raise it when what is made changes
 _SKIPPED = ("test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "encodings", "ensurepip")
 _TEXT_MODEL: dict[str, Any] = {
@@ -63,6 +64,29 @@ def make_questions(rows: int = _QUESTIONS) -> tuple[str, str]:
     """Returns the vision-language model's directory and a jsonl file of questions; made on first use (seconds)."""
     made = made_once(f"drawn-v{_VERSION}-{rows}", lambda directory: _write_questions(directory, rows))
     return str(made / "model"), str(made / "questions.jsonl")
+
+
+def make_sums() -> tuple[str, str]:
+    """Returns the directory of a language model whose words are numbers, and a jsonl file of sums of two digits."""
+    made = made_once(f"sums-v{_VERSION}", _write_sums)
+    return str(made / "model"), str(made / "sums.jsonl")
+
+
+def _write_sums(directory: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<|pad|>", "<|begin|>", "<|end|>", "+", "=", *map(str, range(2 * _DIGITS - 1))]
+    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<|pad|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>")
+    fast.save_pretrained(directory / "model")
+    config = LlamaConfig(vocab_size=len(words), intermediate_size=352, num_hidden_layers=2, **_TEXT_MODEL)
+    _random_model(LlamaForCausalLM, config).save_pretrained(directory / "model")
+    sums = [(one, other) for one in range(_DIGITS) for other in range(_DIGITS)]
+    random.Random(0).shuffle(sums)
+    rows = ({"prompt": f"{one} + {other} =", "answer": str(one + other)} for one, other in sums)
+    _write_rows(directory / "sums.jsonl", rows)
 
 
 def _write_docstrings(directory: Path) -> None:
