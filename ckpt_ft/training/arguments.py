@@ -87,7 +87,10 @@ class ACArguments:
             Schedule.parse(self.ac_verify)
         self.plan = self._read_plan()
         if self.ac_policy is not None and self.plan is None:
-            self.ac_policy = str(_parsed(self.ac_policy))
+            try:
+                self.ac_policy = str(Policy.parse(self.ac_policy))
+            except UserError as error:
+                raise UserError(f"--ac_policy: {error}") from None
         if self.ac_budget is not None:
             parse_budget(self.ac_budget)
             if is_bare(self.ac_budget):
@@ -147,10 +150,3 @@ class ACArguments:
         if not path.is_file():
             raise UserError(f"--ac_policy {path}: no such file; `ckpt-ft plan MODEL --output {path}` writes one")
         return Plan.from_json(path.read_bytes(), f"--ac_policy {path}")
-
-
-def _parsed(text: str) -> Policy:
-    try:
-        return Policy.parse(text)
-    except UserError as error:
-        raise UserError(f"--ac_policy: {error}") from None

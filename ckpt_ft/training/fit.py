@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from accelerate import ParallelismConfig, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
@@ -203,7 +202,12 @@ def fit(
         UserError: nothing fits, the plan is for another model, there is no budget on a CPU, or the request needs a
             single process.
     """
-    _refuse_replanning_together(settings)
+    processes = PartialState().num_processes
+    if settings.ac_on_oom == "replan" and processes > 1:
+        raise UserError(
+            f"--ac_on_oom replan on {processes} processes: one runs out of memory while the others wait for it, so "
+            "all must be started anew; leave it out, and resume with a smaller --ac_budget"
+        )
     fitted, model = Fitted(workload, args, settings), workload.model
     if settings.plan is not None:
         settings.plan.check_model(model, f"--ac_policy {settings.ac_policy}")
@@ -211,8 +215,17 @@ def fit(
     automatic = settings.ac_policy == "auto"
     if not automatic and not settings.find_max_batch_size:
         return fitted
-    _refuse_partitioned(model, "--ac_policy auto" if automatic else "--find_max_batch_size")
-    shared = replace(workload, launch=_modelled(launch))
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UserError(
+            f"{'--ac_policy auto' if automatic else '--find_max_batch_size'}: ZeRO-3 has partitioned the model as it "
+            "was loaded, so no whole step can be traced; find policy and batch with `ckpt-ft plan MODEL` and give "
+            "them, or launch with zero3_init_flag: false"
+        )
+    try:
+        shared = replace(workload, launch=launch())
+    except UserError as error:
+        logger.warning("%s: what follows is planned for one process", error)
+        shared = replace(workload, launch=None)
     fitted = replace(fitted, workload=shared)
     if automatic:
         batch_size = None if settings.find_max_batch_size else getattr(args, batch_name)
@@ -231,14 +244,6 @@ def say(text: str) -> None:
     """Prints `text` on the main process."""
     if PartialState().is_main_process:
         print(text, flush=True)
-
-
-def _modelled(launch: Callable[[], Launch | None]) -> Launch | None:
-    try:
-        return launch()
-    except UserError as error:
-        logger.warning("%s: what follows is planned for one process", error)
-        return None
 
 
 def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -> Fitted:
@@ -276,23 +281,6 @@ def _largest(fitted: Fitted, device: torch.device, most: int) -> MaxBatchSize:
     finally:
         if applied is not None:
             applied.remove()
-
-
-def _refuse_replanning_together(settings: ACArguments) -> None:
-    processes = PartialState().num_processes
-    if settings.ac_on_oom == "replan" and processes > 1:
-        raise UserError(
-            f"--ac_on_oom replan on {processes} processes: one runs out of memory while the others wait for it, so "
-            "all must be started anew; leave it out, and resume with a smaller --ac_budget"
-        )
-
-
-def _refuse_partitioned(model: nn.Module, flag: str) -> None:
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise UserError(
-            f"{flag}: ZeRO-3 has partitioned the model as it was loaded, so no whole step can be traced; find "
-            "policy and batch with `ckpt-ft plan MODEL` and give them, or launch with zero3_init_flag: false"
-        )
 
 
 def _cpu_margin(workload: Workload) -> float | None:

@@ -211,7 +211,10 @@ def parse_args(
     parser = Parser(dataclass_types, description=description)
     argv = list(sys.argv[1:] if argv is None else argv)
     path = _config_path(argv)
-    tokens = (_tokens(read_yaml(path), parser, path) if path else []) + [_renamed(token, parser) for token in argv]
+    tokens = _tokens(read_yaml(path), parser, path) if path else []
+    for token in argv:
+        name, equals, value = token.removeprefix("--").partition("=")
+        tokens.append(f"--{parser.known(name)}{equals}{value}" if token.startswith("--") else token)
     if builtin and not any(_flag(token) == unless for token in tokens):
         tokens = _tokens(builtin, parser, "the built-in defaults") + tokens
     try:
@@ -260,14 +263,6 @@ def _json(key: str, value: dict[Any, Any], source: str) -> str:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:  # dates, bytes; anchors that contain themselves
         raise UserError(f"{source}: {key}: {one_line(error, 200)}") from error
-
-
-def _renamed(token: str, parser: Parser) -> str:
-    """Returns `token` with its flag renamed to this parser's name."""
-    if not token.startswith("--"):
-        return token
-    name, equals, value = token[2:].partition("=")
-    return f"--{parser.known(name)}{equals}{value}"
 
 
 def _flag(token: str) -> str:

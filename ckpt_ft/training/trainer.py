@@ -172,7 +172,13 @@ def write_model_card(
     if args.push_to_hub:
         with _uploading(trainer):
             trainer.push_to_hub(**named)  # writes and uploads its own card, so ours follows
-    sections = [*([_sample(answers)] if answers else []), *([_section(report)] if report is not None else [])]
+    sections = []
+    if answers:
+        sections.append("## A sample\n\nGreedy answers, behind the arrows, to prompts of the data.")
+        sections += [code_block(f"{answer.prompt.strip()}\n--> {answer.text.strip()}") for answer in answers]
+    if report is not None:  # its headings one level down, and no secrets in its command
+        lines = redacted_text(report.to_markdown()).strip().splitlines()
+        sections.append("\n".join(f"#{line}" if line.startswith("#") else line for line in lines))
     ours = bool(sections) and trainer.is_world_process_zero()
     with never_fatal("writing the model card"):
         if not args.push_to_hub:
@@ -201,18 +207,6 @@ def _uploading(trainer: Trainer) -> Iterator[None]:
             f"--push_to_hub: the upload failed ({why}); all that was "
             f"trained is in {out}: `hf upload {trainer.hub_model_id} {out}` sends it"
         ) from error
-
-
-def _sample(answers: Sequence[Answer]) -> str:
-    """Returns prompts and answers as a section of the card."""
-    blocks = [code_block(f"{answer.prompt.strip()}\n--> {answer.text.strip()}") for answer in answers]
-    return "## A sample\n\nGreedy answers, behind the arrows, to prompts of the data.\n\n" + "\n\n".join(blocks)
-
-
-def _section(report: MemoryReport) -> str:
-    """Returns the report as a section of the card: headings one level down, secrets removed from its command."""
-    lines = redacted_text(report.to_markdown()).strip().splitlines()
-    return "\n".join(f"#{line}" if line.startswith("#") else line for line in lines)
 
 
 def prompts_of(rows: Dataset) -> list[list[int]]:

@@ -72,8 +72,12 @@ def load(
     if spec.trainer.trainer:
         workload = trainer_step(workload, spec.edit(seq_length=workload.shape.get("seq_length")))
     _check_samples(name, workload, spec, own_rows=batches is not None)
-    if lengths is not None:
-        _check_lengths(name, workload, spec)
+    if lengths is not None and spec.data.images:
+        raise UserError("a dataset's lengths and images in every row: leave one of them out")
+    if lengths is not None and workload.kind != "language model":
+        raise UserError(
+            f"a dataset's lengths: the batches of {name}, of kind '{workload.kind}', are all alike; leave it out"
+        )
     if batches is not None:
         # The notes are about batches of text, which are not used.
         workload = replace(workload, make_batch=batches(workload.model), notes=())
@@ -143,16 +147,6 @@ def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: 
             raise UserError(f"{asked.replace('_', ' ')}: {name}, of kind '{workload.kind}', has no {what}")
     if spec.data.frames and "frames" not in workload.shape:
         raise UserError(f"{spec.data.frames} frames: {held} videos")
-
-
-def _check_lengths(name: str, workload: Workload, spec: TrainingSpec) -> None:
-    """Raises UserError if the lengths of a dataset's rows do not apply to the batches of `workload`."""
-    if spec.data.images:
-        raise UserError("a dataset's lengths and images in every row: leave one of them out")
-    if workload.kind != "language model":
-        raise UserError(
-            f"a dataset's lengths: the batches of {name}, of kind '{workload.kind}', are all alike; leave it out"
-        )
 
 
 def _by_kind(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
