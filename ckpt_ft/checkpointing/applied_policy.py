@@ -1,9 +1,14 @@
-"""AppliedPolicy: a policy that is applied to a model. It can be explained, paused and removed."""
+"""AppliedPolicy: a policy that is applied to a model. It can be explained, paused and removed.
+
+This file also finds the policies on a model, rejects overlapping ones, and suspends them temporarily.
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,14 +17,14 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
-from .blocks import Blocks, submodules
+from .blocks import Blocks, Region, submodules
 from .explain import Coverage, explain, explain_html
 from .guard import Guard
+from .module_state import modules_in
 from .recompute import Checkpointed
-from .scopes import Region
 from .segments import SegmentMember
 from .selective import Selection
-from .standin import Installed
+from .standin import Installed, StandIn
 from .towers import Part
 from .verify import NEVER, Schedule, Verification
 
@@ -243,3 +248,46 @@ def _without_kv_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> t
             "would append to them twice; train without a checkpointing policy, or with 'pointwise'"
         )
     return args, {**kwargs, "use_cache": False}
+
+
+def policies_on(model: nn.Module) -> list[AppliedPolicy]:
+    """Return the policies that are applied to `model` or to parts of it."""
+    return [module.__dict__[MARK] for module in model.modules() if MARK in module.__dict__]
+
+
+@contextmanager
+def suspended(model: nn.Module) -> Iterator[None]:
+    """Suspend every policy on `model` and its parts, and restore them on exit.
+
+    Policies applied meanwhile are removed on exit. Policies that are removed meanwhile are not restored.
+    """
+    standing = policies_on(model)
+    for applied in reversed(standing):
+        applied.pause()
+    try:
+        yield
+    finally:
+        for other in policies_on(model):
+            other.remove()
+        for applied in standing:
+            if not applied.removed:
+                applied.resume()
+
+
+def refuse_overlap(applied: AppliedPolicy) -> None:
+    """Raise UserError if a policy is applied to a model that contains `applied.model`, or to a part of it."""
+    model, kind = applied.model, type(applied.model).__name__
+    for other in made:
+        if other.standing and model in modules_in(other.model):
+            raise UserError(
+                f"policy '{applied.policy}': {kind} is part of a {type(other.model).__name__} on which "
+                f"'{other.policy}' stands; remove() that one first, or apply one policy to the whole"
+            )
+    for module in modules_in(model):
+        forward = module.__dict__.get("forward")
+        if MARK in module.__dict__ or (isinstance(forward, StandIn) and forward.acts):
+            name = next(name for name, inner in model.named_modules() if inner is module)
+            raise UserError(
+                f"policy '{applied.policy}': a policy stands on a part of {kind} already ({name}, "
+                f"{type(module).__name__}); remove() that one first, or apply policies to separate parts"
+            )

@@ -12,14 +12,12 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
 from . import rng
-from .active_policies import policies_on, refuse_overlap
-from .applied_policy import MARK, AppliedPolicy, CompileBudget, made
-from .blocks import find_blocks
+from .applied_policy import MARK, AppliedPolicy, CompileBudget, made, policies_on, refuse_overlap
+from .blocks import SEGMENTED, find_blocks, regions
 from .guard import Guard
 from .libraries import PRETRAINED, is_a
 from .module_state import has, modules_in
 from .recompute import Checkpointed
-from .scopes import SEGMENTED, regions
 from .segments import Segment, SegmentMember
 from .selective import Selection
 from .towers import Part, parts_of

@@ -21,7 +21,7 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.tables import DASH, Table, as_text
 
 from . import rng
-from .active_policies import suspended
+from .applied_policy import suspended
 from .apply import apply_policy
 
 REORDERED_TOLERANCE = 1e-6  # relative, in fp32, for the rounding of reordered sums

@@ -469,19 +469,11 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             if isinstance(part := getattr(tensor, name), torch.Tensor):  # a DTensor also names its mesh
                 yield from _parts(part)
     elif tensor.layout is torch.strided:
-        yield tensor
+        yield tensor.int_repr() if tensor.is_quantized else tensor
     elif tensor.layout is torch.sparse_coo:
         yield tensor._indices()
         yield tensor._values()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield tensor.crow_indices()
-        yield tensor.col_indices()
-        yield tensor.values()
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield tensor.ccol_indices()
-        yield tensor.row_indices()
-        yield tensor.values()
-    else:  # an opaque layout (MKL-DNN's)
+    else:  # compressed rows or columns, or an opaque layout (MKL-DNN's)
         yield tensor.to_dense()
 
 
@@ -500,8 +492,6 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 def _hash(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if tensor.is_quantized:
-        return _mixed(_words_of_storage(tensor))
     stored = as_stored(tensor)
     if _is_dense(stored):
         return _hash_flat(stored.as_strided((stored.numel(),), (1,)))
@@ -542,15 +532,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def _words_of_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a quantised tensor as words, its last bytes aside."""
-    storage = tensor.untyped_storage()
-    words = torch.empty(0, dtype=torch.int64, device=tensor.device)
-    if storage.nbytes() < 8:
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).to(torch.int64)
-    return words.set_(storage, 0, (storage.nbytes() // 8,), (1,))
 
 
 def _hash_flat(flat: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ckpt_ft.checkpointing import rng
-from ckpt_ft.checkpointing.active_policies import suspended
+from ckpt_ft.checkpointing.applied_policy import suspended
 from ckpt_ft.checkpointing.apply import applied_policy
 from ckpt_ft.errors import UserError, is_oom
 from ckpt_ft.memory.gpus import current_gpu, gpu_of

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_ft.checkpointing.active_policies import suspended
+from ckpt_ft.checkpointing.applied_policy import suspended
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.schedule import Span
 from ckpt_ft.memory.gpus import gpu_of

@@ -24,8 +24,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ckpt_ft.checkpointing.active_policies import suspended
-from ckpt_ft.checkpointing.applied_policy import AppliedPolicy
+from ckpt_ft.checkpointing.applied_policy import AppliedPolicy, suspended
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line, raised_in

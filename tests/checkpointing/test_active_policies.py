@@ -12,7 +12,7 @@ from language_models import batch, differing, make, numbers
 from torch import nn
 
 from ckpt_ft import apply_policy
-from ckpt_ft.checkpointing.active_policies import suspended
+from ckpt_ft.checkpointing.applied_policy import suspended
 from ckpt_ft.checkpointing.apply import applied_policy, remove_policy
 from ckpt_ft.checkpointing.head import NoLogits
 from ckpt_ft.checkpointing.parity import check_parity
