@@ -114,11 +114,17 @@ def print_estimate(result: Estimate, spec: TrainingSpec) -> None:
 def _print_suggestions(answer: Suggestions, spec: TrainingSpec, console: Console) -> None:
     """What would fit, each with its command, and the command that looks at more."""
     if answer.ways:
-        rows = [(way.change, format_bytes(way.reserved), f"{way.slower:+.0%}") for way in answer.ways]
-        print_table(Table("Would fit", ("with", "peak reserved", "time a sample"), rows), console)
+        on_host = any(way.host for way in answer.ways)
+        rows = [
+            (way.change, format_bytes(way.reserved), *([format_bytes(way.host)] * on_host), f"{way.slower:+.0%}")
+            for way in answer.ways
+        ]
+        columns = ("with", "peak reserved", *(["host memory"] * on_host), "time a sample")
+        print_table(Table("Would fit", columns, rows), console)
         for way in answer.ways:
             console.print(f"{way.change}:\n  {way.command}", markup=False, soft_wrap=True)
-        kept = {key: value for key, value in answer.ways[0].edits.items() if key not in ("policy", "batch_size")}
+        quickest = min(answer.ways, key=lambda way: way.slower)
+        kept = {key: value for key, value in quickest.edits.items() if key not in ("policy", "batch_size")}
         spec = spec.edit(**kept)
     else:
         console.print(

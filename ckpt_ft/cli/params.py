@@ -25,7 +25,7 @@ from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id
 Command = Callable[..., None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 ONE_LAUNCH = ("gpus",)
-ONE_PROCESS = ("launch", "processes", "gpus", "machines", *SIZES, "link", "alloc_conf")
+ONE_PROCESS = ("launch", "processes", "gpus", "machines", *SIZES, "offload", "link", "alloc_conf")
 Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
 Config = Annotated[
     str,

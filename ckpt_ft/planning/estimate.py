@@ -4,8 +4,8 @@
 1. Another policy at the same batch size.
 2. If no policy fits: a smaller batch under the leanest policy, with more accumulation for the same effective batch.
 3. If not one sample fits: other settings, one after another until one fits: 8-bit optimizer states, half and a quarter
-   of the tokens, LoRA, LoRA on bf16 weights, LoRA on 4-bit weights. The adapters that come after the first that fits
-   are traced as well.
+   of the tokens, parameters and optimizer in host memory, LoRA, LoRA on bf16 weights, LoRA on 4-bit weights. The
+   adapters that come after the first that fits are traced as well.
 
 A suggestion is an edit of the spec. It is offered only if the edited spec is valid, builds a model and was traced.
 `advise` finds what lowers the peak of a plan's pick besides another policy; often that is not checkpointing at all.
@@ -36,6 +36,7 @@ from ckpt_ft.planning.tracing import Traced, Tracer, trace_policies
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for, recipe_command
 from ckpt_ft.spec.flags import Edit
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_at_least, format_bytes
 from ckpt_ft.workloads.load import load
@@ -205,7 +206,8 @@ class _Misfit:
         shorter = changes.get("seq_length", self.tokens) / self.tokens  # seconds are compared per token
         each = seconds(trace) / (edited.data.batch_size * edited.data.accumulation * shorter)
         slower = round(each / self.seconds - 1, 4)
-        return Suggestion(edit.text(self.spec), trace.peak_reserved, slower, changes, command_for(edited, self.kind))
+        command = command_for(edited, self.kind)
+        return Suggestion(edit.text(self.spec), trace.peak_reserved, slower, changes, command, trace.peak_host)
 
 
 def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:
@@ -245,6 +247,10 @@ def _leaner(spec: TrainingSpec, workload: Workload, tokens: int) -> Iterator[dic
             yield {"image_size": (wide, high)}
         elif "seq_length" in workload.shape and tokens // part >= _SHORTEST:
             yield {"seq_length": tokens // part}
+    trains_all = not spec.adapter.trains and not spec.quantisation.bits
+    if trains_all and "seq_length" in workload.shape and spec.launch.launch is None:
+        yield {"launch": Launch("zero3", 1, mixed_precision="bf16").with_offload("all"), "asked": ("--offload", "all"),
+               "mixed_precision": "bf16"}  # fmt: skip
     lora = {} if spec.adapter.trains else {"lora_r": LORA_R}
     half = {"dtype": "bfloat16"} if spec.precision.dtype == "float32" else {}
     if lora:

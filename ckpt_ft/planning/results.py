@@ -134,6 +134,7 @@ class Suggestion:
         slower: seconds per sample (per token if sequences are shorter) relative to the requested step, minus 1.
         edits: what changes in the spec: its fields by their names.
         command: the whole command that trains with the change; if no recipe trains the model, the estimate's.
+        host: bytes in host memory, predicted.
     """
 
     change: str
@@ -141,6 +142,7 @@ class Suggestion:
     slower: float
     edits: dict[str, Any] = field(default_factory=dict)
     command: str = ""
+    host: int = 0
 
 
 @dataclass(frozen=True)

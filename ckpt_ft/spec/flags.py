@@ -50,6 +50,7 @@ _LAUNCH = (
     ("cp", int, "GPUs that share each sequence in a ring (context parallelism, with --launch fsdp2)"),
     ("sp", int, "GPUs that share each sequence by heads (DeepSpeed's Ulysses, with --launch zero3)"),
     ("dp_replicate", int, "copies of a model that FSDP2 shards (HSDP)"),
+    ("offload", str, "what waits in host memory: optimizer, or all (parameters too); by default under zero3"),
     ("link", str, "bytes that a GPU sends in a second of a large collective, e.g. 25GB"),
 )
 _POLICY = "e.g. full, every:2, save:attention+matmul, pointwise"
@@ -131,6 +132,9 @@ def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
     if sizes and "gpus" not in given:
         named = named or ("zero3" if "sp" in sizes else "fsdp2" if sizes.keys() - {"tp"} else "ddp")
         processes = processes or (0 if Path(str(named)).suffix else prod(sizes.values()))
+    offload = given.get("offload", "")
+    if offload and not named and "gpus" not in given:
+        named, processes = "zero3", processes or 1
     words = {name: given[name] for name, *_ in _LAUNCH if name in given}
     if isinstance(named, Mapping) and ("gpus" in given or not processes):  # of a training file
         said = "fsdp" if "fsdp_config" in named else "deepspeed"
@@ -148,6 +152,8 @@ def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
         )
         if not named and not sizes:
             launches += launches_that_share(given["gpus"], machines, mixed_precision=precision, link=_rate(link))
+        if offload:
+            launches = [launch.with_offload(offload) for launch in launches]
         return {"launches": tuple(launches), "asked": asked}
     if not named:
         for option, value in (("--processes", processes), ("--machines", machines), ("--link", link)):
@@ -159,6 +165,7 @@ def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
         if found.setdefault(key, value) != value:
             raise UserError(f"launch {named}: {key.replace('_', ' ')} {value}, and {found[key]} elsewhere; give one")
     launch = replace(launch, machines=machines or launch.machines, link=_rate(link), **sizes)
+    launch = launch.with_offload(offload) if offload else launch
     if isinstance(named, Mapping):
         asked = (option_of("launch"), launch.strategy, *asked[asked.index(option_of("launch")) + 2 :])
     return {**also, "launch": launch, "asked": asked} | (
@@ -237,11 +244,15 @@ class Edit:
 
     def words(self, spec: TrainingSpec) -> list[str]:
         """Returns the flags to append to a command for `spec`: those of the changed fields, in the edit's order."""
-        changed, words = self.of(spec), []
+        changed = self.of(spec)
+        words: list[str] = []
         for key in self.changes:
             if changed.get(key) == spec.get(key):
                 continue
-            words += ["--policy", changed.policy] if key == "policy" else _words(declared()[key], changed.get(key))
+            if key == "asked":
+                words += changed.launch.asked
+            else:
+                words += ["--policy", changed.policy] if key == "policy" else _words(declared()[key], changed.get(key))
         return words
 
     def text(self, spec: TrainingSpec) -> str:

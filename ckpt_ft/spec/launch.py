@@ -221,16 +221,34 @@ class Launch:
         """The strategy in words."""
         kept = self.strategy == "fsdp2" and not self.reshard_after_forward
         split = "".join(f", {name} {size}" for name in SIZES if (size := getattr(self, name)) > 1)
-        return f"{self.strategy}{split}" + (", kept after forward" if kept else "")
+        away = "all" if self.offload_params or self.zero.offload_param else "optimizer"
+        waits = f", {away} in host memory" if self.offload_params or self.zero.offload_optimizer else ""
+        return f"{self.strategy}{split}{', kept after forward' if kept else ''}{waits}"
 
     @property
     def shards(self) -> bool:
         """Whether each process holds only a part of the parameters, gradients or optimizer states."""
         return self.strategy != "ddp"
 
+    def with_offload(self, what: str) -> Launch:
+        """Returns the launch with its "optimizer", or "all" that it shards, in host memory.
+
+        Raises:
+            UserError: another word, or a strategy that keeps this on the device.
+        """
+        if what not in ("optimizer", "all"):
+            raise UserError(f"--offload {what}: give optimizer, or all (parameters too)")
+        if self.stage == 3 or (self.stage and what == "optimizer"):
+            zero = replace(self.zero, offload_optimizer=True, offload_param=what == "all")
+            return replace(self, zero=zero)
+        if self.strategy == "fsdp2" and what == "all":
+            return replace(self, offload_params=True)
+        able = "zero3 or fsdp2" if what == "all" else "zero1, zero2 or zero3"
+        raise UserError(f"--offload {what} with {self.strategy}: it keeps that on the GPU; give --launch {able}")
+
     def __str__(self) -> str:
         where = f" on {self.machines} machines" if self.machines > 1 else ""
-        return f"{self.sharing}, on {self.processes} GPUs{where}"
+        return f"{self.sharing}, on {self.processes} GPU{'s' if self.processes > 1 else ''}{where}"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Launch:

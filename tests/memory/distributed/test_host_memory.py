@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,11 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.schedule import HOST
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.planning.estimate import _leaner
+from ckpt_ft.spec.command import command_for
+from ckpt_ft.spec.flags import Edit, fields_of
 from ckpt_ft.spec.launch import Launch, ZeroOptions, accelerate_config, read_launch
+from ckpt_ft.spec.training_spec import TrainingSpec
 
 OPTIMIZER, BOTH = ZeroOptions(offload_optimizer=True), ZeroOptions(offload_optimizer=True, offload_param=True)
 
@@ -93,6 +99,39 @@ def test_configurations() -> None:
     ):
         assert read_launch(CONFIGS / f"{name}.yaml")[0] == launch
         assert "offload" in accelerate_config(launch)
+
+
+def test_the_flag() -> None:
+    for words, launch in (
+        ({"offload": "all"}, Launch("zero3", 1, zero=BOTH)),
+        ({"offload": "optimizer", "launch": "zero2", "processes": 4}, Launch("zero2", 4, zero=OPTIMIZER)),
+        ({"offload": "all", "launch": "fsdp2", "processes": 2}, Launch("fsdp2", 2, offload_params=True)),
+    ):
+        assert fields_of(words)["launch"] == launch
+    assert str(Launch("zero3", 1, zero=BOTH)) == "zero3, all in host memory, on 1 GPU"
+    both = fields_of({"offload": "all", "gpus": 2, "launch": "fsdp2,zero3"})["launches"]
+    assert [launch.offload_params or launch.zero.offload_param for launch in both] == [True] * len(both)
+    for words, message in (
+        ({"offload": "most"}, "--offload most: give optimizer, or all"),
+        ({"offload": "all", "launch": "zero2", "processes": 2}, "--offload all with zero2: .* give --launch zero3 or"),
+        ({"offload": "optimizer", "launch": "ddp", "processes": 2}, "--offload optimizer with ddp"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fields_of(words)
+
+
+def test_it_is_offered_before_adapters_where_all_weights_are_trained() -> None:
+    spec = TrainingSpec.of("Qwen/Qwen3-4B", dtype="bfloat16", seq_length=128)
+    shape: Any = SimpleNamespace(shape={"seq_length": 128})
+    (away, *adapters) = [changes for changes in _leaner(spec, shape, 128) if "optimizer" not in changes]
+    edit = Edit(away)
+    assert edit.text(spec) == "--offload all --bf16"
+    assert edit.of(spec).launch.launch == Launch("zero3", 1, mixed_precision="bf16", zero=BOTH)
+    said = command_for(edit.of(spec), "language model")
+    assert "--zero_stage 3 --offload_optimizer_device cpu --offload_param_device cpu" in said
+    assert [sorted(changes) for changes in adapters] == [["lora_r"], ["load_in_4bit", "load_in_8bit", "lora_r"]]
+    for other in (spec.edit(lora_r=16), spec.edit(launch=Launch("ddp", 2))):
+        assert not any("launch" in changes for changes in _leaner(other, shape, 128))
 
 
 def test_lion_has_no_model_on_the_host() -> None:
