@@ -26,6 +26,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import accuracy_prose as prose
+from benchmarks import compiled as others
 from benchmarks import experts, kernels, operators, t4_lora
 from benchmarks import figures as toys
 from benchmarks import flux2 as klein
@@ -163,6 +164,30 @@ def many_gpus(most: int | None) -> Group:
     return group
 
 
+def compiled(most: int | None) -> Group:
+    """Llama, Qwen3 and a ViT under torch.compile."""
+    header = ("run", "published", "predicted", "error")
+    group = Group("Compiled steps", prose.COMPILED, header)
+    for row, trace in islice(llama.published(llama.COMPILED), most):
+        assert row.reserved is not None
+        error = trace.peak_reserved / 2**30 / row.reserved - 1
+        name = f"Llama 3 8B, {row.gpus} H100, {row.shape}, {'each block compiled' if row.compiled else 'eager'}"
+        cells = [f"{row.reserved:.2f} GiB", f"{trace.peak_reserved / 2**30:.2f} GiB", percent(error)]
+        group.add(name, cells, row.seconds, trace.seconds, bytes=error)
+    for model, tokens, gpus, card, reserved, seconds in islice(others.QWEN, most):
+        trace = others.qwen(model, tokens, gpus, card)
+        error = trace.peak_reserved / 2**30 / reserved - 1
+        name = f"{model.partition('/')[2]}, {gpus} {card}, 2 x 1 x {tokens}, full, each block compiled"
+        cells = [f"{reserved:.2f} GiB", f"{trace.peak_reserved / 2**30:.2f} GiB", percent(error)]
+        group.add(name, cells, seconds, trace.seconds, bytes=error)
+    trace = others.vit()
+    error = trace.peak_allocated / others.VIT_ALLOCATED - 1
+    cells = [f"{others.VIT_ALLOCATED / 1e9:.2f} GB", f"{trace.peak_allocated / 1e9:.2f} GB", percent(error)]
+    group.lines.append([others.VIT, *cells, "", f"{trace.seconds:.4g}", ""])
+    group.errors["bytes"].append(error)
+    return group
+
+
 def mixtures(most: int | None) -> Group:
     """Qwen3-30B-A3B under FSDP2 on eight H200."""
     header = ("row", "reserved GiB: published", "predicted", "error")
@@ -213,6 +238,7 @@ GROUPS: dict[str, Callable[[int | None], Group]] = {
     "figures": figures,
     "sharded": sharded,
     "many_gpus": many_gpus,
+    "compiled": compiled,
     "experts": mixtures,
     "long": long,
 }
@@ -232,8 +258,8 @@ def draw(groups: Iterable[Group], path: Path) -> None:
         axes.fill_between([low, high], below, above, color=shade, lw=0)
     axes.plot([low, high], [low, high], color="#888888", lw=0.8)
     named: list[tuple[float, float]] = []
-    colours = "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7a5195", "#e69f00", "#56b4e9"
-    for group, colour, mark in zip(groups, colours, "osD^vPX", strict=True):
+    colours = "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7a5195", "#e69f00", "#56b4e9", "#999999"
+    for group, colour, mark in zip(groups, colours, "osD^vPX*", strict=True):
         published, predicted = zip(*group.seconds.values(), strict=True)
         axes.scatter(published, predicted, s=26, c=colour, marker=mark, lw=0, label=group.title, zorder=3, alpha=0.85)
         for name, (x, y) in group.seconds.items():

@@ -28,6 +28,7 @@ from ckpt_ft.workloads.load import load
 
 DATA = Path(__file__).resolve().parent / "data"
 EIGHT, MANY = DATA / "fsdp2_llama3_8b.csv", DATA / "fsdp2_many_gpus.csv"
+COMPILED = DATA / "fsdp2_compiled.csv"
 POLICIES = {"selective op": "save:attention+matmul/2", "selective layer": "every:2", "none": "none", "full": "full"}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "distributed.md"
 BEGIN, END = "<!-- benchmarks/sharded.py --scaling --write -->", "<!-- to here -->"
@@ -48,6 +49,7 @@ class Row:
     keeps: bool  # gathered parameters after forward
     reserved: float | None
     seconds: float
+    compiled: bool = False
 
     @property
     def shape(self) -> str:
@@ -67,9 +69,10 @@ def published(rows: Path) -> Iterator[tuple[Row, StepTrace]]:
             kind, keeps = cells["activation_checkpointing"], cells["reshard_after_forward"] == "never"
             reserved = float(cells["reserved"]) if cells["reserved"] else None
             card = cells["gpu"].split()[0]
-            row = Row(cells["model"], gpus, card, batch, tokens, kind, keeps, reserved, took)
+            compiled = cells.get("compiled") == "each block"
+            row = Row(cells["model"], gpus, card, batch, tokens, kind, keeps, reserved, took, compiled)
             model = torchtitan.llama(row.model, fused_norms=cells.get("norms") == "fused")
-            trace = torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, gpus, CARDS[card])
+            trace = torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, gpus, CARDS[card], compiled)
             network = cells.get("network_of_a_machine")  # as "400 Gb/s"
             link = REACHED * float(network.split()[0]) * 1e9 / 8 if network else None
             launch = Launch("fsdp2", gpus, link=link)  # for the seconds of its collectives
@@ -78,14 +81,14 @@ def published(rows: Path) -> Iterator[tuple[Row, StepTrace]]:
 
 
 def print_published() -> None:
-    """The rows of both files, a line each."""
+    """The rows of all files, a line each."""
     print("| model, GPUs | batch x tokens | checkpointing | after forward | reserved GiB: published |", end="")
     print(" predicted | tokens/s/GPU: published | predicted |\n|---|---|---|---|---:|---:|---:|---:|")
-    for row, trace in (*published(EIGHT), *published(MANY)):
+    for row, trace in (*published(EIGHT), *published(MANY), *published(COMPILED)):
         reserved = f"{row.reserved or ''} | {trace.peak_reserved / GIB:.2f}"
-        tokens = row.batch * row.tokens
+        tokens, compiled = row.batch * row.tokens, ", compiled" * row.compiled
         print(
-            f"| {row.model}, {row.gpus} {row.card} | {row.shape} | {row.checkpointing} | {row.resharding} | "
+            f"| {row.model}, {row.gpus} {row.card}{compiled} | {row.shape} | {row.checkpointing} | {row.resharding} | "
             f"{reserved} | {tokens / row.seconds:.0f} | {tokens / trace.seconds:.0f} |",
             flush=True,
         )

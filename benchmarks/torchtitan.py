@@ -141,10 +141,13 @@ def llama(name: str, fused_norms: bool) -> nn.Module:
         return Transformer(replace(SHAPES[name], fused_norms=fused_norms)).train()
 
 
-def trace(model: nn.Module, policy: str, batch: int, tokens: int, keeps: bool, processes: int, card: str) -> StepTrace:
+def trace(
+    model: Any, policy: str, batch: int, tokens: int, keeps: bool, processes: int, card: str, compiled: bool = False
+) -> StepTrace:
     """One rank's step: each block sharded, then the rest; the loss over whole logits; fused AdamW, clipping.
 
     keeps: gathered parameters after forward; else those of all blocks but the last are dropped.
+    compiled: each block, by torch.compile.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -170,8 +173,12 @@ def trace(model: nn.Module, policy: str, batch: int, tokens: int, keeps: bool, p
         optimizer.step()
 
     apply_policy(model, policy)
+    for block in model.layers.values() if compiled else ():
+        block.compile()
     try:
         with rank_of(processes) as mesh:
             return trace_step(model, step, make_optimizer=make_optimizer, device=card)
     finally:
         remove_policy(model)
+        for block in model.layers.values():
+            block._compiled_call_impl = None

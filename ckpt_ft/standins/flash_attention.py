@@ -59,6 +59,10 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query (B, H, L, E) over key and value (B, H or fewer heads, L, E): (B, L, H, E)."""
+    flash = getattr(module.config, "_attn_implementation", None) != "flex_attention"
+    if torch.compiler.is_compiling() and flash and len(query) == 1 and kwargs.get("position_ids") is not None:
+        # transformers looks for several sequences in it (modeling_flash_attention_utils.py, _is_packed_sequence)
+        torch._dynamo.graph_break(msg="transformers reads the positions of a single row")
     causal = module.is_causal if is_causal is None else is_causal
     width, head = value.size(-1), query.size(-1)
     if width != head:  # transformers pads values so for multi-head latent attention

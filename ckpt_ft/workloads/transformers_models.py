@@ -486,7 +486,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
         flash_attention.register()
         if not getattr(kind, _FUSED[attention], False):
             raise UserError(f"{name}: transformers has no {attention} for {kind.__name__}")
-        attention = flash_attention.NAME
+        attention = flash_attention.NAME if attention == "flash_attention_2" else attention
     values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     try:
         parsed = AutoConfig.for_model(config["model_type"], **values)

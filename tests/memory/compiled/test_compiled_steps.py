@@ -162,6 +162,22 @@ def test_blocks_compiled_under_fsdp2() -> None:
     assert max(storage.nbytes for storage in trace.storages) == 4 * 500 * 8 * 16384
 
 
+def test_flash_attention_on_a_single_row_breaks_the_graph_and_a_checkpoint_then_runs_eagerly() -> None:
+    traces = []
+    for compiled in (False, True):
+        model, loss = language_model(shape=(1, 64), num_hidden_layers=2)
+        model.config._attn_implementation = "flash_attention_2"
+        apply_policy(model.bfloat16(), "full")
+        for block in model.model.layers if compiled else ():
+            block.compile()
+        traces.append(trace_step(model, training_step(loss), make_optimizer=adamw, device="h100", warmup_steps=0))
+    eager, compiled = traces
+    assert [op.name for op in compiled.ops if op.kernels] == [op.name for op in eager.ops if op.kernels]
+    assert compiled.peak_allocated == eager.peak_allocated
+    assert any("compiles nothing here" in note for note in compiled.notes)
+    assert any("single row" in note for note in compiled.notes)
+
+
 def test_other_launches_are_refused() -> None:
     model = Feedforward()
     model.compile()

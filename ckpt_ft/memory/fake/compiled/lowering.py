@@ -172,18 +172,16 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
 
 def _describe(made: list[CompiledGraph], tracker: Tracker, breaks: dict[str, int]) -> None:
     """Adds to the trace's notes what was compiled and what is assumed."""
-    if not made:
-        raise UserError(
-            "torch.compile hands no graph of the model to Inductor: other backends, and models of which it can trace "
-            "no frame, are not predicted"
-        )
+    if not made and not breaks:
+        raise UserError("torch.compile hands no graph of the model to Inductor: other backends are not predicted")
     note, kernels = tracker.recorder.note, sum(graph.kernels for graph in made)
-    note(
-        f"compiled: {len(made)} graphs of {kernels} kernels; the time to compile them in the first step is not counted"
-    )
-    note("compiled with Inductor's defaults: no kernel is chosen by timing it, and no operand of a matmul is padded")
+    if not made:
+        note("torch.compile compiles nothing here, so the step runs eagerly: it gives up regions with a graph break")
+    else:
+        note(f"compiled: {len(made)} graphs of {kernels} kernels; the first step also takes the time to compile them")
+        note("compiled with Inductor's defaults: no kernel is chosen by timing it, no operand of a matmul is padded")
     if breaks:
-        reason = one_line(next(iter(breaks)), 120)
+        reason = one_line(next(iter(breaks)).partition("Explanation: ")[2] or next(iter(breaks)), 120)
         note(f"torch.compile breaks the model's graph at {len(breaks)} places, the first: {reason}")
 
 

@@ -1,0 +1,139 @@
+"""Compiled steps beside published ones: torchtitan's are in sharded.py, these are torchao's ViT and prime-rl's Qwen3.
+
+    python benchmarks/compiled.py
+
+torchao (benchmarks/benchmark_low_bit_adam.py): timm's vit_huge_patch14_224 with 45 classes, compiled whole, bf16
+autocast, batch 8, fused AdamW. prime-rl (benchmarks/baselines, trainer/sft/train.py): FSDP2, every block checkpointed
+and compiled, FlashAttention-2, two micro-batches of one row, fp32 logits, the loss of each token, expandable segments.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.memory.distributed.group import rank_of
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.load import load
+
+VIT, VIT_ALLOCATED = "ViT-huge, RTX 4070 Ti Super, batch 8, bf16 autocast, whole model", 12.23e9  # bytes
+# model, tokens, GPUs, card, GiB of `max_memory_reserved`, seconds of the step
+QWEN = (("Qwen/Qwen3-0.6B", 8192, 1, "a6000", 31.215, 2.458), ("Qwen/Qwen3-4B", 16384, 8, "h100", 54.633, 5.015))
+
+
+class Block(nn.Module):
+    """A block of timm's ViT: queries, keys and values from one layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width, eps=1e-6), nn.LayerNorm(width, eps=1e-6)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        heads = self.qkv(self.norm1(x)).reshape(batch, tokens, 3, self.heads, width // self.heads)
+        mixed = functional.scaled_dot_product_attention(*heads.permute(2, 0, 3, 1, 4).unbind(0))
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        out: Tensor = x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+        return out
+
+
+class ViT(nn.Module):
+    """timm's vit_huge_patch14_224."""
+
+    def __init__(self, width: int = 1280, blocks: int = 32, classes: int = 45) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 14, 14)
+        self.first = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, 257, width))
+        self.blocks = nn.ModuleList(Block(width, 16) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x)[:, 0])
+        return out
+
+
+def vit() -> StepTrace:
+    """torchao's step."""
+    with torch.device("meta"):
+        model = ViT().train()
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = functional.cross_entropy(model(torch.empty(8, 3, 224, 224)), torch.zeros(8, dtype=torch.long))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.compile(fullgraph=True)
+    return trace_step(
+        model, step, make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), fused=True), device="rtx-4070-ti-super"
+    )
+
+
+def qwen(name: str, tokens: int, gpus: int, card: str) -> StepTrace:
+    """One rank's step of prime-rl."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    spec = TrainingSpec.of(name, seq_length=tokens, attn_implementation="flash_attention_2")
+    model: Any = load(spec, card).model
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    apply_policy(model, "full")
+    for block in model.model.layers:
+        block.compile()
+
+    def make_optimizer(model: Any) -> torch.optim.Optimizer:
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        return torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(model: Any, optimizer: Any) -> None:
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        labels = ids.clone()
+        for _ in range(2):
+            logits = model(input_ids=ids, use_cache=False).logits.float()
+            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").mean()
+            del logits
+            (loss / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with rank_of(gpus) as mesh:
+        trace = trace_step(model, step, make_optimizer=make_optimizer, device=card)
+    return replace(trace, alloc_conf="expandable_segments:True")
+
+
+def main() -> None:
+    trace = vit()
+    print(f"{VIT}: {trace.peak_allocated / 1e9:.2f} GB allocated (published {VIT_ALLOCATED / 1e9})")
+    for *run, reserved, seconds in QWEN:
+        trace = qwen(*run)  # type: ignore[arg-type]
+        print(
+            f"{run[0]}, {run[1]} tokens: {trace.peak_reserved / 2**30:.2f} GiB reserved (published {reserved}), "
+            f"{trace.seconds:.3f} s (published {seconds})"
+        )
+        print(*trace.notes, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
