@@ -20,7 +20,7 @@ from ckpt_ft.spec.launch import SIZES
 from ckpt_ft.spec.settings import TYPED, entry_of, table, typed_as
 from ckpt_ft.spec.training_file import read_training_file, read_typed
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id
+from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id, read_config
 
 Command = Callable[..., None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -39,6 +39,7 @@ Recipe = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 Html = Annotated[str, typer.Option("--html", help="write an HTML page with the answer to this file")]
+_PRECISION = {"dtype", "mixed_precision", "bf16", "fp16"}
 _OF_EVERY_COMMAND = {"model": Model, "config": Config, "recipe": Recipe}
 
 
@@ -46,7 +47,6 @@ def takes_spec(
     *without: str,
     defaults: Mapping[str, Any] = NOTHING,
     fixed: Mapping[str, Any] = NOTHING,
-    as_published: bool = False,
 ) -> Callable[[Command], Command]:
     """For commands with a parameter `spec`: MODEL, --config and the spec's flags stand in its place.
 
@@ -57,7 +57,6 @@ def takes_spec(
         without: flags that the command does not have.
         defaults: fields of the spec where no flag sets them.
         fixed: fields that the command decides; they have no flags.
-        as_published: the weights of a known model have the dtype that they are published in, unless a flag sets it.
     """
 
     def decorate(command: Command) -> Command:
@@ -81,12 +80,8 @@ def takes_spec(
                 raise UserError(f"--recipe {recipe}: of which file? give --config file.yaml too")
             if typed_flags.get("dtype") == "auto":
                 typed_flags["dtype"] = checkpoint_dtype(hub_id(model))
-            elif (
-                "dtype" in taken
-                and not config
-                and not {"dtype", "mixed_precision", "bf16", "fp16"} & typed_flags.keys()
-            ):
-                typed_flags |= _published(model, as_published)
+            elif "dtype" in taken and not (config or _PRECISION & typed_flags.keys()):
+                typed_flags |= _published(model, bool(typed_flags.get("lora_r") or typed_flags.get("peft_config")))
             spec = TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields_of(typed_flags), **fixed})
             if "policy" in taken:
                 require_applicable(spec)
@@ -111,18 +106,24 @@ def _option(flag: Flag) -> Any:
     return Annotated[flag.type | None, typer.Option(*flag.options, help=text)]
 
 
-def _published(model: str, wanted: bool) -> dict[str, str]:
-    """The dtype that a known model is published in, if that is `wanted`; if not, says that float32 takes more."""
+def _published(model: str, adapts: bool) -> dict[str, str]:
+    """The precision that a known model is trained in if no flag says it; says so.
+
+    Transformers models have the dtype that they are published in. The recipes and diffusers' scripts train diffusion
+    models under bf16 autocast, and load frozen weights in bfloat16.
+    """
     if find_model(model) is None:
         return {}
+    if "_class_name" in read_config(hub_id(model)):
+        weights = {"dtype": "bfloat16"} if adapts else {}
+        said = "frozen weights are bfloat16" if adapts else "the weights are float32"
+        _print_notes((f"{said}, under bf16 autocast, as the recipes train; --dtype or --mixed-precision changes it",))
+        return {**weights, "mixed_precision": "bf16"}
     with suppress(UserError):
         dtype = checkpoint_dtype(hub_id(model))
-        if wanted:
-            _print_notes((f"the weights are {dtype}, as {model} is published; --dtype changes it",))
-            return {"dtype": dtype}
         if dtype != "float32":
-            _print_notes((f"this is for float32 weights; {model} is published in {dtype}, which takes half the bytes: "
-                          f"add --dtype {dtype}",))  # fmt: skip
+            _print_notes((f"the weights are {dtype}, as {model} is published; --dtype float32 takes twice the bytes",))
+            return {"dtype": dtype}
     return {}
 
 

@@ -207,6 +207,7 @@ def _batch(text: str | int | None) -> int | None:
 
 def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> str:
     """The command that trains as the plan's pick says; with a recipe if one trains the model on the dataset's rows."""
+    from ckpt_ft.workloads.diffusion_models import WITH_RECIPE
     from ckpt_ft.workloads.model_config import read_config
     from ckpt_ft.workloads.transformers_models import class_for, task_of
 
@@ -215,8 +216,11 @@ def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> 
     picked = spec.edit(policy=best.policy, **changes)
     config = read_config(spec.model.name)
     task = task_of((config.get("architectures") or [""])[0] or class_for(config.get("model_type", "")))
-    pictured = bool(dataset) and "vision_config" in config  # rows may have images, which recipes/llm.py does not read
-    recipe = "" if task is None or pictured else RECIPES.get(task.kind, "")
+    kind = task.kind if task else WITH_RECIPE.get(config.get("_class_name", ""), "")
+    if "vision_config" in config and (dataset or picked.data.images):  # recipes/llm.py reads no images
+        recipe = "vlm" if picked.data.images else ""
+    else:
+        recipe = RECIPES.get(kind, "")
     return training_command(picked, recipe, dataset, config_file)
 
 

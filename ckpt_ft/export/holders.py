@@ -48,7 +48,7 @@ def holders_table(holders: Sequence[Holder], peak: int) -> Table:
     """The table of holders in a report, an estimate and a plan; a last row makes it add up to `peak` bytes."""
     rows = [
         (
-            h.module or _OUTSIDE.get(h.category, DASH),
+            h.module or ("loss" if "loss" in h.op else _OUTSIDE.get(h.category, DASH)),
             short_op(h.op) or DASH,
             h.category,
             str(h.count),

@@ -68,6 +68,8 @@ def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[
     capacity = spec.host.budget or (gpu.memory if gpu else None)
     report(f"building {spec.model.name} from its config")
     workload = load(spec, gpu or "cpu")
+    if workload.kind.startswith("diffusion") and not spec.data.resolution:
+        spec = spec.edit(resolution=workload.shape["resolution"])
     report(f"tracing two steps of {type(workload.model).__name__} for {gpu.name if gpu else 'cpu'}")
     applied = apply_policy(workload.model, spec.policy)
     trace = workload.trace(spec.data.batch_size)

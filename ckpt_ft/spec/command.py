@@ -28,25 +28,47 @@ _TRAINER = {
     "use_liger_kernel": "use_liger_kernel",
     "liger_kernel_config": "liger_kernel_config",
 }
+_ADAPTER = {
+    "lora_r": "lora_r",
+    "lora_targets": "lora_target_modules",
+    "lora_target_parameters": "lora_target_parameters",
+    "lora_dropout": "lora_dropout",
+    "use_dora": "use_dora",
+    "peft_config": "peft_config",
+    "load_in_4bit": "load_in_4bit",
+    "double_quant": "use_bnb_nested_quant",
+    "quant_storage": "bnb_4bit_quant_storage",
+    "rows": "",  # --packing; rows of a dataset are padded without it
+}
+_DIFFUSION = {
+    "resolution": "resolution",
+    "batch_size": "train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "dtype": "",  # follows from the two next
+    "mixed_precision": "mixed_precision",
+    "lora_r": "rank",
+    "lora_dropout": "lora_dropout",
+    "peft_config": "peft_config",
+    "max_grad_norm": "max_grad_norm",
+    "optimizer": "",  # AdamW, or --use_8bit_adam
+}
 _FLAGS: dict[str, dict[str, str]] = {
-    "llm": {
-        "seq_length": "max_length",
-        "rope_scaling": "rope_scaling",
-        **_TRAINER,
-        "lora_r": "lora_r",
-        "lora_targets": "lora_target_modules",
-        "lora_target_parameters": "lora_target_parameters",
-        "lora_dropout": "lora_dropout",
-        "use_dora": "use_dora",
-        "peft_config": "peft_config",
-        "load_in_4bit": "load_in_4bit",
-        "double_quant": "use_bnb_nested_quant",
-        "quant_storage": "bnb_4bit_quant_storage",
-        "rows": "",  # --packing; rows of a dataset are padded without it
+    "llm": {"seq_length": "max_length", "rope_scaling": "rope_scaling", **_TRAINER, **_ADAPTER},
+    "vlm": {
+        "seq_length": "max_length", **_TRAINER, **_ADAPTER, "train_towers": "train_towers", "max_pixels": "max_pixels",
+        "longest_side": "longest_side", "images": "", "image_size": "",  # the rows have them
     },
     "image_classification": {"resolution": "resolution", **_TRAINER},
+    "diffusion_unet": {**_DIFFUSION, "ema": "use_ema"},
+    "diffusion_transformer": {**_DIFFUSION, "lora_targets": "lora_target_modules", "load_in_4bit": "load_in_4bit"},
+}  # fmt: skip
+# kind of workload -> recipe
+RECIPES = {
+    "language model": "llm",
+    "image classifier": "image_classification",
+    "diffusion U-Net": "diffusion_unet",
+    "diffusion transformer": "diffusion_transformer",
 }
-RECIPES = {"language model": "llm", "image classifier": "image_classification"}  # kind of workload -> recipe
 # Flags that are always printed, so that the command does not depend on a recipe's defaults.
 _ALWAYS = ("batch_size", "dtype", "optimizer")
 # Fields that are not flags of a recipe: the model and the policy, which every recipe has, and settings outside of it.
@@ -90,7 +112,7 @@ def recipe_command(spec: TrainingSpec, kind: str) -> str:
 
     kind: the kind of workload, such as "language model".
     """
-    recipe = RECIPES.get(kind, "")
+    recipe = "vlm" if kind == "language model" and spec.data.images else RECIPES.get(kind, "")
     return training_command(spec, recipe) if recipe and can_train(recipe, spec) else ""
 
 
@@ -115,7 +137,12 @@ def launch_words(launch: Launch) -> list[str]:
 
 def can_train(recipe: str, spec: TrainingSpec) -> bool:
     """Whether the recipe has flags for every field of `spec` that is not at its default."""
-    if spec.optimizer.name not in (*OPTIM_OF_TRAINER, "none"):
+    if recipe.startswith("diffusion"):
+        adapts, mixed = spec.adapter.lora_r or spec.adapter.peft_config, spec.precision.mixed_precision
+        weights = {"bf16": "bfloat16", "fp16": "float16"}.get(mixed, "float32") if adapts else "float32"
+        if spec.optimizer.name not in ("adamw_fused", "adamw_8bit") or spec.precision.dtype != weights:
+            return False
+    elif spec.optimizer.name not in (*OPTIM_OF_TRAINER, "none"):
         return False
     known = {*_FLAGS.get(recipe, ()), *_OUTSIDE} - ({"compile"} if spec.kernels.compile == "regional" else set())
     if spec.adapter.peft_config:
@@ -125,20 +152,28 @@ def can_train(recipe: str, spec: TrainingSpec) -> bool:
 
 def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str]:
     """The flags of a recipe for `spec`."""
-    words = ["--model_name_or_path", spec.model.name, "--ac_policy", spec.policy]
-    if spec.adapter.lora_r:
+    drawn = recipe.startswith("diffusion")
+    words = ["--pretrained_model_name_or_path" if drawn else "--model_name_or_path", spec.model.name]
+    words += ["--ac_policy", spec.policy]
+    if spec.adapter.lora_r and not drawn:
         words.append("--use_peft")
     for key, flag in _FLAGS[recipe].items():
         value = spec.get(key)
         if value != declared()[key].default or key in _ALWAYS:
             words += _flag_words(key, flag, value)
+        elif key == "train_towers":  # without it the recipe trains the language model alone
+            words += [f"--{flag}", "both"]
         elif key == "seq_length":
             words += [f"--{flag}", str(spec.data.tokens)]
-    return [*words, "--dataset_name", dataset or "DATASET"]
+    return [*words, "--train_data_dir" if drawn else "--dataset_name", dataset or ("IMAGES" if drawn else "DATASET")]
 
 
 def _flag_words(key: str, flag: str, value: Any) -> list[str]:
-    if key == "mixed_precision":
+    if key in ("images", "image_size") or (key == "dtype" and not flag):
+        return []
+    if key == "optimizer" and not flag:
+        return ["--use_8bit_adam"] if value == "adamw_8bit" else []
+    if key == "mixed_precision" and not flag:
         return [f"--{value}"]
     if key == "compile":
         return [f"--{flag}"]

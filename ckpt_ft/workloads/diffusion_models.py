@@ -373,6 +373,14 @@ def _read_kinds() -> dict[str, Kind]:
 KINDS = _read_kinds()
 
 
+WITH_RECIPE = {  # class -> kind of workload that a recipe trains
+    UNET: "diffusion U-Net",
+    **dict.fromkeys(
+        ("FluxTransformer2DModel", "Flux2Transformer2DModel", "SD3Transformer2DModel", "QwenImageTransformer2DModel",
+         "SanaTransformer2DModel"),
+        "diffusion transformer",
+    ),
+}  # fmt: skip
 ATTENTION_PROJECTIONS = ("to_k", "to_q", "to_v", "to_out.0")  # the targets of diffusers' LoRA scripts
 _LEAST = 8  # a resolution is a multiple of so many pixels, even if a latent is one pixel
 _FRAMES = 49  # default length of a video, about two seconds
@@ -429,7 +437,7 @@ def diffusion_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) ->
         model,
         make_batch,
         noise_loss,
-        kind="diffusion model",
+        kind=WITH_RECIPE.get(kind, "diffusion model"),
         shape=shape,
         auxiliary_models=() if encoding is None else encoding.modules,
         notes=notes,

@@ -212,7 +212,7 @@ def test_a_step_that_fits_ends_with_the_command_that_trains_so(ask: Any) -> None
     answer = ask("estimate", "qwen2.5-0.5b-instruct", "--device", "rtx-4090", "--policy", "full", "--seq-length", "16")
     assert answer.out.splitlines()[-2:] == [
         "train it: ckpt-ft recipe llm --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --ac_policy full "
-        "--max_length 16 --per_device_train_batch_size 1 --dtype float32 --optim adamw_torch_fused "
+        "--max_length 16 --per_device_train_batch_size 1 --dtype bfloat16 --optim adamw_torch_fused "
         "--dataset_name DATASET",
         "ready-made: ckpt-ft recipe llm --config recipes/llm/qwen2.5_0.5b_full.yaml",
     ]

@@ -17,13 +17,16 @@ def test_short_names_of_models_and_dtypes() -> None:
     assert TrainingSpec.of("gpt2", **fields_of({"dtype": "bf16"})).precision.dtype == "bfloat16"
 
 
-def test_float32_of_a_model_published_in_half_precision_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert params._published("meta-llama/Llama-3.1-8B", wanted=False) == {}
-    assert "add --dtype bfloat16" in capsys.readouterr().err
-    assert params._published("meta-llama/Llama-3.1-8B", wanted=True) == {"dtype": "bfloat16"}
+def test_the_precision_of_a_bare_name_is_that_of_its_publication_and_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert params._published("meta-llama/Llama-3.1-8B", False) == {"dtype": "bfloat16"}
     assert "the weights are bfloat16" in capsys.readouterr().err
-    assert params._published("openai-community/gpt2", wanted=False) == {}
+    assert params._published("openai-community/gpt2", False) == {}
     assert capsys.readouterr().err == ""
+    assert params._published("flux", True) == {"dtype": "bfloat16", "mixed_precision": "bf16"}
+    assert params._published("sdxl", False) == {"mixed_precision": "bf16"}
+    assert "the weights are float32, under bf16 autocast" in capsys.readouterr().err
 
 
 def test_progress_says_the_time_left_every_ten_seconds_without_a_terminal(
@@ -44,4 +47,5 @@ def test_progress_says_the_time_left_every_ten_seconds_without_a_terminal(
 
 def test_what_belongs_to_no_module_is_named() -> None:
     holders = [Holder("", "op", "optimizer", 5, 1), Holder("", "nll_loss", "activations", 4, 1)]
-    assert [row[0] for row in holders_table(holders, 9).rows] == ["optimizer state", "loss"]
+    holders.append(Holder("", "nll_loss_backward", "temporary", 3, 1))
+    assert [row[0] for row in holders_table(holders, 12).rows] == ["optimizer state", "loss", "loss"]

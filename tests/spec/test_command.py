@@ -46,7 +46,6 @@ def test_several_processes_are_launched() -> None:
         {"ema": True},
         {"lora_r": 4, "load_in_8bit": True},
         {"frozen": ("embed",)},
-        {"images": 1},
         {"peft": {"peft_type": "IA3"}},
     ],
 )
@@ -59,6 +58,29 @@ def test_what_the_recipe_does_not_know_is_left_open(fields: dict[str, object]) -
     assert "prodigy" not in training_command(launched, "llm")
     assert command_for(spec, "language model").startswith("ckpt-ft estimate gpt2 --policy full")
     assert command_for(TrainingSpec.of("a/unet"), "diffusion model") == "ckpt-ft estimate a/unet"
+
+
+def test_diffusion_and_vision_language_models_have_their_recipes() -> None:
+    spec = TrainingSpec.of(
+        "a/flux", policy="full", lora_r=16, load_in_4bit=True, dtype="bfloat16", mixed_precision="bf16", resolution=768
+    )
+    assert command_for(spec, "diffusion transformer") == (
+        "ckpt-ft recipe diffusion_transformer --pretrained_model_name_or_path a/flux --ac_policy full "
+        "--resolution 768 --train_batch_size 1 --mixed_precision bf16 --rank 16 --load_in_4bit --train_data_dir IMAGES"
+    )
+    assert command_for(spec.edit(dtype="float32"), "diffusion transformer").startswith("ckpt-ft estimate a/flux")
+    whole = TrainingSpec.of("a/unet", mixed_precision="bf16", optimizer="adamw_8bit", resolution=512)
+    assert command_for(whole, "diffusion U-Net").endswith(
+        "--mixed_precision bf16 --use_8bit_adam --train_data_dir IMAGES"
+    )
+    assert "--train_towers both" in command_for(TrainingSpec.of("a/vlm", images=1), "language model")
+    seeing = TrainingSpec.of("a/vlm", lora_r=8, images=1, image_size=(640, 480), train_towers="language")
+    assert "YOUR_SCRIPT.py" in training_command(seeing, "llm")
+    assert command_for(seeing, "language model") == (
+        "ckpt-ft recipe vlm --model_name_or_path a/vlm --ac_policy none --use_peft --max_length 1024 "
+        "--per_device_train_batch_size 1 --dtype float32 --optim adamw_torch_fused --lora_r 8 --train_towers language "
+        "--dataset_name DATASET"
+    )
 
 
 def test_a_classifier_has_its_recipe() -> None:

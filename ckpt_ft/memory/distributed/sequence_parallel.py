@@ -135,6 +135,13 @@ def ring_attention(mesh: DeviceMesh, rotation: str) -> Iterator[None]:
         rings._enable_context_parallel_dispatcher_impl(seq_dim=2, mesh=mesh)
         try:
             yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise UserError(
+                f"launch cp {mesh.size()}: this model's attention in float32 runs as separate products, which torch "
+                "does not share between GPUs; --dtype bfloat16 or --bf16 runs it as one kernel"
+            ) from error
         finally:
             rings._disable_context_parallel_dispatcher_impl()
 
