@@ -311,7 +311,7 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (
             ("estimate", "stable-diffusion-v1-5", "--seq-length", "1024"),
             "sequence length 1024: the batches of stable-diffusion-v1-5/stable-diffusion-v1-5, of kind "
-            "'diffusion model', hold no sequences",
+            "'diffusion U-Net', hold no sequences",
         ),
         (("check", "resnet-50", "--seq-length", "32"), "sequence length 32: the batches of microsoft/resnet-50"),
         (("estimate", "CONFIG", "--policy", "budget:0.5"), "acts under torch.compile alone"),
