@@ -2,8 +2,9 @@
 
     python benchmarks/live_grid.py --runs 200 --seed 0
 
-Each run draws a tiny model, an optimizer, a precision, an adapter, a policy and a batch, trains eight steps and
-compares the predicted peak with the measured one. Optimizers of packages that are not installed are left out.
+Each run draws a tiny model, an optimizer, a precision, an adapter, a policy, a batch and an evaluation, trains
+eight steps and compares the predicted peak of the run with the measured one. Optimizers of packages that are not
+installed are left out.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def draw(chance: random.Random) -> dict[str, Any]:
         "batch": chance.choice((1, 2, 4)),
         "length": chance.choice((32, 64, 128)),
         "max_grad_norm": chance.choice((0.0, 1.0)),
+        "evaluation": chance.choice(("none", "loss", "metrics")),
     }
 
 
@@ -90,7 +92,10 @@ def run(drawn: dict[str, Any]) -> tuple[int, int | None, list[str]]:
             optim_target_modules="all-linear", bf16=drawn["precision"] == "bf16", max_grad_norm=drawn["max_grad_norm"],
             per_device_train_batch_size=drawn["batch"], gradient_accumulation_steps=drawn["accumulation"],
         )  # fmt: skip
-        trainer = Trainer(model=model, args=args, train_dataset=rows)
+        if drawn["evaluation"] != "none":
+            args.eval_strategy, args.eval_steps = "steps", 4
+        metrics = (lambda told: {"rows": len(told.label_ids)}) if drawn["evaluation"] == "metrics" else None
+        trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows, compute_metrics=metrics)
         callback = ACCallback(ACArguments(ac_policy=drawn["policy"], ac_report="json")).attach(trainer)
         trainer.train()
     assert callback.report is not None
@@ -123,7 +128,7 @@ def main() -> None:
             print(f"{number} no prediction: {[note for note in notes if 'prediction' in note]} {drawn}", flush=True)
             continue
         errors.append(abs(predicted / measured - 1) * 100)
-        for key in ("model", "optim", "adapter", "precision", "policy"):
+        for key in ("model", "optim", "adapter", "precision", "policy", "evaluation"):
             by[f"{key} {drawn[key]}"].append(errors[-1])
         if errors[-1] > 0.1:
             print(f"{number} {100 * (predicted / measured - 1):+.2f} % {measured} {drawn}", flush=True)

@@ -28,7 +28,7 @@ from .optimizers import notes_on as notes_on_optimizer
 from .optimizers import optimizer_maker
 from .phases import evaluation_of
 from .sample_sizes import Lengths
-from .trl_trainers import as_reward_model, trainer_step
+from .trl_trainers import as_reward_model, trainer_step, vllm_share
 from .workload import MIXED_PRECISION, MakeBatch, Workload
 
 _FALLBACK = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"([\w-]+)"')
@@ -71,6 +71,10 @@ def load(
     workload = _by_kind(name, config, spec)
     if spec.trainer.trainer:
         workload = trainer_step(workload, spec.edit(seq_length=workload.shape.get("seq_length")))
+    share, sleeps = vllm_share(spec) or (0.0, False)
+    if gpu and share and not sleeps:  # as the CUDA context, it leaves the step less of the card
+        device = gpu = replace(gpu, context=gpu.context + int(share * gpu.memory))
+    when = "while it generates alone" if sleeps else "counted with the CUDA context"
     _check_samples(name, workload, spec, own_rows=batches is not None)
     if lengths is not None and spec.data.images:
         raise UserError("a dataset's lengths and images in every row: leave one of them out")
@@ -99,6 +103,7 @@ def load(
         alloc_conf=spec.host.alloc_conf,
         notes=(
             *workload.notes,
+            *([f"vLLM takes {share:.0%} of the card, {when}"] if share else []),
             *(f"{what} between steps has a row in an estimate; plans are of the training step" for what in phases),
             *notes_on(spec),
             *notes_on_optimizer(spec.optimizer.name),

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.measure.profiler import LargestBatch
 from ckpt_ft.spec.training_spec import DataSpec
 
@@ -256,6 +257,7 @@ def generation(
     trainer: Any,
     sizes: Callable[[Workload, int], tuple[int, int, int]],
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    wakes: float = 0.0,
 ) -> Phase:
     """The phase in which TRL's GRPO or RLOO trainer generates what it trains on, and scores it.
 
@@ -264,6 +266,7 @@ def generation(
     Args:
         sizes: (workload, samples) -> sequences, tokens of the prompts, and of the answers. Every answer has the
             greatest length.
+        wakes: the share of the card that a vLLM takes while it generates, if it sleeps during the steps.
     """
 
     def phase(workload: Workload, samples: int) -> Step:
@@ -274,6 +277,9 @@ def generation(
             if _generates_every(trainer) < workload.accumulation:
                 workload.loss_of(model, workload.make_batch(samples, None)).backward()
             with around(), torch.no_grad(), _in_precision(workload, model):
+                gpu = gpu_of(workload.device)
+                if trainer.use_vllm and gpu is not None:
+                    torch.empty(int(wakes * gpu.memory), dtype=torch.uint8)
                 if not trainer.use_vllm:
                     ids = torch.ones(sequences, prompt, dtype=torch.long)
                     mask = torch.ones_like(ids)

@@ -52,6 +52,7 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
         warnings.simplefilter("ignore")
         with redirect_stdout(sys.stderr):  # DeepSpeed, which TRL and accelerate import, writes to stdout
             trainer = _build(workload.model, spec)
+    trainer.use_vllm = vllm_share(spec) is not None
     trainer.current_gradient_accumulation_steps = spec.data.accumulation  # set where training begins
     own_loss = loss_of(trainer)
 
@@ -61,7 +62,7 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
 
     reference = getattr(trainer, "ref_model", None)
     online = spec.trainer.trainer in ONLINE
-    phases = {"generation": _generation(trainer, states)} if online else {}
+    phases = {"generation": _generation(trainer, spec, states)} if online else {}
     if spec.data.eval_batch_size and not online:
         phases["evaluation"] = evaluation_of(spec.data, trainer.model, trainer, states)
     return replace(
@@ -123,7 +124,7 @@ def _build(model: Any, spec: TrainingSpec) -> Any:
 
 def _arguments(spec: TrainingSpec) -> dict[str, Any]:
     """The fields of the trainer's configuration; the workload itself applies precision and checkpointing."""
-    own = trainer_args(spec)
+    own = {name: value for name, value in trainer_args(spec).items() if name != "use_vllm"}  # it would start vLLM
     length: dict[str, Any] = {"max_length": spec.data.tokens}
     if spec.trainer.trainer == "sft":
         packed = spec.data.rows == "packed"
@@ -154,6 +155,28 @@ def trainer_args(spec: TrainingSpec) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise UserError(f"""--trainer-args {spec.trainer.trainer_args}: give JSON, '{{"beta": 0.1}}' for example""")
     return given
+
+
+def vllm_share(spec: TrainingSpec) -> tuple[float, bool] | None:
+    """The share of the card that a vLLM in the trainer's process takes, and whether it sleeps during the steps.
+
+    The defaults are those of trl/trainer/grpo_config.py. A vLLM server has cards of its own: its share is 0.
+
+    Returns:
+        None if the trainer generates by itself.
+
+    Raises:
+        UserError: the share is no share.
+    """
+    args = trainer_args(spec)
+    if spec.trainer.trainer not in ONLINE or not args.get("use_vllm"):
+        return None
+    if args.get("vllm_mode", "colocate") != "colocate":
+        return 0.0, False
+    share = args.get("vllm_gpu_memory_utilization", 0.3)
+    if not isinstance(share, (int, float)) or not 0 < share < 1:
+        raise UserError(f"vllm_gpu_memory_utilization {share}: give a share of the card above 0 and below 1")
+    return float(share), bool(args.get("vllm_enable_sleep_mode"))
 
 
 def _batches(trainer: Any, spec: TrainingSpec) -> Callable[[int, int | None], Batch]:
@@ -210,12 +233,14 @@ def _rollouts(trainer: Any, samples: int, tokens: int) -> Batch:
     if not hasattr(trainer, "loss_type"):  # RLOO scores whole sequences
         return {**batch, "old_logps": torch.zeros(samples)}
     batch["num_items_in_batch"] = torch.tensor(samples * completion)
-    old = trainer.args.gradient_accumulation_steps % (trainer.args.steps_per_generation * trainer.num_iterations) != 0
-    scores = [*(["ref_per_token_logps"] if trainer.beta else []), *(["old_per_token_logps"] if old else [])]
+    corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    between = trainer.args.gradient_accumulation_steps % (trainer.args.steps_per_generation * trainer.num_iterations)
+    scores = [*(["ref_per_token_logps"] if trainer.beta else []), *(["importance_sampling_ratio"] if corrects else [])]
+    scores += ["old_per_token_logps"] if between or corrects else []
     return {**batch, **{name: torch.zeros(samples, completion) for name in scores}}
 
 
-def _generation(trainer: Any, states: dict[Any, dict[str, Any]]) -> Phase:
+def _generation(trainer: Any, spec: TrainingSpec, states: dict[Any, dict[str, Any]]) -> Phase:
     """The trainer's generation of completions, each of the greatest length."""
 
     def sizes(workload: Workload, samples: int) -> tuple[int, int, int]:
@@ -223,7 +248,8 @@ def _generation(trainer: Any, states: dict[Any, dict[str, Any]]) -> Phase:
         sequences = samples * trainer.args.steps_per_generation
         return sequences, rows["prompt_ids"].shape[1], rows["completion_ids"].shape[1]
 
-    return generation(trainer, sizes, partial(accelerate_apart, states))
+    share, sleeps = vllm_share(spec) or (0.0, False)
+    return generation(trainer, sizes, partial(accelerate_apart, states), share if sleeps else 0.0)
 
 
 def _no_reward(completions: list[Any], **kwargs: Any) -> list[float]:

@@ -266,7 +266,6 @@ def test_a_launch_inside_a_file_is_read(tmp_path: Path) -> None:
         (M + "max_length: 8\nload_in_4bit: true", "", "4-bit weights cannot be trained themselves"),
         (M + "finetuning_type: freeze", "", "finetuning_type: freeze: full, and lora are predicted"),
         (M + "stage: dpo\ntemplate: qwen", "", "stage: dpo: only stages sft and pt are predicted"),
-        (M + "num_generations: 8\nuse_vllm: true", "", "use_vllm: True: vLLM takes a share of the card"),
         (AXOLOTL + "adapter: qlora\nlora_target_linear: true", "", "adapter qlora: axolotl requires load_in_4bit"),
         (AXOLOTL + "adapter: lora", "", "adapter lora: axolotl requires lora_target_linear or lora_target_modules"),
         (AXOLOTL + "adapter: llama-adapter", "", "adapter llama-adapter is not modelled (lora, qlora)"),

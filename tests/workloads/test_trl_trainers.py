@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.workloads.load import load
@@ -139,6 +140,33 @@ def test_trainers_that_generate(kind: str, options: dict[str, Any], lora: bool, 
     fields = {"lora_r": 4, "lora_dropout": 0.0} if lora else {}
     close = 3e-3 if "steps_per_generation" in options else 2e-3
     assert predicted(kind, config, trainer_args=json.dumps(options), **fields) == pytest.approx(expected, rel=close)
+
+
+def test_vllm_takes_its_share_awake_or_asleep(config: Path) -> None:
+    """Awake it leaves the step less of the card, asleep it is back for the generation; a server has its own card."""
+    card = gpu_of("t4")
+    assert card is not None
+    options = {"num_generations": 2, "use_vllm": True, "vllm_gpu_memory_utilization": 0.4, "max_completion_length": 8}
+    share = int(0.4 * card.memory)
+    for more, context, generation in (
+        ({}, card.context + share, 0),
+        ({"vllm_enable_sleep_mode": True}, card.context, share),
+        ({"vllm_mode": "server"}, card.context, 0),
+    ):
+        args = json.dumps({**options, **more})
+        spec = TrainingSpec.of(str(config), trainer="grpo", trainer_args=args, batch_size=2, seq_length=16)
+        workload = load(spec, card)
+        found = gpu_of(workload.device)
+        assert found is not None
+        assert found.context == context
+        peak = workload.trace_phases(2)["generation"].peak_allocated
+        assert generation < peak < generation + 2**25
+        assert any("vLLM takes 40% of the card" in note for note in workload.notes) == (
+            more != {"vllm_mode": "server"}
+        )
+    broken = json.dumps({**options, "vllm_gpu_memory_utilization": 1.5})
+    with pytest.raises(UserError, match="vllm_gpu_memory_utilization 1.5: give a share"):
+        load(TrainingSpec.of(str(config), trainer="grpo", trainer_args=broken, seq_length=16), card)
 
 
 def test_a_mixture_of_experts_with_its_auxiliary_loss(tmp_path: Path) -> None:
