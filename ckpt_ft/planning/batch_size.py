@@ -27,7 +27,7 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.workload import Workload, or_loop
 
-from .budget import MemoryBudget, largest_fitting, memory_budget
+from .budget import MemoryBudget, largest_fitting, limited_by_phases, memory_budget
 from .estimates import Estimates
 from .search import search
 from .tracing import Report, Tracer
@@ -293,7 +293,7 @@ def predict_max_batch_size(
     estimates, batch, needed = largest_in_room(workload, policy, room, max_batch_size, report)
     if gpu_of(workload.device) is None:
         return MaxBatchSize(batch, batch, room, needed=needed)
-    runs = largest_fitting(lambda n: int(estimates.retries(policy, n) is None), 0, max_batch_size, {batch: 0})
+    runs = largest_fitting(lambda n: int(estimates.retries(policy, n) is None), 0, estimates.most, {batch: 0})
     retries = estimates.retries(policy, runs) or 0 if runs else 0
     return MaxBatchSize(batch, batch, room, last=runs, retries=retries, needed=needed)
 
@@ -307,6 +307,7 @@ def largest_in_room(
         UserError: a policy that does not suit the model.
     """
     with suspended(workload.model), Tracer(workload, report=report) as tracer:
+        most = limited_by_phases(workload, room, most)
         estimates = Estimates(tracer, room, "effective_batch", most=most)
         found = search(estimates, [policy])
         if policy in estimates.rejected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Lt
 
@@ -17,6 +17,9 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.units import GIB, format_bytes, parse_budget
 from ckpt_ft.validation import Bytes, Count, Seconds
+
+if TYPE_CHECKING:
+    from ckpt_ft.workloads.workload import Workload
 
 TARGETS = ("throughput", "memory", "effective_batch")
 # The speed of CPUs is not modelled. These round figures (100 GFLOP/s, 10 GB/s, free launches) only rank policies by
@@ -135,6 +138,35 @@ class MemoryBudget:
         return math.ceil(
             (candidate.reserved + self.context + 1) / (1 - self.share)
         )  # + 1, because the margin is rounded
+
+
+LESS = {
+    "evaluation": "a smaller --eval-batch-size or --eval-accumulation-steps needs less",
+    "generation": "a smaller steps_per_generation, max_completion_length or vLLM share needs less",
+}
+
+
+def limited_by_phases(workload: Workload, room: MemoryBudget, most: int, batch: int | None = None) -> int:
+    """Returns the largest batch up to `most` beside which the phases between steps fit, under any policy.
+
+    Bytes allocated by a phase grow linearly with the batch. A fixed `batch` is only checked.
+
+    Raises:
+        UserError: a phase does not fit beside a batch of 1, or beside `batch`.
+    """
+    first = batch or 1
+    small = {name: trace.peak_allocated for name, trace in workload.trace_phases(first, before=1).items()}
+    for name, needed in small.items():
+        if needed > room.limit:
+            raise UserError(
+                f"the {name} beside a batch of {first} takes {format_bytes(needed)}, and there are "
+                f"{format_bytes(room.limit)}: no policy changes that; {LESS[name]}"
+            )
+    if small and batch is None:
+        for name, trace in workload.trace_phases(first + 2, before=1).items():
+            grown = (trace.peak_allocated - small[name]) / 2
+            most = min(most, first + int((room.limit - small[name]) / grown)) if grown > 0 else most
+    return most
 
 
 def memory_budget(

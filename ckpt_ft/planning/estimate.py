@@ -28,7 +28,7 @@ from ckpt_ft.memory.cost.collectives import nccl_bytes
 from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.batch_size import largest_in_room
-from ckpt_ft.planning.budget import Candidate, MemoryBudget, seconds
+from ckpt_ft.planning.budget import LESS, Candidate, MemoryBudget, seconds
 from ckpt_ft.planning.estimates import Estimates
 from ckpt_ft.planning.results import Estimate, Fix, Suggestion, Suggestions
 from ckpt_ft.planning.search import blocks_of, with_term
@@ -99,7 +99,7 @@ def _with_phases(found: Estimate, phases: Mapping[str, StepTrace]) -> Estimate:
         peaks = {**found.peaks, name: trace.peak_allocated}
         found = replace(found, peaks=peaks, peak_reserved=max(found.peak_reserved, trace.peak_reserved))
         if trace.peak_allocated > found.peak_allocated:
-            note = f"the peak is that of {name}, which no policy changes"
+            note = f"the peak is that of {name}, which no policy changes: {LESS[name]}"
             found = replace(
                 found,
                 peak_allocated=trace.peak_allocated,

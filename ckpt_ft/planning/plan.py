@@ -30,7 +30,7 @@ from ckpt_ft.units import GIB, MIB, format_bytes
 from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
-from .budget import Candidate, MemoryBudget, better, frontier, memory_budget, spans
+from .budget import Candidate, MemoryBudget, better, frontier, limited_by_phases, memory_budget, spans
 from .estimates import Estimates
 from .launches import Launches, apart, search_shared
 from .search import search, so_far
@@ -147,7 +147,8 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
                 default=(estimates, found),
             )
     else:
-        estimates = Estimates(tracer, room, *limits)
+        most = limited_by_phases(workload, room, asked.max_batch_size, asked.batch_size)
+        estimates = Estimates(tracer, room, asked.target, asked.batch_size, most)
         with _stoppable(estimates):
             found = search(estimates, asked.chosen)
         rejected = estimates.rejected

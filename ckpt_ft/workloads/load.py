@@ -104,7 +104,7 @@ def load(
         notes=(
             *workload.notes,
             *([f"vLLM takes {share:.0%} of the card, {when}"] if share else []),
-            *(f"{what} between steps has a row in an estimate; plans are of the training step" for what in phases),
+            *(f"{what} between steps has a row in an estimate, and limits the batch of a plan" for what in phases),
             *notes_on(spec),
             *notes_on_optimizer(spec.optimizer.name),
             *([gpu.note] if gpu and gpu.note else []),

@@ -275,11 +275,12 @@ class Workload:
         """The trace of `step(samples)` under the policy that is applied to the model."""
         return self.with_metadata(self.trace_of([self.step(samples)] * 2))
 
-    def trace_phases(self, samples: int = 1) -> dict[str, StepTrace]:
-        """The trace of each phase, run after one step of training on `samples`."""
+    def trace_phases(self, samples: int = 1, before: int | None = None) -> dict[str, StepTrace]:
+        """The trace of each phase beside a batch of `samples`, after one training step on it, or on `before`."""
         steps = {name: make(self, samples) for name, make in self.phases.items()}
         return {
-            name: self.with_metadata(self.trace_of([self.step(samples)], phase=step)) for name, step in steps.items()
+            name: self.with_metadata(self.trace_of([self.step(before or samples)], phase=step))
+            for name, step in steps.items()
         }
 
     def trace_of(self, steps: Sequence[Step], again: bool = False, phase: Step | None = None) -> StepTrace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,8 @@ from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.planning import batch_size, tracing
 from ckpt_ft.planning.batch_size import find_max_batch_size, keep_effective, predict_max_batch_size
-from ckpt_ft.planning.budget import memory_budget
+from ckpt_ft.planning.budget import limited_by_phases, memory_budget
+from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.tracing import Traced
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
@@ -270,3 +272,22 @@ def test_norms_that_cannot_take_one_sample() -> None:
     assert predict_max_batch_size(asked, "none", needs[3] - 1).batch == 2
     with pytest.raises(UserError, match="a batch of 1: Expected more than 1 value .*; give at least 2, or"):
         predict_max_batch_size(asked, "none", needs[2] - 1)
+
+
+def test_phases_between_steps_limit_the_batch(tmp_path: Path) -> None:
+    """A phase that takes 3 MiB and 1 MiB a sample: in 8 MiB beside batches up to 5, whatever the step takes."""
+
+    def between(workload: Workload, samples: int) -> Any:
+        return lambda model, optimizer: torch.empty((3 + samples) * 2**20, dtype=torch.uint8)
+
+    model = torch.nn.Linear(4, 4, bias=False)
+    workload = Workload.of_loop(model, lambda samples: lambda model, _: model(torch.ones(samples, 4)).sum().backward(),
+                                device="cpu")  # fmt: skip
+    workload = replace(workload, phases={"evaluation": between})
+    room = memory_budget("8.5MiB", None)
+    assert limited_by_phases(workload, room, 64) == 5
+    assert limited_by_phases(workload, room, 4) == 4
+    assert predict_max_batch_size(workload, budget="8.5MiB", max_batch_size=64).batch == 5
+    assert plan(workload, "8.5MiB", max_batch_size=64, target="effective_batch", policies=["none"]).best.batch == 5
+    with pytest.raises(UserError, match=r"the evaluation beside a batch of 6 takes 9.0 MiB.*--eval-batch-size"):
+        plan(workload, "8.5MiB", batch_size=6, policies=["none"])
