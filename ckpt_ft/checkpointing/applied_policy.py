@@ -18,7 +18,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
 from .blocks import Blocks, Region, submodules
-from .explain import Coverage, explain, explain_html
+from .explain import explain, explain_html
 from .guard import Guard
 from .module_state import modules_in
 from .recompute import Checkpointed
@@ -125,22 +125,10 @@ class AppliedPolicy:
 
     def explain(self) -> str:
         """Return a table of module classes, how many are re-run, what they keep, and what each engine does."""
-        return explain(self._coverage())
+        return explain(self)
 
     def _repr_html_(self) -> str:
-        return explain_html(self._coverage())
-
-    def _coverage(self) -> Coverage:
-        return Coverage(
-            self.policy,
-            self.model,
-            self.parts,
-            blocks=self.found.blocks,
-            uncovered=self.uncovered,
-            rerun={region.module: region.blocks[0] for region in self.regions},
-            segments=self.segments,
-            engines=self.engines,
-        )
+        return explain_html(self)
 
     def remove(self) -> None:
         """Restore the model exactly as it was before `apply_policy`; a second call does nothing."""

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
-from ckpt_ft.policy import Policy
 from ckpt_ft.tables import WIDTH, Table, as_text
 
-from .standin import Installed
 from .towers import Part, find_towers
 
-
-@dataclass(frozen=True)
-class Coverage:
-    """How a policy covers a model.
-
-    parts: one for each tower that the policy names, and the rest. blocks: all blocks found. uncovered: names of the
-    blocks in which nothing is re-run. rerun: maps each re-run module to a block that contains it. segments: number of
-    block sequences that are re-run as one. engines: those installed.
-    """
-
-    policy: Policy
-    model: nn.Module
-    parts: Sequence[Part]
-    blocks: Mapping[str, nn.Module]
-    uncovered: Sequence[str]
-    rerun: Mapping[nn.Module, str]
-    segments: int
-    engines: Sequence[Installed]
+if TYPE_CHECKING:
+    from .applied_policy import AppliedPolicy
 
 
 @dataclass(frozen=True)
@@ -50,16 +30,17 @@ class Covered:
     kept: str
 
 
-def covered(of: Coverage) -> list[Covered]:
+def covered(of: AppliedPolicy) -> list[Covered]:
     """Per tower, return a row for each class of re-run modules, then for each class of other blocks."""
     return [row for part in of.parts for row in _covered(of, part)]
 
 
-def _covered(of: Coverage, part: Part) -> list[Covered]:
+def _covered(of: AppliedPolicy, part: Part) -> list[Covered]:
     inside = ", ".join(part.policy.save) or "input only"
-    rerun = Counter(type(module).__name__ for module, block in of.rerun.items() if block in part.found.blocks)
+    modules = {region.module: region.blocks[0] for region in of.regions}
+    rerun = Counter(type(module).__name__ for module, block in modules.items() if block in part.found.blocks)
     blocks = Counter(type(block).__name__ for block in part.found.blocks.values())
-    open_blocks = Counter(type(of.blocks[name]).__name__ for name in of.uncovered if name in part.found.blocks)
+    open_blocks = Counter(type(of.found.blocks[name]).__name__ for name in of.uncovered if name in part.found.blocks)
     kept_open = "see pointwise" if part.policy.pointwise else "everything"
     found = []
     for kind, count in rerun.items():
@@ -70,7 +51,7 @@ def _covered(of: Coverage, part: Part) -> list[Covered]:
     return found + [Covered(part.tower, kind, count, 0, kept_open) for kind, count in unseen.items()]
 
 
-def tables(of: Coverage) -> list[Table]:
+def tables(of: AppliedPolicy) -> list[Table]:
     """Return the table of covered modules, followed by a table for each engine."""
     cells: list[tuple[str, ...]]
     header: tuple[str, ...] = ("module", "count", "re-run", "kept for backward")
@@ -86,21 +67,21 @@ def tables(of: Coverage) -> list[Table]:
     return found
 
 
-def explain_html(of: Coverage) -> str:
+def explain_html(of: AppliedPolicy) -> str:
     """Return the output of `explain` as HTML for a notebook."""
     first, *others = tables(of)
     parts = map(table_html, (replace(first, title=""), *others))
     return fragment(first.title, *parts, *map(paragraph, _notes(of)))
 
 
-def explain(of: Coverage) -> str:
+def explain(of: AppliedPolicy) -> str:
     """Return the tables as text for a terminal, followed by notes on coverage."""
     notes = [textwrap.fill(note, WIDTH, break_on_hyphens=False) + "\n" for note in _notes(of)]
     return as_text(tables(of)) + "".join(notes)
 
 
-def _notes(of: Coverage) -> list[str]:
-    total, policy = len(of.blocks), of.policy
+def _notes(of: AppliedPolicy) -> list[str]:
+    total, policy = len(of.found.blocks), of.policy
     notes = []
     if policy.checkpoints:
         notes.append(f"{total - len(of.uncovered)} of {total} blocks are re-run, whole or in part")
@@ -108,7 +89,7 @@ def _notes(of: Coverage) -> list[str]:
         notes.append(f"in {of.segments} segments: only the first block's input of each is kept")
     if policy.budget is not None:
         notes.append("budget takes effect under torch.compile only")
-    towers = find_towers(of.model, dict(of.blocks))
+    towers = find_towers(of.model, dict(of.found.blocks))
     if len(towers) > 1 or policy.towers:
         each = (f"{tower.name} {', '.join(tower.modules)} ({len(tower.blocks)} blocks)" for tower in towers)
         notes.append(f"towers: {'; '.join(each)}")

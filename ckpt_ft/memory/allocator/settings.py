@@ -7,14 +7,16 @@ device are kept; options for pinned host memory and locking are accepted and ign
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from ckpt_ft.errors import UserError, meant
 from ckpt_ft.units import MIB, whole_number
 
 MIN_BLOCK = 512  # every size is rounded up to a multiple of this
 _INTERVALS = 16  # roundup_power2_divisions has one entry per power of two from 1 MiB to 64 GiB
-_MIN_SPLIT_MB = 20
 _PAIR = re.compile(r"\s*(\w+)\s*:\s*(\[[^\]]*\]|[^,\[\]]*)\s*(?:,|$)")
 _NO_EFFECT = {
     "pinned_use_cuda_host_register",
@@ -80,25 +82,16 @@ class AllocatorSettings:
 
 
 def _apply(settings: AllocatorSettings, key: str, value: str) -> AllocatorSettings:
-    if key == "expandable_segments":
-        return replace(settings, expandable_segments=_boolean(key, value))
-    if key == "max_split_size_mb":
-        return replace(settings, max_split_size=_integer(key, value, _MIN_SPLIT_MB) * MIB)
-    if key == "max_non_split_rounding_mb":
-        return replace(settings, max_non_split_rounding_size=_integer(key, value, _MIN_SPLIT_MB) * MIB)
-    if key == "large_segment_size_mb":
-        return replace(settings, large_segment_size=_integer(key, value, 11) * MIB)
-    if key == "roundup_power2_divisions":
-        return replace(settings, roundup_power2_divisions=_divisions(key, value))
+    if key in _OPTIONS:
+        name, read = _OPTIONS[key]
+        return replace(settings, **{name: read(key, value)})
     if key in _NOT_REPLAYED:
         raise UserError(f"allocator settings: '{key}' is not replayed: {_NOT_REPLAYED[key]}")
     if key == "backend":
         if value != "native":
             raise UserError(f"allocator settings 'backend:{value}': only the native caching allocator is replayed")
     elif key not in _NO_EFFECT:
-        known = ["expandable_segments", "max_split_size_mb", "max_non_split_rounding_mb", "roundup_power2_divisions"]
-        known.append("large_segment_size_mb")
-        raise UserError(f"allocator settings: no option '{key}'{meant(key, known)} ({', '.join(known)})")
+        raise UserError(f"allocator settings: no option '{key}'{meant(key, _OPTIONS)} ({', '.join(_OPTIONS)})")
     return settings
 
 
@@ -108,11 +101,11 @@ def _boolean(key: str, value: str) -> bool:
     return value == "True"
 
 
-def _integer(key: str, value: str, least: int) -> int:
+def _bytes(least: int, key: str, value: str) -> int:
     number = whole_number(value)
     if number is None or number < least:
         raise UserError(f"allocator settings '{key}:{value}': write a whole number of MiB, at least {least}")
-    return number
+    return number * MIB
 
 
 def _divisions(key: str, value: str) -> tuple[int, ...]:
@@ -142,3 +135,12 @@ def _power_of_two(key: str, text: str, zero: bool) -> int:
         example = "write it as in 4 or [256:1,512:2,>:8]"
         raise UserError(f"allocator settings '{key}': '{text}' is not a power of two; {example}")
     return number
+
+
+_OPTIONS: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # the field of each option, and how its value is read
+    "expandable_segments": ("expandable_segments", _boolean),
+    "max_split_size_mb": ("max_split_size", partial(_bytes, 20)),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_size", partial(_bytes, 20)),
+    "roundup_power2_divisions": ("roundup_power2_divisions", _divisions),
+    "large_segment_size_mb": ("large_segment_size", partial(_bytes, 11)),
+}
