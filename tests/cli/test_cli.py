@@ -309,7 +309,7 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("estimate", "CONFIG", "--image-size", "640x480"), "1 images: LlamaForCausalLM takes no images"),
         (("estimate", "CONFIG", "--audio-seconds", "5"), "audio seconds 5: the batches of"),
         (
-            ("estimate", "stable-diffusion-v1-5", "--seq-length", "1024"),
+            ("estimate", "stable-diffusion-v1-5", "--seq-length", "1024", "--dtype", "float32"),
             "sequence length 1024: the batches of stable-diffusion-v1-5/stable-diffusion-v1-5, of kind "
             "'diffusion U-Net', hold no sequences",
         ),

@@ -134,7 +134,7 @@ def test_what_is_checked_does_not_depend_on_what_memory_held(tmp_path: Path) -> 
     ("asked", "says"),
     [
         ({"resolution": 100}, "resolution 100: a latent holds 32 x 32 pixels, so it must be a multiple of 32"),
-        ({"frames": 9}, "9 frames: the batches of .*, of kind 'diffusion U-Net', hold no videos"),
+        ({"frames": 9}, "9 frames: the batches of .*, of kind 'diffusion transformer', hold no videos"),
     ],
 )
 def test_what_no_latent_holds(asked: dict[str, int], says: str, tmp_path: Path) -> None:
