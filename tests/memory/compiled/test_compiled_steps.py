@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import peft
 import pytest
 import torch
@@ -12,6 +14,7 @@ from trace_models import adamw, language_model, training_step, vit
 
 from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.fake.compiled.lowering import compiling
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 
@@ -176,6 +179,16 @@ def test_flash_attention_on_a_single_row_breaks_the_graph_and_a_checkpoint_then_
     assert compiled.peak_allocated == eager.peak_allocated
     assert any("compiles nothing here" in note for note in compiled.notes)
     assert any("single row" in note for note in compiled.notes)
+
+
+def test_policies_that_torch_compile_would_give_up_are_refused() -> None:
+    for blocks, policy, refused in ((8, "pointwise", False), (9, "pointwise", True), (9, "save:matmul", False)):
+        model, _ = language_model(num_hidden_layers=blocks)
+        apply_policy(model, policy)
+        expected = pytest.raises(UserError, match="after 8 torch.compile runs the others eagerly")
+        with expected if refused else nullcontext(), compiling(model, "regional"):
+            pass
+        assert all(module._compiled_call_impl is None for module in model.modules())
 
 
 def test_other_launches_are_refused() -> None:

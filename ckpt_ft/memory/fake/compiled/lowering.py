@@ -39,7 +39,11 @@ _REFUSED = {
 
 @contextmanager
 def compiling(model: nn.Module, what: str) -> Iterator[None]:
-    """Compiles the model as accelerate does: "whole", "regional" (each of its repeated blocks), or "" for nothing."""
+    """Compiles the model as accelerate does: "whole", "regional" (each of its repeated blocks), or "" for nothing.
+
+    Raises:
+        UserError: more blocks would be compiled one by one than dynamo does, before it runs the others eagerly.
+    """
     before = {module: module._compiled_call_impl for module in model.modules()}
     if what == "whole":
         model.compile()
@@ -47,11 +51,23 @@ def compiling(model: nn.Module, what: str) -> Iterator[None]:
         from accelerate.utils.other import compile_regions_fsdp2
 
         compile_regions_fsdp2(model)
+    regions = [module for module in model.modules() if module._compiled_call_impl is not None]
+    limit = torch._dynamo.config.recompile_limit if what else 0
     try:
+        if what and sum(map(_has_replaced_parts, regions)) > limit:
+            raise UserError(
+                f"--compile regional: the policy replaces modules inside of the blocks, so each block is compiled by "
+                f"itself, and after {limit} torch.compile runs the others eagerly; take 'full', 'every:N' or 'save:'"
+            )
         yield
     finally:
         for module, compiled in before.items():
             module._compiled_call_impl = compiled
+
+
+def _has_replaced_parts(region: nn.Module) -> bool:
+    """Whether modules inside have a forward of their own, which dynamo takes for another one in each block."""
+    return any("forward" in vars(module) for module in region.modules() if module is not region)
 
 
 def is_compiled(model: nn.Module) -> bool:
