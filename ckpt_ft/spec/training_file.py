@@ -28,7 +28,8 @@ MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model")  
 _SWITCHES = (
     "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant", "tf32",
     "torch_compile",
-    "use_8bit_adam", "checkpointing", "no_checkpointing", "pure_bf16", "pure_fp16", "train_text_encoder", "liger",
+    "use_8bit_adam", "use_muon", "use_adam_mini", "checkpointing", "no_checkpointing", "pure_bf16", "pure_fp16",
+    "train_text_encoder", "liger",
     "cut_cross_entropy", "use_kernels", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation",
     "liger_cross_entropy", "liger_fused_linear_cross_entropy",
 )  # fmt: skip
@@ -303,8 +304,9 @@ class _Entries:
         }
 
     def _optimizer(self) -> str:
-        if self.get("use_8bit_adam"):
-            return "adamw_8bit"
+        switches = {"use_8bit_adam": "adamw_8bit", "use_muon": "muon", "use_adam_mini": "adam_mini"}
+        if chosen := next((name for switch, name in switches.items() if self.get(switch)), ""):
+            return OPTIMIZERS[chosen]
         named = str(self.get("optimizer") or "adamw_torch_fused").lower()
         if named not in OPTIMIZERS:
             raise self.refuse(

@@ -191,6 +191,9 @@ READ = {  # the content of a file -> the command line that asks for the same
     "stage: sft\nfinetuning_type: full\nbf16: true\nflash_attn: fa2\ndisable_gradient_checkpointing: true\n": (
         "m --batch-size 8 --seq-length 2048 --bf16 --attn-implementation flash_attention_2"
     ),
+    "stage: sft\nfinetuning_type: full\nbf16: true\nuse_muon: true\noptim: adamw_torch\n": (
+        "m --policy full --batch-size 8 --seq-length 2048 --bf16 --optimizer muon"
+    ),
 }
 AXOLOTL_READ = {
     "sequence_len: 64\n": "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --float32-ends",

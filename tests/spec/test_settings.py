@@ -73,7 +73,8 @@ CLASSES: dict[str, tuple[str, ...]] = {
 READ = {
     "dp_shard", "rotation",
     "model", "dataset", "checkpointing", "every_n_layers", "evaluation", "eval_batch_size", "eval_accumulation_steps",
-    "tf32", "use_cpu", "use_8bit_adam", "cache_latents", "center_crop", "random_flip", "with_prior_preservation",
+    "tf32", "use_cpu", "use_8bit_adam", "use_muon", "use_adam_mini", "cache_latents", "center_crop", "random_flip",
+    "with_prior_preservation",
     "adapter", "lora_target_linear", "total_batch", "embeddings_skip_upcast", "pure_bf16", "pure_fp16", "float32",
     "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "finetuning_type", "quantization_bit", "no_checkpointing",
     "trainer_args", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation", "liger_cross_entropy",
