@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +25,8 @@ from .autocast import AutocastState
 from .chunks import ChunkProof, Weights
 from .verify import TensorComparison
 
-
-class Layer(Protocol):
-    """The interface of `head.OutputLayer`."""
-
-    module: nn.Module
-
-    def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
-        """Return `function(hidden)`, run within one call of the module."""
-
-    def rows(self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the layer's output for some positions; to be used within `call`."""
+if TYPE_CHECKING:
+    from .head import OutputLayer
 
 
 class Step:
@@ -55,7 +46,7 @@ class Step:
 class Projection:
     """Maps hidden states to logits: the layer, its autocast state, and the model's operations after it."""
 
-    layer: Layer
+    layer: OutputLayer
     autocast: AutocastState
     steps: tuple[Step, ...] = ()
     given: tuple[TensorComparison, int, torch.Tensor, rng.Snapshot] | None = None  # in a verified step: see `proof`

@@ -46,9 +46,7 @@ def markdown_report(report: MemoryReport) -> str:
     for table in tables(report):
         parts += [f"## {table.title}", markdown_table(table)]
     parts += lines(report)
-    versions = ", ".join(f"{name} {version}" for name, version in report.provenance.get("versions", {}).items())
-    command = code_span(report.provenance.get("command", ""))
-    parts.append(f"Made by {command} with {versions} on {report.provenance.get('machine')}.")
+    parts.append(_made_by(report, code_span(report.provenance.get("command", ""))))
     return "\n\n".join(parts) + "\n"
 
 
@@ -118,10 +116,13 @@ def report_page(report: MemoryReport, step: StepView | None) -> Page:
         timeline = {**asdict(report.timeline), "svg": report.timeline.svg(1230, 440)}
         sections.append(Section("timeline", f"{STEP_TITLE}, {report.timeline.source}", timeline))
     sections.append(Section("tables", "The report", list(tables(report))))
-    facts = report.provenance
-    versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
-    made = f"Made by {facts.get('command', '')} with {versions} on {facts.get('machine')}."
+    made = _made_by(report, report.provenance.get("command", ""))
     return Page("Memory report", headline(report), sections, " ".join([*lines(report), made]))
+
+
+def _made_by(report: MemoryReport, command: str) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report.provenance.get("versions", {}).items())
+    return f"Made by {command} with {versions} on {report.provenance.get('machine')}."
 
 
 def _prediction(rank: RankMemory) -> Prediction | None:

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -48,19 +48,11 @@ if TYPE_CHECKING:
 Peaks = dict[str, dict[str, int]]  # phase -> figure -> bytes
 
 
-class Meter(Protocol):
-    """`begin` opens a step in its forward phase, `enter` begins another phase, `resume` returns to forward, `end`
-    returns the step's peaks and `cancel` drops the step."""
-
-    def begin(self) -> None: ...
-    def enter(self, phase: str) -> None: ...
-    def resume(self) -> None: ...
-    def end(self) -> Peaks: ...
-    def cancel(self) -> None: ...
-
-
 class CpuMeter:
     """Runs a Tracker for the length of a step and keeps the trace of the step with the highest peak.
+
+    As with CudaMeter, `begin` opens a step in its forward phase, `enter` begins another phase, `end` returns the
+    peaks of the step and `cancel` drops it.
 
     Compiled functions run eagerly in a measured step, and compiled in the others.
 
@@ -284,7 +276,7 @@ class MemoryProfiler:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.sample, self.total_steps = 1 if limit else sample, total_steps
         self.device = _device(accelerator, model)
-        self.meter: Meter = CpuMeter(model, optimizer, limit, auxiliary_models)
+        self.meter: CpuMeter | CudaMeter = CpuMeter(model, optimizer, limit, auxiliary_models)
         if self.device.type == "cuda":
             self.meter = CudaMeter(self.device)
         self.auxiliary_models = tuple(auxiliary_models)
