@@ -1,20 +1,22 @@
-"""Trains tiny models of transformers and diffusers plain and under policies with each step verified.
+"""Trains tiny models of transformers, diffusers and timm plain and under policies with each step verified.
 
-    python benchmarks/verify_libraries.py [--library transformers diffusers] [--models llama bert ...]
+    python benchmarks/verify_libraries.py [--library transformers diffusers timm] [--models llama bert ...]
         [--policies full pointwise ...] [--json FILE] [--seconds 600]
 
-Each model is made from its configuration's defaults with few and narrow layers, in train mode with dropout. For each
-policy, loss, gradients and buffers of the second of two steps are compared with plain training: "equal" is bit for
-bit, "rounds otherwise" is within 1e-5 of a tensor's largest value. A model that cannot be made so small by the
-general rule of `shrunk`, or that does not train from inputs made by the names of its arguments, is not built; one that
-does not repeat its own plain step is not compared. With `--json`, results are added to those in the file, and models
-that it has are skipped: a long run can be made in parts.
+Each model is made from its configuration's defaults with few and narrow layers, in train mode with dropout, or from
+the settings in `small_models.py`. For each policy, loss, gradients and buffers of the second of two steps are compared
+with plain training: "equal" is bit for bit, "rounds otherwise" is within 1e-5 of a tensor's largest value. A model
+that neither the rules of this file nor those settings make small, or that does not train from the inputs made for it,
+is not built; one that does not repeat its own plain step is not compared. timm needs `pip install timm torchvision`;
+with `TIMM_FUSED_ATTN=0` it computes attention by matmuls. With `--json`, results are added to those in the file, and
+models that it has are skipped: a long run can be made in parts.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import inspect
 import json
 import random
@@ -22,7 +24,7 @@ import re
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,18 +32,19 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from small_models import DIFFUSERS, TIMM, TRANSFORMERS  # type: ignore[import-not-found]
 from torch import nn
 from transformers.models.auto import modeling_auto
 
 from ckpt_ft import apply_policy
 from ckpt_ft.errors import UserError
 
-POLICIES = ("full", "every:2,pointwise", "save:attention+matmul")
+POLICIES = ("full", "every:2,pointwise", "save:attention+matmul", "segments:2,offload", "head")
 TASKS = (  # the first that a type of model has is trained
     "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "CTC",
     "SEQUENCE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "VIDEO_CLASSIFICATION", "TIME_SERIES_PREDICTION",
 )  # fmt: skip
-MOST_PARAMETERS, SECONDS = 5_000_000, 60
+MOST_PARAMETERS, MOST_PARAMETERS_OF_TIMM, SECONDS = 5_000_000, 40_000_000, 120
 
 # How `shrunk` sets an integer by its name: the first pattern that matches decides.
 SIZES: tuple[tuple[str, int], ...] = (
@@ -130,7 +133,8 @@ def transformers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     for other in VARIANTS:
         settings = shrunk(default)
         try:
-            config = type(default)(**settings | {key: value for key, value in other.items() if key in settings})
+            known = {key: value for key, value in other.items() if key in settings}
+            config = type(default)(**settings | known | TRANSFORMERS.get(name, {}))
             config.use_cache = False  # a KV cache lays keys out anew, and a checkpointed block has none
             model, inputs = made(kind, config), model_inputs(kind, config)
             loss_of(model(**inputs)).backward()
@@ -140,14 +144,14 @@ def transformers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     raise ValueError(errors[0])
 
 
-def made(kind: Any, *args: Any, **kwargs: Any) -> nn.Module:
+def made(kind: Any, *args: Any, most: int = MOST_PARAMETERS, **kwargs: Any) -> nn.Module:
     """An instance of a class of models.
 
     Raises:
         ValueError: it has too many parameters.
     """
     with torch.device("meta"):
-        if (count := sum(p.numel() for p in kind(*args, **kwargs).parameters())) > MOST_PARAMETERS:
+        if (count := sum(p.numel() for p in kind(*args, **kwargs).parameters())) > most:
             raise ValueError(f"not small: {count:,} parameters")
     torch.manual_seed(0)
     model: nn.Module = kind(*args, **kwargs)
@@ -161,9 +165,10 @@ def model_inputs(kind: Any, config: Any) -> dict[str, Any]:
     size = getattr(config, "image_size", None) or 32
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = getattr(config, "num_channels", 3)
+    frames = (getattr(config, "num_frames", 2),) if kind.__name__.endswith("VideoClassification") else ()
     values = {
         "input_ids": ids,
-        "pixel_values": torch.randn(2, channels, height, width),
+        "pixel_values": torch.randn(2, *frames, channels, height, width),
         "pixel_values_videos": torch.randn(2, getattr(config, "frames_per_clip", 2), channels, height, width),
         "input_values": torch.randn(2, 4000),
         "input_features": torch.randn(2, 64, getattr(config, "num_mel_bins", 80)),
@@ -209,8 +214,15 @@ def diffusers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     import diffusers
 
     kind = getattr(diffusers, name)
+    if name in DIFFUSERS:
+        settings, inputs_of = DIFFUSERS[name]
+        model = made(kind, **settings)
+        torch.manual_seed(1)
+        inputs = inputs_of()
+        loss_of(model(**inputs)).backward()
+        return model, inputs
     parameters = inspect.signature(kind.__init__).parameters
-    settings: dict[str, Any] = {}
+    settings = {}
     for key, parameter in parameters.items():
         value = DIFFUSERS_SIZES.get(key)
         if key in BLOCKS and isinstance(parameter.default, tuple):
@@ -284,28 +296,65 @@ NEEDED = {
 
 
 def diffusers_names() -> list[str]:
-    """U-Nets, transformers and autoencoders of the installed diffusers."""
+    """U-Nets, transformers, autoencoders and ControlNets of the installed diffusers."""
     import diffusers
 
     pattern = r"(UNet.*Model|Transformer\w*Model|Transformer\w*|^Autoencoder\w+|^VQModel|Prior)$"
-    return sorted(
+    found = {
         name for name in dir(diffusers)
         if re.search(pattern, name) and inspect.isclass(getattr(diffusers, name))
         and issubclass(getattr(diffusers, name), diffusers.ModelMixin)
-    )  # fmt: skip
+    }  # fmt: skip
+    return sorted(found | DIFFUSERS.keys())
 
 
-# --- what both share
+# --- timm
+
+
+def timm_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A small model of timm for 64 pixels a side, or for as many as it wants, and two images."""
+    import timm  # type: ignore[import-not-found]
+
+    errors = []
+    for settings in ({"img_size": 64}, {}):
+        settings = settings | TIMM[name] | {"num_classes": 8}
+        try:
+            model = made(functools.partial(timm.create_model, name), most=MOST_PARAMETERS_OF_TIMM, **settings)
+        except Exception as error:  # it takes no size of images
+            errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
+            continue
+        for side in (64, int(model.default_cfg["input_size"][-1])):  # type: ignore[index]
+            torch.manual_seed(1)
+            inputs = {next(iter(inspect.signature(model.forward).parameters)): torch.randn(2, 3, side, side)}
+            try:
+                loss_of(model(**inputs)).backward()
+                return model, inputs
+            except Exception as error:  # of any kind: another size
+                errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
+    raise ValueError(errors[-1])
+
+
+# --- what they share
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The model's loss, or the mean square of its first tensors."""
+    """The model's loss, or the sum of the mean squares of its outputs."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss.float().mean()
-    values = list(output.values()) if hasattr(output, "values") else list(output)
-    floats = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point() and v.requires_grad]
+    floats = [v for v in tensors(output) if v.is_floating_point() and v.requires_grad]
     return torch.stack([v.float().square().mean() for v in floats]).sum()
+
+
+def tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an output and of the lists, tuples and dicts in it."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict) or hasattr(output, "values"):
+        yield from tensors(list(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from tensors(value)
 
 
 def numbers(model: nn.Module, inputs: dict[str, Any], before: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -368,6 +417,14 @@ def verdicts(model: nn.Module, inputs: dict[str, Any], policies: list[str]) -> d
     return found
 
 
+# By library: what builds a model and its inputs from a name, and what lists the names.
+LIBRARIES: dict[str, tuple[Callable[[str], tuple[nn.Module, dict[str, Any]]], Callable[[], Iterable[str]]]] = {
+    "transformers": (transformers_model, families),
+    "diffusers": (diffusers_model, diffusers_names),
+    "timm": (timm_model, lambda: TIMM),
+}
+
+
 def _too_long(*_: Any) -> None:
     raise TimeoutError(f"longer than {SECONDS} s")
 
@@ -375,7 +432,7 @@ def _too_long(*_: Any) -> None:
 def main() -> None:
     """Run, print one line for each model, and fail if a step raised or differed under a policy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", nargs="+", default=["transformers", "diffusers"])
+    parser.add_argument("--library", nargs="+", choices=list(LIBRARIES), default=["transformers", "diffusers"])
     parser.add_argument("--models", nargs="+", default=None)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--json", type=Path)
@@ -386,13 +443,12 @@ def main() -> None:
     torch.set_num_threads(1)
     begin = time.monotonic()
     results: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
-    results["versions"] = {name: version(name) for name in ("torch", "transformers", "diffusers")}
+    results["versions"] = {name: version(name) for name in ("torch", *args.library)} | results.get("versions", {})
     signal.signal(signal.SIGALRM, _too_long)
     for library in args.library:
         found = results.setdefault(library, {})
-        build = transformers_model if library == "transformers" else diffusers_model
-        names = args.models or (list(families()) if library == "transformers" else diffusers_names())
-        for name in names:
+        build, names = LIBRARIES[library]
+        for name in args.models or names():
             if name in found:
                 continue
             if time.monotonic() - begin > args.seconds:
