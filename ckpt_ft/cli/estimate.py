@@ -14,7 +14,7 @@ import typer
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable
-from ckpt_ft.memory.gpus import GPU, asked_gpu
+from ckpt_ft.memory.gpus import GPU, asked_gpu, find_gpu
 from ckpt_ft.planning.results import Estimate, Suggestions
 from ckpt_ft.spec.flags import words_of
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -41,8 +41,14 @@ def estimate(
 ) -> None:
     """Predict peak memory and time of one training step, without a GPU and without weights.
 
-    If the step does not fit, the command lists changes that would make it fit, each with its time cost.
+    If the step does not fit, the command lists changes that would make it fit, each with its time cost. Several cards,
+    as in --device t4,rtx-4090, are compared side by side.
     """
+    if "," in spec.host.device:
+        if html or snapshot or perfetto or spec.host.gpu_memory or spec.host.gpu_like:
+            raise UserError(f"--device {spec.host.device}: files and --gpu-memory are for one card; give one --device")
+        _compare_cards(spec, as_json)
+        return
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
     files = StepFiles(gpu, html, snapshot, perfetto)
     cache = AnswerCache("estimate", {**question_of(spec), "gpu": gpu}, Estimate.from_json)
@@ -58,6 +64,36 @@ def estimate(
         print(json.dumps({**asdict(found), "headroom": found.headroom, "ignored": spec.host.ignored}, indent=2))
     else:
         print_estimate(found, spec)
+
+
+def _compare_cards(spec: TrainingSpec, as_json: bool) -> None:
+    """Print the figures of one step on each of several cards, a column for each."""
+    from ckpt_ft.planning.estimate import traced_estimate
+
+    cards = list({card.name: card for card in map(find_gpu, spec.host.device.split(","))}.values())
+    with progress() as say:
+        found = [traced_estimate(spec.edit(device=card.name), say, suggests=False)[0] for card in cards]
+    if as_json:
+        print(json.dumps([{**asdict(one), "headroom": one.headroom} for one in found], indent=2))
+        return
+    room = [one.headroom or 0 for one in found]
+    rows: dict[str, list[str]] = {"fits": ["yes" if spare >= 0 else "no" for spare in room]}
+    rows["to spare"] = [("-" if spare < 0 else "") + format_bytes(abs(spare)) for spare in room]
+    rows["peak allocated"] = [format_bytes(one.peak_allocated) for one in found]
+    rows["peak reserved"] = [format_bytes(one.peak_reserved) for one in found]
+    rows["CUDA context"] = [format_bytes(one.context) for one in found]
+    rows["seconds per step"] = [f"{one.seconds:.3f}" for one in found]
+    rows["bound by"] = [one.bound for one in found]
+    first = found[0]
+    title = f"{first.model}: policy {first.policy}, batch {first.batch_size}, predicted"
+    console = stdout()
+    lines = [(name, *cells) for name, cells in rows.items()]
+    print_table(Table(title, ("", *(one.device for one in found)), lines), console)
+    fast = min((one for one in found if (one.headroom or 0) >= 0), key=lambda one: one.seconds or 0, default=None)
+    if fast is not None and fast.command:
+        console.print(f"train it, fastest on {fast.device}: {fast.command}", markup=False, soft_wrap=True)
+    others = shlex.join(["ckpt-ft", "where", spec.model.name, "--device", ",".join(card.name for card in cards)])
+    console.print(f"other methods and policies on these cards: {others}", markup=False, soft_wrap=True)
 
 
 def report(

@@ -62,8 +62,13 @@ def estimate(spec: TrainingSpec) -> Estimate:
     return traced_estimate(spec, lambda line: None)[0]
 
 
-def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[Estimate, StepTrace]:
-    """Returns the estimate of `spec` and the trace behind it; `report` is called with a line per action."""
+def traced_estimate(
+    spec: TrainingSpec, report: Callable[[str], None], suggests: bool = True
+) -> tuple[Estimate, StepTrace]:
+    """Returns the estimate of `spec` and the trace behind it; `report` is called with a line per action.
+
+    suggests: look for changes if the step does not fit.
+    """
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
     capacity = spec.host.budget or (gpu.memory if gpu else None)
     report(f"building {spec.model.name} from its config")
@@ -78,7 +83,8 @@ def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[
     phases = workload.trace_phases(spec.data.batch_size)
     found = _with_phases(replace(found, command=_command(spec, workload)), phases)
     highest = max([trace, *phases.values()], key=lambda trace: trace.peak_allocated)
-    if found.headroom is None or capacity is None or found.headroom >= 0 or highest is not trace:
+    misfits = found.headroom is not None and found.headroom < 0
+    if not (suggests and misfits and highest is trace) or capacity is None:
         return found, highest
     report("looking for what would fit")
     room = MemoryBudget(capacity, found.context)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from ckpt_ft.cli import console, params
 from ckpt_ft.export.holders import Holder, holders_table
+from ckpt_ft.memory.gpus import GPUS
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.model_config import hub_id
@@ -49,3 +52,18 @@ def test_what_belongs_to_no_module_is_named() -> None:
     holders = [Holder("", "op", "optimizer", 5, 1), Holder("", "nll_loss", "activations", 4, 1)]
     holders.append(Holder("", "nll_loss_backward", "temporary", 3, 1))
     assert [row[0] for row in holders_table(holders, 12).rows] == ["optimizer state", "loss", "loss"]
+
+
+def test_several_cards_are_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    from ckpt_ft.cli.app import app
+
+    words = ["estimate", "gpt2", "--device", "t4,h100", "--batch-size", "2", "--seq-length", "64", "--policy", "full"]
+    app(words, standalone_mode=False)
+    lines = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert lines["fits"][1:] == ["yes", "yes"]
+    t4, h100 = map(float, lines["seconds per step"][3:])
+    assert t4 > 2 * h100
+    app([*words, "--json"], standalone_mode=False)
+    found = json.loads(capsys.readouterr().out)
+    assert [one["device"] for one in found] == ["t4", "h100"]
+    assert found[0]["capacity"] == GPUS["t4"].memory
