@@ -182,10 +182,10 @@ def test_flash_attention_on_a_single_row_breaks_the_graph_and_a_checkpoint_then_
 
 
 def test_policies_that_torch_compile_would_give_up_are_refused() -> None:
-    for blocks, policy, refused in ((8, "pointwise", False), (9, "pointwise", True), (9, "save:matmul", False)):
+    for blocks, policy, refused in ((4, "pointwise", False), (5, "pointwise", True), (9, "save:matmul", False)):
         model, _ = language_model(num_hidden_layers=blocks)
         apply_policy(model, policy)
-        expected = pytest.raises(UserError, match="after 8 torch.compile runs the others eagerly")
+        expected = pytest.raises(UserError, match="after 8 kinds of modules torch.compile runs")
         with expected if refused else nullcontext(), compiling(model, "regional"):
             pass
         assert all(module._compiled_call_impl is None for module in model.modules())

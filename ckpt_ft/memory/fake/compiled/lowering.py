@@ -54,10 +54,13 @@ def compiling(model: nn.Module, what: str) -> Iterator[None]:
     regions = [module for module in model.modules() if module._compiled_call_impl is not None]
     limit = torch._dynamo.config.recompile_limit if what else 0
     try:
-        if what and sum(map(_has_replaced_parts, regions)) > limit:
+        replaced = [region for region in regions if _has_replaced_parts(region)]
+        kinds = len(replaced) + len({type(region) for region in regions if region not in replaced})
+        if what and replaced and kinds > limit:  # all are calls of one function, Module._call_impl
             raise UserError(
                 f"--compile regional: the policy replaces modules inside of the blocks, so each block is compiled by "
-                f"itself, and after {limit} torch.compile runs the others eagerly; take 'full', 'every:N' or 'save:'"
+                f"itself, and after {limit} kinds of modules torch.compile runs the others eagerly; take 'full', "
+                "'every:N' or 'save:'"
             )
         yield
     finally:
