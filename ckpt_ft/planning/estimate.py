@@ -78,7 +78,7 @@ def traced_estimate(
     report(f"tracing two steps of {type(workload.model).__name__} for {gpu.name if gpu else 'cpu'}")
     applied = apply_policy(workload.model, spec.policy)
     trace = workload.trace(spec.data.batch_size)
-    trace = replace(trace, notes=[*applied.notes, *trace.notes])
+    trace = replace(trace, notes=[*applied.notes, *trace.notes, *_slow(spec, gpu)])
     found = _estimate(workload, applied.policy, spec.data.batch_size, trace, capacity)
     phases = workload.trace_phases(spec.data.batch_size)
     found = _with_phases(replace(found, command=_command(spec, workload)), phases)
@@ -91,6 +91,12 @@ def traced_estimate(
     rebuild = partial(load, device=gpu or "cpu")
     answer = suggest(rebuild, spec, found.policy, spec.data.batch_size, trace, room)
     return replace(found, answer=answer), trace
+
+
+def _slow(spec: TrainingSpec, gpu: GPU | None) -> list[str]:
+    if gpu is None or gpu.arch >= (8, 0) or "bf" not in (spec.precision.dtype[:2], spec.precision.mixed_precision[:2]):
+        return []
+    return [f"{gpu.name} computes bfloat16 by way of float32, slowly; --dtype float16 or --fp16 is faster"]
 
 
 def _command(spec: TrainingSpec, workload: Workload) -> str:

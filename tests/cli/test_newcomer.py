@@ -67,3 +67,7 @@ def test_several_cards_are_columns(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert [one["device"] for one in found] == ["t4", "h100"]
     assert found[0]["capacity"] == GPUS["t4"].memory
+    app([*words, "--json", "--dtype", "bfloat16"], standalone_mode=False)
+    said = [any("bfloat16 by way of float32" in note for note in one["notes"])
+            for one in json.loads(capsys.readouterr().out)]  # fmt: skip
+    assert said == [True, False]
