@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from ckpt_ft.errors import WorkFailed
 
 from . import made_once
-from .drawings import questions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
@@ -114,6 +113,8 @@ def _write_preferences(directory: Path) -> None:
 
 
 def _write_questions(directory: Path, count: int) -> None:
+    from .drawings import questions  # needs Pillow, which text does not
+
     drawn = questions(count)
     (directory / "images").mkdir()
     rows = []
