@@ -31,10 +31,12 @@ _NUMBERS = {
 class _TRLArguments(RunArguments):
     """The run's own flags, for a configuration of TRL, which has every flag of TrainingArguments.
 
-    Gradient checkpointing is off, unlike in TRL: `--ac_policy` says what is checkpointed. Fields that repeat the
-    model's flags are removed.
+    Where TRL's defaults differ from those of TrainingArguments, TRL's hold, but gradient checkpointing is off:
+    `--ac_policy` says what is checkpointed. Fields that repeat the model's flags are removed.
     """
 
+    learning_rate: float = flag(1e-6, "The initial learning rate.")
+    logging_steps: float = flag(10, "Log every X updates steps.")
     gradient_checkpointing: bool | None = flag(None, "The library's own checkpointing; use --ac_policy instead.")
     model_init_kwargs: Any = field(default=None, init=False)
     trust_remote_code: bool = field(default=False, init=False)
@@ -55,8 +57,6 @@ class DPOArguments(_TRLArguments, DPOConfig):
 class GRPOArguments(_TRLArguments, GRPOConfig):
     """TRL's `GRPOConfig`."""
 
-    learning_rate: float = flag(1e-6, "The initial learning rate.")
-    logging_steps: float = flag(10, "Log every X updates steps.")
     remove_unused_columns: bool = field(default=False, init=False)  # rewards read the other columns
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.plan import plan
+from ckpt_ft.training import preferences
 from ckpt_ft.training.samples.language import make_preferences
 
-pytest.importorskip("trl")
+trl = pytest.importorskip("trl")
 SMALL = {
     "max_steps": 4,
     "max_length": 64,
@@ -123,3 +125,12 @@ def test_the_built_in_preferences_set_order_against_disorder(sample: tuple[Path,
     assert len(rows) == 2000
     assert all(sorted(row["chosen"].split()) == sorted(row["rejected"].split()) for row in rows)
     assert all(row["chosen"] != row["rejected"] for row in rows)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("DPOArguments", "DPOConfig"), ("GRPOArguments", "GRPOConfig")])
+def test_flags_have_trls_defaults(ours: str, theirs: str) -> None:
+    """Those that TRL changes in TrainingArguments, too: its learning rate is a fiftieth."""
+    own = {field.name: field.default for field in fields(getattr(preferences, ours)) if field.init}
+    library = {field.name: field.default for field in fields(getattr(trl, theirs))}
+    other = {name for name, default in own.items() if name in library and default != library[name]}
+    assert other == {"bf16", "gradient_checkpointing"}  # precision is said, and the policy checkpoints
