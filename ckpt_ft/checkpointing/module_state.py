@@ -13,10 +13,11 @@ same state as the first and must leave no change behind.
   then copies only those. Running statistics of norms are always copied in train mode, because those writes do not
   increment the version. Tensors of up to 4 KiB are copied once, and again when their version changes. A larger tensor
   that is first written in a later call raises an error once.
-* **Parameters** are never copied. A parameter that was replaced (`functional_call`) is restored as an entry.
+* **Parameters** are never copied. A parameter that was replaced (`functional_call`) is restored as an entry. An
+  in-place write, `p.data = ...` or a changed `requires_grad` raises an error that names the parameter. Parameters
+  that FSDP2, ZeRO-3 or accelerate gather, shard or move are left to these libraries.
 
-Verified steps detect the rest: parameters that were written, numpy arrays, and writes that do not increment the
-version (`x.data`), which are also detected in a region's first call.
+Writes that do not increment the version (`x.data`, numpy) are detected in a region's first call and in verified steps.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.units import format_bytes
+from ckpt_ft.units import MIB, format_bytes
 
+from .libraries import ADAPTED, is_a
 from .tensor_identity import is_array, version_of
 
 _tables = operator.itemgetter(
@@ -124,9 +126,10 @@ class Contents:
         copies: their containers (attributes, tables, containers in attributes), with shallow copies.
         extra: the containers in attributes.
         held: their tensors other than parameters, each with its place and container.
+        arrays: attributes that are numpy arrays of up to 1 MiB.
     """
 
-    __slots__ = ("copies", "extra", "held", "lazy", "modules", "parameters")
+    __slots__ = ("arrays", "copies", "extra", "held", "lazy", "modules", "parameters")
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = modules_in(module)
@@ -134,6 +137,7 @@ class Contents:
         found = [value for inner in self.modules for value in inner._parameters.values()]
         self.parameters = [value for value in found if value is not None]
         self.extra: list[tuple[nn.Module, str, Container]] = []
+        self.arrays: list[tuple[nn.Module, str]] = []
         carried: list[tuple[nn.Module, str]] = []  # attributes that are tensors
         for inner in self.modules:
             for name, value in inner.__dict__.items():
@@ -143,6 +147,8 @@ class Contents:
                     carried.append((inner, name))
                 elif isinstance(value, (dict, list, deque, set)) and len(value) <= _LONG:
                     self.extra.append((inner, name, value))
+                elif is_array(value) and value.nbytes <= MIB:
+                    self.arrays.append((inner, name))
         attributes = [inner.__dict__ for inner in self.modules]
         tables = list(chain.from_iterable(map(_tables, attributes)))
         containers = [value for _, _, value in self.extra]
@@ -244,22 +250,38 @@ def _put_entries(container: dict[Any, Any], copy: dict[Any, Any], zero3: bool) -
 
 
 class StateBeforeFirstRun:
-    """The state of a region's modules before its first run."""
+    """The state of a region's modules before its first run, and of their parameters after that run."""
 
-    __slots__ = ("_contents", "_copies", "_hooks", "_parameters", "_state", "_tensors", "_zero3")
+    __slots__ = (
+        "_arrays", "_contents", "_copies", "_hooks", "_parameters", "_state", "_tensors", "_values", "_versions",
+        "_zero3",
+    )  # fmt: skip
 
     def __init__(self, state: ModuleState, contents: Contents, training: bool) -> None:
         self._state, self._contents, self._copies = state, contents, contents.copies
         self._parameters = parameters = contents.parameters
         self._zero3 = bool(parameters) and hasattr(parameters[0], "ds_id")
+        self._versions = _versions(parameters)
         self._tensors = [_HeldTensor(place, owner, value, state, training) for place, owner, value in contents.held]
+        self._arrays = [(module, name, module.__dict__[name].copy()) for module, name in contents.arrays]
+        self._values: Values | None = None
 
     def end(self) -> None:
         """Record the state after the first run.
 
         Raises:
-            UserError: the run wrote a large buffer for the first time.
+            UserError: the run wrote a parameter, or wrote a large buffer for the first time.
         """
+        versions = _versions(self._parameters)
+        if versions != self._versions and not (
+            self._zero3 or any(is_a(module, ADAPTED) for module in self._contents.modules)
+        ):
+            changed = next(i for i, version in enumerate(versions) if version != self._versions[i])
+            raise UserError(
+                f"{self._described(self._parameters[changed])} is written in forward, and a second run would write it "
+                "once more; write it outside of the checkpointed block, or take 'pointwise' or 'offload'"
+            )
+        self._values = _values(self._parameters)
         for tensor in self._tensors:
             tensor.look()
         if any(tensor.value.grad_fn is not None for tensor in self._tensors):
@@ -268,7 +290,14 @@ class StateBeforeFirstRun:
         self._tensors = [tensor for tensor in self._tensors if tensor.copy is not None]
 
     def restore(self) -> Copies:
-        """Restore the first run's state before the second run; return what it replaced."""
+        """Restore the first run's state before the second run; return what it replaced.
+
+        Raises:
+            UserError: a parameter's value or `requires_grad` has changed since the first run.
+        """
+        assert self._values is not None
+        if _values(self._parameters) != self._values:
+            self._check(self._values)
         copies = there = self._copies
         if not copies.unchanged():
             there = copies.now()
@@ -276,6 +305,9 @@ class StateBeforeFirstRun:
             copies.put(self._zero3)
         for tensor in self._tensors:
             tensor.restore()
+        for module, name, copy in self._arrays:
+            if module.__dict__[name].tobytes() != copy.tobytes():
+                module.__dict__[name] = copy.copy()
         self._hooks = {id(table): set(table) for table in _hook_tables(self._parameters)}
         return there
 
@@ -299,6 +331,32 @@ class StateBeforeFirstRun:
             for key, value in container.items()
             if value is not copy.get(key) and key not in _NOT_RESTORED
         ]
+
+    def _check(self, before: Values) -> None:
+        """Raise UserError for the first parameter that cannot be restored."""
+        versions, requires_grad, storages = _values(self._parameters)
+        for i, value in enumerate(self._parameters):
+            if versions[i] != before[0][i]:
+                change = "written in place (an optimizer's step?)"
+            elif requires_grad[i] != before[1][i]:
+                change = f"switched to requires_grad={requires_grad[i]} (another adapter?)"
+            elif storages[i] != before[2][i] and not hasattr(value, "ds_id"):  # ZeRO-3 gathers into `p.data`
+                change = "given other data (p.data = ...)"
+            else:
+                continue
+            raise UserError(
+                f"{self._described(value)} was {change} between forward and backward, so its second run cannot repeat "
+                "the first; do that after backward"
+            )
+
+    def _described(self, parameter: nn.Parameter) -> str:
+        region = next(iter(self._contents.modules))
+        copies = dict(zip(map(id, self._copies.dicts), self._copies.of_dicts, strict=True))
+        for path, module in region.named_modules():
+            for name, value in copies.get(id(module._parameters), {}).items():
+                if value is parameter:
+                    return f"{type(region).__name__}: its parameter '{f'{path}.{name}'.lstrip('.')}'"
+        return f"{type(region).__name__}: a parameter"
 
     @property
     def trained(self) -> tuple[bool, ...]:
@@ -409,10 +467,32 @@ class _HeldTensor:
             self.container[key] = self.copy.clone().requires_grad_(self.value.requires_grad)
 
 
+Values = tuple[list[int], list[bool], list[int]]
+
+
+def _values(parameters: list[nn.Parameter]) -> Values:
+    """Return each parameter's version, `requires_grad` and storage identity.
+
+    The identity is not the address, because FSDP frees and gathers storages in place. It is 0 for tensor subclasses.
+    """
+    return (
+        _versions(parameters),
+        [value.requires_grad for value in parameters],
+        [value.untyped_storage()._cdata if type(value) is nn.Parameter else 0 for value in parameters],
+    )
+
+
 def _hook_tables(parameters: list[nn.Parameter]) -> list[dict[int, Any]]:
     """Return the tables of hooks on the parameters themselves, except empty ones."""
     tables: Any = [(value._backward_hooks, value._post_accumulate_grad_hooks) for value in parameters]
     return [table for pair in tables for table in pair if table]
+
+
+def _versions(parameters: list[nn.Parameter]) -> list[int]:
+    try:
+        return [value._version for value in parameters]
+    except RuntimeError:  # a parameter was created under torch.inference_mode
+        return [version_of(value) for value in parameters]
 
 
 def _is_managed(value: Any) -> bool:
