@@ -127,9 +127,10 @@ class Contents:
         extra: the containers in attributes.
         held: their tensors other than parameters, each with its place and container.
         arrays: attributes that are numpy arrays of up to 1 MiB.
+        generators: attributes that are random generators of PyTorch's.
     """
 
-    __slots__ = ("arrays", "copies", "extra", "held", "lazy", "modules", "parameters")
+    __slots__ = ("arrays", "copies", "extra", "generators", "held", "lazy", "modules", "parameters")
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = modules_in(module)
@@ -138,6 +139,7 @@ class Contents:
         self.parameters = [value for value in found if value is not None]
         self.extra: list[tuple[nn.Module, str, Container]] = []
         self.arrays: list[tuple[nn.Module, str]] = []
+        self.generators: list[torch.Generator] = []
         carried: list[tuple[nn.Module, str]] = []  # attributes that are tensors
         for inner in self.modules:
             for name, value in inner.__dict__.items():
@@ -149,6 +151,8 @@ class Contents:
                     self.extra.append((inner, name, value))
                 elif is_array(value) and value.nbytes <= MIB:
                     self.arrays.append((inner, name))
+                elif isinstance(value, torch.Generator):
+                    self.generators.append(value)
         attributes = [inner.__dict__ for inner in self.modules]
         tables = list(chain.from_iterable(map(_tables, attributes)))
         containers = [value for _, _, value in self.extra]

@@ -122,8 +122,8 @@ class _RegionCall(DroppedTensors):
 class FirstRun:
     """Notes what the second run must find as the first one did."""
 
-    __slots__ = ("comparison", "contents", "devices", "ended", "keeping", "parameters", "proof", "random", "region",
-        "replaying", "state", "structure",
+    __slots__ = ("comparison", "contents", "devices", "ended", "generators", "keeping", "parameters", "proof",
+        "random", "region", "replaying", "state", "structure",
     )  # fmt: skip
 
     def __init__(
@@ -131,6 +131,8 @@ class FirstRun:
     ) -> None:
         self.region, self.contents, self.ended = region, contents, False
         self.devices = _accelerators(contents.parameters, args, kwargs)
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
+        self.generators = (*contents.generators, *given)
         self.structure = (region.module.training, tuple(map(type, args)), tuple(kwargs))
         self.keeping = self.replaying = _NOTHING
         if region.selection is not None:
@@ -140,11 +142,15 @@ class FirstRun:
     def device_type(self) -> str:
         return next((device.type for device in self.devices), "cpu")
 
+    def drawn(self) -> rng.Snapshot:
+        """How far the generators are that the region may draw from."""
+        return rng.snapshot(*self.devices, host=True, own=self.generators)
+
     def __enter__(self) -> None:
         region = self.region
         self.state = StateBeforeFirstRun(region.state, self.contents, region.module.training)
         self.comparison = comparison = region.comparison((*self.structure, self.state.trained))
-        self.random = rng.snapshot(*self.devices, host=True)
+        self.random = self.drawn()
         self.proof: SavedTensorProof | None = None
         if comparison is not None:
             self.proof = SavedTensorProof(comparison)
@@ -159,7 +165,7 @@ class FirstRun:
         if kind is not None:  # a run that failed, or was stopped inside of another region's second run
             return
         self.state.end()
-        self.random = self.random.moved(rng.snapshot(*self.devices, host=True))
+        self.random = self.random.moved(self.drawn())
         self.ended = True
 
 
@@ -180,7 +186,7 @@ class SecondRun:
                 f"dropped; re-run only its parts (modules:mlp), or take 'pointwise' or 'offload'"
             )
         if first.comparison is not None and first.proof is not None:
-            self.before = rng.snapshot(*first.devices, host=True)
+            self.before = first.drawn()
             self.tensors = [(first.comparison.saved(x, name), x) for name, x in first.state.tensors()]
             for change in first.state.changes():
                 first.comparison.note(change)
@@ -208,7 +214,7 @@ class SecondRun:
         for slot, tensor in (*first.parameters, *self.tensors):
             comparison.restored(slot, tensor)
         self.tensors = []
-        if moved := self.before.moved(rng.snapshot(*first.devices, host=True)).states:
+        if moved := self.before.moved(first.drawn()).states:
             comparison.differs(0, f"random state: the second run drew from {', '.join(map(str, moved))}")
 
 

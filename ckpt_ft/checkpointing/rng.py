@@ -1,7 +1,8 @@
 """Saves and restores the random generators that a region can use: PyTorch's, Python's `random` and `numpy.random`.
 
-User-created generators (`torch.Generator`, `numpy.random.default_rng()`, `random.Random()`) and buffers of pre-drawn
-numbers are not restored, so recomputation draws from them again; `own_generators` lists those in a model's modules.
+A `torch.Generator` is restored if it is given, as an attribute or argument of a region is. Other user-created ones
+(`numpy.random.default_rng()`, `random.Random()`) and buffers of pre-drawn numbers are not restored, so recomputation
+draws from them again; `own_generators` lists those in a model's modules.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -46,18 +47,24 @@ class Snapshot:
                 random.setstate(state.full)
             elif of == "numpy":
                 sys.modules["numpy.random"].set_state(state.full)
+            elif isinstance(of, torch.Generator):
+                of.set_state(state)
             elif of == _CPU:
                 torch.set_rng_state(state)
             else:
                 torch.get_device_module(of).set_rng_state(state, of)
 
 
-def snapshot(*devices: torch.device, host: bool = False) -> Snapshot:
+def snapshot(*devices: torch.device, host: bool = False, own: Iterable[torch.Generator] = ()) -> Snapshot:
     """Return the states of the CPU generator (5 KiB) and of each device's (16 B on the host, so no synchronization).
 
-    With `host`, include the generators of Python and numpy.
+    Args:
+        host: include the generators of Python and numpy.
+        own: include these.
     """
     states: dict[Hashable, Any] = {_CPU: torch.get_rng_state()}
+    for generator in own:
+        states[generator] = generator.get_state()
     for device in devices:
         if device.type not in ("cpu", "meta"):
             states[device] = _torch_state(device)
@@ -81,6 +88,8 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def _torch_state(device: Any) -> torch.Tensor:
+    if isinstance(device, torch.Generator):
+        return device.get_state()
     if device == _CPU:
         return torch.get_rng_state()
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -88,9 +97,9 @@ def _torch_state(device: Any) -> torch.Tensor:
 
 
 def own_generators(model: nn.Module) -> list[str]:
-    """Return the names of random generators that are attributes of the model's modules."""
+    """Return the names of random generators, other than PyTorch's, that are attributes of the model's modules."""
     numpy = sys.modules.get("numpy.random")
-    kinds = (torch.Generator, random.Random, *((numpy.Generator, numpy.RandomState) if numpy else ()))
+    kinds = (random.Random, *((numpy.Generator, numpy.RandomState) if numpy else ()))
     return [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 
@@ -191,3 +192,44 @@ def test_a_backward_inside_of_a_blocks_forward_under_what_keeps_its_graph() -> N
         model(torch.ones(2, 8)).sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(a.equal(b) for a, b in zip(*gradients, strict=True))
+
+
+class DrawsFromItsGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor, given: torch.Generator) -> torch.Tensor:
+        drawn = torch.rand(x.shape, generator=self.generator) + torch.rand(x.shape, generator=given)
+        return (self.linear(x) * drawn).tanh()
+
+
+@pytest.mark.parametrize("policy", ["full", "save:matmul", "segments:2"])
+def test_a_blocks_own_generator_is_where_forward_left_it(policy: str) -> None:
+    """As an attribute and as an argument; also in steps that are not verified."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(DrawsFromItsGenerator() for _ in range(3))
+
+        def forward(self, x: torch.Tensor, given: torch.Generator) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, given)
+            return x
+
+    def steps(model: nn.Module) -> list[torch.Tensor]:
+        given, x = torch.Generator().manual_seed(4), torch.ones(2, 8)
+        for _ in range(2):
+            model(x, given).sum().backward()
+        return [given.get_state(), *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+    torch.manual_seed(0)
+    plain = Model()
+    treated = copy.deepcopy(plain)
+    for ours, theirs in zip(treated.layers, plain.layers, strict=True):
+        ours.generator = torch.Generator()
+        ours.generator.set_state(theirs.generator.get_state())
+    apply_policy(treated, policy, verify="never")
+    assert all(map(torch.equal, steps(treated), steps(plain)))
