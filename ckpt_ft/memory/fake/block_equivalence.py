@@ -225,6 +225,40 @@ def are_known(sources: list[Source]) -> bool:
     return _NEW not in sources
 
 
+class CallKinds:
+    """Groups the calls of a list of blocks in one forward by their arguments.
+
+    An output of the block before counts as the same argument for all; for the first block, the second one's call says
+    which arguments these are.
+    """
+
+    def __init__(self) -> None:
+        self._met: list[Any] = []  # tensors
+        self._calls: list[tuple[TreeSpec, list[Source]]] = []
+        self._before: Call | None = None
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: Call) -> None:
+        """The next block is called."""
+        before = self._before.returned if self._before is not None else []
+        given = [_source(leaf, ("tensor", self._met), ("output", before)) for leaf in call.given]
+        for at, leaf in enumerate(call.given):
+            if isinstance(leaf, weakref.ref) and given[at] == _NEW:
+                given[at] = "tensor", len(self._met)
+                self._met.append(leaf)
+        if len(self._calls) == 1 and len(given) == len(self._calls[0][1]):
+            first = self._calls[0][1]
+            first[:] = [source if source[0] == "output" else own for own, source in zip(first, given, strict=True)]
+        self._calls.append((call.spec, given))
+        self._before = call
+
+    def kinds(self) -> list[int]:
+        """The kind of each call, a number."""
+        return [self._calls.index(call) for call in self._calls]
+
+
 def _reference(leaf: Any) -> Any:
     """Keeps no tensor alive; other objects might."""
     if isinstance(leaf, Tensor) or _is_cache(leaf):

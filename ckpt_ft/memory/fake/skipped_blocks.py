@@ -1,11 +1,10 @@
 """Traces blocks that are alike once: in a run of five and more, all but the first three and the last are skipped.
 
 What repeats is a unit: one block, or, where kinds of blocks take turns (Gemma 3: five with a window of attention, one
-without), as many blocks as it takes until the kinds repeat. Blocks are of one kind if they are built alike. If they
-are not called alike, all of them are traced (block_equivalence.py). A skipped block returns its input, so that the
-last unit follows the third. When a backward ends, skipped blocks get gradients like those of the third unit. When the
-step ends, record/splice.py inserts into the record what they would have done. The head, clipping and the optimizer run
-over all parameters.
+without), as many blocks as it takes until the kinds repeat. Blocks are of one kind if they are built and called alike
+(block_equivalence.py). A skipped block returns its input, so that the last unit follows the third. When a backward
+ends, skipped blocks get gradients like those of the third unit. When the step ends, record/splice.py inserts into the
+record what they would have done. The head, clipping and the optimizer run over all parameters.
 
 A block is skipped only if the model does nothing between its call and the one before, and holds none of the blocks'
 outputs. The first three units show it. If a step turns out to be otherwise (layers dropped at random, say), its record
@@ -32,12 +31,15 @@ from ckpt_ft.memory.record.recorder import Position, Recorder
 from ckpt_ft.memory.record.splice import FIRST, NotPeriodic, SkippedRun, Unit, splice
 from ckpt_ft.memory.record.tracker import Tracker
 
-from .block_equivalence import BuiltAlike, Call, Source, are_known
+from .block_equivalence import BuiltAlike, Call, CallKinds, Source, are_known
 from .faked_model import Fakes, tensors_held
 
 Traced = set[tuple[int, str]]  # numbers of steps, and names of the runs that are traced whole in them
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FEWEST = 2  # blocks of a run that are skipped
+_CALL_KINDS: weakref.WeakKeyDictionary[nn.Module, list[int]] = (
+    weakref.WeakKeyDictionary()
+)  # of lists, when last called
 
 
 class SkippedBlocks:
@@ -142,6 +144,8 @@ class SkippedBlocks:
         if self._busy and not in_backward:
             found.whole = True
         call = Call(args, kwargs)
+        if not in_backward:
+            found.note_call(number, call)
         run, first = found.run_of(number)
         if run is None or run.whole:
             out = plain(module, *args, **kwargs)
@@ -235,10 +239,12 @@ def stretches(kinds: Sequence[object]) -> Iterator[Stretch]:
 
 
 class _BlockList:
-    """Numbered modules of one module, and the runs in them."""
+    """Numbered modules of one module, which `holds` them, and the runs in them."""
 
-    def __init__(self, blocks: list[nn.Module], names: list[str], shared: set[int], recorder: Recorder) -> None:
-        self.blocks, self.names, self.recorder = blocks, names, recorder
+    def __init__(
+        self, holds: nn.Module, blocks: list[nn.Module], names: list[str], shared: set[int], recorder: Recorder
+    ) -> None:
+        self.holds, self.blocks, self.names, self.recorder = holds, blocks, names, recorder
         self._shares = [any(id(p) in shared for p in block.parameters()) for block in blocks]
         self._modules = [module for block in blocks for module in block.modules()]
         self._forwards: list[Callable[[], Any]] = []  # the modules' own, when the blocks were compared
@@ -252,6 +258,7 @@ class _BlockList:
         self._traced, self.whole = traced, False
         self.runs: list[_Run] = []
         self._run_of: list[tuple[_Run | None, int]] = []
+        self._calls = CallKinds()
 
     def run_of(self, number: int) -> tuple[_Run | None, int]:
         """The run that a block is in, if any, and the number of the run's first block."""
@@ -261,11 +268,21 @@ class _BlockList:
             self._divide()
         return self._run_of[number]
 
+    def note_call(self, number: int, call: Call) -> None:
+        """A block is called in a forward; the next steps know how."""
+        if number == 0:
+            self._calls = CallKinds()
+        if number == len(self._calls):
+            self._calls.add(call)
+            if len(self._calls) == len(self.blocks):
+                _CALL_KINDS[self.holds] = self._calls.kinds()
+
     def _divide(self) -> None:
         """Find the runs of this step: policies and what is trained may have changed since the last."""
         self._compare()
         self._run_of = [(None, 0)] * len(self.blocks)
-        for at, period in stretches(self._kinds):
+        called = _CALL_KINDS.get(self.holds, [0] * len(self.blocks))
+        for at, period in stretches(list(zip(self._kinds, called, strict=True))):
             if self.names[at.start] not in self._traced:
                 numbers = slice(at.start, at.stop)
                 run = _Run(self.blocks[numbers], self.names[numbers], period, self.recorder)
@@ -300,7 +317,7 @@ def _block_lists(model: nn.Module, recorder: Recorder) -> Iterator[_BlockList]:
         blocks = [child for _, child in children if child is not None]
         if len({id(block) for block in blocks} - taken) == len(blocks):
             taken |= {id(block) for block in blocks}
-            yield _BlockList(blocks, [names[id(block)] for block in blocks], shared, recorder)
+            yield _BlockList(module, blocks, [names[id(block)] for block in blocks], shared, recorder)
 
 
 def _weakly(forward: Any) -> Callable[[], Any]:
