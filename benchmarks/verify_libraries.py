@@ -4,7 +4,7 @@
         [--policies full pointwise ...] [--json FILE] [--seconds 600]
 
 Each model is made from its configuration's defaults with few and narrow layers, in train mode with dropout, or from
-the settings in `small_models.py`. For each policy, loss, gradients and buffers of the second of two steps are compared
+the settings in `library_models.py`. For each policy, loss, gradients and buffers of the second of two steps are compared
 with plain training: "equal" is bit for bit, "rounds otherwise" is within 1e-5 of a tensor's largest value. A model
 that neither the rules of this file nor those settings make small, or that does not train from the inputs made for it,
 is not built; one that does not repeat its own plain step is not compared. timm needs `pip install timm torchvision`;
@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from small_models import DIFFUSERS, TIMM, TRANSFORMERS  # type: ignore[import-not-found]
+from library_models import DIFFUSERS, TIMM, TRANSFORMERS  # type: ignore[import-not-found]
 from torch import nn
 from transformers.models.auto import modeling_auto
 

@@ -203,6 +203,8 @@ class Estimates:
 
     def trace_candidates(self, policies: Iterable[str]) -> None:
         """Trace the anchors of `policies`, and a second point of policies whose growth with the batch is unknown."""
+        if self.tracer.workload.compile:  # Inductor fuses what `pointwise` rebuilds
+            policies = [policy for policy in policies if "pointwise" not in policy]
         fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
         at = self.batch or LOW
         extra: list[tuple[str, int]] = []

@@ -373,7 +373,8 @@ class _Entries:
             return {}
         usual = self.get("batch_size") if self.kind == "axolotl" else 8  # of TrainingArguments
         often = self.get("eval_accumulation_steps")
-        return {"eval_batch_size": self.get("eval_batch_size") or usual, "eval_accumulation_steps": often or 0}
+        found = {"eval_batch_size": self.get("eval_batch_size") or usual}
+        return {**found, "eval_accumulation_steps": often} if often else found
 
     def _trainer(self) -> dict[str, Any]:
         """TRL's trainer, and the fields of its configuration that the file sets."""

@@ -148,7 +148,7 @@ def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: 
     if spec.data.buckets and "height" not in workload.shape:
         raise UserError(f"aspect ratio buckets: {held} images in buckets")
     for asked, what in (("train_text_encoder", "text encoders"), ("encode_each_step", "images to encode")):
-        if spec.get(asked) and workload.kind != "diffusion model":
+        if spec.get(asked) and workload.kind not in ("diffusion U-Net", "diffusion model"):
             raise UserError(f"{asked.replace('_', ' ')}: {name}, of kind '{workload.kind}', has no {what}")
     if spec.data.frames and "frames" not in workload.shape:
         raise UserError(f"{spec.data.frames} frames: {held} videos")

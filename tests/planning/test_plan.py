@@ -400,3 +400,13 @@ def test_a_plans_seconds_are_the_traces_offload_or_not() -> None:
         assert trace.seconds == pytest.approx(sum(trace.seconds_parts.parts.values()), rel=1e-3)
         assert (trace.seconds_parts.copying > 0) == ("offload" in row.policy)
         assert trace.seconds >= trace.seconds_parts.copying
+
+
+@pytest.mark.slow
+def test_a_plan_of_compiled_blocks_leaves_pointwise_to_inductor() -> None:
+    """A region in which dynamo compiles and `pointwise` rebuilds saves other tensors in its second run."""
+    compiled = replace(MODELS["llama"]().workload("a100-40gb"), compile="regional")
+    found = plan(compiled, "1GiB", batch_size=2)
+    assert len(found.candidates) > 1
+    assert not any("pointwise" in candidate.policy for candidate in found.candidates)
+    assert any(note.startswith("compiled:") for note in found.notes)
