@@ -5,11 +5,11 @@
 
 Each model is made from its configuration's defaults with few and narrow layers, in train mode with dropout, or from
 the settings in `library_models.py`. For each policy, loss, gradients and buffers of the second of two steps are
-compared with plain training: "equal" is bit for bit, "rounds otherwise" is within 1e-5 of a tensor's largest value. A model
-that neither the rules of this file nor those settings make small, or that does not train from the inputs made for it,
-is not built; one that does not repeat its own plain step is not compared. timm needs `pip install timm torchvision`;
-with `TIMM_FUSED_ATTN=0` it computes attention by matmuls. With `--json`, results are added to those in the file, and
-models that it has are skipped: a long run can be made in parts.
+compared with plain training: "equal" is bit for bit, "rounds otherwise" is within 1e-5 of a tensor's largest value. A
+model that neither the rules of this file nor those settings make small, or that does not train from the inputs made
+for it, is not built; one that does not repeat its own plain step is not compared. timm needs `pip install timm
+torchvision`; with `TIMM_FUSED_ATTN=0` it computes attention by matmuls. With `--json`, results are added to those in
+the file, and models that it has are skipped: a long run can be made in parts.
 """
 
 from __future__ import annotations
