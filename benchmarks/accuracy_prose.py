@@ -109,15 +109,15 @@ TRL's guide on long contexts (full fine-tuning, batch 1, sdpa, weights in bf16).
 `accelerate_configs/context_parallel.yaml`, which has the `mixed_precision: bf16` of TRL's own configuration for
 context parallelism: parameters and states are in fp32.
 
-The targets are 4 % in bytes and 15 % in seconds; the third row misses the first. The second row's
-description says that 4 of 38 inputs of blocks stay on the card; transformers 5.23 moves all of them (`save_on_cpu`), and
-`offload` fetches one ahead.
+The targets are 4 % in bytes and 15 % in seconds; the third row misses the first. The second row's description says
+that 4 of 38 inputs of blocks stay on the card; transformers 5.23 moves all of them (`save_on_cpu`), and `offload`
+fetches one ahead.
 
-Published runs of Qwen3-4B under ZeRO-3 with Ulysses over four H100 are described with Adam in host memory (Hugging Face's
-blog on Ulysses): 23.4 GB at 8,192 tokens and 50.5 GB at 65,536. Predicted with the optimizer on the cards: 23.36 and
-52.44 GB (-0.2 and +3.8 %); with `--offload optimizer`: 9.28 and 38.36 GB. The figures are those of runs whose optimizer was on
-the cards. torchtitan's tensor parallelism is not predicted: it divides norms and residuals along the sequence, which
-transformers' plan does not."""
+Published runs of Qwen3-4B under ZeRO-3 with Ulysses over four H100 are described with Adam in host memory (Hugging
+Face's blog on Ulysses): 23.4 GB at 8,192 tokens and 50.5 GB at 65,536. Predicted with the optimizer on the cards:
+23.36 and 52.44 GB (-0.2 and +3.8 %); with `--offload optimizer`: 9.28 and 38.36 GB. The figures are those of runs
+whose optimizer was on the cards. torchtitan's tensor parallelism is not predicted: it divides norms and residuals
+along the sequence, which transformers' plan does not."""
 
 KERNELS = """\
 ## Single kernels
