@@ -30,6 +30,7 @@ from .tracing import Report
 
 GRANULARITY = 256  # tokens
 LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "full,head,offload,tile:16")
+LEAN = LADDER[3:]  # what is tried on several GPUs
 _TARGET = "effective_batch"
 
 
@@ -147,7 +148,8 @@ def predict_max_length(
     Args:
         workload: its model may be on meta; its `make_batch(samples, length)` makes sequences of any length.
         most: tokens of the longest sequence to consider.
-        launches: launches to choose from, in place of the workload's own.
+        launches: launches to choose from, in place of the workload's own. Those that hold more than another of them
+            are left out, as DDP beside FSDP2, and so are the first rungs of `LADDER`: they are never the longest.
 
     Raises:
         UserError: a budget that the device does not have, or no policy that suits the model.
@@ -156,6 +158,9 @@ def predict_max_length(
     gpu = gpu_of(workload.device)
     launch = launches[0] if launches else workload.launch
     room = memory_budget(budget, gpu, margin, launch)
+    if launches:
+        policies = LEAN if tuple(policies) == LADDER else policies
+        launches = [one for one in launches if one.reshard_after_forward and one.strategy != "ddp"] or launches
     policies = [str(Policy.parse(policy)) for policy in policies]
     with searching(replace(pieces, launch=None) if launches else pieces, jobs, report) as tracer:
         if launches:
