@@ -1,6 +1,9 @@
 """What a verified step costs: CPU time of forward and backward, verified and not.
 
     python benchmarks/verify_cost.py [--repeats 4]
+    python benchmarks/verify_cost.py --cards a100-80gb h100 rtx-4090    # predicted for GPUs, under `full`
+
+On a card the hashes read what the blocks save twice, once in each run, at the bandwidth of elementwise kernels.
 
 A Llama of 4 layers, 512 wide, on 4 x 256 tokens, in one thread. Verified and other steps take turns, and the fastest
 of each is printed, so that a busy machine disturbs both alike.
@@ -15,7 +18,12 @@ import torch
 import transformers
 
 from ckpt_ft import apply_policy
+from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.units import format_bytes
+from ckpt_ft.workloads.load import load
 
+MODELS = (("Qwen/Qwen2.5-0.5B", 4, 1024), ("meta-llama/Llama-3.2-1B", 4, 1024), ("meta-llama/Llama-3.1-8B", 1, 4096))
 POLICIES = ("full", "save:attention+matmul", "segments:2", "pointwise", "full,offload")
 
 
@@ -45,11 +53,28 @@ def measure(policy: str, repeats: int) -> dict[str, float]:
     return {verify: min(found) for verify, found in seconds.items()}
 
 
+def predict(name: str, batch: int, length: int, card: str) -> tuple[int, float, float]:
+    """Bytes that a plain step saves, seconds of the step under `full`, and those of the hashes."""
+    gpu = find_gpu(card)
+    spec = TrainingSpec.of(name, dtype="bfloat16", seq_length=length, attn_implementation="flash_attention_2")
+    workload = load(spec, gpu)
+    saved = sum(workload.trace(batch).module_activations().values())
+    apply_policy(workload.model, "full")
+    return saved, workload.trace(batch).seconds, 2 * saved / (gpu.bandwidth * gpu.bandwidth_efficiency)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--cards", nargs="*", default=[])
     args = parser.parse_args()
+    for name, batch, length in MODELS if args.cards else ():
+        for card in args.cards:
+            saved, step, more = predict(name, batch, length, card)
+            print(f"| {name}, {batch} x {length} | {card} | {format_bytes(saved)} | {step:.3f} | {more / step:+.1%} |")
+    if args.cards:
+        return
     torch.set_num_threads(1)
     print("| policy | step, s | verified, s | more |\n|---|---|---|---|")
     for policy in POLICIES:
