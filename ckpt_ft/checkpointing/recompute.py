@@ -49,7 +49,7 @@ class Checkpointed(StandIn):
         self.structures: set[Any] = set()  # of calls so far: mode, kinds of arguments, what is trained
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.jit.is_tracing():  # a TorchScript graph cannot call Python again
             return self.forward(*args, **kwargs)
         if self.module.training:
             if not self.keeps_cache:

@@ -94,6 +94,16 @@ def test_a_checkpoint_around_the_model(policy: str, block: type[Block]) -> None:
         assert_alike(around, numbers(plain), policy)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("policy", [*POLICIES, "full,offload"])
+def test_a_model_that_torch_jit_traces_is_as_without_the_policy(policy: str) -> None:
+    """A second run in the graph's backward would call Python, which a TorchScript graph cannot."""
+    plain, model = Net().eval(), Net().eval()
+    apply_policy(model, policy)
+    traced: nn.Module = torch.jit.trace(model, inputs().detach(), check_trace=False)
+    assert_alike(numbers(traced), numbers(plain), policy)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pytorchs_debug_mode_and_no_early_stop(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The debug mode is what PyTorch's own errors advise; it has contexts of its own around either run."""
