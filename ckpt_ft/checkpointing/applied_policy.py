@@ -191,7 +191,8 @@ class AppliedPolicy:
 
     def _warn_once(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the model: after the first forward pass, warn about terms of the policy with no effect."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.standing:
+        compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if compiled or not torch.is_grad_enabled() or not self.standing:
             return
         self.hooks.pop().remove()
         for group in self.never_fired():
