@@ -12,6 +12,7 @@ A policy is a string, the comma-separated union of terms:
                         arXiv:2205.05198): attention, matmul, matmul/2, conv, router, or an op name such as aten.bmm
     pointwise           outputs of norms, activations, gated products and dropout are recomputed; no block is re-run
     offload             tensors that are still saved are moved to host memory
+    swap:N              frozen weights of N blocks wait in host memory; two of these blocks at a time are on the device
     head                lm_head and its loss in chunks that are recomputed
     tile, tile:N        the MLP of each block in N pieces along the sequence, each recomputed (Bekman et al. 2025,
                         arXiv:2506.13996); without N, pieces have as many tokens as the MLP's input is wide
@@ -40,13 +41,16 @@ MEMBERS = ("attention", "mlp")
 TOWERS = ("language", "vision", "audio")
 ALIASES = {"per_block": "full", "per_stage": "stages", "aggressive": "stages:3+4"}
 _FLAGS = ("pointwise", "offload", "head", "auto")
-_WHOLE = ("offload", "head", "tile", "auto", "budget")  # fields that apply to the whole model, not to a tower
-_TERMS = (*SCOPES, "save", *_FLAGS, "tile", "budget", *ALIASES)
+_WHOLE = ("offload", "head", "tile", "swap", "auto", "budget")  # fields that apply to the whole model, not to a tower
+_TERMS = (*SCOPES, "save", *_FLAGS, "tile", "swap", "budget", *ALIASES)
 _FORMS = (
     "none, full, every:N, first:N, segments:N, sqrt, stages, stages:3+4, modules:attention+mlp, "
-    "save:attention+matmul, pointwise, offload, head, tile, tile:8, budget:0.5, "
+    "save:attention+matmul, pointwise, offload, swap:8, head, tile, tile:8, budget:0.5, "
     "auto; for one tower full@language, pointwise@vision"
 )
+LEAST_SWAPPED = 3  # two are on the device at a time
+# Attributes that `swap` sets: on a model, its weights in host memory by name; on a block, what fetches its weights.
+IN_HOST_MEMORY, SWAPPED = "_ckpt_ft_in_host_memory", "_ckpt_ft_swapped"
 _OP_NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 _GROUP = re.compile(r"(\w+)/(\d+)")
 
@@ -62,6 +66,7 @@ class Policy:
         save: op groups whose outputs are kept inside checkpointed modules.
         pointwise, offload, head, auto: the terms of these names.
         tile: the N of `tile:N`; 0 for `tile`, None without the term.
+        swap: the N of `swap:N`.
         budget: torch.compile's activation memory budget, 0.0 to 1.0.
         towers: (tower, its policy) for each tower of `TOWERS` with its own terms.
     """
@@ -74,6 +79,7 @@ class Policy:
     offload: bool = False
     head: bool = False
     tile: int | None = None
+    swap: int | None = None
     budget: float | None = None
     auto: bool = False
     towers: tuple[tuple[str, Policy], ...] = ()
@@ -142,6 +148,8 @@ class Policy:
         terms += [name for name in _FLAGS if name in _WHOLE and getattr(self, name)]
         if self.tile is not None:
             terms.append(f"tile:{self.tile}" if self.tile else "tile")
+        if self.swap is not None:
+            terms.append(f"swap:{self.swap}")
         if self.budget is not None:
             terms.append(f"budget:{self.budget}".removesuffix(".0"))
         return ",".join(terms) or "none"
@@ -207,6 +215,8 @@ def _fields_of(name: str, detail: str, text: str) -> dict[str, Any]:
         return {"save": tuple(detail.split("+"))}
     if name == "tile":
         return {"tile": _number(name, detail, text) if detail else 0}
+    if name == "swap":
+        return {"swap": _number(name, detail, text)}
     if name == "budget":
         try:
             return {"budget": float(detail)}
@@ -224,7 +234,7 @@ def _add(fields: dict[str, Any], key: str, new: Any, text: str) -> None:
         fields[key] = tuple(dict.fromkeys((*fields.get(key, ()), *new)))
     elif old == new:
         fields[key] = new
-    elif key in ("scope", "budget", "tile"):
+    elif key in ("scope", "budget", "tile", "swap"):
         raise UserError(f"policy '{text}': {key}s {old} and {new} contradict each other; keep one")
     else:
         scope = fields["scope"]
@@ -291,6 +301,11 @@ def _validate_unions(policy: Policy) -> None:
             raise UserError(f"'tile' takes a whole number of at least 1, as in tile:8 (given: {policy.tile!r})")
         if matmuls:
             raise UserError(f"'tile' recomputes the matmuls of each MLP, and save:{matmuls[0]} keeps them; drop one")
+    if policy.swap is not None and (type(policy.swap) is not int or policy.swap < LEAST_SWAPPED):
+        raise UserError(
+            f"swap:{policy.swap} saves nothing, because two of the swapped blocks are on the device at a time; give a "
+            f"whole number of at least {LEAST_SWAPPED}"
+        )
     for tower, own in policy.towers:
         if tower not in TOWERS:
             raise UserError(f"no tower '{tower}'{meant(str(tower), TOWERS)} ({', '.join(TOWERS)})")
@@ -302,7 +317,7 @@ def _validate_unions(policy: Policy) -> None:
     if policy.budget is not None:
         if not (isinstance(policy.budget, (int, float)) and 0 <= policy.budget <= 1):
             raise UserError(f"budget is a number from 0 to 1, not {policy.budget}")
-        if policy.checkpoints or policy.discards or policy.offload or policy.tile is not None:
+        if policy.checkpoints or policy.discards or policy.offload or policy.tile is not None or policy.swap:
             raise UserError("'budget' lets torch.compile choose what to recompute; it goes with 'head' only")
 
 

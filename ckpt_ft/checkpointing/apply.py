@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from ckpt_ft.policy import Policy
 
 from . import rng
 from .applied_policy import MARK, AppliedPolicy, CompileBudget, made, policies_on, refuse_overlap
-from .blocks import SEGMENTED, find_blocks, regions
+from .blocks import SEGMENTED, find_blocks, named_blocks, regions
 from .guard import Guard
 from .libraries import PRETRAINED, is_a
 from .module_state import has, modules_in
@@ -27,12 +27,17 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 
 
 def apply_policy(
-    model: nn.Module, policy: str | dict[str, Any] | Policy, *, verify: str | int | Schedule = "first"
+    model: nn.Module,
+    policy: str | dict[str, Any] | Policy,
+    *,
+    verify: str | int | Schedule = "first",
+    blocks: Sequence[str] = (),
 ) -> AppliedPolicy:
     """Install `policy` on `model`, in place; a policy that is on it already is replaced.
 
     The one that was replaced is removed for good: its own `remove()` then does nothing. If `policy` is refused, it
-    stays. A model and a part of it cannot have a policy each; parts beside each other can.
+    stays. A model and a part of it cannot have a policy each; parts beside each other can. The same policy with `swap`
+    stays as it is.
 
     `model` is any transformers, PEFT-wrapped or diffusers model, or an `nn.Module` that holds a list of repeated
     blocks, on any device. Parameters, buffers and state-dict keys stay as they are. The library's own checkpointing is
@@ -46,6 +51,8 @@ def apply_policy(
         policy: as a string, a dictionary or a value.
         verify: which steps are verified. "first": the first two, every 1,000th, and the first after a change of mode
             or of the structure of arguments; "always"; "never"; or a number N: the first and every N-th.
+        blocks: names of the modules that are the blocks, in the order in which they run, for a model that holds
+            them as attributes and not in a list. By default they are found.
 
     Returns:
         AppliedPolicy: what is covered, `explain()`, `remove()`.
@@ -57,15 +64,23 @@ def apply_policy(
     """
     policy, schedule = Policy.parse(policy), Schedule.parse(verify)
     if policy.auto:
-        raise UserError("policy 'auto' must be chosen first: run plan(...) and apply the policy it picked")
+        raise UserError(
+            "policy 'auto': `ckpt-ft plan` or plan(...) chooses a policy for a budget; give the one that it chose"
+        )
     replaced: AppliedPolicy | None = model.__dict__.get(MARK)
+    if (
+        replaced is not None
+        and policy.swap
+        and (replaced.policy, replaced.verification.schedule) == (policy, schedule)
+    ):
+        return replaced  # the weights in host memory need not fit on the device, not even for a moment
     if replaced is not None:
         replaced.pause()
     applied = AppliedPolicy(model, policy, schedule)
     try:
         refuse_overlap(applied)
         setattr(model, MARK, applied)
-        _install(applied)
+        _install(applied, blocks)
     except BaseException:
         applied.remove()
         if replaced is not None:
@@ -88,14 +103,14 @@ def applied_policy(model: nn.Module) -> AppliedPolicy | None:
     return next(iter(policies_on(model)), None)
 
 
-def _install(applied: AppliedPolicy) -> None:
+def _install(applied: AppliedPolicy, blocks: Sequence[str]) -> None:
     policy, model = applied.policy, applied.model
     for module in modules_in(model):
         if has(module, "gradient_checkpointing") and module.gradient_checkpointing is True:
             module.gradient_checkpointing = False
             applied.switched_off.append(module)
-    if policy.checkpoints or policy.discards or policy.offload or policy.tile is not None:
-        applied.found = find_blocks(model)
+    if policy.checkpoints or policy.discards or policy.offload or policy.tile is not None or policy.swap:
+        applied.found = named_blocks(model, blocks) if blocks else find_blocks(model)
     applied.parts = parts_of(policy, model, applied.found)
     if policy.checkpoints:
         _install_checkpoints(applied)
@@ -181,6 +196,10 @@ def _install_engines(applied: AppliedPolicy) -> None:
         from . import head
 
         applied.engines.append(head.install(model))
+    if policy.swap is not None:
+        from . import swap
+
+        applied.engines.append(swap.install(model, applied.found.blocks, policy.swap))
     if policy.offload:
         from . import offload
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, meant
 from ckpt_ft.policy import Policy
 
 from .libraries import DIFFUSERS, LAYER, PRETRAINED, is_a
@@ -68,9 +68,26 @@ def find_blocks(model: nn.Module) -> Blocks:
     blocks = finder.blocks or dict(_bare_layers(model))
     if not blocks:
         raise UserError(
-            f"{type(model).__name__} holds no repeated blocks: a policy acts on a ModuleList or Sequential of those"
+            f"{type(model).__name__} holds no repeated blocks: a policy acts on a ModuleList or Sequential of those; "
+            "name others with apply_policy(model, policy, blocks=[...])"
         )
     return Blocks(blocks, finder.stages if len(finder.stages) > 1 else _sibling_sequentials(model, blocks))
+
+
+def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
+    """The blocks that a caller names.
+
+    Raises:
+        UserError: the model has no such module, or one lies inside another.
+    """
+    modules = dict(model.named_modules())
+    for name in names:
+        if not name or name not in modules:
+            raise UserError(f"blocks: {type(model).__name__} has no module '{name}'{meant(name, modules)}")
+    for name in names:
+        if any(other != name and name.startswith(f"{other}.") for other in names):
+            raise UserError(f"blocks: '{name}' lies inside another of the blocks; name one of them")
+    return Blocks({name: modules[name] for name in names})
 
 
 def submodules(name: str, block: nn.Module, member: str) -> dict[str, nn.Module]:
@@ -177,11 +194,13 @@ def _listed(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _bare_layers(model: nn.Module) -> Iterator[Named]:
-    """For a model without composite modules: yield all elements of each list that repeats a layer with parameters."""
+    """For a model without composite modules: yield all elements of each outermost list that repeats a layer."""
+    inside: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if _is_list(module):
+        if _is_list(module) and module not in inside:
             kinds = Counter(type(child) for child in module.children() if _has_parameters(child))
             if any(count > 1 for count in kinds.values()):
+                inside |= modules_in(module).keys()
                 yield from ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
 
 

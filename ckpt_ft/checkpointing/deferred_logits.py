@@ -125,6 +125,9 @@ def _draws(layer: nn.Module) -> bool:
 
 # Size of one chunk's fp32 logits. About four such tensors are alive at once: logits, cast, log-softmax and gradient.
 CHUNK_BYTES = 64 * MIB
+# On a long sequence, smaller chunks would cost time on the host and in the sum of the weight's gradient, and save
+# little memory beside the activations of a block.
+MOST_CHUNKS = 256
 
 
 def cross_entropy(
@@ -148,7 +151,7 @@ def cross_entropy(
     if reduction == "none" or target.ndim != 1:
         return loss(input.whole("cross_entropy without a sum"), target, reduction=reduction)
     projection, hidden = input.projection, input.positions()
-    rows = max(1, CHUNK_BYTES // (4 * input.width))
+    rows = max(1, CHUNK_BYTES // (4 * input.width), -(-len(hidden) // MOST_CHUNKS))
     layer, comparison = projection.layer, projection.given and projection.given[0]
 
     def sum_of_chunks(hidden: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.policy import SWAPPED
 from ckpt_ft.units import MIB, format_bytes
 
 from .libraries import ADAPTED, is_a
@@ -368,10 +369,11 @@ class StateBeforeFirstRun:
         return tuple([value.requires_grad for value in self._parameters])
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the current parameters with names, except those that a sharding engine manages."""
+        """Yield the current parameters with names, except those that a sharding engine or `swap` manages."""
         for path, module in next(iter(self._contents.modules)).named_modules():
             for name, value in module._parameters.items():
-                if value is not None and not _is_managed(value) and not hasattr(value, "ds_id"):
+                managed = value is None or _is_managed(value) or hasattr(value, "ds_id") or hasattr(value, SWAPPED)
+                if not managed:
                     yield f"parameter '{f'{path}.{name}'.lstrip('.')}'", value
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,9 +19,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
+from ckpt_ft.errors import one_line
 from ckpt_ft.units import MIB, format_bytes
 
-from .standin import Installed, StandIn, Treated
+from .standin import Installed, StandIn, Treated, warn_once
 from .tensor_identity import (
     View,
     as_stored,
@@ -56,6 +57,25 @@ class Usage:
         self.host_bytes -= nbytes
 
 
+def host_tensor(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """An empty tensor in host memory with the shape, strides and dtype of `like`, pinned for copies to a GPU.
+
+    device: where its copies go; by default that of `like`.
+
+    If the system refuses pinned memory, it is pageable, with one warning: copies then stop the host.
+    """
+    size, stride, dtype = like.size(), like.stride(), like.dtype
+    device = device or like.device
+    if device.type == "cuda" or isinstance(like, FakeTensor):  # a trace counts pinned memory as the host's
+        try:
+            return torch.empty_strided(size, stride, dtype=dtype, device="cpu", pin_memory=True)
+        except RuntimeError as error:  # a limit on locked memory, or none is left
+            warn_once(
+                f"no pinned host memory ({one_line(error)}): pageable memory takes its place, and copies are slow"
+            )
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta" if device.type == "meta" else "cpu")
+
+
 class Parked:
     """A copy of a storage in host memory; it is freed when no autograd node refers to it."""
 
@@ -63,8 +83,7 @@ class Parked:
         self.block, self.parking = block, parking
         self.device: torch.Tensor | None = None
         self.ready: torch.Event | None = None
-        pinned = flat.device.type == "cuda" or isinstance(flat, FakeTensor)  # traces exclude pinned memory
-        self.host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pinned)
+        self.host = host_tensor(flat)
         self.side = side = parking.side_stream(flat.device)
         self.flat_device = flat.device
         if side is None:

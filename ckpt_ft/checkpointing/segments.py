@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.policy import SWAPPED
 
 from .arguments import Arguments, changeable, leaves, rebuild
 from .autocast import autocast_as, autocast_now
@@ -211,7 +213,12 @@ class _CallSequence(DroppedTensors):
 
 
 def _gathered(block: nn.Module) -> Callable[[], None]:
-    """Start gathering the FSDP2-sharded parameters of `block`; return a function that waits for them."""
+    """Start gathering the FSDP2-sharded parameters of `block`; return a function that waits for them.
+
+    Weights that wait in host memory (`swap`) come when the function is called.
+    """
+    if (swapped := block.__dict__.get(SWAPPED)) is not None:
+        return partial(swapped.swapper.use, swapped.number)
     unshard: Any = block.unshard if is_a(block, FSDP2) else None
     return _nothing if unshard is None else unshard(async_op=True).wait
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from ckpt_ft.errors import UserError, WorkFailed
@@ -85,7 +86,10 @@ class Tiled(StandIn):
         self.checked = True
         if has_dropout(self.module):
             return
-        with torch.no_grad():
+        with (
+            torch.no_grad(),
+            _disable_current_modes(),
+        ):  # a checkpoint around it keeps routing decisions by their order
             rows = hidden.detach().reshape(1, -1, hidden.shape[-1])
             two, one = (self.forward(rows[:, :count]) for count in (2, 1))
         kind = type(self.module).__name__
@@ -101,9 +105,14 @@ def install(model: nn.Module, blocks: Mapping[str, nn.Module], pieces: int) -> I
     """Run the MLPs of `blocks` in pieces.
 
     Raises:
-        UserError: no block has an MLP that treats each token alone.
+        UserError: no block has an MLP that treats each token alone, or a loss needs the router of a whole one.
     """
     found = {id(mlp): mlp for mlp in _mlps(blocks)}
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise UserError(
+            f"policy 'tile': {type(model).__name__} collects its router's logits (output_router_logits) from whole "
+            "MLPs; leave 'tile' out, or set output_router_logits to false"
+        )
     if not found:
         kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in blocks.values()))
         raise UserError(
@@ -125,7 +134,12 @@ def _mlps(blocks: Mapping[str, nn.Module]) -> Iterable[nn.Module]:
 
 
 def _returns_its_width(inside: list[nn.Module]) -> bool:
-    """Whether a linear layer puts out what the first one takes in: BERT's two halves of an MLP do not."""
+    """Whether a linear layer puts out what the first one takes in: BERT's two halves of an MLP do not.
+
+    Stacked weights of experts are those of whole MLPs.
+    """
+    if any(p is not None and p.ndim == 3 for module in inside for p in module._parameters.values()):
+        return True
     shapes = [shape for module in inside if (shape := _shape(module)) is not None]
     return bool(shapes) and any(out == shapes[0][0] for _, out in shapes[1:])
 

@@ -254,7 +254,7 @@ def test_eager_attention_is_named_when_attention_does_not_fire() -> None:
     ("policy", "says"),
     [
         ("stages", "LlamaForCausalLM has no stages"),
-        ("auto", "must be chosen first"),
+        ("auto", "chooses a policy for a budget"),
         ("save:aten.bnm", "did you mean"),
         ("save:aten.mm.x", "has no overload 'x'"),
         ("save:aten.add_", "writes into its input"),
@@ -275,6 +275,31 @@ def test_refuses_a_model_without_blocks() -> None:
         apply_policy(nn.Linear(2, 2), "full")
     with pytest.raises(UserError, match="no attention submodule"):
         apply_policy(make("mamba"), "modules:attention")
+
+
+def test_blocks_that_are_attributes_are_named() -> None:
+    """The same gradients with and without, and each named block runs again."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b1, self.b2 = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+            self.head = nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.b2(self.b1(x)))
+
+    model, x = Two(), torch.randn(4, 8)
+    model(x).sum().backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with pytest.raises(UserError, match=r"Two has no module 'b3'"):
+        apply_policy(model, "full", blocks=["b1", "b3"])
+    with pytest.raises(UserError, match=r"'b1\.0' lies inside another"):
+        apply_policy(model, "full", blocks=["b1", "b1.0"])
+    assert apply_policy(model, "full", blocks=["b1", "b2"]).covered == ["b1", "b2"]
+    model(x).sum().backward()
+    assert all(torch.equal(p.grad, was) for p, was in zip(model.parameters(), plain, strict=True))
 
 
 def test_blocks_in_a_dict_that_counts() -> None:

@@ -55,12 +55,32 @@ def work(rank: int, store: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
     offload.install.__kwdefaults__["min_bytes"] = 1  # type: ignore[index]
     compare(wrap)
     all_ranks_raise(wrap)
+    if wrap is ddp:
+        swapped_blocks_are_equal()
     if wrap is fsdp2:
         compare(fsdp2_kept)
         joined_blocks_keep_one_input()
     gc.collect()  # wrappers hold on to the process group
     dist.barrier()
     dist.destroy_process_group()
+
+
+def swapped_blocks_are_equal() -> None:
+    from language_models import make
+
+    from ckpt_ft import apply_policy
+
+    plain = gradients(ddp(make("llama", "lora")))
+    for first in (True, False):  # the policy or the wrapper, which would broadcast weights that are not there
+        model = make("llama", "lora")
+        if first:
+            apply_policy(model, "full,swap:4", verify="always")
+        wrapped = ddp(model)
+        if not first:
+            apply_policy(model, "full,swap:4", verify="always")
+        mine = gradients(wrapped)
+        assert all(plain[name].equal(gradient) for name, gradient in mine.items())
+        assert mine.keys() == plain.keys()
 
 
 def compare(wrap: Callable[[nn.Module], nn.Module]) -> None:

@@ -165,6 +165,17 @@ def test_long_chain_is_cut() -> None:
     assert claim.run.depth == (MAX_CHAIN + 4) % (MAX_CHAIN + 1)
 
 
+def test_a_new_storage_is_not_taken_for_a_saved_one_that_was_freed() -> None:
+    """Memory of a freed storage is used again, and its address says nothing of the next one (DoRA frees such)."""
+    running, held = Pass(True), torch.randn(3)
+    for _ in range(50):
+        running.pack(torch.randn(3))
+        assert not running.is_free(torch.randn(3))
+    running.pack(held)
+    assert running.is_free(held.view(3, 1))
+    assert not Pass(True).is_free(held)
+
+
 @pytest.mark.parametrize(
     "edit",
     [

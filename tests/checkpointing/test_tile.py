@@ -14,7 +14,16 @@ import torch.multiprocessing as mp
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ckpt_ft.checkpointing.apply import apply_policy
@@ -56,6 +65,18 @@ def _batch() -> dict[str, Tensor]:
 )
 def test_in_pieces_the_numbers_are_those_of_the_whole(policy: str) -> None:
     assert check_parity(_llama(), _batch(), policy).ok
+
+
+def test_experts_run_by_token() -> None:
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**_SIZES, num_local_experts=4, use_cache=False)).train()
+    assert check_parity(model, _batch(), "full,tile:4").ok
+    applied = apply_policy(model, "tile:4")
+    assert sum(isinstance(stand_in, Tiled) for engine in applied.engines for stand_in in engine.stand_ins) == 2
+    applied.remove()
+    model.config.output_router_logits = True
+    with pytest.raises(UserError, match="collects its router's logits .* set output_router_logits to false"):
+        apply_policy(model, "tile:4")
 
 
 @pytest.mark.parametrize("make", [_lora, _gpt2])

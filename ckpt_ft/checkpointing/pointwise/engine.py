@@ -41,6 +41,7 @@ from ckpt_ft.checkpointing.tensor_identity import (
 from ckpt_ft.checkpointing.verify import TensorComparison, Verification
 
 CLAIM = "_ckpt_ft_claim"
+_KEPT = "_ckpt_ft_kept"  # on a storage: the pass in which an autograd node saved it
 _rebuilding = threading.RLock()  # backward has one thread per device
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -329,8 +330,7 @@ class Pass:
     def __init__(self, notes_kept: bool, verification: Verification | None = None) -> None:
         self.current: CheapRun | None = None
         self.verification = verification  # None if the step is not verified
-        # storages that some node saves anyway; by address, because a mistake affects only memory, never results
-        self.kept: set[int] | None = set() if notes_kept else None
+        self.kept: object | None = object() if notes_kept else None  # marks storages that some node saves anyway
         # autograd calls only the innermost pair of hooks
         self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -353,7 +353,7 @@ class Pass:
         if claim is not None and claim.covers(tensor):
             return claim.discard(tensor)
         if self.kept is not None and storage is not None:
-            self.kept.add(storage._cdata)
+            setattr(storage, _KEPT, self.kept)
         if self.outer is not None:
             return self._hand_on(tensor)
         return _held(tensor)
@@ -365,7 +365,7 @@ class Pass:
     def is_free(self, tensor: torch.Tensor) -> bool:
         """Whether keeping `tensor` costs no memory: it can be rebuilt, or an autograd node saves it anyway."""
         storage = tensor.untyped_storage()
-        return claim_on(tensor) is not None or (self.kept is not None and storage._cdata in self.kept)
+        return claim_on(tensor) is not None or (self.kept is not None and getattr(storage, _KEPT, None) is self.kept)
 
     def run(self, call: CheapCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a cheap call, discard the tensors that it saves for backward, and claim its outputs."""

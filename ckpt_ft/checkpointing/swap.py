@@ -1,0 +1,374 @@
+"""`swap:N`: the frozen weights of N blocks wait in host memory, and two of these blocks at a time are on the device.
+
+The N blocks are spread evenly over the model. When one of them runs, the weights of the next one are copied to the
+device on a side stream, and those of all others leave it; nothing is copied back, because the weights are frozen. In
+backward a hook on the outputs of a block does the same in the other direction, before a kernel of the block or its
+second run begins. (cf. block swap in kohya's sd-scripts, group offloading in diffusers)
+
+A weight that waits keeps its parameter and its shape, and its storage has no bytes. Views that autograd has saved see
+the weight again once the storage is filled, as with FSDP2's gathered parameters. Norms, biases, the constants of
+quantised weights and everything that is trained stay on the device. On a CPU the copies are synchronous, so that tests
+can follow them without a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.policy import IN_HOST_MEMORY, LEAST_SWAPPED, SWAPPED
+from ckpt_ft.units import GIB, format_bytes
+
+from .arguments import leaves
+from .offload import host_tensor
+from .standin import Installed, StandIn, Treated
+from .tensor_identity import is_dtensor
+
+_ALIGNED = 16  # bytes
+_MERGES = ("merge", "unmerge")  # methods of PEFT's layers
+_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # DDP would broadcast weights that are not there
+
+
+class Arena:
+    """Host memory for `left` bytes of weights, one behind the other in buffers of up to 1 GiB.
+
+    PyTorch rounds each pinned allocation up to a power of two (CachingHostAllocator): 18 MiB would take 32.
+
+    device: of the weights.
+    """
+
+    def __init__(self, left: int, device: torch.device) -> None:
+        self.left, self.device, self.used = left, device, 0
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, weight: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """A copy of `weight` in host memory, with the shape, strides and dtype of `like`."""
+        begin, nbytes = -(-self.used // _ALIGNED) * _ALIGNED, like.nbytes
+        if begin + nbytes > self.buffer.nbytes:
+            size = max(nbytes, min(GIB, self.left))
+            self.buffer = host_tensor(torch.empty(size, dtype=torch.uint8, device="meta"), self.device)
+            begin = 0
+        self.used, self.left = begin + nbytes, self.left - nbytes
+        made = self.buffer[begin : self.used].view(like.dtype).as_strided(like.size(), like.stride())
+        return made.copy_(weight)
+
+
+class Swapper:
+    """The swapped blocks of one model, in order.
+
+    Args:
+        model: its attribute `IN_HOST_MEMORY` gets the waiting weights by name, where a trace finds them.
+        blocks: for each swapped block, its module and the names in `model` of its swapped weights.
+    """
+
+    def __init__(self, model: nn.Module, blocks: list[tuple[nn.Module, list[str]]]) -> None:
+        self.model, self.blocks = model, blocks
+        self.last = 0  # number of the block that was used last
+        self.present: set[int] = set()
+        self.running: set[int] = set()  # blocks that are in their forward
+        self.side: torch.cuda.Stream | None = None
+        self.copied: dict[int, torch.cuda.Event] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "side": None, "copied": {}}  # streams and events have no copies
+
+    @property
+    def waiting(self) -> dict[str, torch.Tensor]:
+        """The weights in host memory, by name."""
+        found: dict[str, torch.Tensor] = self.model.__dict__[IN_HOST_MEMORY]
+        return found
+
+    def begin(self) -> None:
+        """Move the weights to host memory, except those of the first block: a step ends with it."""
+        found = {name: self.model.get_parameter(name) for _, names in self.blocks for name in names}
+        self.arena = Arena(sum(p.nbytes for p in found.values()), next(iter(found.values())).device)
+        self.model.__dict__[IN_HOST_MEMORY] = waiting = {}
+        self.present, self.last = set(range(len(self.blocks))), 0
+        for number, (_, names) in enumerate(self.blocks):
+            for name in names:
+                waiting[name] = self.arena.copy(found[name].detach(), found[name])
+                if not found[name].untyped_storage().resizable():  # it is mapped from a file of safetensors
+                    found[name].data = waiting[name].to(found[name].device, copy=True)
+                vars(found[name]).update({SWAPPED: True, "__deepcopy__": partial(self.deep_copy, name)})
+            if number:
+                self.drop(number)
+
+    def end(self) -> None:
+        """Move all weights to the device."""
+        for number in range(len(self.blocks)):
+            self.fetch(number)
+            self.wait(number)
+            for name, _ in list(self._weights(number)):
+                self._forget(name)
+        del self.model.__dict__[IN_HOST_MEMORY], self.arena
+
+    def use(self, number: int, backward: bool = False) -> None:
+        """Have a block's weights on the device, those of the next block on their way, and no others.
+
+        backward: whether the order of the blocks is that of a backward; in a second run of several blocks (`stages`)
+            it is that of a forward again.
+        """
+        following = number - 1 if backward and self.last >= number else number + 1
+        for other in self.present - {number, following}:
+            self.drop(other)
+        self.fetch(number)
+        self.wait(number)
+        if 0 <= following < len(self.blocks):
+            self.fetch(following)
+        self.last = number
+
+    def fetch(self, number: int) -> None:
+        """Start the copies of a block's weights to the device."""
+        missing = [(name, p) for name, p in self._weights(number) if not p.untyped_storage().nbytes()]
+        self.present.add(number)
+        for name, parameter in missing:  # on the current stream, which also frees them
+            parameter.untyped_storage().resize_(self.waiting[name].nbytes)
+        on_gpu = missing and missing[0][1].is_cuda and torch.cuda.is_available()
+        if not on_gpu:  # `.data` has a version counter of its own: the weight itself is not written to
+            for name, parameter in missing:
+                parameter.data.copy_(self.waiting[name])
+            return
+        device = missing[0][1].device
+        self.side = side = self.side or torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))  # kernels that still use the memory
+        with torch.cuda.stream(side):
+            for name, parameter in missing:
+                parameter.data.copy_(self.waiting[name], non_blocking=True)
+            self.copied[number] = side.record_event()
+
+    def wait(self, number: int) -> None:
+        """Make the current stream wait for the copies of a block."""
+        event = self.copied.pop(number, None)
+        if event is not None:
+            event.wait()
+
+    def stay(self, number: int, layer: nn.Module, args: Any = None) -> None:
+        """Pre-hook of a layer that has swapped weights: outside of its block's forward, they stay on the device.
+
+        Diffusers' DiT computes with an embedding of its first block behind the last one.
+        """
+        if number in self.running or torch._C._current_graph_task_id() >= 0:
+            return
+        own = {id(parameter) for parameter in layer._parameters.values()}
+        for name, parameter in list(self._weights(number)):
+            if id(parameter) in own:
+                self.wait(number)
+                if not parameter.untyped_storage().nbytes():
+                    parameter.untyped_storage().resize_(self.waiting[name].nbytes)
+                    parameter.data.copy_(self.waiting[name])
+                self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """A weight is on the device from here on."""
+        del self.waiting[name]
+        for mark in (SWAPPED, "__deepcopy__"):
+            vars(self.model.get_parameter(name)).pop(mark, None)
+
+    def drop(self, number: int) -> None:
+        """Free a block's weights on the device."""
+        self.wait(number)
+        self.present.discard(number)
+        for _, parameter in self._weights(number):
+            if parameter.requires_grad:
+                raise UserError("policy 'swap': a weight that waits in host memory is to be trained; freeze it again")
+            parameter.untyped_storage().resize_(0)
+
+    def move(self, number: int, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """`nn.Module._apply` of a block, for `.to()` and `.half()`: what waits does not pass through the device."""
+        block, weights = self.blocks[number][0], list(self._weights(number))
+        there = {id(parameter) for _, parameter in weights}
+        own = [(inner, key, p) for inner in block.modules() for key, p in inner._parameters.items() if id(p) in there]
+        try:
+            for inner, key, _ in own:
+                inner._parameters[key] = None
+            type(block)._apply(block, fn, recurse)
+        finally:
+            for inner, key, parameter in own:
+                inner._parameters[key] = parameter
+        for name, parameter in weights:
+            host = self.waiting[name]
+            made = fn(torch.empty(0, dtype=host.dtype, device=parameter.device))
+            if (made.device, made.dtype) != (parameter.device, host.dtype):
+                self.drop(number)
+                size, stride = parameter.size(), parameter.stride()
+                parameter.data = torch.empty_strided(size, stride, dtype=made.dtype, device=made.device)
+                parameter.untyped_storage().resize_(0)
+                if self.arena.device != made.device:
+                    self.arena = Arena(sum(one.nbytes for one in self.waiting.values()), made.device)
+                self.waiting[name] = self.arena.copy(host, parameter)
+        return block
+
+    def as_saved(self, number: int, block: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """State-dict hook of a block: the weights in host memory take the place of those that are not there."""
+        own = self._prefix(number)
+        for name in self.blocks[number][1]:
+            if name in self.waiting and (key := prefix + name.removeprefix(own)) in state:
+                state[key] = self.waiting[name]
+
+    def before_load(self, number: int, block: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        """Pre-hook of `load_state_dict`: the weights are on the device."""
+        if any(key.startswith(prefix) for key in state):
+            self.fetch(number)
+            self.wait(number)
+
+    def after_load(self, number: int, *_: Any) -> None:
+        """Post-hook of `load_state_dict`: the copies in host memory are those of the new weights."""
+        if number in self.present:
+            for name, parameter in self._weights(number):
+                self.waiting[name].copy_(parameter.detach())
+
+    def deep_copy(self, name: str, memo: dict[int, Any]) -> nn.Parameter:
+        """A weight's `__deepcopy__`: torch's reads data that may not be there."""
+        parameter = self.model.get_parameter(name)
+        storage = parameter.untyped_storage()
+        absent = not storage.nbytes()
+        if absent:
+            storage.resize_(self.waiting[name].nbytes)
+            parameter.data.copy_(self.waiting[name])
+        twin: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)
+        vars(twin).update({SWAPPED: True, "__deepcopy__": partial(copy.deepcopy(self, memo).deep_copy, name)})
+        for one in (storage, twin.untyped_storage()) if absent else ():
+            one.resize_(0)
+        return twin
+
+    def _prefix(self, number: int) -> str:
+        block = self.blocks[number][0]
+        return next(f"{name}." for name, module in self.model.named_modules() if module is block)
+
+    def _weights(self, number: int) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters as they are now: fake ones in a trace."""
+        waiting = self.waiting
+        return ((name, self.model.get_parameter(name)) for name in self.blocks[number][1] if name in waiting)
+
+
+class SwappedBlock(StandIn):
+    """Replaces the forward of a block whose weights wait in host memory."""
+
+    def __init__(self, module: nn.Module, swapper: Swapper, number: int) -> None:
+        self.swapper, self.number = swapper, number
+        self.handles: list[Any] = []
+        super().__init__(module)
+
+    def _put_on(self) -> None:
+        super()._put_on()
+        swapper, number, module = self.swapper, self.number, self.module
+        module.__dict__[SWAPPED] = self  # what runs the block again finds it there
+        module._apply = partial(swapper.move, number)  # type: ignore[method-assign]
+        self.handles = [
+            module._register_state_dict_hook(partial(swapper.as_saved, number)),
+            module.register_load_state_dict_pre_hook(partial(swapper.before_load, number)),
+            module.register_load_state_dict_post_hook(partial(swapper.after_load, number)),
+            *(inner.register_forward_pre_hook(partial(swapper.stay, number)) for inner in module.modules()
+              if any(hasattr(p, SWAPPED) for p in inner._parameters.values())),
+        ]  # fmt: skip
+        for layer in self._adapted():
+            vars(layer).update({name: partial(self._merge, layer, name) for name in _MERGES})
+
+    def _adapted(self) -> Iterator[nn.Module]:
+        """PEFT's layers, which write to the frozen weights when adapters are merged."""
+        return (inner for inner in self.module.modules() if all(hasattr(type(inner), name) for name in _MERGES))
+
+    def _merge(self, layer: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        for inner in layer.modules():
+            self.swapper.stay(self.number, inner)
+        return getattr(type(layer), name)(layer, *args, **kwargs)
+
+    def remove(self) -> None:
+        super().remove()
+        del self.module.__dict__[SWAPPED], self.module.__dict__["_apply"]
+        for layer in self._adapted():
+            for name in _MERGES:
+                vars(layer).pop(name, None)
+        for handle in self.handles:
+            handle.remove()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise UserError("policy 'swap' and torch.compile: compiled code cannot wait for weights; drop one of them")
+        again = torch._C._current_graph_task_id() >= 0  # a second run, in backward
+        self.swapper.use(self.number, backward=again)
+        self.swapper.running.add(self.number)
+        try:
+            out = self.forward(*args, **kwargs)
+        finally:
+            self.swapper.running.discard(self.number)
+        if torch.is_grad_enabled() and not again:
+            for leaf in leaves(out):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self.before_backward)
+        return out
+
+    def before_backward(self, _: torch.Tensor) -> None:
+        """Hook of an output's gradient."""
+        self.swapper.use(self.number, backward=True)
+
+
+class _Installed(Installed):
+    """The engine: while it is removed, all weights are on the device."""
+
+    swapper: Swapper
+
+    def remove(self) -> None:
+        super().remove()
+        self.swapper.end()
+        self.swapper.model.__dict__.pop(_IGNORED_BY_DDP, None)
+
+    def put_back(self) -> None:
+        self.swapper.begin()
+        setattr(self.swapper.model, _IGNORED_BY_DDP, list(self.swapper.waiting))
+        super().put_back()
+
+
+def install(model: nn.Module, blocks: Mapping[str, nn.Module], count: int) -> Installed:
+    """Let the frozen weights of `count` of the `blocks` wait in host memory.
+
+    Raises:
+        UserError: weights are sharded, or fewer than `count` blocks have frozen weights.
+    """
+    if any(is_dtensor(parameter) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UserError("policy 'swap': FSDP2, DeepSpeed ZeRO-3 and tensor parallelism place the weights themselves")
+    able = swappable(model, blocks)
+    if len(able) < count:
+        few = f"swap takes at least {LEAST_SWAPPED}, and weights that are trained cannot wait: train adapters (LoRA)"
+        fix = f"give at most swap:{len(able)}" if len(able) >= LEAST_SWAPPED else few
+        raise UserError(
+            f"policy 'swap:{count}': {type(model).__name__} has {len(able)} blocks with frozen weight matrices (of "
+            f"{len(blocks)}); {fix}"
+        )
+    listed = list(able.items())
+    chosen = [listed[number * len(listed) // count] for number in range(count)]
+    swapper = Swapper(model, chosen)
+    swapper.begin()
+    nbytes = sum(host.nbytes for host in swapper.waiting.values())
+    row = Treated(type(chosen[0][0]).__name__, count, f"frozen weights, {format_bytes(nbytes)}", "in host memory")
+    stand_ins = [SwappedBlock(block, swapper, number) for number, (block, _) in enumerate(chosen)]
+    installed = _Installed("swap", stand_ins, [row])
+    installed.swapper = swapper
+    setattr(model, _IGNORED_BY_DDP, list(swapper.waiting))
+    return installed
+
+
+def swappable(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[nn.Module, list[str]]:
+    """The blocks with frozen weight matrices of their own, each with the names of these weights in `model`."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    able: dict[nn.Module, list[str]] = {}
+    for prefix, block in blocks.items():
+        names = [f"{prefix}.{name}" for name, p in block.named_parameters() if uses[id(p)] == 1 and _can_wait(p)]
+        if names:
+            able.setdefault(block, names)
+    return able
+
+
+def _can_wait(parameter: nn.Parameter) -> bool:
+    """Whether it is a frozen matrix with a storage of its own. `pointwise` computes with norms of other blocks."""
+    if parameter.requires_grad or parameter.dim() < 2 or is_traceable_wrapper_subclass(parameter):
+        return False
+    return parameter.layout is torch.strided and parameter.untyped_storage().nbytes() == parameter.nbytes

@@ -1,0 +1,332 @@
+"""`swap`: same numbers, which blocks are on the device when, bytes in both memories, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from language_models import differing, make, numbers
+from torch import nn
+
+from ckpt_ft import apply_policy, trace_step
+from ckpt_ft.checkpointing import offload
+from ckpt_ft.checkpointing.swap import Arena
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.policy import IN_HOST_MEMORY
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.standins.quantised_layers import to_nf4
+
+WIDTH, ROWS = 8, 16
+
+
+class Stack(nn.Module):
+    """Frozen linear layers, each with a trained scale behind it."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(blocks))
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block[1].weight.requires_grad_()  # type: ignore[index]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).sum()
+
+
+def here(model: Any) -> list[int]:
+    """Numbers of the blocks whose weights are on the device."""
+    return [number for number, block in enumerate(model.blocks) if block[0].weight.untyped_storage().nbytes()]
+
+
+@pytest.mark.parametrize("policy", [
+    "swap:3", "full,swap:4", "segments:2,swap:4", "save:attention+matmul,swap:3", "modules:mlp,pointwise,swap:4",
+    "full,offload,head,swap:3", "every:2,tile,swap:3",
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_same_numbers(name: str, policy: str) -> None:
+    model = make(name, "lora")
+    plain = numbers(model)
+    applied = apply_policy(model, policy, verify="always")
+    for _ in range(2):  # the second step begins where the first one ended
+        model.zero_grad()
+        assert differing(numbers(model), plain) == []
+    applied.remove()
+    model.zero_grad()
+    assert differing(numbers(model), plain) == []
+    assert IN_HOST_MEMORY not in vars(model)
+
+
+@pytest.mark.parametrize(("name", "policy"), [("unet", "stages,swap:3"), ("dit", "full,swap:4")])
+def test_same_numbers_of_diffusion_models(name: str, policy: str) -> None:
+    from diffusers import DiTTransformer2DModel
+    from peft import LoraConfig, get_peft_model
+    from tiny_models import build, gradients
+
+    model, inputs = build(name)
+    if name == "dit":
+        torch.manual_seed(0)
+        model = DiTTransformer2DModel(
+            num_attention_heads=4, attention_head_dim=8, in_channels=4, num_layers=5, sample_size=8, norm_num_groups=8
+        ).train()
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    found = []
+    for verified in (None, "always"):
+        if verified:
+            apply_policy(model, policy, verify=verified)
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(**inputs).sample.pow(2).mean().backward()
+        found.append(gradients(model))
+    assert found[0].keys() == found[1].keys()
+    assert all(found[0][key].equal(gradient) for key, gradient in found[1].items())
+
+
+@pytest.mark.parametrize("policy", ["swap:4", "full,swap:4", "segments:2,swap:4"])
+def test_two_blocks_at_a_time_and_one_ahead(policy: str) -> None:
+    """Of 8 blocks every second one is swapped; 1, 3, 5 and 7 stay."""
+    model, x = Stack(8), torch.randn(ROWS, WIDTH)
+    apply_policy(model, policy)
+    seen: list[list[int]] = []
+    for block in model.blocks:
+        block[0].register_forward_pre_hook(lambda *_: seen.append([n for n in here(model) if n % 2 == 0]))
+    for _ in range(2):
+        seen.clear()
+        assert here(model) == [0, 1, 3, 5, 7]
+        loss = model(x)
+        assert seen == [[0, 2], [0, 2], [2, 4], [2, 4], [4, 6], [4, 6], [6], [6]]
+        loss.backward()
+    again = [*seen[8:]]
+    if policy == "swap:4":
+        assert again == []
+    elif policy == "full,swap:4":
+        assert again == [[6], [4, 6], [4, 6], [2, 4], [2, 4], [0, 2], [0, 2], [0]]
+    else:  # blocks 4 to 7 run again, then 0 to 3: the order of a forward within each segment
+        assert again == [[4, 6], [4, 6], [6], [6], [0, 2], [0, 2], [2, 4], [2, 4]]
+
+
+def lora(blocks: int = 6, four_bits: bool = False) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=blocks, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+        vocab_size=500, use_cache=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    if four_bits:
+        to_nf4(model, torch.bfloat16)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).train()
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    ids = torch.arange(128).view(2, 64)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("policy", ["swap:5", "full,swap:6"])
+def test_a_fake_step_on_the_cpu_is_the_real_one(policy: str) -> None:
+    """Event by event: the copies in host memory, the weights that come and those that go."""
+    traces = []
+    for real in (True, False):
+        model = lora()
+        apply_policy(model, policy, verify="never")
+        if real:
+            optimizer = adamw(model)
+            with Tracker(model, optimizer) as tracker:
+                for _ in range(2):
+                    tracker.start_step()
+                    step(model, optimizer)
+            traces.append(tracker.trace())
+        else:
+            traces.append(trace_step(model, step, make_optimizer=adamw, device="cpu"))
+    events = [[(trace.storages[max(e, ~e)].nbytes, e >= 0) for e in trace.events[trace.start :]] for trace in traces]
+    assert events[0] == events[1]
+    assert traces[0].peak_allocated == traces[1].peak_allocated
+
+
+def frozen(block: nn.Module) -> int:
+    return sum(p.nbytes for p in block.parameters() if not p.requires_grad and p.dim() > 1)
+
+
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_bytes_in_both_memories(four_bits: bool) -> None:
+    """N blocks are on the host for the whole step, and at the end of the step all but the first of them only there."""
+    model = lora(8, four_bits)
+    block = frozen(model.base_model.model.model.layers[0])
+    weights = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128
+    assert block == (weights // 2 if four_bits else 4 * weights)
+    plain = trace_step(model, step, make_optimizer=adamw, device="rtx-4090")
+    apply_policy(model, "swap:6")
+    trace = trace_step(model, step, make_optimizer=adamw, device="rtx-4090")
+    assert (plain.peak_host, trace.peak_host) == (0, 6 * block)
+    assert trace.at_host_peak == {"parameters": 6 * block}
+    assert plain.timeline()[-1]["parameters"] - trace.timeline()[-1]["parameters"] == 5 * block
+    most = max(row["parameters"] for row in plain.timeline()) - max(row["parameters"] for row in trace.timeline())
+    assert most == 4 * block  # two of the six at a time
+    copied = sum(
+        op.nbytes for op in trace.ops if op.name.startswith("aten.copy_") and op.kernels == 0 and op.at >= trace.start
+    )
+    assert copied == 2 * 5 * block  # the first one is there when a step begins, the last one when backward begins
+    assert trace.seconds_parts.copying == pytest.approx(copied / trace._card.host_bandwidth)
+    assert here_bytes(model) == 8 * block - 5 * block  # the model is as it was before the trace
+
+
+def here_bytes(model: Any) -> int:
+    return sum(
+        p.untyped_storage().nbytes()
+        for layer in model.base_model.model.model.layers
+        for p in layer.parameters()
+        if not p.requires_grad and p.dim() > 1
+    )
+
+
+def test_state_dicts_moves_and_copies_of_the_model() -> None:
+    model, x = Stack(6), torch.randn(ROWS, WIDTH)
+    before = copy.deepcopy(model.state_dict())
+    apply_policy(model, "full,swap:5")
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        saved = one.state_dict()
+        assert list(saved) == list(before)
+        assert all(saved[key].equal(value) for key, value in before.items())
+    plain = Stack(6)
+    plain.load_state_dict({key: value + 1 for key, value in before.items()})
+    model.load_state_dict(plain.state_dict())
+    assert model(x).equal(plain(x))
+    plain.load_state_dict(before)
+    assert twin(x).equal(plain(x))
+    assert here(twin.to(torch.float64)) == [5]  # the block that is not swapped
+    assert {p.dtype for p in twin.parameters()} == {torch.float64}
+    with torch.no_grad():
+        assert twin(x.double()).equal(plain.double()(x.double()))
+        assert twin(x.double()).equal(plain(x.double()))
+
+
+def test_weights_that_are_mapped_from_a_file(tmp_path: Path) -> None:
+    """As `from_pretrained` leaves them on a CPU: their storages cannot be resized."""
+    from safetensors.torch import load_file, save_file
+
+    model, x = Stack(4), torch.randn(ROWS, WIDTH)
+    plain = model(x)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block[1].weight.requires_grad_()  # type: ignore[index]
+    model.blocks[1][0].weight = nn.Parameter(  # type: ignore[index]
+        torch.frombuffer(bytearray(model.blocks[1][0].weight.numpy().tobytes()), dtype=torch.float32).view(8, 8),  # type: ignore[index]
+        requires_grad=False,
+    )
+    assert not model.blocks[1][0].weight.untyped_storage().resizable()  # type: ignore[index]
+    apply_policy(model, "swap:4")
+    assert here(model) == [0]
+    assert model(x).equal(plain)
+
+
+def test_adapters_are_merged_into_weights_that_wait() -> None:
+    plain, swapped = lora(), lora()
+    swapped.load_state_dict(plain.state_dict())
+    apply_policy(swapped, "swap:4")
+    for model in (plain, swapped):
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.constant_(parameter, 0.1)
+        model.merge_adapter()
+    expected = plain.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in swapped.state_dict().items())
+
+
+def test_refusals() -> None:
+    with pytest.raises(UserError, match=re.escape("swap:2 saves nothing, because two of the swapped blocks are")):
+        apply_policy(Stack(4), "swap:2")
+    with pytest.raises(UserError, match="has 4 blocks with frozen weight matrices .of 4.*give at most swap:4"):
+        apply_policy(Stack(4), "swap:5")
+    with pytest.raises(UserError, match="Stack has 0 blocks with frozen .*train adapters"):
+        apply_policy(Stack(4).requires_grad_(True), "swap:3")
+    model = Stack(6)
+    apply_policy(model, "swap:6")
+    for launch in (Launch("fsdp2", 2), Launch("zero3", 2)):
+        with pytest.raises(UserError, match="it places the weights; policy 'swap' goes with one"):
+            trace_step(model, lambda model, _: model(torch.randn(2, WIDTH)).backward(), launch=launch)
+    with pytest.raises(UserError, match="compiled code cannot wait for weights"):
+        torch.compile(model, backend="eager")(torch.randn(2, WIDTH))
+    model.blocks[3][0].weight.requires_grad_()  # type: ignore[index]
+    with pytest.raises(UserError, match="is to be trained; freeze it again"):
+        model(torch.randn(2, WIDTH))
+
+
+def test_refused_pinned_memory_is_pageable_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a system with a limit on locked memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def refuses(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return torch.empty(*args[0], dtype=kwargs["dtype"])
+
+    with FakeTensorMode():
+        like = torch.empty(4)
+    monkeypatch.setattr(torch, "empty_strided", refuses)
+    with pytest.warns(UserWarning, match="no pinned host memory .CUDA error: out of memory.: pageable") as said:
+        made = [offload.host_tensor(like) for _ in range(2)]
+    assert len(said) == 1
+    assert [host.is_pinned() for host in made] == [False, False]
+
+
+def test_weights_share_buffers_in_host_memory() -> None:
+    """Pinned memory is rounded up to a power of two for each tensor: so weights lie one behind the other."""
+    arena = Arena(700, torch.device("cpu"))
+    weights = [torch.arange(50, dtype=torch.float32).view(5, 10).t(), torch.ones(60), torch.ones(3, dtype=torch.int8)]
+    copies = [arena.copy(weight, weight) for weight in weights]
+    assert [copied.equal(weight) for copied, weight in zip(copies, weights, strict=True)] == [True] * 3
+    assert [copied.stride() for copied in copies] == [(1, 10), (1,), (1,)]
+    assert [copied.storage_offset() * copied.itemsize for copied in copies] == [0, 208, 448]
+    assert {copied.untyped_storage().nbytes() for copied in copies} == {700}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    """Pinned memory, streams, and bytes that stay free while all blocks run."""
+    model = lora(12).cuda()
+    plain, ids = copy.deepcopy(model), torch.arange(128, device="cuda").view(2, 64)
+    before = torch.cuda.memory_allocated()
+    apply_policy(model, "swap:12")
+    block = frozen(plain.base_model.model.model.layers[0])
+    assert before - torch.cuda.memory_allocated() == 11 * block
+    assert all(host.is_pinned() for host in vars(model)[IN_HOST_MEMORY].values())
+    for _ in range(3):
+        for one in (plain, model):
+            one.zero_grad()
+            torch.manual_seed(1)
+            one(input_ids=ids, labels=ids).loss.backward()
+        torch.cuda.synchronize()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert other.grad is None or torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_moved_to_a_gpu_without_the_waiting_weights() -> None:
+    model = lora(12)
+    apply_policy(model, "swap:12")
+    block = frozen(lora(1).base_model.model.model.layers[0])
+    total = sum(p.nbytes for p in model.parameters())
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model.cuda()
+    assert torch.cuda.max_memory_allocated() - before < total - 11 * block
+    ids = torch.arange(128, device="cuda").view(2, 64)
+    model(input_ids=ids, labels=ids).loss.backward()
