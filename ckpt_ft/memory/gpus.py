@@ -7,22 +7,73 @@ from __future__ import annotations
 
 import csv
 import difflib
+import json
 import os
 import re
 import sys
-from dataclasses import dataclass, replace
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from math import exp, log
 from pathlib import Path
 
+from ckpt_ft import files
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.defaults import DEFAULT_GPU
 from ckpt_ft.units import GIB, MIB, format_bytes, parse_budget
 
+CPU = (0, 0)  # its compute capability
+HERE = "here"  # as a device: the card of this machine that `ckpt-ft calibrate` has written
 LAPTOP_NOTE = "a laptop's rates are those of its highest boost clock, which its power limit may not let it hold"
+
+
+Curve = tuple[tuple[float, float], ...]  # predicted seconds of an op, rising, and measured seconds over them
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `ckpt-ft calibrate` has measured on this machine (memory/measure/calibrate.py).
+
+    Attributes:
+        date: when, "2026-11-23".
+        per_op, per_launch: seconds of the host, as in cost/schedule.py; 0 if they were not measured.
+        host_bandwidth, link: bytes per second between host and card, and between two cards; 0 if not measured.
+        curves: "kind dtype" -> the measured share of the predicted seconds.
+        pace: measured over predicted seconds of a step, from a run's report.
+    """
+
+    date: str
+    per_op: float = 0.0
+    per_launch: float = 0.0
+    host_bandwidth: float = 0.0
+    link: float = 0.0
+    curves: tuple[tuple[str, Curve], ...] = ()
+    pace: float = 1.0
+
+    def __post_init__(self) -> None:
+        curves = tuple((name, tuple((float(a), float(b)) for a, b in points)) for name, points in self.curves)
+        object.__setattr__(self, "curves", curves)  # JSON knows only lists
+
+    def corrected(self, seconds: float, kinds: Sequence[str]) -> float:
+        """Predicted `seconds` of an op, as the first of `kinds` that was measured takes them."""
+        known = dict(self.curves)
+        points = next((known[kind] for kind in kinds if kind in known), None)
+        if not points or seconds <= 0:
+            return seconds
+        seconds = max(seconds, points[0][0])  # no op is shorter than the shortest that was measured
+        at = bisect(points, (seconds, 0.0))
+        (a, low), (b, high) = points[max(at - 1, 0)], points[min(at, len(points) - 1)]
+        share = log(seconds / a) / log(b / a) if b > a else 0.0
+        return seconds * exp(log(low) + share * (log(high) - log(low)))
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU. Units are bytes, bytes per second and FLOP/s; a rate of 0 means that the card has no such units."""
+    """One GPU, or the CPU of this machine if it was calibrated.
+
+    Units are bytes, bytes per second and FLOP/s; a rate of 0 means that the card has no such units.
+    """
 
     name: str
     arch: tuple[int, int]  # compute capability: (7, 5) is sm_75
@@ -41,9 +92,17 @@ class GPU:
     note: str = ""  # an assumption of every estimate for this card, as a sentence
     l2: int = 0  # bytes of its L2 cache; 0 for none
     sustained: float = 1.0  # share of the arithmetic rates that is left after a second of load
+    calibration: Calibration | None = None  # of this machine's own card
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arch", tuple(self.arch))  # JSON knows only lists
+        if isinstance(self.calibration, dict):
+            object.__setattr__(self, "calibration", Calibration(**self.calibration))
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether this is the CPU of this machine, which runs one op after another."""
+        return self.arch == CPU
 
     @property
     def usable(self) -> int:
@@ -56,6 +115,8 @@ class GPU:
 
         PCIe 3.0, 4.0 and 5.0 specify 15.75, 31.5 and 63 GB/s; that 80 % are reached is an assumption.
         """
+        if self.calibration is not None and self.calibration.host_bandwidth:
+            return self.calibration.host_bandwidth
         major = self.arch[0]
         return 0.8 * (15.75e9 if major < 8 else 31.5e9 if major == 8 else 63e9)
 
@@ -160,6 +221,41 @@ def gpu_of(device: str | GPU) -> GPU | None:
     return None if device == "cpu" else find_gpu(device)
 
 
+def card_path(name: str) -> Path:
+    """The file of the calibrated card of the GPU called `name`, or of "cpu"."""
+    return files.cache_root() / "cards" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
+
+
+def write_card(card: GPU) -> Path:
+    """Write the card that `ckpt-ft calibrate` has measured, whole or not at all."""
+    return files.write(card_path("cpu" if card.is_cpu else card.name), json.dumps(asdict(card), indent=1))
+
+
+def calibrated(name: str) -> GPU | None:
+    """The calibrated card of the GPU called `name`, or of "cpu"; None if there is none.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    path = card_path(name)
+    return _read_card(path, path.stat().st_mtime_ns) if path.is_file() else None
+
+
+def calibrated_cards() -> list[GPU]:
+    """All calibrated cards in the cache."""
+    return [_read_card(path, path.stat().st_mtime_ns) for path in sorted(card_path("").parent.glob("[!.]*.json"))]
+
+
+@cache
+def _read_card(path: Path, changed: int) -> GPU:
+    try:
+        card = GPU(**json.loads(path.read_text(encoding="utf-8")))
+        assert card.calibration is not None
+    except (OSError, ValueError, TypeError, AssertionError) as error:
+        raise UserError(f"{path}: not a card of `ckpt-ft calibrate`; delete it or repeat that") from error
+    return card
+
+
 def find_gpu(name: str) -> GPU:
     """The GPU called `name`, in any case and punctuation, with or without the vendor; "a100" is the smaller one.
 
@@ -180,7 +276,7 @@ def asked_gpu(device: str = "", gpu_memory: str = "", gpu_like: str = "") -> GPU
     """The GPU that is asked for: by name, the one at hand where nothing is named, or one that is in no table.
 
     Args:
-        device: a GPU's name, or "cpu".
+        device: a GPU's name, "cpu", or "here" for the calibrated card of this machine, which is also the default.
         gpu_memory: memory of a GPU that is in no table, "24GiB" or a bare number of GiB.
         gpu_like: the GPU in the table that is as fast as that one.
 
@@ -191,7 +287,14 @@ def asked_gpu(device: str = "", gpu_memory: str = "", gpu_like: str = "") -> GPU
         UserError: no such GPU, or one of the last two without the other.
     """
     if not gpu_memory and not gpu_like:
-        return gpu_of(device) if device else current_gpu() or find_gpu(DEFAULT_GPU)
+        if device not in ("", HERE):
+            return gpu_of(device)
+        found = current_gpu()
+        if found is None and calibrated("cpu") is not None:
+            return None
+        if device == HERE and (found is None or found.calibration is None):
+            raise UserError("--device here: this machine's card is not known yet; measure it by `ckpt-ft calibrate`")
+        return found or find_gpu(DEFAULT_GPU)
     if not gpu_memory or not gpu_like or device:
         given = [("--device", device), ("--gpu-memory", gpu_memory), ("--gpu-like", gpu_like)]
         said = " ".join(f"{option} {value}" for option, value in given if value)
@@ -208,6 +311,7 @@ def current_gpu(index: int | None = None) -> GPU | None:
     """The current CUDA device (or device `index`) with the memory and SM count that it reports; None without one.
 
     A card outside the table has the rates and bandwidth of the most similar one, scaled by SM count: an estimate.
+    A calibrated card is returned as it was measured.
     """
     if "torch" not in sys.modules and sys.platform == "linux" and not any(map(os.path.exists, _DRIVERS)):
         return None  # needs no torch, which takes a second to import
@@ -215,7 +319,10 @@ def current_gpu(index: int | None = None) -> GPU | None:
 
     if not torch.cuda.is_available():
         return None
-    return match_device(torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index))
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    found = match_device(properties)
+    own = calibrated(found.name)
+    return found if own is None else replace(own, memory=found.memory)
 
 
 def match_device(properties: object) -> GPU:

@@ -56,6 +56,8 @@ def _stand_in(layer: nn.Module, bitsandbytes: Any) -> nn.Module | None:
         else:
             return None
     made.bias = layer.bias
+    if not layer.weight.untyped_storage().nbytes():  # its data waits in host memory (swap)
+        made.weight.untyped_storage().resize_(0)
     return made.train(layer.training)
 
 

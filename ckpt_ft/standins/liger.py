@@ -374,8 +374,7 @@ def apply(model: Any, asked: Mapping[str, bool]) -> None:
     family = FAMILIES.get(kind)
     if family is None:
         raise UserError(
-            f"Liger's kernels of '{kind}'{meant(kind, FAMILIES)} are not modelled; leave them out, or take one of: "
-            f"{', '.join(FAMILIES)}"
+            f"Liger's kernels of '{kind}' are not modelled; leave them out, or take one of: {', '.join(FAMILIES)}"
         )
     strange = [name for name in asked if name not in KERNELS and name != "layer_norm"]
     if strange:

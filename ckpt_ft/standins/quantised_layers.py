@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils.flop_counter import register_flop_formula
 
 
@@ -173,14 +174,35 @@ class _FrozenMatmul(torch.autograd.Function):
 BLOCK, NESTED_BLOCK = 64, 256
 
 
+def _nf4(weights: int, nested: bool, storage: torch.dtype = torch.uint8) -> tuple[Shape, dict[str, Shape]]:
+    """Shape and dtype of as many packed weights, and of what is kept beside them, by name."""
+    blocks = -(-weights // BLOCK)
+    buffers: dict[str, Shape] = {"absmax": ((blocks,), _U8 if nested else _F32)}
+    if nested:
+        buffers |= {"nested_absmax": ((-(-blocks // NESTED_BLOCK),), _F32), "nested_levels": ((256,), _F32)}
+        buffers |= {"offset": ((), _F32)}
+    buffers["levels"] = (16,), _F32
+    return ((-(-weights // 2) // storage.itemsize, 1), storage), buffers
+
+
+def _unpacked(packed: Tensor, scales: Any, rows: int, dtype: torch.dtype) -> Tensor:
+    """Packed weights as a new (rows, columns) tensor in `dtype`; `scales` has what `_nf4` says as attributes."""
+    absmax = scales.absmax
+    if hasattr(scales, "nested_absmax"):
+        absmax = dequantize_absmax(absmax, scales.nested_absmax, scales.nested_levels)
+        absmax += scales.offset
+    unpacked: Tensor = dequantize(packed, absmax, scales.levels, rows, dtype)
+    return unpacked
+
+
 class NF4Linear(FrozenLinear):
     """A linear layer in 4 bits.
 
     Attributes:
-        nested: whether the scales are in 8 bits (double quantisation).
         clones: whether forward returns a copy, as PEFT's layer around bitsandbytes' does (peft/tuners/lora/bnb.py).
 
     Args:
+        nested: whether the scales are in 8 bits (double quantisation).
         storage: the dtype of the packed tensor.
     """
 
@@ -193,15 +215,8 @@ class NF4Linear(FrozenLinear):
         nested: bool = False,
         storage: torch.dtype = torch.uint8,
     ) -> None:
-        weights = linear.weight.numel()
-        blocks = -(-weights // BLOCK)
-        buffers: dict[str, Shape] = {"absmax": ((blocks,), _U8 if nested else _F32)}
-        if nested:
-            buffers |= {"nested_absmax": ((-(-blocks // NESTED_BLOCK),), _F32), "nested_levels": ((256,), _F32)}
-            buffers |= {"offset": ((), _F32)}
-        buffers["levels"] = (16,), _F32
-        super().__init__(linear, ((-(-weights // 2) // storage.itemsize, 1), storage), buffers)
-        self.compute_dtype, self.nested = compute_dtype, nested
+        super().__init__(linear, *_nf4(linear.weight.numel(), nested, storage))
+        self.compute_dtype = compute_dtype
 
     @property
     def W_q(self) -> Tensor:
@@ -214,12 +229,7 @@ class NF4Linear(FrozenLinear):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as a new (out_features, in_features) tensor in `dtype`."""
-        absmax = self.absmax
-        if self.nested:
-            absmax = dequantize_absmax(absmax, self.nested_absmax, self.nested_levels)
-            absmax += self.offset
-        unpacked: Tensor = dequantize(self.weight, absmax, self.levels, self.out_features, dtype)
-        return unpacked
+        return _unpacked(self.weight, self, self.out_features, dtype)
 
     def product(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         return F.linear(x, self.dequantized(x.dtype), bias), ()
@@ -238,13 +248,78 @@ def to_nf4(
     skip: tuple[str, ...] | None = None,
     nested: bool = False,
     storage: torch.dtype = torch.uint8,
+    experts: bool = False,
 ) -> nn.Module:
     """Replace the linear layers of `model` by 4-bit ones and freeze the model, as transformers loads it in 4 bits.
 
-    Layers that `replace_linears` skips keep their dtype.
+    Layers that `replace_linears` skips keep their dtype. `experts` packs experts in 3-D parameters, too.
     """
+    if experts:
+        kinds: dict[type, type] = {}
+        for module in list(model.modules()):
+            _pack_experts(module, nested, kinds)
     replace_linears(model, lambda linear: NF4Linear(linear, compute_dtype, nested, storage), skip)
     return model.requires_grad_(False)
+
+
+def fused_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The weights of experts that no linear layer holds but one parameter for several, by name."""
+    return [
+        (f"{path}.{name}".lstrip("."), parameter)
+        for path, module in model.named_modules()
+        if "expert" in f"{path} {type(module).__name__}".lower() and not isinstance(module, (nn.Linear, nn.Embedding))
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim > 1 and not name.endswith("bias")
+    ]
+
+
+class NF4Experts(nn.Module):
+    """A parametrisation of a parameter (experts, rows, columns) in 4 bits, which each read unpacks whole.
+
+    [bitsandbytes 0.50, nn/parametrize.py; axolotl 0.19, monkeypatch/moe_quant.py]
+    """
+
+    def __init__(self, weight: Tensor, scales: dict[str, Shape]) -> None:
+        super().__init__()
+        self.shape, self.dtype = weight.shape, weight.dtype
+        for name, (shape, dtype) in scales.items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device=weight.device))
+
+    @torch.no_grad()
+    def forward(self, packed: Tensor) -> Tensor:
+        """Returns the weights in the dtype that they were packed from."""
+        rows = self.shape[:-1].numel()
+        return _unpacked(packed, self, rows, self.dtype).view(self.shape)
+
+
+def _pack_experts(module: nn.Module, nested: bool, kinds: dict[type, type]) -> None:
+    """Parametrise the 3-D experts that `module` itself holds; while it runs, an unpacked weight is kept.
+
+    kinds: the class of parametrised modules by that of others, so that blocks which are alike stay so.
+    """
+    kind = type(module)
+    found = [name for name, p in module.named_parameters(recurse=False) if p.ndim == 3 and "bias" not in name]
+    if not found or "expert" not in kind.__name__.lower():
+        return
+    for name in found:
+        weight = getattr(module, name)
+        (shape, dtype), scales = _nf4(weight.numel(), nested)
+        packed = torch.empty(shape, dtype=dtype, device=weight.device)
+        setattr(module, name, nn.Parameter(packed, requires_grad=False))
+        parametrize.register_parametrization(module, name, NF4Experts(weight, scales), unsafe=True)
+    module.__class__ = kinds.setdefault(kind, type(module))
+    module.register_forward_pre_hook(_keep_unpacked)
+    module.register_forward_hook(_drop_unpacked, always_call=True)  # also where a recomputation stops early
+
+
+def _keep_unpacked(module: nn.Module, args: Any) -> None:
+    parametrize._cache_enabled += 1
+
+
+def _drop_unpacked(module: nn.Module, args: Any, out: Any) -> None:
+    parametrize._cache_enabled = max(parametrize._cache_enabled - 1, 0)
+    if not parametrize._cache_enabled:
+        parametrize._cache = {}
 
 
 def prepare_kbit(model: nn.Module) -> nn.Module:

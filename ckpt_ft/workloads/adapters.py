@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_ft.checkpointing.blocks import find_blocks
@@ -23,7 +24,7 @@ from ckpt_ft.errors import UserError, meant
 from ckpt_ft.spec.defaults import LORA_DROPOUT, TRAINED_TOWERS
 from ckpt_ft.spec.peft_file import configuration, takes
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.standins.quantised_layers import PACKINGS, PackedLinear, Packing, replace_linears
+from ckpt_ft.standins.quantised_layers import PACKINGS, PackedLinear, Packing, fused_experts, replace_linears
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.workload import DTYPES
@@ -194,11 +195,17 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
     check_target_parameters(model, spec.adapter.lora_target_parameters)
     on_meta = next(model.parameters()).is_meta
     values: AbstractContextManager[Any] = Valueless() if on_meta else nullcontext()
-    asked = f"LoRA targets {', '.join(spec.adapter.lora_targets)}" if spec.adapter.lora_r else "the PEFT configuration"
+    targets = f"LoRA targets {', '.join(spec.adapter.lora_targets)}" if spec.adapter.lora_targets else "LoRA"
+    asked = targets if spec.adapter.lora_r else "the PEFT configuration"
     with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT corrects it for GPT-2's Conv1D
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings")  # it is about merging
-        config = _configuration(spec, towers, on_meta)
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")  # PEFT's own, of experts
+        config = _configuration(spec, towers, on_meta, bool(fused_experts(model)))
+        if spec.quantisation.quantize_moe_experts and config.target_parameters:  # PEFT takes whole names of these
+            packed = [f"{path}.{n}" for path, m in model.named_modules() for n in getattr(m, "parametrizations", ())]
+            ends = tuple(f".{target}" for target in config.target_parameters)
+            config.target_parameters += [name for name in packed if f".{name}".endswith(ends)]
         try:
             adapted = get_peft_model(model, config)
         except ValueError as error:
@@ -212,12 +219,14 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
         tell_sizes(adapted)
     if spec.quantisation.load_in_4bit:
         _show_weights(adapted)
+    if spec.quantisation.quantize_moe_experts:
+        _read_anew(adapted)
     return adapted.train()
 
 
 def check_target_parameters(model: nn.Module, targets: Sequence[str]) -> None:
     """Raises UserError for a target of `target_parameters` that names no parameter of `model`."""
-    names = [name for name, _ in model.named_parameters()]
+    names = [name.replace(".parametrizations.", ".").removesuffix(".original") for name, _ in model.named_parameters()]
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             fused = dict.fromkeys(".".join(name.split(".")[-3:]) for name, _ in fused_experts(model))
@@ -227,32 +236,42 @@ def check_target_parameters(model: nn.Module, targets: Sequence[str]) -> None:
             )
 
 
-def fused_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The weights of experts that are fused into 3-D parameters, by name."""
-    return [(name, p) for name, p in model.named_parameters() if p.ndim == 3 and "experts" in name]
-
-
 def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
     """What quantisation leaves of a mixture of experts, in one sentence.
 
     bitsandbytes packs linear layers. [transformers/integrations/bitsandbytes.py, replace_with_bnb_linear]
 
     Raises:
-        UserError: 8 bits over fused experts.
+        UserError: 8 bits over fused experts, or experts are to be packed and the model has none.
     """
+    quantised = spec.quantisation
     nbytes = sum(p.nbytes for _, p in fused_experts(model))
-    if not nbytes or not spec.quantisation.bits:
+    if not nbytes and quantised.quantize_moe_experts:
+        raise UserError(f"quantised experts: {type(model).__name__} has no experts in 3-D parameters; leave it out")
+    if not nbytes or not quantised.bits:
         return ()
-    left = f"bitsandbytes packs linear layers only, and {format_bytes(nbytes)} of experts in 3-D parameters stay in "
-    left += spec.precision.dtype
-    if spec.quantisation.load_in_8bit:
+    if quantised.quantize_moe_experts:
+        return ("4 bits: experts are packed, too, as axolotl does; forward unpacks all experts of a block at once",)
+    dtype = "float32" if quantised.prepare_kbit else spec.precision.dtype
+    nbytes = nbytes * DTYPES[dtype].itemsize // DTYPES[spec.precision.dtype].itemsize
+    left = f"bitsandbytes packs linear layers only, and {format_bytes(nbytes)} of experts in fused parameters are in "
+    left += dtype + (", to which PEFT's k-bit preparation casts what is not packed" if quantised.prepare_kbit else "")
+    if quantised.load_in_8bit:
         raise UserError(f"8 bits over fused experts: {left}; leave 8 bits out, or take --load-in-4bit, which tells so")
-    return (f"4 bits: {left}; axolotl's quantize_moe_experts packs them, too",)
+    return (f"4 bits: {left}; axolotl's quantize_moe_experts packs them (--quantize-moe-experts predicts it)",)
 
 
-def notes_on(spec: TrainingSpec) -> tuple[str, ...]:
-    """Assumptions about quantised weights and attention that users may not expect, one sentence each."""
+def notes_on(spec: TrainingSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Assumptions about quantised weights and attention that users may not expect, one sentence each.
+
+    config: the checkpoint's.
+    """
     notes = []
+    if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        notes.append(
+            f"the checkpoint's experts are in MXFP4, over which transformers trains nothing: all weights are in "
+            f"{spec.precision.dtype}, as the recipes load them (Mxfp4Config(dequantize=True)), on any card"
+        )
     if spec.quantisation.bits:
         bits = "4 bits" if spec.quantisation.load_in_4bit else "8 bits"
         if spec.quantisation.prepare_kbit:
@@ -307,6 +326,7 @@ def _quantise(model: Any, spec: TrainingSpec) -> None:
             compute,
             nested=spec.quantisation.double_quant,
             storage=getattr(torch, spec.quantisation.quant_storage),
+            experts=spec.quantisation.quantize_moe_experts,
         )
     if spec.quantisation.prepare_kbit:
         prepare_kbit(model)
@@ -331,6 +351,29 @@ def _show_weights(adapted: Any) -> None:
             from peft.utils.quantization_utils import HqqBackend
 
             layer.quantization_backend = HqqBackend()
+
+
+def _read_anew(adapted: Any) -> None:
+    """Make adapters of packed experts read the weight anew once they are added to it, as axolotl does.
+
+    Adapters of two parameters of a module are nested, and the outer one keeps the weights that it reads.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    class Fresh(ParamWrapper):
+        @contextmanager
+        def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+            with super()._activate_lora(active_adapters):
+                for key in [key for key in parametrize._cache if key[1] == self.parameter_name]:
+                    del parametrize._cache[key]
+                yield
+
+        def _remove_parametrizations(self) -> None:  # PEFT 0.21 finds only one of its two kinds
+            del self.get_base_layer().parametrizations[self.parameter_name][-1]
+
+    for module in adapted.modules():
+        if type(module) is ParamWrapper:
+            module.__class__ = Fresh
 
 
 def _train_rank_numbers(adapted: Any) -> None:
@@ -358,8 +401,11 @@ def _freeze(model: Any, part: str) -> None:
         parameter.requires_grad_(False)
 
 
-def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_values: bool) -> Any:
-    """The PEFT configuration of the spec: LoRA by its rank, or the given one; only in `towers` if there are any."""
+def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_values: bool, experts: bool) -> Any:
+    """The PEFT configuration of the spec: LoRA by its rank, or the given one; only in `towers` if there are any.
+
+    Beside fused `experts`, which PEFT may adapt among all linear layers, the default dropout is 0, as in the recipes.
+    """
     from peft import LoraConfig
 
     if spec.adapter.peft is not None:
@@ -384,7 +430,7 @@ def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_val
         task_type="SEQ_CLS" if spec.trainer.trainer == "reward" else None,
         r=rank,
         lora_alpha=2 * rank,
-        lora_dropout=(0.0 if spec.adapter.lora_target_parameters else LORA_DROPOUT) if dropout is None else dropout,
+        lora_dropout=(LORA_DROPOUT if spec.trainer.trainer or not experts else 0.0) if dropout is None else dropout,
         target_modules=chosen,
         modules_to_save=list(spec.adapter.lora_modules_to_save) or None,
         target_parameters=list(spec.adapter.lora_target_parameters) or None,
@@ -394,7 +440,7 @@ def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_val
 
 # Methods that transformers trains nothing over (`is_trainable` is false).
 _UNTRAINABLE = {
-    "auto-round", "fbgemm_fp8", "gguf", "higgs", "metal", "mxfp4", "nvfp4", "quark", "spqr", "vptq", "gemma"
+    "auto-round", "fbgemm_fp8", "gguf", "higgs", "metal", "nvfp4", "quark", "spqr", "vptq", "gemma"
 }  # fmt: skip
 _BITSANDBYTES = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
 _BITS = re.compile(r"(?:int|float)(\d+)")
@@ -414,9 +460,15 @@ def as_quantised(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Tr
         raise UserError(f"{name}: quantization_config is an object with a quant_method, not {str(stated)[:50]!r}")
     four, eight = bool(stated.get("load_in_4bit")), bool(stated.get("load_in_8bit"))
     method = str(stated.get("quant_method") or ("bitsandbytes" if four or eight else "")).lower()
+    if method == "mxfp4":  # unpacked when it is loaded: see `notes_on`
+        if spec.quantisation.bits:
+            raise UserError(
+                f"{name} is quantised by mxfp4, over which transformers loads no other bits: leave "
+                f"--load-in-{spec.quantisation.bits}bit out, or name a checkpoint in bfloat16"
+            )
+        return spec
     if method in _UNTRAINABLE and not stated.get("dequantize"):
-        also = "; its checkpoints train if they are loaded with dequantize=True" if method == "mxfp4" else ""
-        raise UserError(f"{name} is quantised by {method}, over which transformers trains nothing{also}")
+        raise UserError(f"{name} is quantised by {method}, over which transformers trains nothing")
     if method in (*_UNTRAINABLE, "compressed-tensors", "fp8") and stated.get("dequantize"):
         return spec  # as if it had never been quantised
     if not spec.adapter.trains:
@@ -493,7 +545,7 @@ def pack(model: nn.Module, stated: Mapping[str, Any]) -> None:
         UserError: the model has fused experts, which the method packs, too.
     """
     packing, bits, group = method_of(stated)
-    if packing.experts and any(p.ndim == 3 and "experts" in name for name, p in model.named_parameters()):
+    if packing.experts and fused_experts(model):
         raise UserError(f"{stated['quant_method']}: packed weights of experts are not modelled")
     left = stated.get("modules_to_not_convert") or stated.get("ignored_layers")
     replace_linears(model, lambda linear: PackedLinear(linear, packing, bits, group), None, left)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from functools import partial
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +30,7 @@ from .sample_sizes import rows_by_length
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-    from ckpt_ft.memory.measure.profiler import MemoryProfiler
+    from ckpt_ft.memory.measure.profiler import LargestBatch, MemoryProfiler
 
     from .workload import Batch, Forward
 
@@ -36,7 +38,7 @@ TrainerLoss = Callable[..., torch.Tensor]  # as Trainer.compute_loss, without it
 _IGNORED = -100  # the label that a loss leaves out
 
 
-def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
+def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[str, Any]:
     """Returns the fields of a Workload for the step that `trainer` will make on its training data, on its device.
 
     The loss is the trainer's own, with label smoothing, `compute_loss_func` and a subclass's `compute_loss`. The
@@ -45,6 +47,7 @@ def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
 
     Args:
         flag: the flag that needs the workload, for errors.
+        any_length: whether batches repeat or cut the longest row to the number of tokens that is asked for.
 
     Raises:
         UserError: the trainer makes its batches while it trains, or its rows are streamed.
@@ -55,6 +58,15 @@ def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
         loader: Any = trainer.get_train_dataloader()
     rows, collate = rows_of(loader, flag), loader.collate_fn
     chosen, lengths = rows_by_length(rows, getattr(args, "train_sampling_strategy", "") == "group_by_length")
+    if any_length:
+        assert lengths is not None, "rows of text have lengths"
+        (longest,), lengths = chosen(1, None), None
+
+        def chosen(samples: int, length: int | None) -> list[Any]:
+            assert length is not None
+            row = {name: [*islice(cycle(values), length)] for name, values in longest.items()}
+            return [row] * samples
+
     loss = loss_of(trainer)
 
     def make_batch(samples: int, length: int | None) -> Batch:
@@ -93,7 +105,7 @@ def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
 def measured_step(
     model: nn.Module, profiler: MemoryProfiler, args: TrainingArguments, loss: TrainerLoss | None = None
 ) -> dict[str, Any]:
-    """Returns the fields of a Workload for a trainer's step on the largest batch that `profiler` saw.
+    """Returns the fields of a Workload for a trainer's step on the micro-batches that `profiler` saw at the peak.
 
     Args:
         model: the model after training; it applies its own autocast by then.
@@ -103,28 +115,33 @@ def measured_step(
         UserError: no step was measured, or a setting is not modelled.
     """
     check_live(args)
-    batch = profiler.loss_batch if loss is not None and profiler.loss_batch.elements else profiler.batch
-    if not batch.elements:
+    loss = loss if profiler.loss_batches else None
+    batches = [profiler.batch] if loss is None else profiler.loss_batches
+    if not batches[0].elements:
         raise UserError("no step was measured")
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
-        if loss is not None and profiler.loss_batch.elements:
+        if loss is not None:
             return loss(model, *batch["args"], **batch["kwargs"])
         own: torch.Tensor = model(*batch["args"], **batch["kwargs"]).loss
         return own
 
-    def make_batch(samples: int, length: int | None) -> Batch:
+    def again(batch: LargestBatch) -> Batch:
         given, named = batch.again()
         return {"args": given, "kwargs": named}
 
+    # Later micro-batches find the gradients of the first: the largest of them is as high as any.
+    by_size = [batches[0], *sorted(batches[1:], key=lambda batch: -batch.elements)]
     spec = spec_of_arguments(args)
     return {
         "model": model,
-        "make_batch": make_batch,
+        "make_batch": lambda samples, length: again(max(batches, key=lambda batch: batch.elements)),
+        "first": profiler.fullest == 1 < profiler.sampled,
+        "micro_batches": () if loss is None else tuple(partial(again, batch) for batch in by_size),
         "compute_loss": compute_loss,
         "make_optimizer": None if profiler.optimizer is None else optimizer_like(model, profiler.optimizer),
         "device": current_gpu(args.device.index) or "cpu",
-        "accumulation": spec.data.accumulation,
+        "accumulation": spec.data.accumulation if loss is None else len(batches),
         "max_grad_norm": spec.optimizer.max_grad_norm,
         "auxiliary_models": profiler.auxiliary_models,
     }
@@ -200,6 +217,8 @@ def optimizer_like(model: nn.Module, optimizer: Any) -> Callable[[nn.Module], to
     def make(model: nn.Module) -> torch.optim.Optimizer:
         named = dict(model.named_parameters())
         twin: torch.optim.Optimizer = renew(optimizer, {key: named[name] for key, name in names.items()})
+        if hasattr(twin, "train"):  # schedule-free optimizers, which an evaluation leaves in another mode
+            twin.train()
         return twin
 
     return make
@@ -214,6 +233,6 @@ def precision_of(args: TrainingArguments) -> str:
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in PRECISIONS:
-        raise UserError(f"mixed precision '{launched}' of the launch: {', '.join(PRECISIONS)} are modelled")
+    if launched not in PRECISIONS or launched == "fp8":
+        raise UserError(f"mixed precision '{launched}' of the launch: {', '.join(PRECISIONS[:3])} are modelled")
     return launched

@@ -21,6 +21,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.standins.float8 import to_float8
 from ckpt_ft.workloads.adapters import as_quantised, notes_on
 from ckpt_ft.workloads.model_config import read_config
 
@@ -32,6 +33,18 @@ from .trl_trainers import as_reward_model, trainer_step, vllm_share
 from .workload import MIXED_PRECISION, MakeBatch, Workload
 
 _FALLBACK = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"([\w-]+)"')
+
+
+def _notes_on_float8(spec: TrainingSpec) -> list[str]:
+    launch, notes = spec.launch.launch, []
+    if launch is not None and launch.strategy == "fsdp2":
+        notes.append(
+            "FSDP2 gathers bf16 weights here; accelerate's own choice is 8-bit ones: set "
+            "enable_fsdp_float8_all_gather to false in its fp8_config"
+        )
+    if not spec.kernels.compile:
+        notes.append("without torch.compile each cast to 8 bits is several kernels; --compile regional fuses them")
+    return notes
 
 
 def load(
@@ -71,6 +84,9 @@ def load(
     workload = _by_kind(name, config, spec)
     if spec.trainer.trainer:
         workload = trainer_step(workload, spec.edit(seq_length=workload.shape.get("seq_length")))
+    if spec.precision.mixed_precision == "fp8":
+        _needs_float8(gpu)
+        to_float8(workload.model, spec.precision.fp8_recipe)
     share, sleeps = vllm_share(spec) or (0.0, False)
     if gpu and share and not sleeps:  # as the CUDA context, it leaves the step less of the card
         device = gpu = replace(gpu, context=gpu.context + int(share * gpu.memory))
@@ -105,7 +121,8 @@ def load(
             *workload.notes,
             *([f"vLLM takes {share:.0%} of the card, {when}"] if share else []),
             *(f"{what} between steps has a row in an estimate, and limits the batch of a plan" for what in phases),
-            *notes_on(spec),
+            *notes_on(spec, config),
+            *(_notes_on_float8(spec) if spec.precision.mixed_precision == "fp8" else []),
             *notes_on_optimizer(spec.optimizer.name),
             *([gpu.note] if gpu and gpu.note else []),
         ),
@@ -127,6 +144,15 @@ def _kernels_of(module: str) -> tuple[str, ...]:
     source = inspect.getsource(sys.modules[module])
     old = ["mamba_ssm"] if "is_mamba_ssm_available" in source else []  # before transformers 5.20
     return tuple({*old, *(name.replace("-", "_") for name in _FALLBACK.findall(source))})
+
+
+def _needs_float8(gpu: GPU | None) -> None:
+    """Raises UserError for a device without 8-bit matrix products."""
+    if gpu is None or not gpu.fp8:
+        had = "the CPU" if gpu is None else f"{gpu.name} (compute capability {'.'.join(map(str, gpu.arch))})"
+        raise UserError(
+            f"mixed precision fp8 on {had}: it needs compute capability 8.9 (L4, RTX 4090, H100); take bf16"
+        )
 
 
 def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: bool) -> None:

@@ -83,10 +83,15 @@ def _short_names() -> dict[str, str]:
 
 
 def hub_id(name: str) -> str:
-    """The full name on the Hub of a name with or without its owner; `name` itself if it is unknown or a local path."""
+    """The full name on the Hub of a name without its owner; `name` itself if it is unknown, whole or a local path.
+
+    A name that is known only as instruction-tuned is that one: "Qwen2.5-VL-7B".
+    """
     if name in names() or Path(name).exists():
         return name
-    return NICKNAMES.get(name.lower()) or _short_names().get(name.lower(), name)
+    short = name.lower()
+    found = [known for end in ("", "-instruct", "-it") if (known := _short_names().get(short + end))]
+    return NICKNAMES.get(short) or next(iter(found), name)
 
 
 def find_model(name: str) -> KnownModel | None:

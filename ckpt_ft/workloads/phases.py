@@ -337,12 +337,15 @@ def _generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> torch.Te
     cache = _sample(model, settings, 1, **inputs).past_key_values
     prompt = 1 if encodes else given.shape[1]
     if last:
-        _fill(cache, prompt + tokens - last - 1)
+        kept = {} if cache is None else {"past_key_values": cache}  # without a cache, all tokens are computed again
+        length = 1 if encodes and kept else prompt + tokens - last
+        if kept:
+            _fill(cache, prompt + tokens - last - 1)
         first = settings.decoder_start_token_id or 0
         one = torch.full((1, 1), first if encodes else 1)  # what is held before is the prompt: these take no memory
-        ids, mask = (one.expand(given.shape[0], 1 if encodes else prompt + tokens - last) for _ in range(2))
+        ids, mask = (one.expand(given.shape[0], length) for _ in range(2))
         named = {"decoder_input_ids": ids} if encodes else {"input_ids": ids, "attention_mask": mask}
-        _sample(model, settings, last, **{**inputs, **named, "past_key_values": cache})
+        _sample(model, settings, last, **{**inputs, **named, **kept})
     return torch.ones(given.shape[0], prompt + tokens, dtype=torch.long)
 
 

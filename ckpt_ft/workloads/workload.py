@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class Engine(Protocol):
@@ -150,6 +150,8 @@ class Workload:
         autocast: the dtype of mixed precision. Forward runs under autocast, and its outputs are converted to fp32
             (accelerate's `ConvertOutputsToFp32`).
         accumulation: micro-batches of a step.
+        micro_batches: makes each of them, if they differ; a trace runs the first ones. Empty if all are alike.
+        first: whether the first step of a run is traced, in which optimizer states are made, and not a later one.
         prefetched: whether all micro-batches are fetched before the first one runs, as Trainer does.
         max_grad_norm: the norm that gradients are clipped to; 0 for no clipping.
         auxiliary_models: models on the device that are not trained, such as the encoders of images and prompts.
@@ -171,6 +173,8 @@ class Workload:
     device: str | GPU = "t4"
     autocast: torch.dtype | None = None
     accumulation: int = 1
+    micro_batches: Sequence[Callable[[], Batch]] = ()
+    first: bool = False
     prefetched: bool = True
     max_grad_norm: float = 0.0
     auxiliary_models: tuple[nn.Module, ...] = ()
@@ -249,15 +253,15 @@ class Workload:
         def step(model: nn.Module, optimizer: Any) -> None:
             model.train()
             recorded = min(self._recorded, self.accumulation)
-            fetched = [self._batch(samples, length) for _ in range(self.accumulation if self.prefetched else 0)]
-            batches = fetched[:recorded] or (self._batch(samples, length) for _ in range(recorded))
+            make = self.micro_batches or [partial(self.make_batch, samples, length)] * self.accumulation
+            fetched = [self._of_rank(batch()) for batch in (make if self.prefetched else [])]
+            batches = fetched[:recorded] or (self._of_rank(batch()) for batch in make[:recorded])
             engine = Ranks(recorded) if self.launch else ALONE
             optimizer_step(model, optimizer, batches, self.loss_of, max_grad_norm=self.max_grad_norm, engine=engine)
 
         return step
 
-    def _batch(self, samples: int, length: int | None) -> Batch:
-        batch = self.make_batch(samples, length)
+    def _of_rank(self, batch: Batch) -> Batch:
         return batch if self.launch is None else of_one_rank(batch, self.launch)
 
     def typical_step(self, samples: int) -> Step:
@@ -273,7 +277,7 @@ class Workload:
 
     def trace(self, samples: int = 1) -> StepTrace:
         """The trace of `step(samples)` under the policy that is applied to the model."""
-        return self.with_metadata(self.trace_of([self.step(samples)] * 2))
+        return self.with_metadata(self.trace_of([self.step(samples)] * (1 if self.first else 2)))
 
     def trace_phases(self, samples: int = 1, before: int | None = None) -> dict[str, StepTrace]:
         """The trace of each phase beside a batch of `samples`, after one training step on it, or on `before`."""

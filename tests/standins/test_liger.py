@@ -148,6 +148,9 @@ def test_files_of_other_trainers(tmp_path: Path) -> None:
     assert asked.cut_cross_entropy
     assert {name for name, on in asked.liger_kernels.items() if on} == {"rope", "rms_norm", "swiglu", "geglu"}
     assert not fields({**AXOLOTL, "plugins": []}).use_liger_kernel
+    listed = {key: value for key, value in AXOLOTL.items() if key != "cut_cross_entropy"}
+    assert fields(listed).cut_cross_entropy  # axolotl's plugin turns it on itself
+    assert not fields({**AXOLOTL, "cut_cross_entropy": False}).cut_cross_entropy
     assert fields(
         {"model_name_or_path": "gpt2", "cutoff_len": 64, "bf16": True, "enable_liger_kernel": True}
     ).use_liger_kernel

@@ -13,6 +13,7 @@ from peft_kinds import TARGETS, configuration
 from torch import nn
 from versions import is_older
 
+from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step, trace_steps
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -354,21 +355,62 @@ def test_quantised_and_adapted_experts_are_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(mixtral))
     common: dict[str, Any] = {"lora_r": 4, "dtype": "bfloat16", "seq_length": 32}
     with pytest.raises(UserError, match="LoRA dropout 0.05: PEFT adapts fused experts without; give 0"):
-        load(TrainingSpec.of(str(tmp_path), **common), "cpu")
+        load(TrainingSpec.of(str(tmp_path), lora_dropout=0.05, **common), "cpu")
+    adapted = load(TrainingSpec.of(str(tmp_path), **common), "cpu").model  # no dropout by default, as in the recipes
+    trained = {name.partition("layers.0.")[2].partition(".lora_")[0] for name, p in adapted.named_parameters()
+               if p.requires_grad and "layers.0." in name}  # fmt: skip
+    attention = {f"self_attn.{letter}_proj" for letter in "qkvo"}
+    # PEFT adapts routers and experts by their parameters, down_proj inside gate_up_proj
+    assert trained == attention | {"mlp.gate", "mlp.experts", "mlp.experts.base_layer"}
     spec = TrainingSpec.of(str(tmp_path), load_in_4bit=True, lora_targets=("q_proj",), **common)
     workload = load(spec, "cpu")
     experts = [p for name, p in workload.model.named_parameters() if p.ndim == 3 and "experts" in name]
     assert {p.dtype for p in experts} == {torch.bfloat16}
-    said = next(note for note in workload.notes if "3-D parameters" in note)
+    said = next(note for note in workload.notes if "fused parameters" in note)
     assert f"{sum(p.nbytes for p in experts) / 2**20:.1f} MiB of experts" in said
     with pytest.raises(
-        UserError, match=r"8 bits over fused experts: .* of experts in 3-D parameters stay in bfloat16"
+        UserError, match=r"8 bits over fused experts: .* of experts in fused parameters are in bfloat16"
     ):
         load(TrainingSpec.of(str(tmp_path), load_in_8bit=True, **common), "cpu")
     with pytest.raises(UserError, match=r"'experts.up': no parameter has that name; those of experts are mlp.experts"):
         load(TrainingSpec.of(str(tmp_path), lora_target_parameters=("experts.up",), **common), "cpu")
     with pytest.raises(UserError, match=r"LoRA dropout 0.1 and LoRA target parameters"):
         TrainingSpec.of(str(tmp_path), lora_target_parameters=("experts.down_proj",), lora_dropout=0.1, **common)
+    wide = load(spec.edit(prepare_kbit=True), "cpu")  # PEFT casts what bitsandbytes left
+    said = next(note for note in wide.notes if "fused parameters" in note)
+    assert (
+        f"{2 * sum(p.nbytes for p in experts) / 2**20:.1f} MiB of experts in fused parameters are in float32" in said
+    )
+
+
+def test_experts_that_axolotl_packs(tmp_path: Path) -> None:
+    """A byte for two weights and a float32 scale for 64; a block's experts are unpacked at once, adapted or not."""
+    qwen = {
+        **LLAMA, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(qwen))
+    spec = TrainingSpec.of(
+        str(tmp_path), lora_r=4, dtype="bfloat16", seq_length=32, load_in_4bit=True, lora_targets=("q_proj",)
+    )
+    weights = 3 * 8 * 3 * 256 * 128  # of the experts of all blocks
+    left, packed = load(spec, "cpu"), load(spec.edit(quantize_moe_experts=True), "cpu")
+    assert sizes(left.model)[1] - sizes(packed.model)[1] == 2 * weights - weights // 2
+    assert sizes(packed.model)[2] - sizes(left.model)[2] == 4 * weights // 64 + 3 * 2 * 64  # scales; 16 levels each
+    block = 2 * weights // 3
+    apply_policy(packed.model, "full")
+    trace = packed.trace(2)
+    assert block < trace.at_peak["activations"] + trace.at_peak["temporary"] < 2 * block
+    names = ("mlp.experts.down_proj", "mlp.experts.gate_up_proj")
+    adapted = load(spec.edit(quantize_moe_experts=True, lora_target_parameters=names), "cpu")
+    assert sizes(adapted.model)[0] - sizes(packed.model)[0] == 3 * 8 * 4 * (128 + 256 + 256 + 256)
+    trace = adapted.trace(2)
+    assert trace.at_peak["optimizer"] >= 8 * sizes(adapted.model)[0]  # every adapter of an expert has a gradient
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(UserError, match="quantised experts: LlamaForCausalLM has no experts in 3-D parameters"):
+        load(spec.edit(quantize_moe_experts=True), "cpu")
+    with pytest.raises(UserError, match="quantised experts are predicted with weights in 4 bits"):
+        TrainingSpec.of(str(tmp_path), lora_r=4, quantize_moe_experts=True)
 
 
 def test_norms_embeddings_and_head_in_float32(config: str) -> None:

@@ -78,7 +78,7 @@ def test_flux_without_a_resolution_is_1024_pixels(tmp_path: Path) -> None:
     ("asked", "says"),
     [
         ({"dtype": "fp16"}, r"dtype 'fp16' \(float32, bfloat16, float16\)"),
-        ({"mixed_precision": "fp8"}, "mixed precision 'fp8'"),
+        ({"mixed_precision": "fp4"}, "mixed precision 'fp4'"),
         ({"seq_length": 1}, "sequence length 1: a sequence has at least 2 tokens"),
         ({"lora_r": -1}, "LoRA rank -1: it is at least 1"),
         ({"resolution": -8}, "resolution -8: a number of pixels"),

@@ -61,7 +61,7 @@ def frozen(path: Path, quantisation: Any, spec: TrainingSpec = LORA) -> int:
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, N // 2 + 4 * N // 64 + 14 * 64),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, N + 4 * ROWS),
         ({"quant_method": "compressed-tensors"}, 2 * N),
-        ({"quant_method": "mxfp4", "dequantize": True}, 2 * N),
+        ({"quant_method": "mxfp4"}, 2 * N),
     ],
 )  # fmt: skip
 def test_bytes_of_a_quantised_base(tmp_path: Path, quantisation: Any, nbytes: int) -> None:
@@ -81,7 +81,7 @@ def test_layers_that_the_configuration_leaves_stay_whole(tmp_path: Path) -> None
         ({"quant_method": "gptq"}, {"lora_r": 0}, "is quantised by gptq, and such weights cannot be trained"),
         ({"quant_method": "compressed-tensors"}, {"lora_r": 0}, "by compressed-tensors, and such weights cannot be"),
         ({"load_in_4bit": True}, {"lora_r": 0}, "is quantised by bitsandbytes, and such weights cannot be trained"),
-        ({"quant_method": "mxfp4"}, {}, "its checkpoints train if they are loaded with dequantize=True"),
+        ({"quant_method": "mxfp4"}, {"load_in_4bit": True}, "is quantised by mxfp4, over which transformers loads no"),
         ({"quant_method": "spqr"}, {}, "is quantised by spqr, over which transformers trains nothing"),
         ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, {}, "transformers trains over 8 bits only"),
         ({"quant_method": "awq", "bits": 4}, {"load_in_4bit": True}, "by awq already: leave --load-in-4bit"),

@@ -155,10 +155,9 @@ def spliced(
     found: list[tuple[int, int]] = []
     splice = skipped_blocks.splice
 
-    def noted(recorder: Any, start: Any, runs: list[Any]) -> dict[int, str]:
-        lasting = splice(recorder, start, runs)
+    def noted(recorder: Any, start: Any, runs: list[Any]) -> None:
+        splice(recorder, start, runs)
         found[:] = [(len(run.units), len(run.units[0])) for run in runs]
-        return lasting
 
     monkeypatch.setattr(skipped_blocks, "splice", noted)
     trace = workload.trace(2)

@@ -71,6 +71,7 @@ def bus_bandwidth(launch: Launch, gpu: GPU, group: tuple[int, int] = (0, 0)) -> 
         return launch.link
     ring = Ring.of(launch, group)
     inside = _REACHED * _NVLINK[gpu.arch] if gpu.arch in _NVLINK else gpu.host_bandwidth / 2
+    inside = (gpu.calibration.link if gpu.calibration else 0.0) or inside
     if ring.machines == 1:
         return inside
     ranks = launch.processes // launch.machines

@@ -14,7 +14,7 @@ multiply for each byte that is loaded.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -98,6 +98,10 @@ def device_seconds(op: Op, gpu: GPU, memory_left: float = 1.0) -> float:
 def _seconds(
     name: str, flops: int, nbytes: int, dtype: str, kernels: int, shape: Shape, gpu: GPU, memory_left: float
 ) -> float:
+    if gpu.is_cpu:
+        if "attention" in name and shape:
+            flops = round(flops * (1 + _EXPONENTIAL / shape[3]))
+        return _own_seconds(name, dtype, shape, max(flops / gpu.fp32, nbytes / gpu.bandwidth), gpu)
     memory = _traffic(name, nbytes, shape, gpu) / memory_left
     windows = len(shape) == 2 and shape[1] == WINDOW and flops > 0
     arithmetic = _arithmetic(name, flops, dtype, shape, gpu) if flops and not windows else 0.0
@@ -110,7 +114,52 @@ def _seconds(
         step = _NORM_STEP * (2 if dtype in ("float16", "bfloat16") else 4)
         if shape[1] > step:  # shorter rows were not timed
             elements = 2 * shape[0] * -(-shape[1] // step) * step / (_NORM_BYTES_PER_CYCLE * gpu.sms * gpu.clock)
-    return max(memory, arithmetic, elements) + kernels * (KERNEL_RAMP + KERNEL_GAP)
+    seconds = max(memory, arithmetic, elements) + kernels * (KERNEL_RAMP + KERNEL_GAP)
+    return _own_seconds(name, dtype, shape, seconds, gpu)
+
+
+def _own_seconds(name: str, dtype: str, shape: Shape, seconds: float, gpu: GPU) -> float:
+    """The seconds as this kind of op was measured on the card, if it was calibrated."""
+    if gpu.calibration is None or not gpu.calibration.curves:
+        return seconds
+    kind = kind_of(name, shape)
+    names = [f"{one} {dtype if dtype in _MEASURED_DTYPES else 'float32'}" for one in (kind, "pointwise")]
+    return gpu.calibration.corrected(seconds, names)
+
+
+# Multiplications that take as long as the exponential of one score of attention on a CPU: an assumption, chosen from
+# the curves of one machine. Calibration corrects what is left.
+_EXPONENTIAL = 64
+_MEASURED_DTYPES = ("float32", "float16", "bfloat16", TF32)
+_PRODUCTS = {"mm": "matmul", "addmm": "matmul", "bmm": "batched matmul", "baddbmm": "batched matmul"}
+# Parts of an op's name -> its kind; the first that is found decides.
+_KINDS = {
+    "attention": "attention", "convolution": "convolution", "batch_norm": "batch norm", "group_norm": "group norm",
+    "norm": "norm", "embedding_dense": "embedding", "embedding": "index", "index": "index", "gather": "index",
+    "softmax": "softmax", "pool": "pool", "upsample": "pool", "foreach": "optimizer", "fused_ad": "optimizer",
+    "gelu": "transcendental", "silu": "transcendental", "tanh": "transcendental", "erf": "transcendental",
+    "sigmoid": "transcendental", "exp": "transcendental", "pow": "transcendental", "sin": "transcendental",
+    "cos": "transcendental", "mean": "reduction", "sum": "reduction", "amax": "reduction", "max.": "reduction",
+}  # fmt: skip
+
+
+@cache
+def kind_of(name: str, shape: Shape) -> str:
+    """The kind of an op whose seconds are measured together: "matmul", "norm backward", "strided", ..."""
+    short = name.partition(".")[2]
+    product = _PRODUCTS.get(short.partition(".")[0])
+    if product:
+        return product
+    backward = " backward" if "backward" in short else ""
+    found = next((kind for part, kind in _KINDS.items() if part in short), "")
+    if found == "convolution":
+        alone = len(shape) == 2 and shape[1] == WINDOW
+        return ("depthwise" if alone else "grouped" if len(shape) > 2 and shape[0] > 1 else found) + backward
+    if found in ("attention", "batch norm", "group norm", "norm", "softmax", "pool", "transcendental"):
+        return found + backward
+    if not found and len(shape) == 2 and shape[1] in (CAST, STRIDED):
+        return "cast" if shape[1] == CAST else "strided"
+    return found or "pointwise"
 
 
 _READ_ONCE = ("aten.linalg", "ckpt_ft.")  # norms of matrices; fused kernels, which hold a row in registers

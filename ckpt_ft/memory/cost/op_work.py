@@ -191,6 +191,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     aten._grouped_mm: grouped_matmul_flops,
     aten.convolution_backward: convolution_backward_flops,
     aten._scaled_dot_product_flash_attention: attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
     aten._scaled_dot_product_efficient_attention: attention_flops,
     aten._scaled_dot_product_cudnn_attention: attention_flops,
     aten._scaled_dot_product_flash_attention_backward: attention_backward_flops,
@@ -531,6 +533,7 @@ _COPIES = ("clone", "copy_", "_to_copy", "contiguous")
 _RULES: dict[str, _ShapeRule] = {
     "mm": _matmul(0),
     "bmm": _matmul(0),
+    "_scaled_mm": _matmul(0),
     "addmm": _matmul(1),
     "baddbmm": _matmul(1),
     "_grouped_mm": _grouped_matmul,

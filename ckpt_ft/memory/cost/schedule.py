@@ -65,9 +65,13 @@ class Host:
     def beside(cls, gpu: GPU) -> Host:
         """The host that clouds combine with this card, by its compute capability.
 
-        This is an assumption: Skylake and Cascade Lake at 2 to 2.5 GHz with V100 and T4, Rome and Ice Lake with A100
-        and A10, whose single threads are slower than the measured one by this factor.
+        A calibrated card has its own. Otherwise this is an assumption: Skylake and Cascade Lake at 2 to 2.5 GHz with
+        V100 and T4, Rome and Ice Lake with A100 and A10, whose single threads are slower than the measured one by this
+        factor.
         """
+        own = gpu.calibration
+        if own is not None and own.per_op:
+            return cls(own.per_op, own.per_launch)
         return cls(slower={6: 1.7, 7: 1.7, 8: 1.3 if gpu.arch < (8, 9) else 1.0}.get(gpu.arch[0], 1.0))
 
     def issue(self, op: Op) -> float:
@@ -206,7 +210,9 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
                 seconds += beside * max(slower, device_seconds(op, gpu, left) / seconds - 1)
             free[op.stream] = start + seconds
             yield Span(op, issued, start, start + seconds, op.stream)
-            if _is_read_back(op.name):
+            if gpu.is_cpu:
+                issued = start + seconds
+            elif _is_read_back(op.name):
                 issued = max(issued, start + seconds + READ_BACK * host.slower)
         elif op.stream == HOST:  # it waits for the device, and for the copies that it reads
             start = max([issued, copying, *free.values()])

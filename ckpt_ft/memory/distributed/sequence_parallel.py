@@ -33,7 +33,7 @@ _FLASH_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backwa
 def check(model: nn.Module, launch: Launch) -> None:
     """Raises UserError if the libraries refuse to share the sequences or heads of `model` as `launch` does."""
     config = getattr(model, "config", None)
-    split = next((name for name in ("cp", "sp", "tp") if getattr(launch, name) > 1), "")
+    split = next((name for name in ("cp", "sp", "tp", "ep") if getattr(launch, name) > 1), "")
     if not split:
         return
     size = getattr(launch, split)
@@ -50,8 +50,12 @@ def check(model: nn.Module, launch: Launch) -> None:
         problem = f"{heads} heads and {of_keys} key-value heads: DeepSpeed needs multiples of {launch.sp}"
     elif launch.tp > 1 and (heads % launch.tp or of_keys % launch.tp):
         problem = f"{heads} heads and {of_keys} key-value heads are no multiples of {launch.tp}"
-    elif launch.tp > 1 and hasattr(model, "peft_config"):
-        problem = "tensor parallelism of adapters is not predicted"
+    elif launch.by_transformers and hasattr(model, "peft_config"):
+        problem = f"{'tensor' if launch.tp > 1 else 'expert'} parallelism of adapters is not predicted"
+    elif launch.ep > 1 and not getattr(model, "ep_plan", None):
+        problem = f"transformers has no expert-parallel plan for {type(model).__name__}"
+    elif launch.ep > 1 and (experts := _experts(model)) % launch.ep:
+        problem = f"{experts} experts are no multiple of {launch.ep}"
     elif launch.tp > 1 and not getattr(model, "tp_plan", None):
         problem = f"transformers has no tensor-parallel plan for {type(model).__name__}"
     elif (launch.cp > 1 or launch.sp > 1) and any(
@@ -60,6 +64,12 @@ def check(model: nn.Module, launch: Launch) -> None:
         problem = "layers that carry a state along the sequence: accelerate refuses them"
     if problem:
         raise UserError(f"launch {split} {size}: {problem}")
+
+
+def _experts(model: nn.Module) -> int:
+    """The number of experts of the model's blocks."""
+    found: Any = (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
+    return next((int(module.num_experts) for module in found), 1)
 
 
 def of_one_rank(batch: dict[str, Any], launch: Launch) -> dict[str, Any]:

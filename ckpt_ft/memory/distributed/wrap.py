@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch
 
@@ -35,7 +36,7 @@ from .zero import Zero, host_optimizer
 from .zero3 import Zero3, linear_saves_parameters
 
 _SHARED = "_ckpt_ft_shared"  # attribute of the model with our model of DDP's reducer or DeepSpeed's engine
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _CONTAINERS = (dict, OrderedDict, set)  # types of the containers of a module's parameters, buffers and hooks
 
 
@@ -50,9 +51,9 @@ def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tens
     sequence_parallel.check(model, launch)
     if launch.cp > 1:
         sequence_parallel.without_masks(model)
-    if launch.tp > 1:
-        tensor_parallel(model, launch, mesh)
-    if launch.stage or launch.tp > 1:
+    if launch.by_transformers:
+        by_transformers(model, launch, mesh)
+    if launch.stage or launch.by_transformers:
         return []
     if launch.strategy == "ddp":
         buckets = Buckets(model, mesh.get_group(), as_view=launch.gradient_as_bucket_view)
@@ -99,12 +100,16 @@ def library_patches(model: Any, launch: Launch, mesh: DeviceMesh) -> Iterator[No
     with ExitStack() as stack:
         if launch.stage == 3:
             stack.enter_context(linear_saves_parameters())
-        if launch.tp > 1:  # torch's remarks on transformers' code, which a run prints too
+        if launch.by_transformers:  # torch's remarks on transformers' code, which a run prints too
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             stack.enter_context(
                 patch.object(logging.getLogger("torch.distributed.tensor._redistribute"), "disabled", True)
             )
+        if launch.ep > 1:
+            from transformers.distributed import expert_parallel
+
+            stack.enter_context(patch.object(expert_parallel, "all_to_all_single_autograd", _exchanged))
         if launch.cp > 1:
             stack.enter_context(sequence_parallel.ring_attention(mesh["cp"], launch.rotation))
         if launch.sp > 1:
@@ -113,31 +118,60 @@ def library_patches(model: Any, launch: Launch, mesh: DeviceMesh) -> Iterator[No
         yield
 
 
-def tensor_parallel(model: Any, launch: Launch, mesh: DeviceMesh) -> None:
-    """Divide weights over the mesh's "tp", then over its other dimensions, as transformers does when it loads a model.
+def _exchanged(given: torch.Tensor, receives: list[int], sends: list[int], group: Any) -> torch.Tensor:
+    """all_to_all_single_autograd, waited for: a fake tensor that waits at its first use loses its gradient."""
+    ops = torch.ops._c10d_functional
+    received: torch.Tensor = ops.all_to_all_single(given, receives, sends, group.group_name)
+    waited: torch.Tensor = ops.wait_tensor(received)
+    return waited
+
+
+def by_transformers(model: Any, launch: Launch, mesh: DeviceMesh) -> None:
+    """Divide weights over "tp", experts over "ep" and all over the other ranks, as transformers does when it loads.
 
     accelerate 1.15 cannot shard such a model itself: it imports `ReplicateParallel`, which transformers 5.23 does not
     have (accelerator.py: _prepare_tp).
+
+    Raises:
+        UserError: transformers refuses it.
     """
     from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     others = launch.processes // launch.tp
     config = DistributedConfig(
-        tp_size=launch.tp, fsdp_size=others // launch.dp_replicate, dp_replicate_size=launch.dp_replicate
-    )
+        tp_size=launch.tp, fsdp_size=others // launch.dp_replicate, dp_replicate_size=launch.dp_replicate,
+        ep_size=launch.ep,
+    )  # fmt: skip
     head = model.get_output_embeddings()
     if head is not None and head.weight is model.get_input_embeddings().weight:  # transformers ties them afterwards
         head.weight = nn.Parameter(head.weight.detach(), head.weight.requires_grad)
-    tp_plan, _, fsdp_plan = model._resolve_parallel_plans(config)
-    apply_tensor_parallelism(model, mesh["tp"], tp_plan)
+    tp_plan, ep_plan, fsdp_plan = model._resolve_parallel_plans(config)
+    if launch.tp > 1:
+        apply_tensor_parallelism(model, mesh["tp"], tp_plan)
+    experts = None
+    if launch.ep > 1:
+        kind, names = mesh.device_type, ("dp_replicate", "efsdp", "ep")
+        with _disable_current_modes():  # a mesh reads its own ranks
+            experts = init_device_mesh(kind, (launch.dp_replicate, config.efsdp_size, launch.ep), mesh_dim_names=names)
+            alone = mesh
+            if launch.tp == 1:
+                alone = init_device_mesh(kind, (launch.processes, 1), mesh_dim_names=("dp", "tp"))
+        try:
+            apply_expert_parallelism(model, experts["ep"], alone["tp"], ep_plan)
+        except ValueError as error:
+            raise UserError(f"launch ep {launch.ep}: {one_line(error)}") from error
     model.tie_weights()
     if others > 1:
-        meshes = SimpleNamespace(get_mesh=lambda names: sharding_mesh(mesh, launch))
+
+        def get_mesh(names: Any) -> DeviceMesh:
+            return experts[names] if experts is not None and "efsdp" in names else sharding_mesh(mesh, launch)
+
         model.config.distributed_config = config
         try:
-            apply_fully_sharded_data_parallelism(model, meshes, fsdp_plan, {})
+            apply_fully_sharded_data_parallelism(model, SimpleNamespace(get_mesh=get_mesh), fsdp_plan, ep_plan)
         finally:
             del model.config.distributed_config
 

@@ -1,17 +1,13 @@
-"""Whether blocks of a model are built alike, so that one runs as the other does, and whether they are called alike.
+"""Whether blocks of a model are built alike, so that one runs as the other does.
 
-Built alike: everything that a block consists of is compared: its modules' classes and attributes, its tensors'
-shapes, the hooks and policies on it. What several blocks share (configurations, rotary tables) is the same object in
-each. What cannot be compared counts as different: then both blocks are traced, which costs time; skipping a block that
-differs would give a wrong answer.
-
-Called alike: each argument is compared with that of an earlier call: the same tensor, the same output of the block
-before, or an equal plain value.
+Everything that a block consists of is compared: its modules' classes and attributes, its tensors' shapes, the hooks
+and policies on it. What several blocks share (configurations, rotary tables) is the same object in each. What cannot
+be compared counts as different: then both blocks are traced, which costs time; skipping a block that differs would
+give a wrong answer.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _BY_HANDLE = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # a module's, keyed by numbers of their own
 _DICTS = (dict, OrderedDict)
+_MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # a tensor with any is never skipped
 _FORWARD = "forward"  # an instance attribute where a policy has replaced it; it changes from step to step
 _LATEST = 8  # kinds that a block is compared with
@@ -34,7 +30,8 @@ class BuiltAlike:
     """Compares the blocks of one list, each with the last block of each kind before it.
 
     An object of which two blocks hold one each may be held by no third one: blocks that share an object in pairs (the
-    frame of a segment) have different roles.
+    frame of a segment) have different roles. Blocks are compared before a step: one that has run holds results that a
+    skipped one does not. Later steps compare the policies on them again, and all if anything else has changed.
 
     Args:
         apart: for each block, whether it is a kind of its own in any case.
@@ -42,23 +39,34 @@ class BuiltAlike:
 
     def __init__(self, blocks: Sequence[nn.Module], apart: Sequence[bool]) -> None:
         self.blocks, self.apart = blocks, apart
+        self._modules = [module for block in blocks for module in block.modules()]
+        self._states: list[object] = []  # what may change between steps, besides policies
+        self._forwards: list[weakref.ref[Any]] = []  # of policies; `self` where there is none
+        self._found: list[int] = []
         self._owners: dict[int, tuple[int, Any]] = {}  # of what a block has for itself, by id: the block's number
         self._pairs: dict[tuple[int, int], _Pair | None] = {}  # None: they are not built alike
 
     def kinds(self) -> list[int]:
         """The kind of each block, a number, under the policy that is applied now."""
+        states: list[object] = [
+            p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None
+        ]
+        states += [(m.training, *(list(getattr(m, hooks)) for hooks in _MODULE_HOOKS)) for m in self._modules]
+        forwards = [vars(module).get(_FORWARD, self) for module in self._modules]
+        if states != self._states:
+            self._states, self._owners, self._pairs = states, {}, {}
+        elif all(before() is now for before, now in zip(self._forwards, forwards, strict=True)):
+            return self._found
+        self._forwards = [weakref.ref(forward) for forward in forwards]
         owners = dict(self._owners)
-        found: list[int] = []
-        last: list[tuple[int, int]] = []  # the last block of each kind, and the kind, the latest at the end
+        self._found = found = []
+        last: dict[int, int] = {}  # of each kind: its last block, the latest at the end
         for number in range(len(self.blocks)):
-            for before, kind in reversed(last[-_LATEST:]):
-                if self._are_alike(before, number, owners):
-                    last.remove((before, kind))
-                    break
-            else:
-                kind = max(found, default=-1) + 1
+            latest = list(last.items())[-_LATEST:]
+            kind = next((k for k, before in reversed(latest) if self._are_alike(before, number, owners)), len(last))
+            last.pop(kind, None)
+            last[kind] = number
             found.append(kind)
-            last.append((number, kind))
         return found
 
     def _are_alike(self, one: int, other: int, owners: dict[int, tuple[int, Any]]) -> bool:
@@ -162,131 +170,3 @@ class _Pair:
             one, other = list(one), list(other)
             self.kept.append((one, other))
         return self.same(one, other)
-
-
-# What an argument is: ("output", of the block before, which), ("argument", of the call a unit before, which),
-# ("value", what), or _NEW
-Source = tuple[str, Any]
-_NEW: Source = "new", None
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_OBJECT = object()  # in place of one that is neither a tensor nor a plain value
-
-
-class Call:
-    """A call of a block: its arguments and results. Tensors and KV caches are held weakly."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given, self.spec = tree_flatten((args, kwargs))
-        self.given = [_reference(leaf) for leaf in given]
-        self.formats = [_format(leaf) for leaf in given]
-        self.returned: list[Any] = []
-        self.returned_spec: TreeSpec | None = None
-        self.outputs: list[Source] = []  # what each result is to the arguments
-        self.made: dict[int, Any] = {}  # the formats of the results that are new
-
-    def returns(self, out: Any) -> None:
-        """Note the results."""
-        leaves, self.returned_spec = tree_flatten(out)
-        self.returned = [_reference(leaf) for leaf in leaves]
-        self.outputs = [_source(leaf, ("argument", self.given)) for leaf in self.returned]
-        self.made = {at: _format(leaf) for at, leaf in enumerate(leaves) if self.outputs[at] == _NEW}
-
-    def sources(self, like: Call, before: Call) -> list[Source]:
-        """What each argument is, given the call `like` it a unit before, and that of the block `before`."""
-        return [_source(leaf, ("argument", like.given), ("output", before.returned)) for leaf in self.given]
-
-    def reference_counts(self, sources: list[Source]) -> list[tuple[int, int, int]]:
-        """References to each argument that the block before made: to its Python object, C++ object, storage."""
-        found = []
-        for (kind, _), leaf in zip(sources, self.given, strict=True):
-            if kind == "output":
-                tensor = leaf()
-                storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-                found.append((sys.getrefcount(tensor), tensor._use_count(), storage))
-        return found
-
-    def hands_on(self, sources: list[Source]) -> bool:
-        """Whether each new result has a counterpart of the same format among the arguments."""
-        handed = {at: self.formats[k] for k, (kind, at) in enumerate(sources) if kind == "output"}
-        return all(handed.get(at) == made for at, made in self.made.items())
-
-    def passed_on(self, like: Call, sources: list[Source]) -> Any:
-        """What a skipped block returns: the results of `like`, with arguments in the place of new ones."""
-        handed = {at: self.given[k]() for k, (kind, at) in enumerate(sources) if kind == "output"}
-        leaves = []
-        for k, (leaf, (kind, at)) in enumerate(zip(like.returned, like.outputs, strict=True)):
-            leaves.append(leaf if kind == "value" else self.given[at]() if kind == "argument" else handed[k])
-        assert like.returned_spec is not None, "it has returned"
-        return tree_unflatten(leaves, like.returned_spec)
-
-
-def are_known(sources: list[Source]) -> bool:
-    """Whether every argument comes from an earlier call, or is a plain value."""
-    return _NEW not in sources
-
-
-class CallKinds:
-    """Groups the calls of a list of blocks in one forward by their arguments.
-
-    An output of the block before counts as the same argument for all; for the first block, the second one's call says
-    which arguments these are.
-    """
-
-    def __init__(self) -> None:
-        self._met: list[Any] = []  # tensors
-        self._calls: list[tuple[TreeSpec, list[Source]]] = []
-        self._before: Call | None = None
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def add(self, call: Call) -> None:
-        """The next block is called."""
-        before = self._before.returned if self._before is not None else []
-        given = [_source(leaf, ("tensor", self._met), ("output", before)) for leaf in call.given]
-        for at, leaf in enumerate(call.given):
-            if isinstance(leaf, weakref.ref) and given[at] == _NEW:
-                given[at] = "tensor", len(self._met)
-                self._met.append(leaf)
-        if len(self._calls) == 1 and len(given) == len(self._calls[0][1]):
-            first = self._calls[0][1]
-            first[:] = [source if source[0] == "output" else own for own, source in zip(first, given, strict=True)]
-        self._calls.append((call.spec, given))
-        self._before = call
-
-    def kinds(self) -> list[int]:
-        """The kind of each call, a number."""
-        return [self._calls.index(call) for call in self._calls]
-
-
-def _reference(leaf: Any) -> Any:
-    """Keeps no tensor alive; other objects might."""
-    if isinstance(leaf, Tensor) or _is_cache(leaf):
-        return weakref.ref(leaf)
-    return leaf if isinstance(leaf, _PLAIN) else _OBJECT
-
-
-def _is_cache(leaf: Any) -> bool:
-    """Whether it is a KV cache of transformers: each block has its own place in it, and reads no other."""
-    known = sys.modules.get("transformers.cache_utils")
-    return known is not None and isinstance(leaf, known.Cache)
-
-
-def _format(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None
-
-
-def _source(leaf: Any, *earlier: tuple[str, list[Any]]) -> Source:
-    if isinstance(leaf, weakref.ref):
-        given = leaf()
-        for kind, leaves in earlier:
-            for at, other in enumerate(leaves):
-                if isinstance(other, weakref.ref) and other() is given:
-                    return _NEW if kind == "output" and not _has_no_value(given) else (kind, at)
-        return _NEW
-    return _NEW if leaf is _OBJECT else ("value", (type(leaf), leaf))
-
-
-def _has_no_value(made: Any) -> bool:
-    """Whether nothing can depend on the values of what a block returned: no known ones (values.py), and no counts."""
-    return isinstance(made, Tensor) and made.is_floating_point() and "_value" not in vars(made)

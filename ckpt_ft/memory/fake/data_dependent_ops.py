@@ -80,6 +80,9 @@ class DataDependentOps:
             **dict.fromkeys((aten.scatter_.value, aten.scatter.value), self._see_scattered),
             **dict.fromkeys((aten.eq.Scalar, aten.eq.Tensor), self._see_compared),
             aten.sum.dim_IntList: self._see_counted,
+            aten.scatter_add_.default: self._see_added,
+            aten.stack.default: self._see_stacked,
+            torch.ops.c10d.alltoall_base_.default: self._see_exchanged,
             aten.rand.default: self._see_random,
             aten._amp_foreach_non_finite_check_and_unscale_.default: self._see_unscaled,
         }
@@ -113,7 +116,25 @@ class DataDependentOps:
     def _see_counted(self, args: tuple[Any, ...], out: Any) -> None:
         known = self._of(args[0])
         if known is not None:
-            self._learn(out, density=known.hit, hit=known.hit, total=round(known.density * args[0].numel()))
+            total = known.total or round(known.density * args[0].numel())
+            self._learn(out, density=known.hit, hit=known.hit, total=total)
+
+    def _see_added(self, args: tuple[Any, ...], out: Any) -> None:
+        """Counts of indices: a one is added for each."""
+        known = self._of(args[2])
+        if known is not None and known.classes:
+            self._learn(out, total=args[2].numel())
+
+    def _see_stacked(self, args: tuple[Any, ...], out: Any) -> None:
+        totals = [known.total for known in map(self._of, args[0]) if known is not None and known.total]
+        if len(totals) == len(args[0]):
+            self._learn(out, total=sum(totals))
+
+    def _see_exchanged(self, args: tuple[Any, ...], out: Any) -> None:
+        """Ranks exchange counts: each receives as many as it sends."""
+        known = self._of(args[1])
+        if known is not None and known.total:
+            self._learn(args[0], total=known.total)
 
     def _see_carried(self, args: tuple[Any, ...], out: Any) -> None:
         known = self._of(args[0][0] if isinstance(args[0], (list, tuple)) else args[0])
@@ -209,7 +230,8 @@ class DataDependentOps:
 
     def _repeat_interleave(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         size = kwargs.get("output_size")
-        self.recorder.note("repeat_interleave with counts in a tensor is taken to repeat each row once")
+        if size is None:
+            self.recorder.note("repeat_interleave with counts in a tensor is taken to repeat each row once")
         return torch.empty(args[0].numel() if size is None else size, dtype=args[0].dtype, device="cpu")
 
     def _unique(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

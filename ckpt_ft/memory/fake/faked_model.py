@@ -127,6 +127,8 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
             else:
                 new = fake_wrapped(value, fakes)
                 made[id(value)] = nn.Parameter(new, value.requires_grad) if is_parameter else new
+            if value.layout is torch.strided and value.numel() and not value.untyped_storage().nbytes():
+                made[id(value)].untyped_storage().resize_(0)  # its data waits in host memory (swap)
             hooked.append((made[id(value)], value))
             if holds_sizes(value):
                 attach(made[id(value)], value)

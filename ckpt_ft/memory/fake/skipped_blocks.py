@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,22 +25,24 @@ from unittest.mock import patch
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ckpt_ft.memory.record.recorder import Position, Recorder
+from ckpt_ft.memory.record.recorder import Position
 from ckpt_ft.memory.record.splice import FIRST, NotPeriodic, SkippedRun, Unit, splice
 from ckpt_ft.memory.record.tracker import Tracker
 
-from .block_equivalence import BuiltAlike, Call, CallKinds, Source, are_known
+from .block_equivalence import BuiltAlike
 from .faked_model import Fakes, tensors_held
 
 Traced = set[tuple[int, str]]  # numbers of steps, and names of the runs that are traced whole in them
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FEWEST = 2  # blocks of a run that are skipped
 _CALL_KINDS: weakref.WeakKeyDictionary[nn.Module, list[int]] = (
     weakref.WeakKeyDictionary()
 )  # of lists, when last called
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_OBJECT = object()  # in place of one that is neither a tensor nor a plain value
 
 
 class SkippedBlocks:
@@ -51,13 +54,10 @@ class SkippedBlocks:
     def __init__(self, model: nn.Module, tracker: Tracker, fakes: Fakes, traced: Traced) -> None:
         self.model, self.tracker, self.recorder, self.fakes = model, tracker, tracker.recorder, fakes
         self.traced = traced
-        self._step = 0  # number of the one that is recorded
         self._start = self.recorder.position
-        self._lists = list(_block_lists(model, self.recorder))
+        self._lists = list(_block_lists(model))
         self._members = {id(block): (found, k) for found in self._lists for k, block in enumerate(found.blocks)}
         self._busy = False  # inside a block of a run: lists in it are traced whole
-        self._failed: set[str] = set()
-        self._lasting: dict[int, str] = {}  # storages of units that outlived their step, with the run's name
         tracker.context.phase_listeners.append(self._phase_begins)
 
     @contextmanager
@@ -78,64 +78,50 @@ class SkippedBlocks:
         """Record step `number`; once more if units turn out not to repeat each other.
 
         Raises:
-            NotPeriodic: they do not, and this step cannot be taken back, or it is an earlier step that was wrong.
+            NotPeriodic: they do not, and this step cannot be taken back.
         """
-        self._step = number
-        while not self._is_recorded(step):
-            gc.collect()
-        freed = {~event for event in self.recorder.events[self._start.events :] if event < 0}
-        names = {self._lasting[storage] for storage in freed & self._lasting.keys()}
-        if names:
-            self.traced |= {(step, name) for step in range(number + 1) for name in names}
-            raise NotPeriodic("a step frees what another one's units allocated", names)
-
-    def _is_recorded(self, step: Callable[[], object]) -> bool:
         self._start = self.recorder.position
         bare = [parameter for parameter in self.model.parameters() if parameter.grad is None]
-        self._failed.clear()
+        while names := self._not_periodic(step, {name for traced, name in self.traced if traced == number}):
+            self.traced |= {(number, name) for name in names}
+            self._busy = False
+            for parameter in bare:
+                parameter.grad = None
+            gc.collect()
+            if not self.recorder.rewind(self._start):
+                raise NotPeriodic("a step that cannot be taken back")
+
+    def _not_periodic(self, step: Callable[[], object], traced: set[str]) -> set[str]:
+        """Record a step in which the runs called `traced` are traced whole; returns those that do not repeat."""
         for found in self._lists:
-            found.begin({name for number, name in self.traced if number == self._step})
+            found.begin(traced)
         self.tracker.start_step()
         try:
             step()
-            self._splice()
-            return True
+            if failed := {run.name for run in self._skipped() if run.failed}:
+                return failed
+            splice(self.recorder, self._start, self._skipped())
         except NotPeriodic as error:
-            names = error.names
+            return error.names
         except Exception:  # the step's own, or caused by what is missing in it: traced whole, it shows
-            names = {run.skipped.name for run in self._runs() if run.skipped is not None}
+            names = {run.name for run in self._skipped()}
             if not names:
                 raise
-        self.traced |= {(self._step, name) for name in names}
-        self._busy = False
-        for parameter in bare:
-            parameter.grad = None
-        gc.collect()
-        if not self.recorder.rewind(self._start):
-            raise NotPeriodic("a step that cannot be taken back")
-        return False
-
-    def _splice(self) -> None:
-        if self._failed:
-            raise NotPeriodic("units do not repeat each other", self._failed)
-        skipped = [run for run in self._runs() if run.skipped is not None]
-        if skipped:
-            self._lasting |= splice(self.recorder, self._start, [run.skipped for run in skipped if run.skipped])
-        for run in skipped:
+            return names
+        for run in self._skipped():
             self._hold(run)
-
-    def _runs(self) -> Iterator[_Run]:
-        for found in self._lists:
-            yield from found.runs
+        return set()
 
     def _hold(self, run: _Run) -> None:
         """What the third unit holds besides its parameters (PEFT's indices) the skipped units hold, too."""
-        assert run.skipped is not None
-        third, *others = [list(run.modules(unit)) for unit in (FIRST - 1, *run.skipped.missing)]
+        third, *others = [list(run.modules(unit)) for unit in (FIRST - 1, *run.missing)]
         for number, module in enumerate(third):
             for place, tensor in tensors_held(module).items():
                 for other in others:
                     self.recorder.add_resident_like(tensors_held(other[number])[place], tensor)
+
+    def _skipped(self) -> list[_Run]:
+        return [run for found in self._lists for run in found.runs if run.skipped]
 
     def _call(
         self, found: _BlockList, number: int, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
@@ -143,24 +129,19 @@ class SkippedBlocks:
         in_backward = torch._C._current_graph_task_id() >= 0
         if self._busy and not in_backward:
             found.whole = True
-        call = Call(args, kwargs)
-        if not in_backward:
-            found.note_call(number, call)
-        run, first = found.run_of(number)
-        if run is None or run.whole:
+        call = found.call(number, args, kwargs, in_backward)
+        run = found.run_of(number)
+        busy = self._busy
+        if run is not None and not run.whole:
+            if found.skips(run, number, self.recorder.position, in_backward):
+                return call.passed_on(found.calls[-1 - run.period])
+            self._busy = True
+        try:
             out = plain(module, *args, **kwargs)
-        elif run.skips(number - first, call, in_backward):
-            out = run.passed_on(call, in_backward)
-        else:
-            busy, self._busy = self._busy, True
-            try:
-                out = plain(module, *args, **kwargs)
-            finally:
-                self._busy = busy
-            call.returns(out)
-            run.returned(call, in_backward)
-            return out
+        finally:
+            self._busy = busy
         call.returns(out)
+        found.before, found.left = call, self.recorder.position
         return out
 
     # -- gradients of skipped blocks --------------------------------------------------------------------------------
@@ -170,25 +151,21 @@ class SkippedBlocks:
             torch.autograd.Variable._execution_engine.queue_callback(self._give_gradients)
 
     def _give_gradients(self) -> None:
-        for run in self._runs():
-            if run.skipped is not None:
-                self._give_gradients_of(run, run.skipped)
-
-    def _give_gradients_of(self, run: _Run, skipped: SkippedRun) -> None:
-        third, *others = [
-            [parameter for module in run.modules(unit) for parameter in module.parameters(recurse=False)]
-            for unit in (FIRST - 1, *skipped.missing)
-        ]
-        for like, *missing in zip(third, *others, strict=True):
-            if like.grad is None:
-                continue
-            index = self.recorder.index_of(like.grad)
-            if index is not None and (index < self._start.storages or index in skipped.gradients):
-                continue  # given when it was made
-            if index is None or not is_whole(like.grad):
-                self._failed.add(skipped.name)
-                return
-            skipped.gradients[index] = [self._give(parameter, like.grad, index) for parameter in missing]
+        for run in self._skipped():
+            third, *others = [
+                [parameter for module in run.modules(unit) for parameter in module.parameters(recurse=False)]
+                for unit in (FIRST - 1, *run.missing)
+            ]
+            for like, *missing in zip(third, *others, strict=True):
+                index = None if like.grad is None else self.recorder.index_of(like.grad)
+                if like.grad is None or (
+                    index is not None and (index < self._start.storages or index in run.gradients)
+                ):
+                    continue  # none, or given when it was made
+                if index is None or not is_whole(like.grad):
+                    run.failed = True
+                    break
+                run.gradients[index] = [self._give(parameter, like.grad, index) for parameter in missing]
 
     def _give(self, parameter: torch.Tensor, like: torch.Tensor, index: int) -> int:
         """Set a gradient `like` that of the third unit, which is storage `index`; returns its own storage."""
@@ -239,72 +216,97 @@ def stretches(kinds: Sequence[object]) -> Iterator[Stretch]:
 
 
 class _BlockList:
-    """Numbered modules of one module, which `holds` them, and the runs in them."""
+    """Numbered modules of one module, which `holds` them, and the runs in them.
 
-    def __init__(
-        self, holds: nn.Module, blocks: list[nn.Module], names: list[str], shared: set[int], recorder: Recorder
-    ) -> None:
-        self.holds, self.blocks, self.names, self.recorder = holds, blocks, names, recorder
-        self._shares = [any(id(p) in shared for p in block.parameters()) for block in blocks]
-        self._modules = [module for block in blocks for module in block.modules()]
-        self._forwards: list[Callable[[], Any]] = []  # the modules' own, when the blocks were compared
-        self._states: list[object] = []  # the rest that may change between steps
-        self._alike: BuiltAlike | None = None
-        self._kinds: list[int] = []
+    Attributes:
+        calls: of the latest traversal, in which block after block is called, from the `first` on.
+        before: the latest of them whose block ran.
+        left: where the record was then.
+    """
+
+    def __init__(self, holds: nn.Module, blocks: list[nn.Module], names: list[str], shared: set[int]) -> None:
+        self.holds, self.blocks, self.names = holds, blocks, names
+        self._alike = BuiltAlike(blocks, [any(id(p) in shared for p in block.parameters()) for block in blocks])
         self.begin(set())
 
     def begin(self, traced: set[str]) -> None:
         """A step begins, in which the runs called `traced` are traced whole."""
         self._traced, self.whole = traced, False
         self.runs: list[_Run] = []
-        self._run_of: list[tuple[_Run | None, int]] = []
-        self._calls = CallKinds()
+        self._run_of: list[_Run | None] = []
+        self.calls: list[_Call] = []
+        self.first = 0
+        self.before: _Call | None = None
+        self.left: Position | None = None
 
-    def run_of(self, number: int) -> tuple[_Run | None, int]:
-        """The run that a block is in, if any, and the number of the run's first block."""
+    def run_of(self, number: int) -> _Run | None:
+        """The run that a block is in, if any. Policies and what is trained may have changed since the last step."""
         if self.whole:
-            return None, 0
+            return None
         if not self._run_of:
-            self._divide()
+            self._run_of = [None] * len(self.blocks)
+            called = _CALL_KINDS.get(self.holds, [0] * len(self.blocks))
+            for blocks, period in stretches(list(zip(self._alike.kinds(), called, strict=True))):
+                if self.names[blocks.start] not in self._traced:
+                    numbers = slice(blocks.start, blocks.stop)
+                    self.runs.append(_Run(blocks.start, self.blocks[numbers], self.names[numbers], period))
+                    self._run_of[numbers] = [self.runs[-1]] * len(blocks)
         return self._run_of[number]
 
-    def note_call(self, number: int, call: Call) -> None:
-        """A block is called in a forward; the next steps know how."""
-        if number == 0:
-            self._calls = CallKinds()
-        if number == len(self._calls):
-            self._calls.add(call)
-            if len(self._calls) == len(self.blocks):
-                _CALL_KINDS[self.holds] = self._calls.kinds()
+    def call(self, number: int, args: Any, kwargs: Any, in_backward: bool) -> _Call:
+        """Note that a block is called; a new traversal begins unless it follows the block called last."""
+        if number != self.first + len(self.calls):
+            self.first, self.calls, self.before = number, [], None
+        call = _Call(args, kwargs, self.before)
+        if not in_backward:
+            call.kind = next((other.kind for other in reversed(self.calls) if call.is_like(other)), number)
+        self.calls.append(call)
+        if not in_backward and len(self.calls) == len(self.blocks):
+            _CALL_KINDS[self.holds] = [call.kind for call in self.calls]
+        return call
 
-    def _divide(self) -> None:
-        """Find the runs of this step: policies and what is trained may have changed since the last."""
-        self._compare()
-        self._run_of = [(None, 0)] * len(self.blocks)
-        called = _CALL_KINDS.get(self.holds, [0] * len(self.blocks))
-        for at, period in stretches(list(zip(self._kinds, called, strict=True))):
-            if self.names[at.start] not in self._traced:
-                numbers = slice(at.start, at.stop)
-                run = _Run(self.blocks[numbers], self.names[numbers], period, self.recorder)
-                self.runs.append(run)
-                self._run_of[numbers] = [(run, at.start)] * len(at)
+    def skips(self, run: _Run, number: int, position: Position, in_backward: bool) -> bool:
+        """Whether block `number`, which is called, is skipped.
 
-    def _compare(self) -> None:
-        """Compare the blocks, or what has changed: blocks that ran hold results that skipped ones do not."""
-        forwards = [module.__dict__.get("forward") for module in self._modules]
-        states: list[object] = [
-            p.requires_grad for module in self._modules for p in module._parameters.values() if p is not None
-        ]
-        states += [(module.training, *(list(getattr(module, hooks)) for hooks in _HOOKS)) for module in self._modules]
-        if self._alike is None or states != self._states:
-            self._alike = BuiltAlike(self.blocks, self._shares)
-        elif all(before() is now for before, now in zip(self._forwards, forwards, strict=True)):
-            return
-        self._kinds = self._alike.kinds()
-        self._forwards, self._states = [_weakly(forward) for forward in forwards], states
+        Raises:
+            NotPeriodic: it is not called like those before it, of which some were skipped.
+        """
+        unit = (number - run.first) // run.period
+        if not self._follows(run, number - run.first, position):
+            run.other = self.calls
+            if run.skipped and (unit in run.missing or not in_backward):
+                raise NotPeriodic(f"{run.name}: a block is called otherwise", [run.name])
+            run.whole = run.whole or not in_backward
+            return False
+        if unit not in run.missing or (in_backward and not run.skipped):
+            return False
+        run.skipped = True
+        return True
+
+    def _follows(self, run: _Run, at: int, position: Position) -> bool:
+        """Whether the block last called, number `at` of its run, is called like the one a unit before, if any."""
+        if self.first > run.first or run.other is self.calls:
+            return False
+        if at == 0:
+            run.drawn = _random_states()
+        call, period = self.calls[-1], run.period
+        if at < period:
+            return True
+        if not call.is_like(self.calls[-1 - period]):
+            return False
+        third, next_unit, last = (unit * period for unit in (FIRST - 1, FIRST, len(run.units) - 1))
+        if at == third:
+            run.counts = call.reference_counts()
+        if at == next_unit:
+            units = zip(self.calls[-1 - 2 * period :], self.calls[-1 - period : -1], strict=False)
+            if not all(third.hands_on(second) for second, third in units) or run.drawn != _random_states():
+                return False  # a block may be dropped at random
+        if not next_unit <= at <= last:
+            return True
+        return self.left is not None and self.left[:2] == position[:2] and call.reference_counts() == run.counts
 
 
-def _block_lists(model: nn.Module, recorder: Recorder) -> Iterator[_BlockList]:
+def _block_lists(model: nn.Module) -> Iterator[_BlockList]:
     """The lists of modules in `model` that are long enough for a run."""
     names = {id(module): name for name, module in model.named_modules()}
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -317,73 +319,32 @@ def _block_lists(model: nn.Module, recorder: Recorder) -> Iterator[_BlockList]:
         blocks = [child for _, child in children if child is not None]
         if len({id(block) for block in blocks} - taken) == len(blocks):
             taken |= {id(block) for block in blocks}
-            yield _BlockList(module, blocks, [names[id(block)] for block in blocks], shared, recorder)
+            yield _BlockList(module, blocks, [names[id(block)] for block in blocks], shared)
 
 
-def _weakly(forward: Any) -> Callable[[], Any]:
-    """A reference that keeps no policy alive; for one that is gone it returns neither a forward nor None."""
-    try:
-        found = weakref.ref(forward)
-    except TypeError:
-        return object if forward is not None else lambda: None
-    return lambda: object if found() is None else found()
-
-
-class _Run:
-    """Follows the calls of a run's blocks in one step, and says of each whether it is skipped.
+class _Run(SkippedRun):
+    """A run of blocks, in one step.
 
     Args:
+        first: number of its first block in the list.
         blocks, names: those of whole units, in order.
         period: blocks in a unit.
 
     Attributes:
-        skipped: set when the first block is.
+        skipped: some of its blocks were.
         whole: a block was called otherwise before any was skipped: all are traced.
+        failed: a gradient of the third unit cannot be copied.
+        other: calls of a traversal in which the blocks are not called alike.
+        drawn, counts: random states when the first block was called, and references to the third unit's arguments.
     """
 
-    def __init__(self, blocks: list[nn.Module], names: list[str], period: int, recorder: Recorder) -> None:
-        self.blocks, self.period, self.recorder = blocks, period, recorder
-        self.units = [Unit(names[at : at + period]) for at in range(0, len(names), period)]
-        self.skipped: SkippedRun | None = None
-        self.whole = False
-        # In a backward, a checkpoint around all of the blocks calls them as a forward does; one around each of them
-        # calls them in another order, and is no traversal.
-        self._traversals: dict[bool, _Traversal | None] = {False: _Traversal(period, recorder), True: None}
-
-    def skips(self, number: int, call: Call, in_backward: bool) -> bool:
-        """Whether block `number`, which is called, is skipped.
-
-        Raises:
-            NotPeriodic: it is not called like those before it, of which some were skipped.
-        """
-        if number == 0:
-            self._traversals[in_backward] = _Traversal(self.period, self.recorder)
-        traversal = self._traversals[in_backward]
-        if traversal is not None and not traversal.follows(number, call):
-            traversal = self._traversals[in_backward] = None
-        is_missing = FIRST <= number // self.period < len(self.units) - 1
-        if traversal is None:
-            if self.skipped is not None and (is_missing or not in_backward):
-                raise NotPeriodic(f"{self.units[0][0]}: a block is called otherwise", [self.units[0][0]])
-            self.whole = self.whole or not in_backward
-            return False
-        if not is_missing or (in_backward and self.skipped is None):
-            return False
-        if self.skipped is None:
-            self.skipped = SkippedRun(self.units)
-        return True
-
-    def passed_on(self, call: Call, in_backward: bool) -> object:
-        """What a skipped block returns."""
-        traversal = self._traversals[in_backward]
-        assert traversal is not None, "`skips` has followed the call"
-        return traversal.passed_on(call)
-
-    def returned(self, call: Call, in_backward: bool) -> None:
-        """A block has run."""
-        traversal = self._traversals[in_backward]
-        if traversal is not None:
-            traversal.returned(call)
+    def __init__(self, first: int, blocks: list[nn.Module], names: list[str], period: int) -> None:
+        super().__init__([Unit(names[at : at + period]) for at in range(0, len(names), period)])
+        self.first, self.blocks, self.period = first, blocks, period
+        self.skipped = self.whole = self.failed = False
+        self.other: list[_Call] | None = None
+        self.drawn: object = None
+        self.counts: list[tuple[int, int, int]] = []
 
     def modules(self, unit: int) -> Iterator[nn.Module]:
         """Those of all blocks of a unit."""
@@ -391,80 +352,101 @@ class _Run:
             yield from block.modules()
 
 
-class _Traversal:
-    """One forward through the blocks so far: how their calls relate to those a unit before."""
+class _Call:
+    """A call of a block: its arguments and results. Tensors and KV caches are held weakly.
 
-    def __init__(self, period: int, recorder: Recorder) -> None:
-        self.period, self.recorder = period, recorder
-        self._last = -1  # block called
-        self._calls: list[Call] = []  # of the first three units
-        self._before: Call | None = None  # the last one that ran
-        self._sources: list[list[Source]] = []  # of the second unit's arguments, and so of all that follow
-        self._entered: list[Position] = []  # where the record was when each of the first three units was called
-        self._left: tuple[int, ...] = ()  # ops and storages when the last block returned
-        self._counts: list[tuple[int, int, int]] = []  # of references to the third unit's arguments
-        self._drawn = _random_states()
+    Args:
+        before: the call before it in its traversal.
 
-    def follows(self, number: int, call: Call) -> bool:
-        """Whether block `number` is called like the one a unit before, so far as there is one."""
-        unit, place = divmod(number, self.period)
-        if number != self._last + 1 or len(self._calls) < min(number, FIRST * self.period):
-            return False
-        self._last = number
-        if unit < FIRST and place == 0:
-            self._entered.append(self.recorder.position)
-        return unit == 0 or self._repeats(number, call)
+    Attributes:
+        from_before: for each argument, which result of the call before it is, if any.
+        handed_on: for each result, which argument it is, if any.
+    """
 
-    def returned(self, call: Call) -> None:
-        """The block last called has run."""
-        self._before = call
-        if len(self._calls) < FIRST * self.period:
-            self._calls.append(call)
-        self._left = self.recorder.position[:2]
+    kind = 0
 
-    def passed_on(self, call: Call) -> object:
-        """What a skipped block returns: its own input in place of what it would have made."""
-        place = self._last % self.period
-        return call.passed_on(self._calls[place - self.period], self._sources[place])
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: _Call | None) -> None:
+        given, self.spec = tree_flatten((args, kwargs))
+        self.given = [_reference(leaf) for leaf in given]
+        self.is_first = before is None
+        results = [] if before is None else before.returned
+        self.from_before = [_index(leaf, results) if _has_no_value(leaf) else None for leaf in given]
 
-    def _repeats(self, number: int, call: Call) -> bool:
-        unit, place = divmod(number, self.period)
-        like = self._calls[min(unit - 1, FIRST - 1) * self.period + place]
-        assert self._before is not None, "a unit has run"
-        sources = call.sources(like, self._before)
-        if call.spec != like.spec:
-            return False
-        if unit == 1:
-            self._sources.append(sources)
-            return are_known(sources)
-        if sources != self._sources[place]:
-            return False
-        if unit < FIRST:
-            if unit == FIRST - 1 and place == 0:
-                self._counts = call.reference_counts(sources)
-            return True
-        if number == FIRST * self.period and not self._third_repeats_second():
-            return False
-        if self._before is not self._calls[-1]:  # inside the last unit
-            return True
-        return call.reference_counts(sources) == self._counts and self._left == self.recorder.position[:2]
+    def returns(self, out: Any) -> None:
+        """Note the results."""
+        leaves, self.returned_spec = tree_flatten(out)
+        self.returned = [_reference(leaf) for leaf in leaves]
+        self.handed_on = [_index(leaf, self.given) for leaf in leaves]
 
-    def _third_repeats_second(self) -> bool:
-        seconds, thirds = self._calls[-2 * self.period : -self.period], self._calls[-self.period :]
-        for place, (second, third) in enumerate(zip(seconds, thirds, strict=True)):
-            if third.outputs != second.outputs or third.returned_spec != second.returned_spec:
-                return False
-            if not third.hands_on(self._sources[place]):
-                return False
-        if self._drawn != _random_states():  # a block may be dropped at random
-            return False
-        _, begin, end = self._entered  # of the second unit
-        return self._done(begin, end) == self._done(end, self.recorder.position)
+    def is_like(self, other: _Call) -> bool:
+        """Whether each argument is the other's, or what a block before each returned."""
+        return self.spec == other.spec and all(
+            _same(one, there) or (at is not None and (other.is_first or at == other_at))
+            for one, there, at, other_at in zip(
+                self.given, other.given, self.from_before, other.from_before, strict=True
+            )
+        )
 
-    def _done(self, start: Position, stop: Position) -> tuple[list[str], list[int]]:
-        """Names of the ops, and bytes of the storages, recorded between two positions."""
-        names = [op.name for op in self.recorder.ops[start.ops : stop.ops]]
-        return names, [storage.nbytes for storage in self.recorder.storages[start.storages : stop.storages]]
+    @property
+    def new(self) -> set[int]:
+        """Which results are neither arguments nor plain values."""
+        results = enumerate(zip(self.returned, self.handed_on, strict=True))
+        return {at for at, (leaf, argument) in results if argument is None and not isinstance(leaf, _PLAIN)}
+
+    def hands_on(self, before: _Call) -> bool:
+        """Whether it returned what the call a unit before did, and each new result is the next block's argument."""
+        returned = (self.handed_on, self.returned_spec) == (before.handed_on, before.returned_spec)
+        return returned and self.new <= set(self.from_before)
+
+    def reference_counts(self) -> list[tuple[int, int, int]]:
+        """References to each argument that the block before made: to its Python object, C++ object, storage."""
+        found = []
+        for at, leaf in zip(self.from_before, self.given, strict=True):
+            if at is not None:
+                tensor = leaf()
+                storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+                found.append((sys.getrefcount(tensor), tensor._use_count(), storage))
+        return found
+
+    def passed_on(self, like: _Call) -> Any:
+        """What the block returns if it is skipped: what `like` did, with arguments in place of new results."""
+        self.returned, self.returned_spec, self.handed_on = like.returned, like.returned_spec, like.handed_on
+        leaves = list(self.returned)
+        for at, argument in enumerate(self.handed_on):
+            if argument is not None or at in self.new:
+                leaves[at] = self.given[self.from_before.index(at) if argument is None else argument]()
+        return tree_unflatten(leaves, self.returned_spec)
+
+
+def _reference(leaf: Any) -> Any:
+    """Keeps no tensor alive; other objects might."""
+    if isinstance(leaf, Tensor) or _is_cache(leaf):
+        return weakref.ref(leaf)
+    return leaf if isinstance(leaf, _PLAIN) else _OBJECT
+
+
+def _is_cache(leaf: Any) -> bool:
+    """Whether it is a KV cache of transformers: each block has its own place in it, and reads no other."""
+    known = sys.modules.get("transformers.cache_utils")
+    return known is not None and isinstance(leaf, known.Cache)
+
+
+def _index(leaf: Any, references: list[Any]) -> int | None:
+    """Which of the references is one to `leaf`."""
+    if leaf is None:
+        return None
+    return next((at for at, one in enumerate(references) if isinstance(one, weakref.ref) and one() is leaf), None)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, weakref.ref):
+        return isinstance(other, weakref.ref) and one() is other()
+    return one is not _OBJECT and type(one) is type(other) and bool(one == other)
+
+
+def _has_no_value(made: Any) -> bool:
+    """Whether nothing can depend on the values of what a block returned: no known ones (values.py), and no counts."""
+    return isinstance(made, Tensor) and made.is_floating_point() and "_value" not in vars(made)
 
 
 def _random_states() -> tuple[object, ...]:

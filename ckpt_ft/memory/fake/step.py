@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.fsdp2 import Sharding, host_copies, offloaded_parameters, sharding_of
 from ckpt_ft.memory.distributed.group import rank_of
@@ -42,7 +42,7 @@ from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.dispatch import run_eagerly
 from ckpt_ft.memory.record.splice import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.memory.record.tracker import Tracker, swapped_weights
 from ckpt_ft.memory.rules import cuda
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention, fused_head, liger
@@ -120,7 +120,8 @@ def trace_steps(
             step is then copied from the first (replay_step.py).
         phase: what runs after `steps`, and is the measured one then; all of its blocks are traced.
     """
-    traced: Traced | None = None if launch or sharding_of(model) or is_compiled(model) else set()
+    whole = launch or sharding_of(model) or is_compiled(model) or any(swapped_weights(model))
+    traced: Traced | None = None if whole else set()
     while True:
         try:
             return _Trace(
@@ -225,8 +226,12 @@ class _Trace:
         gpu = gpu_of(self.device)
         AllocatorSettings.parse(self.alloc_conf)
         model, launch, sharding = self.model, self.launch, sharding_of(self.model)
+        if launch is not None and launch.strategy != "ddp" and any(swapped_weights(model)):
+            raise UserError(f"launch '{launch}': it places the weights; policy 'swap' goes with one process or ddp")
         if compiled := is_compiled(model):
-            if launch is not None and (launch.strategy != "fsdp2" or launch.tp * launch.cp * launch.sp > 1):
+            if launch is not None and (
+                launch.strategy != "fsdp2" or launch.tp * launch.cp * launch.sp * launch.ep > 1
+            ):
                 raise UserError(f"launch '{launch}': a compiled step is predicted for one process or fsdp2")
             prepare()
         if sharding is not None:
@@ -258,7 +263,7 @@ class _Trace:
             lowering = compiled_steps(model, tracker, fakes, gpu) if compiled else nullcontext()
             with lowering as describe, self._tracking(tracker), interrupts.passing_on():
                 optimizer: Any = self.make_optimizer(model) if self.make_optimizer else None
-                if launch is not None and launch.tp > 1:
+                if launch is not None and launch.by_transformers:
                     separate_meshes(optimizer)
                 sharded = held is None and any(map(is_traceable_wrapper_subclass, model.parameters()))
                 if launch is not None and mesh is not None and launch.stage:
@@ -297,6 +302,11 @@ class _Trace:
                 "compute it outside the step and close over it"
             ) from error
         except RuntimeError as error:
+            if self.launch is not None and self.launch.by_transformers:
+                raise UserError(
+                    f"launch '{self.launch}': something in this step does not take weights that are divided over "
+                    f"GPUs, so it is not predicted: {one_line(error, 200)}"
+                ) from error
             if "Couldn't swap" not in str(error):  # torch's words (torch/nn/modules/module.py, _apply)
                 raise
             raise UserError(

@@ -14,6 +14,7 @@ are measured, every `sample`-th step, and the last one if `total_steps` is known
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections import defaultdict
@@ -251,7 +252,8 @@ class MemoryProfiler:
 
     Attributes:
         batch: the largest batch that the model was given in the measured step with the highest peak.
-        loss_batch: what the loss was given in that step, if `note_loss` was called.
+        fullest: that step's number, from 1.
+        loss_batches: what the loss was given for each micro-batch of that step, if `note_loss` was called.
 
     Raises:
         UserError: `sample` is not positive.
@@ -283,8 +285,10 @@ class MemoryProfiler:
         self.steps = self.sampled = 0
         self.peaks: Peaks = {}
         self.history = History()
-        self.batch = self.loss_batch = LargestBatch()  # of the step with the highest peak
-        self._batch = self._loss_batch = LargestBatch()  # of the current step
+        self.batch = self._batch = LargestBatch()  # of the step with the highest peak, and of the current step
+        self.fullest = 0
+        self.loss_batches: list[LargestBatch] = []
+        self._loss_batches: list[LargestBatch] = []
         self._resident: dict[str, int] = {}
         self._phases: dict[str, int] = defaultdict(int)  # how often each ran between steps
         self._open = False
@@ -329,9 +333,10 @@ class MemoryProfiler:
         return self._open
 
     def note_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Records the arguments of a loss that computes more than the model's own, for `loss_batch`."""
+        """Records the arguments of a loss that computes more than the model's own, for `loss_batches`."""
         if self._open:
-            self._loss_batch.note(args, kwargs)
+            self._loss_batches.append(LargestBatch())
+            self._loss_batches[-1].note(args, kwargs)
 
     def begin_step(self) -> None:
         """Begins the next step here instead of where the last one ended (after an evaluation, for example)."""
@@ -340,7 +345,7 @@ class MemoryProfiler:
         last = self.total_steps is not None and self.steps == self.total_steps - 1
         if self.device.type == "cuda" or self.steps < 2 or last or self.steps % self.sample == 0:
             self.meter.begin()
-            self._batch, self._loss_batch = LargestBatch(), LargestBatch()
+            self._batch, self._loss_batches = LargestBatch(), []
             self._open = True
         self._began = time.perf_counter()
 
@@ -390,8 +395,9 @@ class MemoryProfiler:
             self.sampled += 1
             if self.device.type == "cuda" and not self._resident and self.model is not None:
                 self._resident = resident_bytes(nn.ModuleList([self.model, *self.auxiliary_models]), self.optimizer)
-            if self._batch.elements and _of_step(peaks) > _of_step(self.peaks):
-                self.batch, self.loss_batch = self._batch, self._loss_batch
+            if self._batch.elements and _of_step(peaks) >= _of_step(self.peaks):
+                self.fullest = self.steps
+                self.batch, self.loss_batches = self._batch, self._loss_batches
             merge_peaks(self.peaks, peaks)
             self.history.add(self.steps, peaks)
             scalars = _scalars(peaks)
@@ -467,6 +473,7 @@ class MemoryProfiler:
             seconds=self._timed_seconds / self._timed_steps if self._timed_steps else None,
             history=self.history,
             predicted=predicted,
+            host=_host_bytes(self.device),
             **figures,
         )
 
@@ -521,6 +528,20 @@ def _device(accelerator: Accelerator | None, model: nn.Module | None) -> torch.d
     if parameter is not None:
         return parameter.device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _host_bytes(device: torch.device) -> dict[str, int]:
+    """The most bytes of this process in host memory so far (see `RankMemory.host`)."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
+    found = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if device.type == "cuda":
+        stats = torch.cuda.host_memory_stats()
+        found |= {"pinned": stats.get("active_bytes.peak", 0), "pinned blocks": stats.get("allocated_bytes.peak", 0)}
+    return found
 
 
 def _outputs(value: Any) -> Iterator[torch.Tensor]:

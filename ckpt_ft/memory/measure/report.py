@@ -91,7 +91,11 @@ def _pairs(values: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The figures of a traced step. Bytes and seconds; `reserved` and `seconds` are None for device "cpu"."""
+    """The figures of a traced step. Bytes and seconds; `reserved` is None for device "cpu", and so
+    is `seconds` before it is calibrated.
+
+    host: peak bytes in host memory.
+    """
 
     device: str
     allocated: Bytes
@@ -100,6 +104,7 @@ class Prediction:
     seconds: Seconds | None = None
     seconds_parts: dict[str, Seconds] = field(default_factory=dict)
     bound: str = ""
+    host: Bytes = 0
 
     @classmethod
     def from_trace(cls, trace: StepTrace, phases: Mapping[str, StepTrace] = MappingProxyType({})) -> Prediction:
@@ -107,10 +112,10 @@ class Prediction:
         peaks = {**trace.peaks, **{name: phase.peak_allocated for name, phase in phases.items()}}
         allocated = max(trace.peak_allocated, *(phase.peak_allocated for phase in phases.values()), 0)
         if trace.device == "cpu":
-            return cls(trace.device, allocated, peaks)
+            return cls(trace.device, allocated, peaks, seconds=trace.seconds if trace.timed else None)
         took = trace.seconds_parts
         reserved = max(trace.peak_reserved, *(phase.peak_reserved for phase in phases.values()), 0)
-        return cls(trace.device, allocated, peaks, reserved, took.total, took.parts, took.bound)
+        return cls(trace.device, allocated, peaks, reserved, took.total, took.parts, took.bound, trace.peak_host)
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,8 @@ class RankMemory:
         at_peak: category -> bytes at the moment of the peak. Empty if unknown.
         holders: the largest groups of allocations at that moment. Empty if unknown.
         seconds: per step, without the steps that the measurement slowed down; None if there were no others.
+        host: bytes in host memory at most: "resident" of the process (ru_maxrss), and on CUDA "pinned" of it, as
+            requested and as rounded up by PyTorch ("pinned blocks").
         retries, ooms: CUDA allocations that first had to free cached memory, and those that failed.
         history: peaks over the measured steps.
         predicted: the figures of a trace of this process's step.
@@ -142,6 +149,7 @@ class RankMemory:
     ooms: Bytes = 0
     history: History = field(default_factory=History)
     predicted: Prediction | None = None
+    host: dict[str, Bytes] = field(default_factory=dict)
 
     def peak(self, figure: str = "allocated") -> int | None:
         """The maximum over all phases in bytes; None for a figure that was not measured."""

@@ -26,7 +26,7 @@ from ckpt_ft.files import write
 from ckpt_ft.memory.allocator.replay import AllocatorHistory, Replay, allocator_history, replay
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.cost.schedule import Host, Parts, Span, schedule, step_seconds
-from ckpt_ft.memory.gpus import GPU, find_gpu
+from ckpt_ft.memory.gpus import GPU, calibrated, find_gpu
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.units import format_bytes
 
@@ -272,20 +272,31 @@ class StepTrace:
 
     @property
     def _card(self) -> GPU:
-        """The GPU that the step was traced for; raises UserError for "cpu"."""
-        if self.device == "cpu":
-            raise UserError("a trace for 'cpu' has no seconds: its speed is not modelled; trace for a GPU by name")
-        return self.gpu or find_gpu(self.device)
+        """The card that the step was traced for; raises UserError for a CPU that was not calibrated."""
+        if self.device != "cpu":
+            return self.gpu or find_gpu(self.device)
+        card = calibrated("cpu")
+        if card is None:
+            raise UserError(
+                "a trace for 'cpu' has no seconds: measure them by `ckpt-ft calibrate`, or trace for a GPU by name"
+            )
+        return card
+
+    @property
+    def timed(self) -> bool:
+        """Whether it has seconds: it is for a GPU, or for the CPU of this machine after `ckpt-ft calibrate`."""
+        return self.device != "cpu" or calibrated("cpu") is not None
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of the measured step; raises UserError for "cpu", whose speed is not modelled."""
+        """Predicted seconds of the measured step; raises UserError for a CPU that was not calibrated."""
         return self.seconds_parts.total
 
     @cached_property
     def seconds_parts(self) -> Parts:
         """`seconds` split into computing and waiting, and what bounds the step."""
-        return self.seconds_on(self._card)
+        card = self._card
+        return self.seconds_on(card) * (card.calibration.pace if card.calibration else 1.0)
 
     def seconds_on(self, gpu: GPU, host: Host | None = None) -> Parts:
         """The seconds on `gpu` with ops issued by `host`; None is the host that such a card usually has."""
@@ -301,7 +312,7 @@ class StepTrace:
         return recorded + (recorded + without * -1) * (self.micro_batches - len(forwards))
 
     def schedule(self) -> Iterator[Span]:
-        """When each op of the measured step runs; raises UserError for "cpu", whose speed is not modelled."""
+        """When each op of the measured step runs; raises UserError for a CPU that was not calibrated."""
         return self.schedule_on(self._card)
 
     def schedule_on(self, gpu: GPU, host: Host | None = None) -> Iterator[Span]:

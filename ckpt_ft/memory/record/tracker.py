@@ -11,7 +11,7 @@ rules/cuda.py say; the states of random generators that a checkpoint keeps (5,05
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 from unittest.mock import patch
 
@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ckpt_ft.memory.cost.op_work import Work, collective_bytes, describe, group_of, is_collective, measure, tensors
+from ckpt_ft.policy import IN_HOST_MEMORY
 
 from .cpu_kernels import real_kernels
 from .dispatch import After, Handling, Rule, from_python_dispatch, in_parts, is_composite, leave_uncompiled, wraps
@@ -154,6 +155,10 @@ class Tracker(TorchDispatchMode):
         self._model = model
         self.recorder.add_resident(model.parameters(), "parameters")
         self.recorder.add_resident(model.buffers(), "buffers")
+        self.recorder.swapped = {p.untyped_storage()._cdata for p, _ in swapped_weights(model)}
+        waiting = [host for _, host in swapped_weights(model)]
+        self.recorder.add_resident(waiting, "parameters")
+        self.recorder.put_on_host(waiting, "parameters")
         parameters = dict(model.named_parameters())
         self._owners = {id(tensor): name.rpartition(".")[0] for name, tensor in parameters.items()}
         for name, tensor in [*parameters.items(), *model.named_buffers()]:
@@ -262,9 +267,12 @@ class Tracker(TorchDispatchMode):
                 self.recorder.label(parameter.grad, "gradients", self._owners.get(id(parameter), ""))
 
     def _label_state(self, optimizer: Optimizer) -> None:
-        for parameter, state in optimizer.state.items():
-            for tensor in tensors((list(state.values()),)):
-                self.recorder.label(tensor, "optimizer", self._owners.get(id(parameter), ""))
+        whole = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+        for own in (whole, *getattr(whole, "optimizer_dict", {}).values()):  # one for each parameter, updated in hooks
+            for parameter, state in own.state.items():
+                inside = [list(vars(value).values()) for value in state.values() if hasattr(value, "project")]
+                for tensor in tensors((list(state.values()), *inside)):  # and in projectors of GaLore and APOLLO
+                    self.recorder.label(tensor, "optimizer", self._owners.get(id(parameter), ""))
 
     # -- ops --------------------------------------------------------------------------------------------------------
 
@@ -331,6 +339,13 @@ class Tracker(TorchDispatchMode):
         first = sum(name == "step" for _, name in self.recorder.marks) <= 1
         category = "parameters" if isinstance(tensor, nn.Parameter) else "activations"
         self.recorder.follow(tensor, category, "", resident=first)
+
+
+def swapped_weights(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters that the policy `swap` moves, each with its copy in host memory."""
+    for inner in model.modules():
+        for name, host in inner.__dict__.get(IN_HOST_MEMORY, {}).items():
+            yield inner.get_parameter(name), host
 
 
 def _unrecorded(wait: Callable[..., bool]) -> Callable[..., bool]:

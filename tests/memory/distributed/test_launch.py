@@ -46,7 +46,7 @@ def test_our_own_files() -> None:
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}",
             "FSDP of version 1 is not modelled; set",
         ),
-        ("mixed_precision: fp8", "mixed precision 'fp8' is not modelled"),
+        ("mixed_precision: fp4", "mixed precision 'fp4' is not modelled"),
         ("distributed_type: MEGATRON_LM", "distributed_type MEGATRON_LM is not modelled"),
         (
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}",

@@ -40,6 +40,8 @@ def test_flags() -> None:
     both = fields_of({"cp": 4, "tp": 2, "launch": "fsdp2", "processes": 16})["launch"]
     assert both.mesh == {"dp_shard": 2, "cp": 4, "tp": 2}
     assert both.ranks_of_a_sample == 8
+    assert fields_of({"ep": 4})["launch"] == Launch("fsdp2", 4, ep=4)
+    assert fields_of({"ep": 4, "tp": 2, "launch": "fsdp2", "processes": 8})["launch"].mesh == {"dp_shard": 4, "tp": 2}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,8 @@ def test_flags() -> None:
         ({"strategy": "zero3", "tp": 2}, "with DeepSpeed, only sp is predicted"),
         ({"strategy": "fsdp2", "cp": 3}, "4 processes are not a multiple of 3"),
         ({"strategy": "fsdp2", "cp": 0}, "sizes are at least 1"),
+        ({"strategy": "ddp", "ep": 2}, "transformers combines expert parallelism with FSDP2"),
+        ({"strategy": "fsdp2", "ep": 3}, "ep 3: give a multiple of tp that divides"),
         ({"strategy": "fsdp2", "cp": 2, "dp_replicate": 2}, "more processes than copies"),
         ({"strategy": "fsdp2", "cp": 2, "rotation": "ring"}, "rotation 'ring' is not one of allgather, alltoall"),
     ],
@@ -80,9 +84,23 @@ def test_models_and_batches_that_the_libraries_refuse() -> None:
         asked.model.set_attn_implementation(attention)
         with pytest.raises(UserError, match=message):
             replace(asked, launch=launch).trace(1)
+    for kind, ranks, message in (
+        ("llama", 2, "transformers has no expert-parallel plan for LlamaForCausalLM"),
+        ("experts", 3, "4 experts are no multiple of 3"),
+        ("lora", 2, "expert parallelism of adapters is not predicted"),
+    ):
+        with pytest.raises(UserError, match=message):
+            workload(Launch("fsdp2", ranks, ep=ranks), "none", kind, 1).trace(1)
     adapted = workload(Launch("ddp", 2, tp=2), "none", "lora", 1)
     with pytest.raises(UserError, match="tensor parallelism of adapters is not predicted"):
         adapted.trace(1)
+    plain = torch.ones(8, requires_grad=True)
+    divided = replace(
+        workload(Launch("ddp", 2, tp=2), "none", "llama", 1),
+        compute_loss=lambda model, batch: model(**batch).loss + (model.lm_head.weight.sum() * plain).sum(),
+    )
+    with pytest.raises(UserError, match="does not take weights that are divided over GPUs, so it is not predicted"):
+        divided.trace(1)
     asked.model.set_attn_implementation("sdpa")
     ids = torch.zeros(1, TOKENS, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(TOKENS)[None] % 32}
@@ -111,6 +129,11 @@ def test_bytes_on_the_wire() -> None:
     exchanged = (TOKENS // 2) * (HIDDEN + 32 + 32 + HIDDEN) * FLOAT // 2  # half of it goes to the other rank
     for phase in ("forward", "backward"):
         assert sent(heads, phase, (2, 1), "alltoall") == LAYERS * exchanged
+
+    apart = workload(Launch("fsdp2", 4, ep=2), "none", "experts", 1).trace(1)
+    routed = TOKENS * 2 * HIDDEN * FLOAT // 2  # two experts for each token, half of them on the other rank
+    for phase in ("forward", "backward"):  # there and back
+        assert sent(apart, phase, (2, 1), "all_to_all_single") == LAYERS * 2 * routed
 
     both = workload(Launch("fsdp2", 4, tp=2), "none", "llama", 1).trace(1)
     states = TOKENS * HIDDEN * FLOAT  # an all-reduce in a group of 2 sends all of it

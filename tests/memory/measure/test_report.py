@@ -6,12 +6,14 @@ import io
 import json
 import sys
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
+from ckpt_ft.export.report import tables
 from ckpt_ft.export.timeline import POINTS, Timeline
 from ckpt_ft.memory.measure import report as report_module
 from ckpt_ft.memory.measure.profiler import MemoryProfiler, merge_peaks
@@ -25,6 +27,7 @@ from ckpt_ft.memory.measure.report import (
 )
 from ckpt_ft.memory.record.events import Storage
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.tables import DASH
 from ckpt_ft.units import GIB, MIB
 
 FACTS = {
@@ -229,3 +232,19 @@ def test_a_trace_draws_itself(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"plots need matplotlib: pip install 'ckpt_ft\[plot\]'"):
         small_trace().plot(tmp_path / "step.png")
     assert not (tmp_path / "step.png").exists()
+
+
+def test_the_hosts_memory_is_beside_the_devices(tmp_path: Path) -> None:
+    """Measured: the process and what is pinned of it. Predicted: what the step has there."""
+    predicted = Prediction("t4", GIB, {"backward": GIB}, reserved=2 * GIB, host=3 * GIB)
+    rank = RankMemory(
+        0, "Tesla T4", 4, 4, {"backward": {"allocated": GIB, "reserved": 2 * GIB}}, predicted=predicted,
+        host={"resident": 5 * GIB, "pinned": 3 * GIB, "pinned blocks": 4 * GIB},
+    )  # fmt: skip
+    report = MemoryReport(provenance(policy="full,swap:8"), [rank])
+    peaks, _, compared = tables(report)
+    assert peaks.header[-2:] == ("host, resident", "host, pinned")
+    assert peaks.rows[0][-2:] == ("5.00 GiB", "3.00 GiB")
+    assert ("peak in host memory", "3.00 GiB", DASH, DASH) in compared.rows
+    report.to_json(tmp_path / "report.json")
+    assert MemoryReport.from_json(tmp_path / "report.json").ranks[0] == rank

@@ -94,7 +94,7 @@ def test_skipped_units_are_put_into_the_record() -> None:
     whole, short = recorded(7), recorded(4)
     renamed(short, "layers.6.mlp")
     start = short.position._replace(ops=0, storages=0, events=0, marks=1)
-    assert splice(short, start, [SkippedRun([Unit([f"layers.{unit}"]) for unit in range(7)])]) == {}
+    splice(short, start, [SkippedRun([Unit([f"layers.{unit}"]) for unit in range(7)])])
     assert (short.ops, short.events, short.storages, short.marks) == (
         whole.ops, whole.events, whole.storages, whole.marks,
     )  # fmt: skip
@@ -105,7 +105,7 @@ def test_units_that_differ_are_not_put_into_the_record() -> None:
     renamed(short, "layers.6.mlp")
     before = list(short.events), list(short.storages), list(short.ops)
     start = short.position._replace(ops=0, storages=0, events=0, marks=1)
-    with pytest.raises(NotPeriodic, match=r"layers\.0: units make .*64.*128") as error:
+    with pytest.raises(NotPeriodic, match=r"layers\.0: .*do not do the same") as error:
         splice(short, start, [SkippedRun([Unit([f"layers.{unit}"]) for unit in range(7)])])
     assert error.value.names == {"layers.0"}
     assert (short.events, short.storages, short.ops) == before

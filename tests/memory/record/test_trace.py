@@ -111,8 +111,8 @@ def test_a_trace_comes_back_from_another_process_as_it_was() -> None:
     assert trace.ops
 
 
-def test_a_cpus_speed_is_not_modelled() -> None:
+def test_a_cpu_that_is_not_calibrated_has_no_seconds(own_cache: Path) -> None:
     trace = record()
     for ask in (lambda: trace.seconds, trace.schedule):
-        with pytest.raises(UserError, match="a trace for 'cpu' has no seconds: its speed is not modelled"):
+        with pytest.raises(UserError, match="a trace for 'cpu' has no seconds: measure them by `ckpt-ft calibrate`"):
             ask()

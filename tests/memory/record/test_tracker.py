@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -171,3 +173,16 @@ def test_an_error_in_a_module_leaves_no_trace_behind() -> None:
             model(torch.ones(1, 2))
         after = torch.ones(4)
     assert [s.module for s in tracker.trace().storages if s.nbytes == after.nbytes and s.op][-1] == ""
+
+
+def test_what_optimizers_hold_in_projectors_and_layer_by_layer_is_there_from_the_start() -> None:
+    """GaLore's and APOLLO's projectors are objects in the state; layerwise ones have an optimizer per parameter."""
+    model = nn.Linear(8, 8, bias=False)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    projector = SimpleNamespace(project=len, basis=torch.zeros(1000), pair=[torch.zeros(500)], rank=4)
+    own.state[model.weight] = {"step": 1, "projector": projector}
+    layerwise = SimpleNamespace(state={}, param_groups=[], optimizer_dict={model.weight: own})
+    for optimizer in (own, layerwise, SimpleNamespace(optimizer=layerwise, param_groups=[])):
+        with Tracker(model, optimizer) as tracker:
+            tracker.start_step()
+        assert tracker.trace().peak_allocated == 4 * (64 + 1000 + 500)

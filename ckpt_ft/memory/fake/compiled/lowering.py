@@ -7,6 +7,8 @@ measure on the card is assumed: matmuls are not padded (`pad_mm`) and no kernel 
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,11 +41,7 @@ _REFUSED = {
 
 @contextmanager
 def compiling(model: nn.Module, what: str) -> Iterator[None]:
-    """Compiles the model as accelerate does: "whole", "regional" (each of its repeated blocks), or "" for nothing.
-
-    Raises:
-        UserError: more blocks would be compiled one by one than dynamo does, before it runs the others eagerly.
-    """
+    """Compiles the model as accelerate does: "whole", "regional" (each of its repeated blocks), or "" for nothing."""
     before = {module: module._compiled_call_impl for module in model.modules()}
     if what == "whole":
         model.compile()
@@ -51,26 +49,11 @@ def compiling(model: nn.Module, what: str) -> Iterator[None]:
         from accelerate.utils.other import compile_regions_fsdp2
 
         compile_regions_fsdp2(model)
-    regions = [module for module in model.modules() if module._compiled_call_impl is not None]
-    limit = torch._dynamo.config.recompile_limit if what else 0
     try:
-        replaced = [region for region in regions if _has_replaced_parts(region)]
-        kinds = len(replaced) + len({type(region) for region in regions if region not in replaced})
-        if what and replaced and kinds > limit:  # all are calls of one function, Module._call_impl
-            raise UserError(
-                f"--compile regional: the policy replaces modules inside of the blocks, so each block is compiled by "
-                f"itself, and after {limit} kinds of modules torch.compile runs the others eagerly; take 'full', "
-                "'every:N' or 'save:'"
-            )
         yield
     finally:
         for module, compiled in before.items():
             module._compiled_call_impl = compiled
-
-
-def _has_replaced_parts(region: nn.Module) -> bool:
-    """Whether modules inside have a forward of their own, which dynamo takes for another one in each block."""
-    return any("forward" in vars(module) for module in region.modules() if module is not region)
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -142,8 +125,16 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
     lower, compile_all, lowering = compile_fx.compile_fx_inner, compile_fx.compile_fx, graph.GraphLowering
 
     def without_modes(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():  # a backward is lowered while it runs
-            return lower(*args, **kwargs)
+        try:
+            with _disable_current_modes():  # a backward is lowered while it runs
+                return lower(*args, **kwargs)
+        except UserError:
+            raise
+        except Exception as error:
+            half = "backward" if kwargs.get("is_backward") else "forward"
+            raise UserError(
+                f"torch.compile cannot lower a {half} graph of {type(model).__name__}: {one_line(error, 200)}"
+            ) from error
 
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
         patches = kwargs.get("config_patches") or {}
@@ -170,10 +161,12 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
         stack.callback(torch._dynamo.reset)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of torch about itself
+        stack.enter_context(_torch_logs_nothing())
         stack.enter_context(followed(model, tracker.context))
         stack.enter_context(config.patch(force_disable_caches=True, graph_partition=False, compile_threads=1))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-        stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, suppress_errors=False))
+        dynamo = {"automatic_dynamic_shapes": False, "suppress_errors": False, "fail_on_recompile_limit_hit": True}
+        stack.enter_context(torch._dynamo.config.patch(dynamo))
         stack.enter_context(patch.object(compile_fx, "compile_fx", compile_graph))
         stack.enter_context(patch.object(compile_fx, "get_input_idxs_to_check", lambda *args: ()))
         stack.enter_context(patch.object(compile_fx, "GraphLowering", lowered))
@@ -182,11 +175,30 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
             stack.enter_context(_card(gpu))
         try:
             yield lambda: _describe(made, tracker, dict(counters["graph_break"]))
+        except exc.FailOnRecompileLimitHit as error:
+            raise UserError(
+                f"torch.compile compiles {torch._dynamo.config.recompile_limit} versions of a function and runs the "
+                "others eagerly, and here it meets more (blocks of which a policy replaces inner modules are each "
+                "another one, for example); take 'full', 'every:N' or 'save:', or compile the whole model"
+            ) from error
         except exc.TorchDynamoException as error:
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, UserError):
                 raise inner from None
             raise UserError(f"torch.compile cannot compile {_frame(error, model)}: {one_line(inner, 200)}") from error
+
+
+@contextmanager
+def _torch_logs_nothing() -> Iterator[None]:
+    """torch.compile's log is about the run, and what stops a trace is raised; TORCH_LOGS keeps it."""
+    handle = logging.Logger.handle
+
+    def of_others(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if not logger.name.startswith("torch"):
+            handle(logger, record)
+
+    with patch.object(logging.Logger, "handle", handle if "TORCH_LOGS" in os.environ else of_others):
+        yield
 
 
 def _describe(made: list[CompiledGraph], tracker: Tracker, breaks: dict[str, int]) -> None:

@@ -1,0 +1,116 @@
+"""torchao's Float8Linear, whose three matrix products are in 8 bits, with the ops of torchao and without its package.
+
+accelerate converts a model so under `mixed_precision="fp8"` with torchao (`AORecipeKwargs`, utils/ao.py). Inputs and
+weights are saved for backward as they are, and each product casts its operands anew (torchao 0.18,
+float8/float8_linear.py and float8_ops.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_ft.errors import UserError
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_SMALLEST = 1e-12  # of a largest value (float8_utils.py: EPS)
+_MULTIPLE = 16  # `torch._scaled_mm` takes sizes that are multiples of it
+Cast = tuple[Tensor, Tensor]  # the values in 8 bits, and the scale that they were multiplied by
+
+
+def to_float8(model: nn.Module, recipe: str) -> None:
+    """Converts the linear layers of `model` in place as accelerate does: all but the first and the last.
+
+    Layers with sizes that are no multiples of 16 stay as they are, too.
+
+    Args:
+        recipe: "tensorwise" (one scale for a tensor) or "rowwise" (one for each row of an operand).
+
+    Raises:
+        UserError: no layer can be converted.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    taken = [m for m in layers[1:-1] if m.in_features % _MULTIPLE == m.out_features % _MULTIPLE == 0]
+    if not taken:
+        raise UserError(
+            f"mixed precision fp8: {type(model).__name__} has no linear layers to convert (of sizes that are "
+            f"multiples of {_MULTIPLE}, without the first and the last); take bf16"
+        )
+    for layer in taken:
+        layer.__class__ = RowwiseFloat8Linear if recipe == "rowwise" else Float8Linear
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer with one scale for each operand."""
+
+    rowwise = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            hidden = hidden.to(torch.get_autocast_dtype(kind))
+        out: Tensor = _Product.apply(hidden, self.weight.t(), self.rowwise)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class RowwiseFloat8Linear(Float8Linear):
+    """A linear layer with a scale for each row of the left operand and each column of the right one."""
+
+    rowwise = True
+
+
+class _Product(torch.autograd.Function):
+    """hidden (..., inputs) times weight (inputs, outputs); all gradients are computed, needed or not."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, rowwise: bool) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.rowwise = rowwise
+        left = cast(hidden.reshape(-1, hidden.shape[-1]), E4M3, -1 if rowwise else None)
+        out = product(left, cast(weight, E4M3, 0 if rowwise else None), hidden.dtype, fast=True)
+        return out.reshape(*hidden.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, weight = ctx.saved_tensors
+        first, last = (0, -1) if ctx.rowwise else (None, None)
+        flat, kind = gradient.reshape(-1, gradient.shape[-1]), E4M3 if ctx.rowwise else E5M2
+        data, scale = cast(weight, E4M3, last)
+        of_hidden = product(cast(flat, kind, last), (data.t(), scale.t() if ctx.rowwise else scale), gradient.dtype)
+        data, scale = cast(flat, kind, first)
+        right = cast(hidden.reshape(-1, hidden.shape[-1]), E4M3, first)
+        of_weight = product((data.t(), scale.t() if ctx.rowwise else scale), right, gradient.dtype)
+        return of_hidden.reshape(hidden.shape), of_weight.t(), None
+
+
+def cast(tensor: Tensor, dtype: torch.dtype, dim: int | None) -> Cast:
+    """The tensor in 8 bits. dim: the dimension that shares a scale, a power of two then; None for one scale."""
+    size, most = tensor.abs(), torch.finfo(dtype).max
+    largest = size.max() if dim is None else size.amax(dim, keepdim=True)
+    scale = (most / largest.to(torch.float64).clamp(min=_SMALLEST)).to(torch.float32)
+    if dim is not None:
+        scale = torch.exp2(torch.floor(torch.log2(scale)))
+    return (tensor.to(torch.float32) * scale).clamp(-most, most).to(dtype), scale
+
+
+def product(left: Cast, right: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """The matrix product of two casts in `dtype`: rows of the left operand and columns of the right one lie together.
+
+    fast: sums in fewer bits, and scales by rows within the kernel; otherwise rows are scaled afterwards.
+    """
+    (a, by_rows), (b, by_columns) = left, right
+    if short := -a.shape[1] % _MULTIPLE:
+        a, b = nn.functional.pad(a, (0, short)), nn.functional.pad(b, (0, 0, 0, short))
+    a = a if a.stride(1) == 1 else a.contiguous()
+    b = b if b.stride(0) == 1 else b.t().contiguous().t()
+    scales = by_rows.reciprocal(), by_columns.reciprocal()
+    after = scales[0] * scales[1] if by_rows.dim() and not fast else None
+    if after is not None:
+        scales = scales[0].new_ones(()), scales[1].new_ones(())
+    made = torch.bfloat16 if by_rows.dim() else dtype  # scaled rows are in no other
+    out = torch._scaled_mm(a, b, *scales, out_dtype=made, use_fast_accum=fast)
+    if after is not None:
+        out *= after
+    return out.to(dtype)

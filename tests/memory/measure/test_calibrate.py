@@ -1,0 +1,161 @@
+"""The card of this machine: what is measured, written and used."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_ft import trace_step
+from ckpt_ft.cli import app as cli
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.cost.kernels import STRIDED, WINDOW, device_seconds, kind_of
+from ckpt_ft.memory.gpus import GPU, Calibration, asked_gpu, calibrated, card_path, find_gpu, write_card
+from ckpt_ft.memory.measure import calibrate
+from ckpt_ft.memory.measure.report import MemoryReport, Prediction, RankMemory
+from ckpt_ft.memory.record.events import Op
+from ckpt_ft.memory.record.trace import StepTrace
+
+CARD = GPU("cpu (x86_64, 1 threads)", (0, 0), 1, 2**34, 0, 2e10, 5e10, 0, 5e10, 5e10, 0)
+MATMUL = (("matmul float32", ((1e-6, 8.0), (1e-4, 2.0))),)
+
+
+def trace() -> StepTrace:
+    """64 x 64 values through a layer of 64 x 64, forward alone: one product of 2**19 flops, and views."""
+    x = torch.zeros(64, 64)
+    return trace_step(nn.Linear(64, 64, bias=False), lambda model, _: model(x), device="cpu")
+
+
+def product(flops: int) -> Op:
+    return Op("aten.mm.default", flops, 0, "float32", "", "", 0)
+
+
+def test_measured_shares_correct_the_predicted_seconds() -> None:
+    card = replace(CARD, calibration=Calibration("2026-11-23", curves=MATMUL))
+    assert device_seconds(product(50_000), card) == pytest.approx(8e-6)
+    assert device_seconds(product(500_000), card) == pytest.approx(4e-5)  # half way between, in logarithms
+    assert device_seconds(product(500_000_000), card) == pytest.approx(2e-2)
+    assert device_seconds(product(50), card) == pytest.approx(8e-6)  # as long as the shortest that was measured
+    assert device_seconds(product(500_000), CARD) == pytest.approx(1e-5)
+
+
+def test_a_step_on_the_cpu_has_the_seconds_of_its_ops_and_of_the_host(own_cache: Path) -> None:
+    write_card(replace(CARD, calibration=Calibration("2026-11-23", per_op=1e-3, curves=MATMUL)))
+    found = trace()
+    ops = [op for op in found.ops if op.at >= found.start]
+    (matmul,) = (op for op in ops if op.flops)
+    assert matmul.flops == 2 * 64**3
+    share = 8.0 * (2.0 / 8.0) ** (torch.tensor(2 * 64**3 / 5e10 / 1e-6).log10().item() / 2)
+    assert found.seconds == pytest.approx(len(ops) * 1e-3 + 2 * 64**3 / 5e10 * share)
+
+
+def test_attention_on_the_cpu_has_flops() -> None:
+    x = torch.zeros(1, 2, 16, 8)
+    found = trace_step(
+        nn.Linear(8, 8), lambda model, _: nn.functional.scaled_dot_product_attention(*[model(x)] * 3).sum().backward(),
+        device="cpu",
+    )  # fmt: skip
+    flops = [op.flops for op in found.ops if op.at >= found.start and "attention" in op.name]
+    assert flops == [4 * 2 * 16 * 16 * 8, 10 * 2 * 16 * 16 * 8]
+
+
+def test_kinds() -> None:
+    kinds = {
+        ("aten.addmm.default", ()): "matmul",
+        ("aten.convolution.default", (4, 100, 8, 9, 0, 0)): "grouped",
+        ("aten.convolution_backward.default", (9, WINDOW)): "depthwise backward",
+        ("aten.native_batch_norm.default", ()): "batch norm",
+        ("aten.native_layer_norm_backward.default", (1, 2)): "norm backward",
+        ("aten.add.Tensor", (9, STRIDED)): "strided",
+        ("aten._scaled_dot_product_flash_attention_for_cpu.default", (1, 2, 3, 4)): "attention",
+        ("aten.relu.default", ()): "pointwise",
+    }
+    assert {key: kind_of(*key) for key in kinds} == kinds
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operator of each dtype, and no Llama."""
+
+    def one(cases: calibrate._Cases) -> Iterator[calibrate.Make]:
+        yield lambda: cases.product(64, 64, 64)
+
+    monkeypatch.setattr(calibrate._Cases, "__iter__", one)
+    monkeypatch.setattr(calibrate, "_per_op", lambda *given: 2e-6)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_card_is_written_listed_and_the_default(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="--device here: this machine's card is not known yet"):
+        asked_gpu("here")
+    assert asked_gpu("") is find_gpu("a100-80gb")
+    run(monkeypatch, "calibrate")
+    card = calibrated("cpu")
+    assert card is not None
+    assert card.calibration is not None
+    assert [name for name, _ in card.calibration.curves] == ["matmul float32", "matmul bfloat16"]
+    assert card.calibration.per_op == 2e-6
+    assert asked_gpu("here") is asked_gpu("") is None  # the CPU
+    assert 1e-6 < trace().seconds < 1
+    capsys.readouterr()
+    run(monkeypatch, "gpus", "cpu")
+    assert f"calibrated on {card.calibration.date}" in capsys.readouterr().out
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64}))
+    run(monkeypatch, "estimate", str(config), "--device", "here", "--seq-length", "16", "--json")
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["device"] == "cpu"
+    assert answer["seconds"] > 1e-5
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_that_is_stopped_leaves_no_file(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "_copies", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate.calibrate()
+    assert not list(own_cache.rglob("*.json"))
+
+
+def report(seconds: float | None, device: str = "cpu") -> MemoryReport:
+    predicted = Prediction(device, 1, {}, seconds=0.2)
+    return MemoryReport({}, [RankMemory(0, device, 20, 3, {}, seconds=seconds, predicted=predicted)])
+
+
+def test_a_run_corrects_the_card(own_cache: Path) -> None:
+    card = calibrate.from_report(report(0.3, "h100"))
+    assert card.calibration is not None
+    assert card.calibration.pace == pytest.approx(1.5)
+    with pytest.raises(UserError, match="run `ckpt-ft calibrate`"):
+        calibrate.from_report(report(0.3))
+    write_card(replace(CARD, calibration=Calibration("2026-11-23", per_op=1e-3)))
+    before = trace().seconds
+    write_card(calibrate.from_report(report(0.3)))
+    assert trace().seconds == pytest.approx(1.5 * before)
+    with pytest.raises(UserError, match="no pair of measured and predicted seconds"):
+        calibrate.from_report(report(None))
+
+
+def test_a_file_that_is_no_card(own_cache: Path) -> None:
+    path = card_path("cpu")
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(UserError, match="not a card of `ckpt-ft calibrate`; delete it or repeat that"):
+        trace().seconds  # noqa: B018

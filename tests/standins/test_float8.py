@@ -1,0 +1,92 @@
+"""Linear layers with 8-bit matrix products: torchao's numbers, what a trace sees of them, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_ft import trace_step
+from ckpt_ft.errors import UserError
+from ckpt_ft.spec.launch import Launch, accelerate_config, read_launch
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.standins.float8 import E4M3, cast, to_float8
+from ckpt_ft.workloads.load import load
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in ((64, 64), (64, 128), (128, 64), (64, 24), (24, 64), (64, 8))))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_products_are_those_of_the_rounded_operands(recipe: str) -> None:
+    model = layers().bfloat16()
+    plain = copy.deepcopy(model)
+    to_float8(model, recipe)
+    kinds = [type(layer) is nn.Linear for layer in model]
+    assert kinds == [True, False, False, True, True, True]  # the first, those with 24 outputs or inputs, and the last
+    assert list(model.state_dict()) == list(plain.state_dict())
+    hidden = torch.randn(3, 8, 64, dtype=torch.bfloat16)
+    dim = -1 if recipe == "rowwise" else None
+    (a, of_a), (b, of_b) = cast(hidden.reshape(24, 64), E4M3, dim), cast(model[1].weight, E4M3, dim)
+    expected = (a.float() / of_a) @ (b.float() / of_b).t() + model[1].bias.float()
+    torch.testing.assert_close(model[1](hidden).float().reshape(24, 128), expected, rtol=0.02, atol=0.02)
+    for each in (model, plain):
+        each(hidden).pow(2).mean().backward()
+    for rounded, exact in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (rounded.grad - exact.grad).norm() < 0.1 * exact.grad.norm()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own imports
+def test_three_products_in_8_bits_and_operands_saved_as_they_are() -> None:
+    def step(model: nn.Module, optimizer: object) -> None:
+        model(torch.empty(4096, 1024, dtype=torch.bfloat16)).sum().backward()
+
+    traces = []
+    for converted, compiled in ((False, False), (True, False), (True, True)):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3))).bfloat16()
+        if converted:
+            to_float8(model, "tensorwise")
+        if compiled:
+            model.compile()
+        traces.append(trace_step(model, step, device="h100", warmup_steps=0))
+    plain, eager, compiled = traces
+    for trace in (eager, compiled):
+        products = [op for op in trace.ops if op.name == "aten._scaled_mm.default"]
+        assert len(products) == 3
+        assert {op.flops for op in products} == {2 * 4096 * 1024**2}
+        assert {op.dtype for op in products} == {"float8_e4m3fn", "float8_e5m2"}
+        assert trace.peaks["forward"] > plain.peaks["forward"] - 2**20  # nothing is kept in 8 bits
+    assert compiled.seconds < eager.seconds  # casts are fused
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"device": "a100-80gb"}, r"fp8 on a100-80gb \(compute capability 8.0\): it needs compute capability 8.9"),
+        ({"device": "cpu"}, "fp8 on the CPU: it needs compute capability 8.9"),
+        ({"device": "h100", "load_in_4bit": True, "lora_r": 8}, "mixed precision fp8 and 4-bit weights"),
+        ({"device": "h100", "launch": Launch("zero2", 2)}, "mixed precision fp8 and zero2"),
+        ({"device": "h100", "mixed_precision": "bf16", "fp8_recipe": "rowwise"}, "give --mixed-precision fp8 too"),
+    ],
+)
+def test_where_there_are_no_such_products(given: dict[str, object], says: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}))
+    with pytest.raises(UserError, match=says):
+        load(TrainingSpec.of(str(path), **{"mixed_precision": "fp8", **given}))
+
+
+def test_a_launch_in_8_bits_names_torchao(tmp_path: Path) -> None:
+    path = tmp_path / "launch.yaml"
+    path.write_text(accelerate_config(Launch("fsdp2", 2, mixed_precision="fp8")))
+    assert read_launch(str(path))[0].mixed_precision == "fp8"
+    path.write_text(path.read_text().replace("backend: AO", "backend: TE"))
+    with pytest.raises(UserError, match="FP8 of TransformerEngine and MS-AMP is not predicted; set it to AO"):
+        read_launch(str(path))
