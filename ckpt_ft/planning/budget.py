@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ckpt_ft.workloads.workload import Workload
 
 TARGETS = ("throughput", "memory", "effective_batch")
-# The speed of CPUs is not modelled. These round figures (100 GFLOP/s, 10 GB/s, free launches) only rank policies by
-# the arithmetic and memory traffic that they add.
+# The speed of a CPU is known after `ckpt-ft calibrate` alone. These round figures (100 GFLOP/s, 10 GB/s, free
+# launches) only rank policies by the arithmetic and memory traffic that they add.
 NOMINAL_CPU = GPU("cpu", (8, 0), 1, 64 * GIB, 0, 10e9, 1e11, 0, 1e11, 1e11, 0, 1.0, 1.0, 1.0)
 _NOMINAL_HOST = Host(per_op=5e-6, per_launch=0.0)
 
@@ -40,6 +40,7 @@ class Candidate:
         accumulation: micro-batches of a step.
         launch: the processes, each with its own micro-batch; None for one process.
         bound: what limits the speed of the step: "compute", "host", "network" or "copies"; "" on "cpu".
+        host: peak bytes in host memory.
     """
 
     policy: str
@@ -50,6 +51,7 @@ class Candidate:
     accumulation: Count = 1
     launch: Launch | None = None
     bound: str = ""
+    host: Bytes = 0
 
     @property
     def samples_per_second(self) -> float:
@@ -63,18 +65,18 @@ class Candidate:
     ) -> Candidate:
         """The candidate of a trace. peaks: bytes allocated and reserved if known; else the trace is replayed."""
         peak, reserved = peaks or (trace.peak_allocated, trace.peak_reserved)
-        bound = "" if trace.device == "cpu" else trace.seconds_parts.bound
-        return cls(policy, batch, peak, reserved, seconds(trace), accumulation, trace.launch, bound)
+        bound = trace.seconds_parts.bound if trace.timed else ""
+        return cls(policy, batch, peak, reserved, seconds(trace), accumulation, trace.launch, bound, trace.peak_host)
 
 
 def seconds(trace: StepTrace) -> float:
-    """Predicted seconds of the measured step; nominal on "cpu"."""
-    return trace.seconds_on(NOMINAL_CPU, _NOMINAL_HOST).total if trace.device == "cpu" else trace.seconds
+    """Predicted seconds of the measured step; nominal on a CPU that was not calibrated."""
+    return trace.seconds if trace.timed else trace.seconds_on(NOMINAL_CPU, _NOMINAL_HOST).total
 
 
 def spans(trace: StepTrace) -> Iterator[Span]:
-    """The predicted time span of each op of the measured step; nominal on "cpu"."""
-    return trace.schedule_on(NOMINAL_CPU, _NOMINAL_HOST) if trace.device == "cpu" else trace.schedule()
+    """The predicted time span of each op of the measured step; nominal on a CPU that was not calibrated."""
+    return trace.schedule() if trace.timed else trace.schedule_on(NOMINAL_CPU, _NOMINAL_HOST)
 
 
 def better(target: str) -> Callable[[Candidate], tuple[float, ...]]:
@@ -113,12 +115,14 @@ class MemoryBudget:
 
     Attributes:
         share: the margin as a share of the budget, 0 if it is an amount. A larger budget has a larger such margin.
+        host: bytes of host memory that each process may take; None without a limit.
     """
 
     budget: Bytes
     context: Bytes = 0
     margin: Bytes = 0
     share: Annotated[float, Ge(0), Lt(1)] = 0.0
+    host: Bytes | None = None
 
     @property
     def limit(self) -> int:
@@ -126,10 +130,13 @@ class MemoryBudget:
         return self.budget - self.context - self.margin
 
     def fits(self, candidate: Candidate) -> bool:
-        return candidate.reserved <= self.limit
+        return candidate.reserved <= self.limit and self.host_holds(candidate.host)
 
     def holds(self, trace: StepTrace) -> bool:
-        return trace.peak_reserved <= self.limit
+        return trace.peak_reserved <= self.limit and self.host_holds(trace.peak_host)
+
+    def host_holds(self, nbytes: int) -> bool:
+        return self.host is None or nbytes <= self.host
 
     def needs(self, candidate: Candidate) -> int:
         """The smallest budget in which `candidate` fits, with the same context and the same margin or share."""

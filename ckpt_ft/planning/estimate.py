@@ -31,7 +31,7 @@ from ckpt_ft.planning.batch_size import largest_in_room
 from ckpt_ft.planning.budget import LESS, Candidate, MemoryBudget, seconds
 from ckpt_ft.planning.estimates import Estimates
 from ckpt_ft.planning.results import Estimate, Fix, Suggestion, Suggestions
-from ckpt_ft.planning.search import blocks_of, with_term
+from ckpt_ft.planning.search import blocks_of, fewest_swapped, with_term
 from ckpt_ft.planning.tracing import Traced, Tracer, trace_policies
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for, recipe_command
@@ -81,13 +81,14 @@ def traced_estimate(
     trace = replace(trace, notes=[*applied.notes, *trace.notes, *_slow(spec, gpu)])
     found = _estimate(workload, applied.policy, spec.data.batch_size, trace, capacity)
     phases = workload.trace_phases(spec.data.batch_size)
-    found = _with_phases(replace(found, command=_command(spec, workload)), phases)
+    found = replace(found, command=_command(spec, workload), host_capacity=spec.host.host_memory)
+    found = _with_phases(found, phases)
     highest = max([trace, *phases.values()], key=lambda trace: trace.peak_allocated)
-    misfits = found.headroom is not None and found.headroom < 0
+    misfits = any(left is not None and left < 0 for left in (found.headroom, found.host_headroom))
     if not (suggests and misfits and highest is trace) or capacity is None:
         return found, highest
-    report("looking for what would fit")
-    room = MemoryBudget(capacity, found.context)
+    report(f"does not fit by {format_bytes(-(found.headroom or 0))}; looking for what would fit")
+    room = MemoryBudget(capacity, found.context, host=spec.host.host_memory)
     rebuild = partial(load, device=gpu or "cpu")
     answer = suggest(rebuild, spec, found.policy, spec.data.batch_size, trace, room)
     return replace(found, answer=answer), trace
@@ -124,7 +125,7 @@ def _with_phases(found: Estimate, phases: Mapping[str, StepTrace]) -> Estimate:
 
 def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTrace, capacity: int | None) -> Estimate:
     gpu: GPU | None = gpu_of(workload.device)
-    parts = trace.seconds_parts if gpu else None
+    parts = trace.seconds_parts if trace.timed else None
     return Estimate(
         model=workload.name,
         policy=str(policy),
@@ -137,7 +138,7 @@ def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTr
         peaks=trace.peaks,
         at_peak=trace.at_peak,
         holders=trace.grouped_holders(_HOLDERS),
-        seconds=trace.seconds if gpu else None,
+        seconds=parts.total if parts else None,
         seconds_parts=parts.parts if parts else {},
         bound=parts.bound if parts else "",
         capacity=capacity,
@@ -201,6 +202,8 @@ def suggest(
             rungs.append(misfit.suggestion(leaner, changes))
         elif leaner is not None:
             needed = min(needed, leaner.peak_reserved)
+    for name, trace in _swapped(workload, leanest, room):
+        rungs.append(misfit.suggestion(trace, {"policy": name, "batch_size": 1}))
     return Suggestions(rungs, 0 if rungs else room.context + room.margin + needed)
 
 
@@ -232,6 +235,19 @@ def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str
     for name, trace in zip(names, trace_policies(workload, names, workload.step(batch)), strict=True):
         if isinstance(trace, StepTrace):
             yield name, trace
+
+
+def _swapped(workload: Workload, policy: str, room: MemoryBudget) -> Iterator[tuple[str, StepTrace]]:
+    """`policy` with as few blocks swapped as a batch of 1 needs, and its trace; nothing if none will do."""
+    traces: dict[int, StepTrace] = {}
+
+    def reserved(blocks: int) -> int:
+        traces[blocks] = _trace_alone(workload, with_term(policy, f"swap:{blocks}"), 1)
+        return traces[blocks].peak_reserved
+
+    blocks = 0 if Policy.parse(policy).swap else fewest_swapped(reserved, workload, room.limit)
+    if blocks and room.holds(traces[blocks]):
+        yield with_term(policy, f"swap:{blocks}"), traces[blocks]
 
 
 def _trace_alone(workload: Workload, policy: str, batch: int) -> StepTrace:

@@ -170,6 +170,9 @@ def _op_keys(o: Op) -> tuple[Hashable, Hashable]:
     return (o.name, o.module, *figures), (o.name, *figures)
 
 
+# Policies that a plan of a compiled step leaves out. Inductor fuses what `pointwise` rebuilds, the next two do nothing
+# in a compiled region, each block with replaced modules is compiled by itself, and `swap` was not tried with it.
+_IDLE_COMPILED = ("pointwise", "head", "offload", "modules:", "swap")
 _SHOWN = 4  # number of listed candidates that do not fit
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
 
@@ -180,6 +183,7 @@ class Estimates:
 
     Attributes:
         batch: the only batch size to look at; None for all sizes up to `most`.
+        tolerance: share of the largest batch that a search may miss, so that it ends after fewer traces.
         anchors: the trace of each policy at `batch`, or at `LOW`.
         rejected: policies that do not suit this model, each with the reason.
         scaled: candidates that were estimated from an anchor instead of traced.
@@ -192,6 +196,7 @@ class Estimates:
     target: str = "throughput"
     batch: int | None = None
     most: int = 1024
+    tolerance: float = 0.0
     growth: Growth = field(default_factory=lambda: Growth(LOW, HIGH))
     anchors: dict[str, StepTrace] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
@@ -203,8 +208,8 @@ class Estimates:
 
     def trace_candidates(self, policies: Iterable[str]) -> None:
         """Trace the anchors of `policies`, and a second point of policies whose growth with the batch is unknown."""
-        if self.tracer.workload.compile:  # Inductor fuses what `pointwise` rebuilds
-            policies = [policy for policy in policies if "pointwise" not in policy]
+        if self.tracer.workload.compile:
+            policies = [policy for policy in policies if not any(term in policy for term in _IDLE_COMPILED)]
         fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
         at = self.batch or LOW
         extra: list[tuple[str, int]] = []
@@ -349,7 +354,10 @@ class Estimates:
                 policy, batch, lambda n: round(self.scaled_reserved(policy, n) * ratio), known, ratio
             )
             if batch and (policy, batch) not in self.tracer.traced:
-                return batch
+                fits = max((at for at in batches if known[at] <= self.room.limit), default=0)
+                if batch > fits * (1 + self.tolerance):
+                    return batch
+                batch = fits
         candidate = self.estimate(policy, max(batch, 1))
         self.bests[policy] = candidate if self.room.fits(candidate) else None
         return None

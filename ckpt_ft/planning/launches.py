@@ -18,7 +18,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.workload import MIXED_PRECISION
 
-from .budget import Candidate, MemoryBudget, better
+from .budget import Candidate, MemoryBudget, better, limited_by_phases
 from .estimates import LOW, Estimates
 from .search import ends, pick_first, search, timed, trace_final_batches
 from .tracing import Tracer, trace_all
@@ -42,16 +42,19 @@ def apart(launches: Sequence[Launch]) -> tuple[list[Launch], list[Launch]]:
 
 
 def search_shared(
-    tracer: Tracer, launches: Sequence[Launch], room: MemoryBudget, target: str, batch: int | None, most: int
-) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:
+    tracer: Tracer, launches: Sequence[Launch], room: MemoryBudget, target: str, batch: int | None, most: int,
+    tolerance: float = 0.0,
+) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:  # fmt: skip
     """The candidates under each of `launches`, which share sequences, and those that do not suit the model.
 
     Few policies are looked at: what such sequences need is known.
     """
     found, rejected = [], {}
     for launch in launches:
-        estimates = Estimates(tracer.under(launch), room, target, batch, most)
         try:
+            beside = tracer.under(launch)
+            limit = limited_by_phases(beside.workload, room, most, batch)
+            estimates = Estimates(beside, room, target, batch, limit, tolerance)
             estimates.trace_candidates(OF_LONG)
             trace_final_batches([(estimates, candidate) for candidate in estimates.candidates()])
             found.append((estimates, sorted(estimates.candidates(), key=better(target), reverse=True)))
@@ -159,23 +162,30 @@ class Launches:
 
     def __init__(
         self, tracer: Tracer, launches: Sequence[Launch], rooms: tuple[MemoryBudget, MemoryBudget], target: str,
-        batch: int | None, most: int,
+        batch: int | None, most: int, tolerance: float = 0.0,
     ) -> None:  # fmt: skip
         room, alone = rooms
-        self.more = target, batch, most
+        self.more = target, batch, most, tolerance
         self.room, self.key = room, better(target)
         self.alone = Estimates(tracer, alone, *self.more)
-        self.under = [self._under(launch) for launch in launches]
+        self.under: list[Estimates] = []
         self.rejected: dict[str, str] = {}
+        for launch in launches:
+            try:
+                self.under.append(self._under(launch))
+            except UserError as error:  # a phase does not fit
+                self.rejected[str(launch)] = str(error)
+        if not self.under:
+            raise UserError("; ".join(self.rejected.values()))
         self.first: list[str] = []  # policies that were traced first
 
     def _under(self, launch: Launch) -> Estimates:
-        tracer = self.alone.tracer.under(launch)
-        if (
-            launch.stage or launch.ranks_of_a_sample > 1
-        ):  # DeepSpeed changes the precision: estimates of one process do not apply
-            return Estimates(tracer, self.room, *self.more)
-        return Launched(tracer, self.room, *self.more, alone=self.alone)
+        tracer, (target, batch, most, tolerance) = self.alone.tracer.under(launch), self.more
+        more = target, batch, limited_by_phases(tracer.workload, self.room, most, batch), tolerance
+        # DeepSpeed changes the precision: estimates of one process do not apply
+        if launch.stage or launch.ranks_of_a_sample > 1:
+            return Estimates(tracer, self.room, *more)
+        return Launched(tracer, self.room, *more, alone=self.alone)
 
     def search(self, policies: list[str] | None = None) -> list[Candidate]:
         """Candidates, best first, each traced: several of the best launch, and the best one of every other launch.

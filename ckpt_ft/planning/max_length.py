@@ -7,8 +7,9 @@ tokens long. So `by_length` turns a workload into one of pieces, and the estimat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
@@ -18,10 +19,10 @@ from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import MOST
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import Bytes, Count
-from ckpt_ft.workloads.workload import Workload, or_loop
+from ckpt_ft.workloads.workload import Step, Workload, or_loop
 
 from .batch_size import Trial, find_max_batch_size
-from .budget import Candidate, MemoryBudget, better, memory_budget
+from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
 from .estimates import HIGH, Estimates
 from .launches import Launches, apart, search_shared
 from .plan import searching
@@ -32,6 +33,7 @@ GRANULARITY = 256  # tokens
 LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "full,head,offload,tile:16")
 LEAN = LADDER[3:]  # what is tried on several GPUs
 _TARGET = "effective_batch"
+_TOLERANCE = 0.01  # reserved bytes do not grow evenly with the length: within it, a longer one may or may not fit
 
 
 @dataclass(frozen=True)
@@ -166,15 +168,16 @@ def predict_max_length(
         if launches:
             alone = memory_budget(budget, gpu, margin)
             own, sharing = apart(launches)
-            several = Launches(tracer, own, (room, alone), _TARGET, None, most_pieces)
+            several = Launches(tracer, own, (room, alone), _TARGET, None, most_pieces, _TOLERANCE)
             candidates = several.search(policies)
             estimates = several.of(candidates[0].launch) if candidates else several.leanest()
-            shared, refused = search_shared(tracer, sharing, room, _TARGET, None, most_pieces)
+            shared, refused = search_shared(tracer, sharing, room, _TARGET, None, most_pieces, _TOLERANCE)
             rejected = {**estimates.rejected, **several.rejected, **refused}
             candidates = sorted([*candidates, *(one for _, each in shared for one in each)], key=better(_TARGET))[::-1]
             estimates = next((each for each, own in shared if candidates[:1] == own[:1] != []), estimates)
         else:
-            estimates = Estimates(tracer, room, _TARGET, most=most_pieces)
+            most_pieces = limited_by_phases(pieces, room, most_pieces)
+            estimates = Estimates(tracer, room, _TARGET, most=most_pieces, tolerance=_TOLERANCE)
             candidates, rejected = _settled(estimates, policies), estimates.rejected
         if not estimates.anchors:
             raise UserError("no policy suits the model: " + "; ".join(rejected.values()))
@@ -211,7 +214,17 @@ def by_length(workload: Workload, batch_size: int, most: int = MOST) -> tuple[Wo
     """
     granularity = GRANULARITY if most >= HIGH * GRANULARITY else max(most // (HIGH + 1), 1)
     make_batch, loop, rows_differ = workload.make_batch, workload.loop, workload.lengths is not None
-    pieces = replace(workload, make_batch=lambda pieces, _: make_batch(batch_size, pieces * granularity), lengths=None)
+
+    def beside(phase: Callable[[Workload, int], Step], workload: Workload, pieces: int) -> Step:
+        of_rows = replace(workload, make_batch=lambda samples, _: make_batch(samples, pieces * granularity))
+        return phase(of_rows, batch_size)
+
+    pieces = replace(
+        workload,
+        make_batch=lambda pieces, _: make_batch(batch_size, pieces * granularity),
+        lengths=None,
+        phases={name: partial(beside, phase) for name, phase in workload.phases.items()},
+    )
     if loop is not None:
         step = loop  # of one's own: its argument is a number of tokens unless rows of several lengths were described
 

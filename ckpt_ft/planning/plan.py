@@ -52,6 +52,7 @@ class PlanRequest:
     margin: str | float | None = None
     policies: list[str] | None = None
     launches: tuple[Launch, ...] = ()
+    host_memory: int | None = None
 
     def __post_init__(self) -> None:
         better(self.target)
@@ -81,6 +82,7 @@ def plan(
     jobs: int = 1,
     report: Report | None = None,
     launches: Sequence[Launch] = (),
+    host_memory: int | None = None,
 ) -> Plan:
     """The policies and batch sizes that fit a budget, best first.
 
@@ -102,13 +104,15 @@ def plan(
         report: called with a line before each trace.
         launches: launches to choose from, in place of the workload's own; all on the same number of GPUs (see
             `launches_on`).
+        host_memory: bytes of host memory that each process may take. With it, policies with `swap` are looked at, too;
+            without it, only if nothing else fits.
 
     Raises:
         UserError: the budget is larger than the device, or smaller than any policy needs; the message has the
             smallest budget that works.
         Stopped: Ctrl-C, a KeyboardInterrupt with the best plan so far; not with `launches`.
     """
-    asked = PlanRequest(budget, batch_size, max_batch_size, target, margin, policies, tuple(launches))
+    asked = PlanRequest(budget, batch_size, max_batch_size, target, margin, policies, tuple(launches), host_memory)
     with searching(replace(workload, launch=None) if launches else workload, jobs, report) as tracer:
         return planned(tracer, asked)[0]
 
@@ -129,6 +133,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
     workload = tracer.workload
     gpu = gpu_of(workload.device)
     room = memory_budget(asked.budget, gpu, asked.margin, asked.launches[0] if asked.launches else workload.launch)
+    room = replace(room, host=asked.host_memory)
     limits = asked.target, asked.batch_size, asked.max_batch_size
     fewest = None
     if asked.launches:
@@ -271,6 +276,7 @@ def budget_sweep(
         for i, nbytes in enumerate(budgets, 1):
             say(f"planning for {format_bytes(nbytes)}, {i} of {len(budgets)} other budgets")
             room = memory_budget(nbytes, gpu_of(workload.device), request.margin, workload.launch)
+            room = replace(room, host=request.host_memory)
             found = search(replace(estimates, room=room, anchors={}, rejected={}, bests={}), request.chosen)
             if found:
                 points.append(SweepPoint(room, found))

@@ -20,6 +20,7 @@ from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
 from ckpt_ft.export.plots import draw_plan
 from ckpt_ft.files import cache_root
+from ckpt_ft.memory.gpus import calibrated
 from ckpt_ft.planning.budget import Candidate, MemoryBudget, better, frontier
 from ckpt_ft.policy import Policy
 from ckpt_ft.tables import DASH, Table, markdown_table
@@ -168,6 +169,7 @@ class Estimate:
         holders: the largest holders of the peak, in descending order.
         peak_host: bytes in host memory of each process at most: what is offloaded, without the process itself.
         at_host_peak: these bytes by category.
+        host_capacity: bytes of host memory that each process may take, None without a limit.
         seconds: time of the step; None for a CPU, whose speed is not modelled.
         seconds_parts: the step's time by part.
         bound: what limits the step's speed.
@@ -200,6 +202,12 @@ class Estimate:
     command: str = ""
     peak_host: Bytes = 0
     at_host_peak: dict[str, Bytes] = field(default_factory=dict)
+    host_capacity: Bytes | None = None
+
+    @property
+    def host_headroom(self) -> int | None:
+        """Bytes left of the host memory that each process may take; negative if the step does not fit there."""
+        return None if self.host_capacity is None else self.host_capacity - self.peak_host
 
     @property
     def headroom(self) -> int | None:
@@ -303,7 +311,7 @@ class Plan:
     @property
     def speed(self) -> str:
         """The unit of the speeds, which are nominal on "cpu"."""
-        return "samples/s" if self.device != "cpu" else "nominal samples/s"
+        return "nominal samples/s" if self.device == "cpu" and calibrated("cpu") is None else "samples/s"
 
     @property
     def candidates_table(self) -> Table:
@@ -322,16 +330,19 @@ class Plan:
             )
             for candidate in shown
         ]
-        header = ("policy", "batch", "peak allocated", "reserved", "s/step", self.speed, "bound by", "")
+        header = ["policy", "batch", "peak allocated", "reserved", "s/step", self.speed, "bound by", ""]
+        if any(candidate.host for candidate in shown):
+            header.insert(-1, "host memory")
+            rows = [(*row[:-1], format_bytes(c.host), row[-1]) for c, row in zip(shown, rows, strict=True)]
         if any(candidate.launch for candidate in self.candidates):
             rows = [(c.launch.sharing if c.launch else "", *row) for c, row in zip(shown, rows, strict=True)]
             gpus = self.best.launch.processes if self.best.launch else 1
             title = f"{self.model} on {gpus} x {self.device}: bytes and samples of each GPU"
-            return Table(title, ("launch", *header), rows, text=(0, 1, 7, 8))
-        return Table(f"{self.model} on {self.device}", header, rows, text=(0, 6, 7))
+            return Table(title, ("launch", *header), rows, text=(0, 1, 7, len(header)))
+        return Table(f"{self.model} on {self.device}", tuple(header), rows, text=(0, 6, len(header) - 1))
 
     def _mark(self, candidate: Candidate, edge: list[Candidate]) -> str:
-        if candidate.reserved > self.room.limit:
+        if not self.room.fits(candidate):
             return "does not fit"
         return "pick" if candidate == self.best else "frontier" if candidate in edge else ""
 

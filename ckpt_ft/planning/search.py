@@ -5,22 +5,25 @@
 2. All other policies that suit the model, with `head` if it helps, and `offload` of the leanest policy.
 3. Splits: the first K blocks under `full`, the other blocks under nothing or `pointwise`. Bytes and seconds are taken
    to be linear between the values of K that were traced. The best K is traced next, until it was traced already.
-4. Candidates that will be shown are traced alone at their own batch sizes. If the trace differs from the estimate, the
+4. If nothing fits, or host memory is given, `swap:N` of the leanest policy: the fewest blocks that do, and more.
+5. Candidates that will be shown are traced alone at their own batch sizes. If the trace differs from the estimate, the
    estimate is corrected by the ratio, and the batch size that follows is traced, until it was traced already.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
 from ckpt_ft.checkpointing.blocks import Blocks, find_blocks
+from ckpt_ft.checkpointing.swap import swappable
 from ckpt_ft.checkpointing.towers import find_towers
 from ckpt_ft.errors import UserError
-from ckpt_ft.policy import Policy
+from ckpt_ft.policy import LEAST_SWAPPED, Policy
+from ckpt_ft.workloads.workload import Workload
 
 from .budget import Candidate, better, frontier, seconds
 from .estimates import LOW, Estimates
@@ -73,7 +76,7 @@ def _by_tower(model: nn.Module, blocks: Blocks) -> list[str]:
 
 
 def with_term(policy: str, term: str) -> str:
-    """Returns `policy` with `term` ("head" or "offload"), in canonical form."""
+    """Returns `policy` with `term` ("head", "offload" or "swap:8"), in canonical form."""
     return str(Policy.parse(term if policy == "none" else f"{policy},{term}"))
 
 
@@ -214,6 +217,49 @@ def _explore(estimates: Estimates) -> None:
         estimates.trace_candidates(without_term(policy, "head") for policy in leaders)
     estimates.trace_candidates([with_term(estimates.leanest().policy, "offload")])
     _split(estimates, head)
+    if estimates.room.host is not None or not estimates.candidates():
+        _swap(estimates)
+
+
+def blocks_to_swap(workload: Workload) -> tuple[int, int]:
+    """How many blocks can have their weights in host memory, and the mean bytes of one's.
+
+    (0, 1) if they are too few for `swap`, if the launch places the weights, or if the model is on a GPU, where a plan
+    must not move the weights of a run.
+    """
+    sharded = workload.launch is not None and workload.launch.strategy != "ddp"
+    if sharded or workload.compile or any(p.is_cuda for p in workload.model.parameters()):
+        return 0, 1
+    able = swappable(workload.model, blocks_of(workload.model).blocks).values()
+    nbytes = sum(workload.model.get_parameter(name).nbytes for names in able for name in names)
+    return (len(able), nbytes // len(able)) if len(able) >= LEAST_SWAPPED else (0, 1)
+
+
+def fewest_swapped(reserved: Callable[[int], int], workload: Workload, limit: int) -> int:
+    """The smallest N of `swap:N` under which at most `limit` bytes are reserved; 0 if not even all blocks suffice."""
+    count, each = blocks_to_swap(workload)
+    needed = reserved(count) if count else limit + 1
+    if needed > limit:
+        return 0
+    blocks = max(count - (limit - needed) // each, LEAST_SWAPPED)
+    while blocks < count and (needed := reserved(blocks)) > limit:
+        blocks = min(blocks + math.ceil((needed - limit) / each), count)
+    return blocks
+
+
+def _swap(estimates: Estimates) -> None:
+    """The leanest policy with as few blocks swapped as one sample needs, with all, and with half of the others."""
+    workload, at = estimates.tracer.workload, estimates.batch or 1
+    base = without_term(estimates.leanest().policy, "offload")
+
+    def reserved(blocks: int) -> int:
+        policy = with_term(base, f"swap:{blocks}")
+        estimates.trace_candidates([policy])
+        return estimates.reserved(policy, at) if policy in estimates.anchors else 2**62
+
+    if fewest := fewest_swapped(reserved, workload, estimates.room.limit):
+        half = (blocks_to_swap(workload)[0] + fewest) // 2
+        estimates.trace_candidates([with_term(base, f"swap:{half}")])
 
 
 def _split(estimates: Estimates, head: bool) -> None:

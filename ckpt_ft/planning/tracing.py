@@ -22,6 +22,7 @@ from torch import nn
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.workload import Step, Workload
 
@@ -80,11 +81,33 @@ def trace_policies(workload: Workload, policies: Sequence[str], step: Step) -> l
 
 
 def _traced(workload: Workload, wanted: list[tuple[str, Step]]) -> list[Traced]:
-    """As `trace_policies`, with a step for each policy."""
-    trace = _SharedTrace(workload, wanted)
+    """As `trace_policies`, with a step for each policy. Under `swap` a step begins with weights in host memory."""
+    trace = _SharedTrace(workload, [one for one in wanted if not Policy.parse(one[0]).swap])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return trace.run()
+        try:
+            shared = iter(trace.run())
+        except UserError as error:
+            if (
+                not workload.compile or wanted[0][0] == "none"
+            ):  # a compiled step is alone, and under "none" nothing does
+                raise
+            return [str(error)]
+        return [_swapped(workload, *one) if Policy.parse(one[0]).swap else next(shared) for one in wanted]
+
+
+def _swapped(workload: Workload, policy: str, step: Step) -> Traced:
+    """A trace of its own."""
+    try:
+        applied = apply_policy(workload.model, policy)
+    except UserError as error:
+        return str(error)
+    try:
+        return workload.with_metadata(workload.trace_of([step, step]))
+    except UserError as error:
+        return str(error)
+    finally:
+        applied.remove()
 
 
 class _SharedTrace:
@@ -190,7 +213,8 @@ class Tracer:
         """A trace for each (policy, batch), in order.
 
         Policies of one batch size share a session, which shifts the bytes reserved by about a percent. They do not
-        if `alone` is set, or if the launch carries state from one step to the next (ZeRO-3).
+        if `alone` is set, if the launch carries state from one step to the next (ZeRO-3), or if torch.compile would
+        keep what it compiled for one policy beside that for another.
 
         extra: more to trace in the same sessions; only their sizes are used.
         """
@@ -198,7 +222,8 @@ class Tracer:
 
     def _missing(self, wanted: Iterable[Key], alone: bool, extra: Iterable[Key] = ()) -> list[list[Key]]:
         """Sessions for what of `wanted` and `extra` is not traced yet."""
-        alone = alone or (self.workload.launch is not None and self.workload.launch.stage == 3)
+        launch = self.workload.launch
+        alone = alone or (launch is not None and launch.stage == 3) or bool(self.workload.compile)
         missing: dict[int, list[Key]] = {}
         for key in dict.fromkeys(wanted):
             if key not in (self._alone if alone else self.traced):

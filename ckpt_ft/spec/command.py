@@ -73,7 +73,7 @@ RECIPES = {
 _ALWAYS = ("batch_size", "dtype", "optimizer")
 # Fields that are not flags of a recipe: the model and the policy, which every recipe has, and settings outside of it.
 _OUTSIDE = (
-    "model", "launch", "launches", "asked", "device", "gpu_memory", "gpu_like", "budget", "alloc_conf",
+    "model", "launch", "launches", "asked", "device", "gpu_memory", "gpu_like", "budget", "host_memory", "alloc_conf",
     "default_seq_length", "ignored",
 )  # fmt: skip
 
@@ -89,6 +89,9 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
     launch = spec.launch.launch
     setting = f"PYTORCH_CUDA_ALLOC_CONF={shlex.quote(spec.host.alloc_conf)} " if spec.host.alloc_conf else ""
     words = [] if launch is None else ["accelerate", "launch", "-q"]
+    if spec.kernels.compile == "regional":  # TrainingArguments have no flag for it, and the launcher sets the variable
+        setting += "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true " if launch is None else ""
+        words += [] if launch is None else ["--dynamo_use_regional_compilation"]
     if launch is not None and not config_file and (sizes := parallelism(launch)):
         # its options for them are for FSDP2 only (accelerate/commands/launch.py)
         sizes = {f"PARALLELISM_CONFIG_{name.upper()}": value for name, value in sizes.items()}
@@ -128,6 +131,7 @@ def launch_words(launch: Launch) -> list[str]:
         "num_machines": launch.machines,
         "mixed_precision": launch.mixed_precision,
         **next(iter(sharing_options(launch).values()), {}),
+        **({"fp8_backend": "ao"} if launch.mixed_precision == "fp8" else {}),
     }
     words = [_KIND.get(launch.strategy, "--use_deepspeed")]
     for name, value in values.items():
@@ -144,7 +148,9 @@ def can_train(recipe: str, spec: TrainingSpec) -> bool:
             return False
     elif spec.optimizer.name not in (*OPTIM_OF_TRAINER, "none"):
         return False
-    known = {*_FLAGS.get(recipe, ()), *_OUTSIDE} - ({"compile"} if spec.kernels.compile == "regional" else set())
+    if spec.precision.mixed_precision == "fp8":
+        return False
+    known = {*_FLAGS.get(recipe, ()), *_OUTSIDE}
     if spec.adapter.peft_config:
         known.add("peft")  # set by that file
     return all(own.key in known or spec.get(own.key) == own.default for own in declared().values())

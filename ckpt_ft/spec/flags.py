@@ -49,6 +49,7 @@ _LAUNCH = (
     ("tp", int, "GPUs that share each weight matrix (tensor parallelism, transformers' own)"),
     ("cp", int, "GPUs that share each sequence in a ring (context parallelism, with --launch fsdp2)"),
     ("sp", int, "GPUs that share each sequence by heads (DeepSpeed's Ulysses, with --launch zero3)"),
+    ("ep", int, "GPUs that hold different experts (expert parallelism, transformers' own, with --launch fsdp2)"),
     ("dp_replicate", int, "copies of a model that FSDP2 shards (HSDP)"),
     ("offload", str, "what waits in host memory: optimizer, or all (parameters too); by default under zero3"),
     ("link", str, "bytes that a GPU sends in a second of a large collective, e.g. 25GB"),
@@ -129,9 +130,13 @@ def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
         given.get("launch", ""), given.get("processes", 0), given.get("machines", 0), given.get("link", ""),
     )  # fmt: skip
     precision = found.get("mixed_precision", "no")
+    if given.get("ep"):  # among the processes that the others make
+        ep = max(given["ep"], prod(sizes.values()))
+        named, processes = named or "fsdp2", processes or (0 if Path(str(named)).suffix or "gpus" in given else ep)
     if sizes and "gpus" not in given:
         named = named or ("zero3" if "sp" in sizes else "fsdp2" if sizes.keys() - {"tp"} else "ddp")
         processes = processes or (0 if Path(str(named)).suffix else prod(sizes.values()))
+    sizes |= {"ep": given["ep"]} if given.get("ep") else {}
     offload = given.get("offload", "")
     if offload and not named and "gpus" not in given:
         named, processes = "zero3", processes or 1

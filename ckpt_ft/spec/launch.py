@@ -24,7 +24,7 @@ STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 # Default strategies of a plan. DeepSpeed's are excluded because they hold the model in half precision.
 WORTH_A_LOOK = ("ddp", "fsdp2")
 _ON_A_MACHINE = 8  # GPUs of a DGX and of most cloud machines
-PRECISIONS = ("no", "bf16", "fp16")
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
 _MOST = 2**20  # processes
 _AUTO = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
 SIZES = ("dp_replicate", "tp", "cp", "sp")  # fields of a launch besides the processes that shard or replicate
@@ -114,8 +114,9 @@ class Launch:
         processes: number of processes on all machines.
         machines: number of machines, with equally many processes each; 0 for 8 processes per machine, or one machine
             if the number of processes is not a multiple of 8.
-        mixed_precision: "no", "bf16" or "fp16": FSDP2 gathers parameters and reduces gradients in it; DeepSpeed holds
-            the whole model in it, its optimizer's part in fp32 as well, and runs it without autocast.
+        mixed_precision: "no", "bf16", "fp16" or "fp8" (which is bf16 here): FSDP2 gathers parameters and reduces
+            gradients in it; DeepSpeed holds the whole model in it, its optimizer's part in fp32 as well, and runs it
+            without autocast.
         reshard_after_forward: whether FSDP2 drops a block's gathered parameters after its forward.
         offload_params: whether FSDP2 keeps parameters, gradients and optimizer states in host memory.
         gradient_as_bucket_view: whether DDP's gradients are views of its buckets instead of copies.
@@ -124,6 +125,8 @@ class Launch:
         wrap: names of the block classes that FSDP2 shards one by one; () for the model's own, None for none.
         dp_replicate: copies of the sharded model, as FSDP2 replicates shards (HSDP).
         tp: processes that share each weight matrix, as transformers' tensor parallelism does.
+        ep: processes that hold different experts and exchange tokens, as transformers' expert parallelism does; they
+            are among those that shard the rest of the model.
         cp: processes that share each sequence in torch's ring attention.
         sp: processes that share each sequence, and the heads within attention, in DeepSpeed's Ulysses.
         rotation: how ring attention passes keys and values on: "allgather" or "alltoall".
@@ -148,6 +151,7 @@ class Launch:
     tp: int = 1
     cp: int = 1
     sp: int = 1
+    ep: int = 1
     rotation: str = "allgather"
     link: float | None = None
     zero: ZeroOptions = field(default_factory=ZeroOptions)
@@ -176,7 +180,7 @@ class Launch:
         sizes = {name: getattr(self, name) for name in SIZES}
         said = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
         together, problem = prod(sizes.values()), ""
-        if min(sizes.values()) < 1:
+        if min(*sizes.values(), self.ep) < 1:
             problem = "sizes are at least 1"
         elif self.processes % together:
             problem = f"{self.processes} processes are not a multiple of {together}"
@@ -192,6 +196,10 @@ class Launch:
             problem = "it replicates what FSDP2 shards: give --launch fsdp2, and more processes than copies"
         elif self.tp > 1 and self.strategy == "ddp" and self.processes > self.tp:
             problem = "accelerate does not combine tensor parallelism with DDP: give --launch fsdp2"
+        elif self.ep > 1 and (self.stage or self.cp > 1 or (self.strategy == "ddp" and self.tp != self.processes)):
+            said, problem = f"ep {self.ep}", "transformers combines expert parallelism with FSDP2: give --launch fsdp2"
+        elif self.ep != 1 and (self.ep % self.tp or (self.processes // self.dp_replicate) % max(self.ep, 1)):
+            said, problem = f"ep {self.ep}", "give a multiple of tp that divides the processes which share the model"
         elif self.rotation not in ROTATIONS:
             problem = f"rotation '{self.rotation}' is not one of {', '.join(ROTATIONS)}"
         if problem:
@@ -207,6 +215,11 @@ class Launch:
         return {name: size for name, size in sizes.items() if size > 1} or {"dp_shard": 1}
 
     @property
+    def by_transformers(self) -> bool:
+        """Whether transformers' DistributedConfig lays the model out, and not accelerate."""
+        return self.tp > 1 or self.ep > 1
+
+    @property
     def ranks_of_a_sample(self) -> int:
         """Number of processes that work on the same samples."""
         return self.tp * self.cp * self.sp
@@ -220,7 +233,7 @@ class Launch:
     def sharing(self) -> str:
         """The strategy in words."""
         kept = self.strategy == "fsdp2" and not self.reshard_after_forward
-        split = "".join(f", {name} {size}" for name in SIZES if (size := getattr(self, name)) > 1)
+        split = "".join(f", {name} {size}" for name in (*SIZES, "ep") if (size := getattr(self, name)) > 1)
         away = "all" if self.offload_params or self.zero.offload_param else "optimizer"
         waits = f", {away} in host memory" if self.offload_params or self.zero.offload_optimizer else ""
         return f"{self.strategy}{split}{', kept after forward' if kept else ''}{waits}"
@@ -475,6 +488,8 @@ def accelerate_config(launch: Launch) -> str:
     Raises:
         UserError: the launch has options that the file has no keys for.
     """
+    if launch.ep > 1:
+        raise UserError("launch: accelerate has no key for expert parallelism; it is DistributedConfig(ep_size)'s")
     if replace(launch.zero, **dict.fromkeys(OFFLOADS, False)) != ZeroOptions():
         raise UserError("launch: DeepSpeed's own options lie in its own file; name it as deepspeed_config_file")
     config: dict[str, Any] = {
@@ -490,6 +505,8 @@ def accelerate_config(launch: Launch) -> str:
         "debug": False,
         **sharing_options(launch),
     }
+    if launch.mixed_precision == "fp8":
+        config["fp8_config"] = {"backend": "AO", "enable_fsdp_float8_all_gather": False}
     if sizes := parallelism(launch):
         config["parallelism_config"] = {f"parallelism_config_{name}": value for name, value in sizes.items()}
     if launch.machines > 1:
@@ -516,7 +533,7 @@ def sharing_options(launch: Launch) -> dict[str, dict[str, Any]]:
                 "fsdp_version": 2,
                 "fsdp_activation_checkpointing": False,
                 "fsdp_auto_wrap_policy": "NO_WRAP" if launch.wrap is None else "TRANSFORMER_BASED_WRAP",
-                "fsdp_cpu_ram_efficient_loading": True,
+                "fsdp_cpu_ram_efficient_loading": launch.mixed_precision != "fp8",  # torchao refuses it
                 "fsdp_offload_params": launch.offload_params,
                 "fsdp_reshard_after_forward": launch.reshard_after_forward,
                 "fsdp_state_dict_type": "FULL_STATE_DICT",

@@ -27,7 +27,8 @@ MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model")  
 # Entries that are true or false; axolotl writes some as words.
 _SWITCHES = (
     "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant", "tf32",
-    "torch_compile",
+    "quantize_moe_experts",
+    "torch_compile", "fp8",
     "use_8bit_adam", "use_muon", "use_adam_mini", "checkpointing", "no_checkpointing", "pure_bf16", "pure_fp16",
     "train_text_encoder", "liger",
     "cut_cross_entropy", "use_kernels", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation",
@@ -218,7 +219,7 @@ class _Entries:
         }
 
     def _kernels(self) -> dict[str, Any]:
-        """Fused kernels. axolotl's plugins apply those that the file turns on, and no others."""
+        """Fused kernels. axolotl's plugin of Liger applies those that the file turns on, that of the loss its one."""
         chosen, plugins = self.get("liger_kernel_config"), self.get("plugins") or []
         liger, cut = self.get("liger"), self.get("cut_cross_entropy")
         for plugin in plugins if isinstance(plugins, list) else [plugins]:
@@ -231,7 +232,7 @@ class _Entries:
                 self.notes.append(
                     "liger_* and cut_cross_entropy act only with axolotl's plugins, which are not listed"
                 )
-            liger, chosen, cut = "liger" in loaded and any(on.values()), on, cut and "cut" in loaded
+            liger, chosen, cut = "liger" in loaded and any(on.values()), on, "cut" in loaded and cut is not False
         text = chosen if isinstance(chosen, str) else json.dumps(chosen, sort_keys=True) if chosen else ""
         config = text if liger else ""
         kernels = {"liger": liger, "liger_kernel_config": config, "cut_cross_entropy": cut}
@@ -288,6 +289,8 @@ class _Entries:
             bf16, fp16 = (bf16 and not pure and self.given.get("bf16") != "full"), fp16 and not pure
             # Flash and flex attention need the dtype of the other weights, and so do adapters.
             plain = self.get("attn_implementation") in ("sdpa", "eager", None) and not self.get("adapter")
+            if self.get("fp8"):  # accelerate's mixed precision, in place of bf16
+                bf16, mixed = False, "fp8"
             ends = dtype != "float32" and plain and not self.get("embeddings_skip_upcast")
             if self.get("embeddings_skip_upcast") and plain:
                 raise self.refuse("embeddings_skip_upcast: norms alone in float32 are not predicted; leave it out")
@@ -339,6 +342,7 @@ class _Entries:
             "load_in_8bit": eight,
             "double_quant": bool(four) and (self.get("double_quant") or self.kind == "axolotl"),
             "quant_storage": self.get("quant_storage") if four else None,
+            "quantize_moe_experts": self.get("quantize_moe_experts"),
             "peft_config": self.get("peft_config"),
         }
         if not self._adapted() or found["peft_config"]:

@@ -172,15 +172,23 @@ class PrecisionSpec(Part):
         "dtype of the weights: float32, bfloat16, float16, or auto for that of the checkpoint",
         read=lambda text: _SHORT_DTYPES.get(text.lower(), text),
     )
-    mixed_precision: Literal["no", "bf16", "fp16"] = setting(
+    mixed_precision: Literal["no", "bf16", "fp16", "fp8"] = setting(
         "no",
-        "autocast: no, bf16 or fp16",
+        "autocast: no, bf16, fp16, or fp8: bf16 and torchao's linear layers with 8-bit matrix products",
         switches=(
             Switch("bf16", "bf16", "the same as --mixed-precision bf16"),
             Switch("fp16", "fp16", "the same as --mixed-precision fp16"),
         ),
     )
+    fp8_recipe: Literal["tensorwise", "rowwise"] = setting(
+        "tensorwise", "with fp8: a scale for each tensor (tensorwise) or each row of it (rowwise)"
+    )
     float32_ends: bool = setting(False, "embeddings, norms and head in float32, as axolotl loads models to train them")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp8_recipe != "tensorwise" and self.mixed_precision != "fp8":
+            raise UserError(f"fp8 recipe {self.fp8_recipe}: give --mixed-precision fp8 too, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -264,6 +272,10 @@ class QuantisationSpec(Part):
         False,
         "with 4 or 8 bits: embeddings, norms and head in float32, as peft.prepare_model_for_kbit_training leaves them",
     )
+    quantize_moe_experts: bool = setting(
+        False,
+        "with 4 bits: experts in 3-D parameters, too, as axolotl packs them; transformers does not",
+    )
     packed: Mapping[str, Any] | None = setting(
         None, "the quantization_config of a checkpoint that another library than bitsandbytes has packed", flag=None
     )
@@ -280,6 +292,8 @@ class QuantisationSpec(Part):
             raise UserError(
                 f"quant storage {self.quant_storage}: it is of weights in 4 bits: ask for both, or leave it out"
             )
+        if self.quantize_moe_experts and not self.load_in_4bit:
+            raise UserError("quantised experts are predicted with weights in 4 bits: ask for both, or leave it out")
         if self.double_quant and not self.load_in_4bit:
             raise UserError("double quantisation is of weights in 4 bits: ask for both, or leave it out")
 
@@ -392,7 +406,9 @@ class HostSpec(Part):
     `gpu_memory` gives its memory and `gpu_like` names a GPU of the same speed.
     """
 
-    device: str = setting("", "a GPU by name, or cpu; default: the GPU at hand, or a100-80gb")
+    device: str = setting(
+        "", "a GPU by name, cpu, or here (ckpt-ft calibrate); default: the GPU at hand, or a100-80gb"
+    )
     gpu_memory: str = setting(
         "", "memory of a GPU that is in no table, with --gpu-like", read=memory_text("--gpu-memory")
     )
@@ -403,6 +419,13 @@ class HostSpec(Part):
         also=("budget", "capacity"),
         flag_type=str,
         read=bytes_of_text("--budget"),
+        write=text_of_bytes,
+    )
+    host_memory: Annotated[int, Interval(ge=0, le=2**62)] | None = setting(
+        None,
+        "host memory that the process may take, e.g. 64GiB: swapped weights and what is offloaded must fit, too",
+        flag_type=str,
+        read=bytes_of_text("--host-memory"),
         write=text_of_bytes,
     )
     ignored: tuple[str, ...] = setting(
@@ -445,6 +468,11 @@ class TrainingSpec:
                 f"{self.quantisation.bits}-bit weights cannot be trained themselves: give a LoRA rank too, 16 for "
                 "example"
             )
+        if self.quantisation.bits and self.precision.mixed_precision == "fp8":
+            raise UserError(
+                f"mixed precision fp8 and {self.quantisation.bits}-bit weights: torchao's fp8 takes linear layers "
+                "that are not packed; take bf16"
+            )
         kernels = self.kernels
         launches = [launch for launch in (self.launch.launch, *self.launch.launches) if launch is not None]
         others = {
@@ -456,6 +484,11 @@ class TrainingSpec:
         }
         if kernels.compile and (what := next((name for name, asked in others.items() if asked), "")):
             raise UserError(f"--compile {self.kernels.compile} and {what}: a compiled step is not predicted with them")
+        if self.precision.mixed_precision == "fp8" and (bad := [one for one in launches if one.stage or one.tp > 1]):
+            raise UserError(
+                f"mixed precision fp8 and {bad[0].strategy}{' with --tp' * (bad[0].tp > 1)}: torchao's fp8 is "
+                "predicted for one process, ddp and fsdp2"
+            )
         if self.optimizer.name == "adafactor" and any(launch.strategy == "fsdp2" for launch in launches):
             raise UserError(
                 "adafactor does not run under FSDP2: transformers' keeps factors that are no DTensors; take another "

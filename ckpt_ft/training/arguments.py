@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ON_OOM = ("replan", "stop")
+SEARCHES = ("find_max_batch_size", "find_max_length")
 
 
 @dataclass
@@ -32,7 +33,7 @@ class ACArguments:
     Attributes:
         ac_policy: a policy for `Policy.parse`, or a plan file written by `ckpt-ft plan --output plan.json`, which
             selects its best policy. None leaves the model unchanged; memory is still reported.
-        ac_budget: an amount of memory such as "24GiB" that `auto` and `find_max_batch_size` may use. On a CPU a step
+        ac_budget: an amount of memory such as "24GiB" that `auto` and `find_max_...` may use. On a CPU a step
             that exceeds it runs out of memory, as on a card of that size.
         ac_report: comma-separated kinds of report to write to the output directory, or "none". With "none" nothing is
             measured, except for a budget on a CPU.
@@ -96,7 +97,7 @@ class ACArguments:
             if is_bare(self.ac_budget):
                 logger.warning("--ac_budget %s is taken as %s GiB", self.ac_budget, self.ac_budget)
                 self.ac_budget = f"{self.ac_budget}GiB"
-            if self.ac_policy != "auto" and self.plan is None and not self.find_max_batch_size:
+            if self.ac_policy != "auto" and self.plan is None and not any(getattr(self, name, 0) for name in SEARCHES):
                 given = "without a policy" if self.ac_policy is None else f"with --ac_policy {self.ac_policy}"
                 raise UserError(
                     f"--ac_budget {self.ac_budget} {given}: the budget is for --ac_policy auto or "
@@ -150,3 +151,20 @@ class ACArguments:
         if not path.is_file():
             raise UserError(f"--ac_policy {path}: no such file; `ckpt-ft plan MODEL --output {path}` writes one")
         return Plan.from_json(path.read_bytes(), f"--ac_policy {path}")
+
+
+@dataclass
+class TextACArguments(ACArguments):
+    """`ACArguments` of a recipe that cuts text into sequences of any length.
+
+    Attributes:
+        find_max_length: before training, find the longest sequences that fit, by prediction and then by a real step,
+            and train on sequences of that length. `max_length` is the longest one to consider.
+    """
+
+    find_max_length: bool = flag(False, "Use the longest sequences that fit, of --max_length tokens at most.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.find_max_length and self.find_max_batch_size:
+            raise UserError("--find_max_length is for a given batch, and --find_max_batch_size changes it; drop one")

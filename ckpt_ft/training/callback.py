@@ -20,12 +20,10 @@ from transformers import TrainerCallback
 from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
-from ckpt_ft.spec.trainer import check_live
 from ckpt_ft.workloads.from_trainer import (
     auxiliary_models,
     loss_of,
     measured_step,
-    planned_step,
     require_batches,
     rows_of,
 )
@@ -33,7 +31,7 @@ from ckpt_ft.workloads.phases import Watch
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
-from .fit import Fitted, fit, launch_of
+from .fit import Fitted, fit, launch_of, live_workload
 from .flags import changed
 from .session import Session, never_fatal, refuse_fsdp
 
@@ -202,13 +200,8 @@ class ACCallback(TrainerCallback):
         automatic = session.policy is not None and session.policy.auto
         if session.fitted is None and (automatic or settings.find_max_batch_size):
             flag = "--find_max_batch_size" if settings.find_max_batch_size else "policy 'auto'"
-            try:
-                check_live(trainer.args)
-            except UserError as error:  # the run is the user's
-                logger.warning("%s: the plan is of a run without %s", flag, error)
-            workload, args = Workload(**planned_step(trainer, flag)), trainer.args
-            launch = partial(launch_of, trainer.accelerator, prepared=False)
-            session.use(fit(workload, args, settings, args.device, launch))
+            args, launch = trainer.args, partial(launch_of, trainer.accelerator, prepared=False)
+            session.use(fit(live_workload(trainer, flag), args, settings, args.device, launch))
             assert session.fitted is not None
             trainer.args = session.fitted.args
             trainer._train_batch_size = trainer.args.train_batch_size

@@ -82,13 +82,15 @@ def _load(args: VisionArguments, evaluate: bool) -> tuple[Dataset, Dataset | Non
         train = shapes.select(range(_SHAPES_HELD_OUT, len(shapes))) if own_test else shapes
         return undecoded(train), undecoded(shapes.select(range(_SHAPES_HELD_OUT))) if own_test else None
     read = _load_folder if Path(args.dataset_name).is_dir() else _load_hub
+    if args.columns and read is _load_folder:
+        raise UserError(f"--columns {args.columns}: a folder of images has no columns; leave it out")
     return read(args, args.dataset_train_split), read(args, args.dataset_test_split) if own_test else None
 
 
 def _load_hub(args: VisionArguments, split: str) -> Dataset:
     name = str(args.dataset_name)
     rows = named_columns(
-        load_split(name, args.dataset_config, split), name, ("image_column", args.image_column, "image"),
+        args.renamed(load_split(name, args.dataset_config, split)), name, ("image_column", args.image_column, "image"),
         ("label_column", args.label_column, "label"),
     )  # fmt: skip
     return undecoded(rows)

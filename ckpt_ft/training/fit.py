@@ -1,4 +1,4 @@
-"""Fits a run to memory: plans the settings that `--ac_policy auto` and `--find_max_batch_size` leave open.
+"""Fits a run to memory: plans what `--ac_policy auto`, `--find_max_batch_size` and `--find_max_length` leave open.
 
 `ACCallback.attach` calls `fit` with the workload of its trainer (workloads/from_trainer.py), the diffusion recipes
 call it with the workload of their loop (diffusion/workload.py). If a run in one process still runs out of memory, it
@@ -8,11 +8,11 @@ model.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,20 +23,25 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import calibrated
 from ckpt_ft.memory.measure.report import MaxBatch, PolicyRow
 from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective, predict_max_batch_size
+from ckpt_ft.planning.max_length import LADDER, find_max_length, predict_max_length
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch, ZeroOptions
+from ckpt_ft.spec.trainer import check_live
+from ckpt_ft.units import format_bytes
+from ckpt_ft.workloads.from_trainer import planned_step
 from ckpt_ft.workloads.workload import Workload
 
-from .arguments import ACArguments
+from .arguments import ACArguments, TextACArguments
 from .flags import changed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
 Answer = TypeVar("Answer")
 
@@ -92,7 +97,7 @@ def _fsdp2(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
     if plugin.fsdp_version != 2:
         raise UserError("FSDP of version 1 is not modelled; set fsdp_version: 2")
     wraps: Any = plugin.auto_wrap_policy
-    wraps = wraps.func if isinstance(wraps, functools.partial) else wraps  # a partial after set_auto_wrap_policy
+    wraps = wraps.func if isinstance(wraps, partial) else wraps  # a partial after set_auto_wrap_policy
     if wraps not in (None, transformer_auto_wrap_policy):
         raise UserError(
             "FSDP2 that wraps modules by their size is not modelled; set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
@@ -173,7 +178,7 @@ def next_policies(plan: Plan | None) -> list[PolicyRow]:
     """The next best policies of a plan, for the memory report."""
     if plan is None:
         return []
-    timed = plan.device != "cpu"  # seconds on a CPU are nominal, no prediction
+    timed = plan.device != "cpu" or calibrated("cpu") is not None  # otherwise seconds are nominal
     return [PolicyRow(c.policy, c.reserved, c.seconds if timed else None) for c in plan.candidates[1:4]]
 
 
@@ -208,24 +213,14 @@ def fit(
             f"--ac_on_oom replan on {processes} processes: one runs out of memory while the others wait for it, so "
             "all must be started anew; leave it out, and resume with a smaller --ac_budget"
         )
-    fitted, model = Fitted(workload, args, settings), workload.model
+    fitted = Fitted(workload, args, settings)
     if settings.plan is not None:
-        settings.plan.check_model(model, f"--ac_policy {settings.ac_policy}")
+        settings.plan.check_model(workload.model, f"--ac_policy {settings.ac_policy}")
         fitted = replace(fitted, plan=settings.plan)
     automatic = settings.ac_policy == "auto"
     if not automatic and not settings.find_max_batch_size:
         return fitted
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise UserError(
-            f"{'--ac_policy auto' if automatic else '--find_max_batch_size'}: ZeRO-3 has partitioned the model as it "
-            "was loaded, so no whole step can be traced; find policy and batch with `ckpt-ft plan MODEL` and give "
-            "them, or launch with zero3_init_flag: false"
-        )
-    try:
-        shared = replace(workload, launch=launch())
-    except UserError as error:
-        logger.warning("%s: what follows is planned for one process", error)
-        shared = replace(workload, launch=None)
+    shared = _shared(workload, launch, "--ac_policy auto" if automatic else "--find_max_batch_size")
     fitted = replace(fitted, workload=shared)
     if automatic:
         batch_size = None if settings.find_max_batch_size else getattr(args, batch_name)
@@ -233,6 +228,73 @@ def fit(
         fitted = replace(fitted, plan=made)
         say(f"--ac_policy auto: {made.why}\n{made.table()}")
     return _with_largest_batch(fitted, device, batch_name) if settings.find_max_batch_size else fitted
+
+
+def _shared(workload: Workload, launch: Callable[[], Launch | None], flag: str) -> Workload:
+    """Returns `workload` under its launch, or for one process where the launch is not modelled."""
+    if any(hasattr(parameter, "ds_id") for parameter in workload.model.parameters()):
+        raise UserError(
+            f"{flag}: ZeRO-3 has partitioned the model as it was loaded, so no whole step can be traced; find policy "
+            "and batch with `ckpt-ft plan MODEL` and give them, or launch with zero3_init_flag: false"
+        )
+    try:
+        return replace(workload, launch=launch())
+    except UserError as error:
+        logger.warning("%s: what follows is planned for one process", error)
+        return replace(workload, launch=None)
+
+
+def fit_length(trainer: Trainer, settings: TextACArguments, most: int) -> tuple[TextACArguments, int]:
+    """Finds the longest sequence whose training step fits, for the micro-batch of `trainer`.
+
+    Sequences repeat the longest row of the trainer's data. Like a largest batch, the length is predicted and then
+    proved by real steps, or only predicted for a model that will be sharded.
+
+    Args:
+        most: tokens of the longest sequence to consider.
+
+    Returns:
+        `settings`, in which the policy of the longest sequence takes the place of `auto`, and tokens.
+
+    Raises:
+        UserError: as `fit`.
+    """
+    flag, args, budget = "--find_max_length", trainer.args, settings.ac_budget
+    sharing = parallelism_of(args)
+    if sharing is not None and sharing.sp_size > 1:
+        raise UserError(
+            f"{flag}: Ulysses pads every row to --max_length; find it with `ckpt-ft max-length MODEL --sp N`"
+        )
+    launch = partial(launch_of, trainer.accelerator, prepared=False)
+    workload = _shared(live_workload(trainer, flag, any_length=True), launch, flag)
+    more: dict[str, Any] = {"most": most, "margin": _cpu_margin(workload)}
+    more["batch_size"] = args.per_device_train_batch_size
+    sharded = workload.launch is not None and workload.launch.shards
+    found = None
+    if settings.ac_policy == "auto" or sharded:
+        policies = LADDER if settings.ac_policy == "auto" else [str(settings.policy or "none")]
+        found = found_by_main(lambda: predict_max_length(workload, policies, budget, **more))
+        if found.length and settings.ac_policy == "auto":
+            settings = replace(settings, ac_policy=found.ladder[0].policy)
+    if not sharded and (found is None or found.length):
+        found = _proved(workload, settings.policy, args.device, lambda: find_max_length(workload, budget, **more))
+    assert found is not None
+    if not found.length:
+        raise UserError(
+            f"{flag}: not even {found.granularity} tokens fit in {format_bytes(found.room.budget)} under "
+            f"--ac_policy {settings.ac_policy}; choose a policy that keeps less, or a larger budget"
+        )
+    say(f"{flag}: {found}, under --ac_policy {settings.ac_policy}")
+    return settings, found.length
+
+
+def live_workload(trainer: Trainer, flag: str, any_length: bool = False) -> Workload:
+    """Returns the workload of a trainer's step; warns of a setting that is not modelled."""
+    try:
+        check_live(trainer.args)
+    except UserError as error:  # the run is the user's
+        logger.warning("%s: the plan is of a run without %s", flag, error)
+    return Workload(**planned_step(trainer, flag, any_length))
 
 
 def make_plan(workload: Workload, budget: str | int | None, batch_size: int | None) -> Plan:
@@ -268,16 +330,22 @@ def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -
 
 def _largest(fitted: Fitted, device: torch.device, most: int) -> MaxBatchSize:
     """Returns the largest micro-batch, confirmed by real steps. A model that will be sharded is only predicted: a real
-    step of the whole model says nothing about its shards."""
+    step of the whole model says nothing about its shards. So is one under `swap`, which may not fit as a whole."""
     workload, budget = fitted.workload, fitted.settings.ac_budget
     more: dict[str, Any] = {"margin": _cpu_margin(workload), "max_batch_size": most}
-    if workload.launch is not None and workload.launch.shards:
+    swaps = fitted.policy is not None and fitted.policy.swap
+    if swaps or (workload.launch is not None and workload.launch.shards):
         policy = str(fitted.policy or "none")
         return found_by_main(lambda: predict_max_batch_size(workload, policy, budget, **more))
+    return _proved(workload, fitted.policy, device, lambda: find_max_batch_size(workload, budget, **more))
+
+
+def _proved(workload: Workload, policy: Policy | None, device: torch.device, find: Callable[[], Answer]) -> Answer:
+    """Runs `find` with the model on `device` and under `policy`."""
     workload.model.to(device)
-    applied = apply_policy(workload.model, fitted.policy) if fitted.policy is not None else None
+    applied = apply_policy(workload.model, policy) if policy is not None else None
     try:
-        return find_max_batch_size(workload, budget, **more)
+        return find()
     finally:
         if applied is not None:
             applied.remove()

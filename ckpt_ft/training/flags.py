@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError, meant, one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -156,9 +156,29 @@ class SplitArguments:
     test_split_size: Annotated[float, Range(0, end=1, open=True)] | None = flag(
         None, "Evaluate on this share of the training split instead of a split of its own."
     )
+    columns: str = flag("", "Columns under other names, as in prompt=question,completion=answer.")
 
     def __post_init__(self) -> None:
         check_flags(self)
+
+    def renamed(self, rows: Dataset) -> Dataset:
+        """`rows` with the columns that `--columns` names under our names; a column that has such a name gives way.
+
+        Raises:
+            UserError: malformed, a column named twice, or one that is not there.
+        """
+        pairs = [[name.strip() for name in pair.split("=")] for pair in self.columns.split(",") if pair.strip()]
+        if not all(len(pair) == 2 and all(pair) for pair in pairs):
+            raise UserError(f"--columns {self.columns}: write ours=theirs, as in prompt=question,completion=answer")
+        names = {theirs: ours for ours, theirs in pairs}
+        if len(names) < len(pairs) or len(set(names.values())) < len(pairs):
+            raise UserError(f"--columns {self.columns}: a column is named twice")
+        for theirs in names:
+            if theirs not in rows.column_names:
+                likely, there = meant(theirs, rows.column_names), ", ".join(rows.column_names)
+                raise UserError(f"--columns {self.columns}: no column '{theirs}'{likely}; there are {there}")
+        hidden = [ours for ours in names.values() if ours in rows.column_names and ours not in names]
+        return rows.remove_columns(hidden).rename_columns({a: b for a, b in names.items() if a != b})
 
     def hold_out(self, rows: Dataset, seed: int) -> tuple[Dataset, Dataset]:
         """Split `rows` for training and, by `test_split_size`, for evaluation.

@@ -56,7 +56,7 @@ class ModelArguments:
     peft_config: str | None = flag(None, PEFT_CONFIG)
     lora_r: Rank | None = flag(None, f"LoRA rank; {_RANK} when left out.")
     lora_alpha: AtLeastOne | None = flag(None, f"LoRA alpha; {_ALPHA} when left out.")
-    lora_dropout: Share | None = flag(None, f"LoRA dropout; {LORA_DROPOUT} when left out.")
+    lora_dropout: Share | None = flag(None, f"LoRA dropout; {LORA_DROPOUT} when left out, 0 beside fused experts.")
     lora_target_modules: list[str] | None = flag(
         None, "Modules that get an adapter; all-linear for every linear layer but the head."
     )
@@ -92,8 +92,6 @@ class ModelArguments:
         """Rank, alpha and dropout, by LoraConfig's names."""
         asked = {name: getattr(self, flag) for flag, (name, _) in _LORA.items()}
         found = {name: default if asked[name] is None else asked[name] for name, default in _LORA.values()}
-        if self.lora_target_parameters and self.lora_dropout is None:
-            found["lora_dropout"] = 0.0  # PEFT adapts parameters without dropout
         return found
 
     @property
@@ -179,6 +177,13 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
 
         # Quantised weights are created on this process's device and stay there.
         kwargs |= {"quantization_config": _quantization(args), "device_map": {"": PartialState().device}}
+    stated = getattr(kwargs.get("config") or _config(args), "quantization_config", None) or {}
+    if stated.get("quant_method") == "mxfp4":  # transformers trains nothing over it
+        from transformers import Mxfp4Config
+
+        if args.load_in_4bit:
+            raise UserError(f"--load_in_4bit: {args.model_name_or_path} is quantised by mxfp4; leave the flag out")
+        kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
     assert args.model_name_or_path is not None
     config = Path(args.model_name_or_path, "config.json")
     if config.is_file():
@@ -191,10 +196,12 @@ def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> 
     """Freezes `model` and adds LoRA adapters or those of a PEFT configuration; `more` goes to `adapter_config`."""
     from peft import get_peft_model
 
-    from ckpt_ft.workloads.adapters import check_target_parameters
+    from ckpt_ft.workloads.adapters import check_target_parameters, fused_experts
 
     check_target_parameters(model, args.lora_target_parameters or ())
     config = adapter_config(args, **more)
+    if args.peft_config is None and args.lora_dropout is None and fused_experts(model):
+        config.lora_dropout = 0.0  # PEFT adapts parameters without dropout
     if args.peft_config is not None:
         with library_reads(f"--peft_config {args.peft_config}"):
             return get_peft_model(model, config)

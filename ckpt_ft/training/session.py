@@ -97,6 +97,12 @@ class Session:
         if self.policy is not None:
             if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
                 refuse_fsdp(self.policy)
+            state = self.accelerator.state
+            if self.policy.swap and (state.deepspeed_plugin is not None or getattr(state, "fsdp_plugin", None)):
+                raise UserError(
+                    f"policy '{self.policy}': FSDP and DeepSpeed place the weights themselves; drop swap, or launch "
+                    "with accelerate_configs/single_gpu.yaml or multi_gpu.yaml"
+                )
             self.applied = apply_policy(model, self.policy, verify=self.settings.ac_verify)
             for note in self.applied.notes:
                 logger.warning("%s", note)
@@ -223,9 +229,12 @@ class Session:
         return [] if self.profiler is None else [holder_line(holder) for holder in self.profiler.holders(n)]
 
     def close(self) -> None:
-        """Stops measuring and removes this session's policy; a policy applied by someone else since then stays."""
+        """Stops measuring and removes this session's policy; a policy applied by someone else since then stays.
+
+        A policy with `swap` stays: the whole model may not fit on the device.
+        """
         self.stop()
-        if self.applied is not None:
+        if self.applied is not None and not self.applied.policy.swap:
             self.applied.remove()
             self.applied = None
 
@@ -282,6 +291,13 @@ def cheaper_policies(policy: Policy | None) -> list[str]:
     kept: dict[str, Any] = {term: True for term, has in own.items() if has}
     steps = dict.fromkeys(str(replace(Policy.parse(step), **kept)) for step in FALLBACK_POLICIES[rank:])
     return [step for step in steps if step != text]
+
+
+def swap_before_moving(model: Any, settings: ACArguments) -> Any:
+    """Returns `model`; a policy with `swap` is applied before a Trainer moves the model to the device."""
+    if settings.policy is not None and settings.policy.swap:
+        apply_policy(model, settings.policy, verify=settings.ac_verify)
+    return model
 
 
 @contextmanager

@@ -58,6 +58,9 @@ class DataArguments(SplitArguments):
     dataset_num_proc: Count | None = flag(None, "Number of processes that tokenize.")
     max_length: Length = flag(SEQ_LENGTH, "Tokens per sequence; longer rows are cut.")
     packing: bool = flag(False, "Put several rows into one sequence; attention and loss stay within each row.")
+    skip_bad_rows: bool = flag(
+        False, "Leave out rows that cannot be encoded and lines of .jsonl that cannot be read; prints them."
+    )
 
 
 def load_rows(args: SplitArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None]:
@@ -67,12 +70,14 @@ def load_rows(args: SplitArguments, *, evaluate: bool, seed: int) -> tuple[Datas
     """
     if args.dataset_name is None:
         raise UserError("--dataset_name is missing: give a Hub id or a local json, jsonl, csv, parquet or txt file")
-    train = _load(args.dataset_name, args.dataset_config, args.dataset_train_split)
+    train = _load(args.dataset_name, args.dataset_train_split, args)
     if not evaluate:
         return train, None
     if args.test_split_size is None:
-        return train, _load(args.dataset_name, args.dataset_config, args.dataset_test_split)
-    return args.hold_out(train.add_column(ROW_NUMBER, list(range(1, len(train) + 1))), seed)
+        return train, _load(args.dataset_name, args.dataset_test_split, args)
+    if ROW_NUMBER not in train.column_names:
+        train = train.add_column(ROW_NUMBER, list(range(1, len(train) + 1)))
+    return args.hold_out(train, seed)
 
 
 def row_number(row: dict[str, Any], index: int) -> int:
@@ -80,21 +85,21 @@ def row_number(row: dict[str, Any], index: int) -> int:
     return int(row.get(ROW_NUMBER) or index + 1)
 
 
-def _load(name: str, config: str | None, split: str) -> Dataset:
+def _load(name: str, split: str, args: SplitArguments) -> Dataset:
     path = Path(name)
     if path.suffix in LOADERS:
-        rows = _load_file(path, split)
+        rows = _load_file(path, split, getattr(args, "skip_bad_rows", False))
     elif path.is_file():
         raise UserError(f"dataset {name}: cannot read '{path.suffix}' files ({', '.join(LOADERS)})")
     else:
-        rows = load_split(name, config, split, "dataset")
+        rows = load_split(name, args.dataset_config, split, "dataset")
     if len(rows) == 0:
         raise UserError(f"dataset {name}: split '{split}' is empty")
-    return rows
+    return args.renamed(rows)
 
 
-def _load_file(path: Path, split: str) -> Dataset:
-    from datasets import load_dataset
+def _load_file(path: Path, split: str, skip: bool) -> Dataset:
+    from datasets import Dataset, load_dataset
 
     if split != "train":
         raise UserError(
@@ -104,12 +109,33 @@ def _load_file(path: Path, split: str) -> Dataset:
         raise UserError(f"dataset {path}: no such file")
     if path.stat().st_size == 0:
         raise UserError(f"dataset {path}: the file is empty")
-    if path.suffix in (".json", ".jsonl"):
-        _check_json(path)
     try:
+        if path.suffix == ".jsonl" and skip:
+            return Dataset.from_list(_good_lines(path))
+        if path.suffix in (".json", ".jsonl"):
+            _check_json(path)
         return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"dataset {path}: {unreadable(error)}") from error
+
+
+def _good_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl file, without the lines that are none, which are printed."""
+    rows = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            line, place = (line.removeprefix(_BOM) if number == 1 else line).strip(), f"dataset {path}: line {number}"
+            if not line:
+                continue
+            try:
+                row = _parsed(line, place)
+                _check_row(row, place)
+                rows.append({**row, ROW_NUMBER: number})
+            except UserError as error:
+                print(f"skipped: {error}", flush=True)
+    return rows
 
 
 def _check_json(path: Path) -> None:
@@ -199,7 +225,7 @@ def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArg
     rows = known_columns(rows, args.dataset_text_field)
     layout = row_layout(rows.column_names, args.dataset_text_field)
     encoded = rows.map(
-        _Encoder(tokenizer, layout, args.dataset_text_field, args.max_length),
+        _Encoder(tokenizer, layout, args.dataset_text_field, args.max_length, args.skip_bad_rows),
         with_indices=True, batched=True, remove_columns=rows.column_names, num_proc=args.dataset_num_proc,
         desc="Tokenizing",
     )  # fmt: skip
@@ -270,13 +296,20 @@ class _Encoder:
     layout: str
     text_field: str
     max_length: int
+    skip: bool = False
     version: int = _ENCODING_VERSION
 
     def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         encoded: dict[str, list[Any]] = {"input_ids": [], "labels": [], "cut": []}
         for position, index in enumerate(indices):
             row = {column: values[position] for column, values in batch.items()}
-            ids, labels = self._encode(row, f"row {row_number(row, index)}")
+            try:
+                ids, labels = self._encode(row, f"row {row_number(row, index)}")
+            except UserError as error:
+                if not self.skip:
+                    raise
+                print(f"skipped: {error}", flush=True)
+                continue
             labels[:1] = [IGNORED] * len(labels[:1])  # no token predicts the first one
             if any(label != IGNORED for label in labels[: self.max_length]):
                 encoded["input_ids"].append(ids[: self.max_length])
@@ -410,11 +443,14 @@ class PadCollator:
     Attributes:
         in_one: join packed rows into one sequence without padding, as flash attention needs them.
         multiple: the length is a multiple of this, as ranks that share sequences need it.
+        numbered: give `position_ids` instead of an `attention_mask`, as Ulysses needs it; padding follows each row, so
+            causal attention does not see it.
     """
 
     pad_token_id: int
     in_one: bool = False
     multiple: int = 1
+    numbered: bool = False
 
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         packed = "position_ids" in rows[0]
@@ -429,6 +465,8 @@ class PadCollator:
         if packed:  # padding counts up from 0 as one more row, which attends to itself alone
             positions = [[*row["position_ids"], *range(longest - len(row["position_ids"]))] for row in rows]
             return {**batch, "position_ids": torch.tensor(positions)}
+        if self.numbered:
+            return {**batch, "position_ids": torch.arange(longest).repeat(len(rows), 1)}
         return {**batch, "attention_mask": _padded([[1] * len(row["input_ids"]) for row in rows], longest, 0)}
 
 
@@ -442,17 +480,20 @@ def _padded(rows: list[list[int]], length: int, value: int) -> torch.Tensor:
 
 
 def collator_of(
-    model: Any, tokenizer: PreTrainedTokenizerBase, packing: bool, sharing: ParallelismConfig | None = None
-) -> PadCollator:
+    model: Any, tokenizer: PreTrainedTokenizerBase, packing: bool, sharing: ParallelismConfig | None = None,
+    max_length: int = 0,
+) -> PadCollator:  # fmt: skip
     """Returns the collator of encoded rows for `model`, after checking that it keeps packed rows apart.
 
-    sharing: how ranks share sequences: a ring takes pieces from both ends of them.
+    sharing: how ranks share sequences: a ring takes pieces from both ends of them, and Ulysses gathers the batches of
+        all ranks, so each is padded to `max_length`.
     """
     if packing:
         check_rows_apart(model)
     ranks = 1 if sharing is None else sharing.cp_size * sharing.sp_size
-    multiple = 2 * ranks if ranks > 1 else 1
-    return PadCollator(tokenizer.pad_token_id, in_one=in_one_sequence(model), multiple=multiple)
+    multiple, numbered = 2 * ranks if ranks > 1 else 1, sharing is not None and sharing.sp_size > 1
+    multiple = -(-max_length // multiple) * multiple if numbered else multiple
+    return PadCollator(tokenizer.pad_token_id, in_one_sequence(model), multiple, numbered)
 
 
 def check_rows_apart(model: Any) -> None:

@@ -54,6 +54,20 @@ def test_every_length_is_the_longest_whose_own_trace_fits(config: str) -> None:
         assert _peak(config, policy, round(1.1 * one.length), 3) > found.room.limit
 
 
+@pytest.mark.parametrize("launches", [(), (Launch("ddp", 2),)])
+def test_an_evaluation_limits_the_length(config: str, launches: tuple[Launch, ...]) -> None:
+    """Of 64 rows at once, beside steps of one row."""
+    lengths = {}
+    for rows in (0, 64):
+        workload = load(TrainingSpec.of(config, eval_batch_size=rows), "t4")
+        found = predict_max_length(workload, ("full",), "600MiB", margin="0", launches=launches)
+        lengths[rows] = found.length
+    assert 0 < lengths[64] < lengths[0] / 8
+    spec = TrainingSpec.of(config, eval_batch_size=64, seq_length=lengths[64])
+    (needed,) = (trace.peak_allocated for trace in load(spec, "t4").trace_phases(1).values())
+    assert 0.8 * found.room.limit < needed <= found.room.limit
+
+
 def test_real_steps_prove_the_longest_sequence() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**_SIZES, use_cache=False))

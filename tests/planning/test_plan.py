@@ -20,13 +20,16 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.planning.budget import Candidate, better, frontier, largest_fitting, memory_budget
+from ckpt_ft.planning.budget import Candidate, MemoryBudget, better, frontier, largest_fitting, memory_budget
 from ckpt_ft.planning.estimate import without_kept
-from ckpt_ft.planning.estimates import HIGH, LOW, Growth
+from ckpt_ft.planning.estimates import HIGH, LOW, Estimates, Growth
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan, Stopped, fingerprint
+from ckpt_ft.planning.search import _swap
 from ckpt_ft.planning.tracing import Tracer, trace_policies
-from ckpt_ft.units import GIB, MIB
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.units import GIB, MIB, format_bytes
+from ckpt_ft.workloads.load import load
 
 
 def small_plan(name: str, budget: str, **more: object) -> Plan:
@@ -406,7 +409,35 @@ def test_a_plans_seconds_are_the_traces_offload_or_not() -> None:
 def test_a_plan_of_compiled_blocks_leaves_pointwise_to_inductor() -> None:
     """A region in which dynamo compiles and `pointwise` rebuilds saves other tensors in its second run."""
     compiled = replace(MODELS["llama"]().workload("a100-40gb"), compile="regional")
-    found = plan(compiled, "1GiB", batch_size=2)
+    found = plan(compiled, "1GiB", batch_size=2, policies=["none", "full", "pointwise", "pointwise,head"])
     assert len(found.candidates) > 1
     assert not any("pointwise" in candidate.policy for candidate in found.candidates)
     assert any(note.startswith("compiled:") for note in found.notes)
+
+
+def test_as_few_blocks_are_swapped_as_fit(tmp_path: Path) -> None:
+    """All of them, as few as one sample needs, and half of the others; a host that is too small refuses them."""
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "intermediate_size": 1024,
+        "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    workload = load(TrainingSpec.of(str(tmp_path), seq_length=64, lora_r=4, dtype="bfloat16"), "t4")
+    block = 2 * (3 * 512 * 1024 + 2 * 512 * 512 + 2 * 512 * 256)
+    with Tracer(workload) as tracer:
+        room = MemoryBudget(2**40)
+        estimates = Estimates(tracer, room, "memory", 1, 1)
+        estimates.trace_candidates(["full", "full,swap:6"])
+        more = estimates.reserved("full,swap:6", 1) + block  # room for one of the six
+        for host, fitting in ((None, True), (4 * block, False)):
+            tight = replace(estimates, room=MemoryBudget(more, host=host), anchors={}, bests={})
+            tight.trace_candidates(["full"])
+            assert tight.candidates() == []
+            _swap(tight)
+            assert set(tight.anchors) == {"full", "full,swap:5", "full,swap:6"}
+            found = {candidate.policy: candidate.host for candidate in tight.candidates()}
+            assert found == ({"full,swap:5": 5 * block, "full,swap:6": 6 * block} if fitting else {})
+    made = Plan(tight.candidates() or [estimates.estimate("full,swap:6", 1)], room, "llama", "t4", "memory", "")
+    assert made.candidates_table.header[-2:] == ("host memory", "")
+    assert made.candidates_table.rows[0][-2] == format_bytes(6 * block)

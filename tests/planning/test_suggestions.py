@@ -13,6 +13,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.budget import MemoryBudget
 from ckpt_ft.planning.estimate import suggest
 from ckpt_ft.planning.results import Suggestion, Suggestions
+from ckpt_ft.planning.search import blocks_to_swap
 from ckpt_ft.planning.tracing import trace_policies
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
@@ -92,7 +93,22 @@ def test_what_a_library_refuses_is_not_offered(config: str) -> None:
     """Adapters of a PEFT configuration stay as they are; those that do not run over 4 bits are not put there."""
     spec = TrainingSpec.of(config, seq_length=128, peft=REFUSED)
     limit = traced(spec.edit(dtype="bfloat16"), "full,head").peak_reserved
-    way = only(suggested(spec, "full,head", limit))
+    way, swap = suggested(spec, "full,head", limit).ways
     assert (way.edits, way.reserved) == ({"dtype": "bfloat16"}, limit)
-    nothing = suggested(spec, "full,head", limit - 1)
-    assert (nothing.ways, nothing.needed) == ([], limit)
+    assert swap.edits == {"policy": "full,head,swap:4"}
+
+
+def test_adapters_over_too_many_weights_swap_as_few_blocks_as_will_do(config: str) -> None:
+    """The last way at a batch of 1, with its host memory; not offered to a small host, or to full training."""
+    spec = TrainingSpec.of(config, seq_length=128, lora_r=4, dtype="bfloat16", load_in_4bit=False)
+    all_but_one, every = (traced(spec, f"full,head,swap:{blocks}") for blocks in (3, 4))
+    assert all_but_one.peak_reserved > every.peak_reserved
+    assert all_but_one.peak_host == every.peak_host * 3 / 4 == 3 * 2 * (3 * 512 * 1024 + 2 * 512 * 512 + 2 * 512 * 256)
+    way = suggested(spec, "full,head", all_but_one.peak_reserved).ways[-1]
+    assert way.edits == {"policy": "full,head,swap:3"}
+    assert (way.reserved, way.host) == (all_but_one.peak_reserved, all_but_one.peak_host)
+    assert "--ac_policy full,head,swap:3" in way.command
+    small = MemoryBudget(every.peak_reserved, host=every.peak_host - 1)
+    found = suggest(partial(load, device="t4"), spec, "full,head", 1, traced(spec, "full,head"), small)
+    assert not any("swap" in way.change for way in found.ways)
+    assert blocks_to_swap(load(spec.edit(lora_r=0), "t4")) == (0, 1)

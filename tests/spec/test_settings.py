@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     f"{PLUGINS}.DataLoaderConfiguration": ("accelerate.accelerator",),
     "transformers.trainer_pt_utils.AcceleratorConfig": ("accelerate.accelerator",),
     "accelerate.commands.config.config_args.ClusterConfig": ("accelerate",),
-    "ckpt_ft.training.arguments.ACArguments": ("ckpt_ft",),
+    "ckpt_ft.training.arguments.TextACArguments": ("ckpt_ft",),
     "ckpt_ft.training.models.ModelArguments": KINDS["llm"],
     "ckpt_ft.training.text.DataArguments": KINDS["llm"],
     "ckpt_ft.training.run_arguments.RunArguments": KINDS["llm"],
@@ -78,7 +79,7 @@ READ = {
     "adapter", "lora_target_linear", "total_batch", "embeddings_skip_upcast", "pure_bf16", "pure_fp16", "float32",
     "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "finetuning_type", "quantization_bit", "no_checkpointing",
     "trainer_args", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation", "liger_cross_entropy",
-    "liger_fused_linear_cross_entropy", "plugins",
+    "liger_fused_linear_cross_entropy", "plugins", "fp8",
 }  # fmt: skip
 SOURCE = "run.yaml"
 
@@ -122,6 +123,14 @@ def test_every_key_of_deepspeed_is_known() -> None:
     assert set(DeepSpeedZeroConfig.model_fields) <= {
         *table()["deepspeed.zero_optimization"], "stage3_gather_fp16_weights_on_model_save"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("release", "kind"), [("axolotl 0.19.0", "axolotl"), ("llamafactory 0.9.5", "llama_factory")])
+def test_every_key_of_a_release_is_known(release: str, kind: str) -> None:
+    """released_keys.json has the fields of AxolotlInputConfig and its plugins, and of LLaMA-Factory's arguments."""
+    keys = json.loads(Path(__file__).with_name("released_keys.json").read_text(encoding="utf-8"))[release]
+    assert len(keys) > 150
+    assert [key for key in keys if entry_of(key, KINDS[kind]) is None] == []
 
 
 @pytest.mark.skipif(is_older("transformers", "5.23") or is_older("trl", "1.16"), reason="the table has newer fields")

@@ -533,6 +533,23 @@ def predicted_and_measured(out: Path, **kwargs: Any) -> tuple[int, int]:
     return rank.predicted.allocated, max(peak["allocated"] for peak in rank.peaks.values())
 
 
+def test_micro_batches_of_unlike_length_are_predicted_one_by_one(tmp_path: Path) -> None:
+    """The longest one comes first, where no gradients are: a step of two such would need 21 KiB more."""
+    model = tiny()
+    rows = Dataset.from_list([{"input_ids": [5] * n, "labels": [5] * n} for n in (48, 12, 48, 12, 48, 12)])
+    args = arguments(
+        tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=2, train_sampling_strategy="sequential"
+    )
+    trainer = Trainer(model=model, args=args, train_dataset=rows)
+    callback = ACCallback(ACArguments(ac_report="json")).attach(trainer)
+    trainer.train()
+    assert callback.report is not None
+    (rank,) = callback.report.ranks
+    assert rank.predicted is not None
+    assert rank.predicted.allocated == pytest.approx(rank.peak(), abs=64)
+    assert Workload.from_trainer(trainer).trace(1).peak_allocated > 1.02 * rank.peak()  # of two long ones
+
+
 @pytest.mark.parametrize("optim", ["adagrad", "rmsprop", "adafactor"])
 def test_an_optimizer_is_predicted_as_its_constructor_left_it(tmp_path: Path, optim: str) -> None:
     predicted, measured = predicted_and_measured(tmp_path, optim=optim)

@@ -108,6 +108,7 @@ def test_text_that_is_generated_for_metrics(tmp_path: Path) -> None:
     ("kind", "options"),
     [
         ("GRPO", {"beta": 0.1}),
+        pytest.param("RLOO", {"use_cache": False}, marks=pytest.mark.slow),
         pytest.param("GRPO", {"gradient_accumulation_steps": 4}, marks=pytest.mark.slow),
         pytest.param("RLOO", {}, marks=pytest.mark.slow),
     ],
@@ -115,13 +116,17 @@ def test_text_that_is_generated_for_metrics(tmp_path: Path) -> None:
 def test_generation_is_measured_and_predicted(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Completions, and their log-probabilities; the evaluation generates, too."""
     trl = pytest.importorskip("trl")
+    options, cached = dict(options), options.get("use_cache", True)
+    options.pop("use_cache", None)
     args = getattr(trl, f"{kind}Config")(
         str(tmp_path), **{**ARGUMENTS, "per_device_train_batch_size": 4, "bf16": False}, num_generations=4,
         max_completion_length=16, gradient_checkpointing=False, **options,
     )  # fmt: skip
+    model = llama(tmp_path)
+    model.generation_config.use_cache = cached
     rows = Dataset.from_list([{"prompt": " ".join(["a"] * 8)}] * 8)
     trainer = getattr(trl, f"{kind}Trainer")(
-        llama(tmp_path), _no_reward, args, train_dataset=rows, eval_dataset=rows, processing_class=_tokenizer()
+        model, _no_reward, args, train_dataset=rows, eval_dataset=rows, processing_class=_tokenizer()
     )
     rank = reported(trainer)
     assert check(rank, "evaluation") > check(rank, "generation")

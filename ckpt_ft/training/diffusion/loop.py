@@ -105,6 +105,7 @@ class Run:
         accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self.memory = Session(self.fitted, accelerator)
         self.memory.apply(workload.model)
+        workload.model.to(accelerator.device)  # after `swap`, whose weights stay behind
 
     def train(self, data: Data) -> None:
         """Makes the optimizer, continues from the checkpoint, makes all steps, and saves the result.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ pytest.importorskip("datasets")
 from datasets import Dataset
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.text import known_columns
+from ckpt_ft.training.text import DataArguments, known_columns, load_rows
 
 
 def converted(row: dict[str, Any]) -> dict[str, Any]:
@@ -42,3 +45,23 @@ def test_a_conversation_that_is_none_is_named_by_its_row() -> None:
     rows = Dataset.from_list([{"conversations": [{"from": "robot", "value": "x"}]}])
     with pytest.raises(UserError, match="row 1: 'conversations' is a list of turns with 'from'"):
         known_columns(rows, "text")
+
+
+def test_columns_are_mapped_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question": "2+2?", "answer": "4", "prompt": "hidden"}))
+    args = DataArguments(dataset_name=str(tmp_path / "a.jsonl"), columns="prompt=question, completion=answer")
+    assert load_rows(args, evaluate=False, seed=0)[0][0] == {"prompt": "2+2?", "completion": "4"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ("prompt=quesion", "--columns prompt=quesion: no column 'quesion'; did you mean 'question'?"),
+        ("prompt", "write ours=theirs, as in prompt=question,completion=answer"),
+        ("prompt=question,prompt=answer", "a column is named twice"),
+    ],
+)
+def test_a_wrong_mapping_is_one_line(columns: str, said: str) -> None:
+    rows = Dataset.from_list([{"question": "a", "answer": "b"}])
+    with pytest.raises(UserError, match=re.escape(said)):
+        DataArguments(columns=columns).renamed(rows)

@@ -57,3 +57,13 @@ def test_good_rows_pass(tmp_path: Path, name: str, content: bytes) -> None:
         pytest.skip("an older datasets, which takes no byte order mark")
     (tmp_path / name).write_bytes(content)
     assert read(tmp_path / name) == ["a", "a"]
+
+
+def test_bad_lines_are_left_out_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(ROW + b"[1]\n\n{oops\n" + ROW)
+    args = DataArguments(dataset_name=str(tmp_path / "a.jsonl"), skip_bad_rows=True, test_split_size=0.5)
+    rows, held_out = load_rows(args, evaluate=True, seed=0)
+    assert held_out is not None
+    assert sorted([*rows[text.ROW_NUMBER], *held_out[text.ROW_NUMBER]]) == [1, 5]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" is ")[0].rpartition("a.jsonl: ")[2] for line in said] == ["line 2", "line 4"]
