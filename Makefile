@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO_DIR ?= out/demo
 
-.PHONY: demo test test-slow lint wheel docs oldest clean
+.PHONY: demo test test-slow lint wheel docs space test-app oldest clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -46,6 +46,21 @@ wheel: $(STAMP)
 # Builds the guide and the API reference and checks every link.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# The files of a Hugging Face Space that serves `ckpt-ft app`.
+space:
+	rm -rf out/space
+	mkdir -p out/space
+	cp -R space/. ckpt_ft recipes out/space/  # recipes: for the commands that an answer names
+	find out/space -name __pycache__ -prune -exec rm -rf {} +
+
+# Tests the page of `ckpt-ft app` in a browser, in an environment of its own: gradio needs other versions than the suite.
+test-app: $(STAMP)
+	$(PYTHON) -m venv out/app
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$(out/app/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/libraries.pth"
+	out/app/bin/python -m pip install --quiet --disable-pip-version-check 'gradio>=6'
+	OMP_NUM_THREADS=1 out/app/bin/python -m pytest tests/cli/test_web.py
 
 # Runs the suite on the lowest versions that pyproject.toml allows. torch is the CUDA build there, and old libraries emit
 # warnings that newer ones do not.

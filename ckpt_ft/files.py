@@ -53,6 +53,10 @@ def write(path: str | Path, content: str | Callable[[Path], object]) -> Path:
             content(partial)
         flush(partial)
         return partial.replace(path)
+    except OSError as error:  # a full disk names no file, and another error the partial one
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import write
+from ckpt_ft.memory.gpus import calibrated
 from ckpt_ft.planning.results import cache_path
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.model_config import read_config, read_parts, read_processor
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 
 def question_of(spec: TrainingSpec) -> dict[str, Any]:
-    """What an answer about `spec` depends on: the spec itself, and the configurations of its model.
+    """What an answer about `spec` depends on: itself, the configurations of its model, and this machine's CPU.
 
     Raises:
         UserError: the model is not known.
@@ -25,7 +26,13 @@ def question_of(spec: TrainingSpec) -> dict[str, Any]:
     name = spec.model.name
     processor, config = read_processor(name) if spec.data.images else {}, read_config(name)
     parts = read_parts(name) if config.get("_class_name") else {}
-    return {"spec": spec.fingerprint(), "config": config, "processor": processor, "parts": parts}
+    return {
+        "spec": spec.fingerprint(),
+        "config": config,
+        "processor": processor,
+        "parts": parts,
+        "cpu": calibrated("cpu"),
+    }
 
 
 class AnswerCache(Generic[T]):

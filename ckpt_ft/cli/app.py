@@ -9,6 +9,7 @@ import atexit
 import gc
 import logging
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -17,13 +18,14 @@ import ckpt_ft
 from ckpt_ft.errors import UserError, one_line, run
 from ckpt_ft.spec.settings import typed_as
 
-from . import catalogue, estimate, max_length, planning, policies, recipe, where
+from . import catalogue, estimate, max_length, planning, policies, recipe, web, where
 from .params import words_in_our_names
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
     help=__doc__,
     context_settings={"token_normalize_func": typed_as},
 )
@@ -36,6 +38,7 @@ def main() -> None:
     for library in ("transformers", "diffusers"):
         logging.getLogger(library).setLevel(logging.ERROR)
     logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # the error that follows is one line of ours
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {one_line(message)}", file=sys.stderr)
     gc.disable()  # a command lives for seconds and makes no cycles worth looking for among its millions of objects
     atexit.register(gc.freeze)  # nor at exit
     try:
@@ -77,7 +80,7 @@ def _common(
     pass
 
 
-for commands in (estimate, policies, planning, max_length, where, catalogue, recipe):
+for commands in (estimate, policies, planning, max_length, where, catalogue, recipe, web):
     commands.register(app)
 
 if __name__ == "__main__":

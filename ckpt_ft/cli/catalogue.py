@@ -1,4 +1,4 @@
-"""`ckpt-ft models` and `ckpt-ft gpus`: the models and GPUs that are known by name, without a download."""
+"""`ckpt-ft models`, `gpus` and `calibrate`: the models and GPUs known by name, and this machine's own card."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.gpus import GPUS
+from ckpt_ft.files import check_writable
+from ckpt_ft.memory.gpus import GPU, GPUS, calibrated_cards, card_path, write_card
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import GIB, format_number
 
-from .console import stdout
+from .console import progress, stdout
 from .params import AsJson
+
+if TYPE_CHECKING:
+    from ckpt_ft.memory.measure.report import MemoryReport
 
 Part = Annotated[str, typer.Argument(help="list only those with this text in a name or a kind")]
 
@@ -46,7 +51,7 @@ def models(part: Part = "", as_json: AsJson = False) -> None:
 
 def gpus(part: Part = "", as_json: AsJson = False) -> None:
     """List the GPUs that an estimate can be made for, with their memory and rates."""
-    found = [gpu for gpu in GPUS.values() if _matches(part, (gpu.name, gpu.note))]
+    found = [gpu for gpu in (*calibrated_cards(), *GPUS.values()) if _matches(part, (gpu.name, gpu.note))]
     if not found:
         raise UserError(f"no GPU has '{part}' in its name; `ckpt-ft gpus` lists all")
     if as_json:
@@ -56,7 +61,7 @@ def gpus(part: Part = "", as_json: AsJson = False) -> None:
     for gpu in found:
         rates = (gpu.fp32, gpu.tf32, gpu.fp16, gpu.bf16, gpu.fp8)
         shown = (format_number(rate / 1e12) if rate else DASH for rate in rates)
-        memory, arch = f"{gpu.memory / GIB:.1f}", f"{gpu.arch[0]}.{gpu.arch[1]}"
+        memory, arch = f"{gpu.memory / GIB:.1f}", DASH if gpu.is_cpu else f"{gpu.arch[0]}.{gpu.arch[1]}"
         rows.append((gpu.name, memory, format_number(gpu.bandwidth / 1e9), *shown, str(gpu.sms), arch))
     header = ("card", "GiB", "GB/s", "fp32", "tf32", "fp16", "bf16", "fp8", "SMs", "sm")
     console = stdout()
@@ -64,12 +69,54 @@ def gpus(part: Part = "", as_json: AsJson = False) -> None:
                 console)  # fmt: skip
     for note in dict.fromkeys(gpu.note for gpu in found if gpu.note):
         console.print(f"note: {note}", markup=False)
+    for gpu in found:
+        if gpu.calibration is not None:
+            console.print(f"{gpu.name}: calibrated on {gpu.calibration.date}, {card_path(_key(gpu))}", markup=False)
+
+
+def calibrate(
+    report: Annotated[
+        Path | None, typer.Option("--from", help="correct the card by a run's memory_report.json, or its directory")
+    ] = None,
+) -> None:
+    """Measure this machine's GPU or CPU in about a minute, so that `--device here` predicts its seconds.
+
+    The card is written to the cache and is the default device from then on. `--from` measures nothing: it multiplies
+    the predicted seconds by a run's own ratio of measured to predicted seconds.
+    """
+    if report is None:
+        check_writable(card_path("cpu"), "the cache's card")
+    with progress() as say:
+        say("importing PyTorch")
+        from ckpt_ft.memory.measure import calibrate
+
+        card = calibrate.calibrate(say) if report is None else calibrate.from_report(_read_report(report))
+        path = write_card(card)
+    own = card.calibration
+    assert own is not None
+    said = f"{1e6 * own.per_op:.1f} us for each op, {len(own.curves)} kinds of operators"
+    print(f"{card.name}: {said if report is None else f'steps take {own.pace:.3g} times the predicted seconds'}")
+    print(f"wrote {path}; it is --device here, and the default")
+
+
+def _read_report(path: Path) -> MemoryReport:
+    from ckpt_ft.memory.measure.report import MemoryReport
+
+    file = path / "memory_report.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"--from {path}: no memory_report.json here; recipes write it to their --output_dir")
+    return MemoryReport.from_json(file)
+
+
+def _key(card: GPU) -> str:
+    return "cpu" if card.is_cpu else card.name
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
     app.command()(models)
     app.command()(gpus)
+    app.command()(calibrate)
 
 
 def _matches(part: str, texts: Sequence[str]) -> bool:

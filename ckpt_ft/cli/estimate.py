@@ -52,18 +52,20 @@ def estimate(
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
     files = StepFiles(gpu, html, snapshot, perfetto)
     cache = AnswerCache("estimate", {**question_of(spec), "gpu": gpu}, Estimate.from_json)
-    found = None if files.any else cache.get()
+    found, trace = None if files.any else cache.get(), None
     if found is None:
         from ckpt_ft.planning.estimate import traced_estimate
 
         with progress() as say:
             found, trace = traced_estimate(spec, say)
-            files.write(found, trace)
         cache.put(json.dumps(asdict(found)))
     if as_json:
-        print(json.dumps({**asdict(found), "headroom": found.headroom, "ignored": spec.host.ignored}, indent=2))
+        room = {"headroom": found.headroom, "host_headroom": found.host_headroom}
+        print(json.dumps({**asdict(found), **room, "ignored": spec.host.ignored}, indent=2))
     else:
         print_estimate(found, spec)
+    if trace is not None:  # after the answer, which a full disk does not lose
+        files.write(found, trace)
 
 
 def _compare_cards(spec: TrainingSpec, as_json: bool) -> None:
@@ -131,12 +133,18 @@ def print_estimate(result: Estimate, spec: TrainingSpec) -> None:
     launched = f", {result.launch}: this is each GPU" if result.launch else ""
     said = f"{result.model}: policy {result.policy}, batch {result.batch_size}, {shape}, on {result.device}{launched}"
     console.print(said, markup=False)
-    print_table(Table("", ("predicted", ""), list(_figures(result))), console)
-    print_table(holders_table(result.holders, result.peak_allocated), console)
     if result.headroom is not None and result.capacity is not None:
         room = format_bytes(abs(result.headroom))
         verdict = f"fits, {room} to spare of" if result.headroom >= 0 else f"does not fit: needs {room} more than"
         console.print(f"{verdict} {format_bytes(result.capacity)} (reserved and context counted)")
+    if result.host_headroom is not None and result.host_capacity is not None:
+        room, whole = format_bytes(abs(result.host_headroom)), format_bytes(result.host_capacity)
+        verdict = "fits, {} to spare of {}" if result.host_headroom >= 0 else "does not fit: needs {} more than {}"
+        console.print(f"{verdict.format(room, whole)} in host memory")
+    if result.headroom is not None or result.host_headroom is not None:
+        console.print()
+    print_table(Table("", ("predicted", ""), list(_figures(result))), console)
+    print_table(holders_table(result.holders, result.peak_allocated), console)
     if result.answer is not None:
         _print_suggestions(result.answer, spec, console)
     for note in result.notes:

@@ -11,7 +11,7 @@ import typer
 
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.export.holders import holders_table
-from ckpt_ft.memory.gpus import asked_gpu
+from ckpt_ft.memory.gpus import asked_gpu, calibrated
 from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.defaults import LORA_R
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -36,7 +36,7 @@ _ANY = 16  # tokens of the batches that the workload is built with; the search m
 _OF_TABLE = "full,head"
 
 
-@takes_spec("policy", "seq_length")
+@takes_spec("policy", "seq_length", "host_memory")
 def max_length(
     spec: TrainingSpec,
     policy: Annotated[str, typer.Option("--policy", help="e.g. full,head; auto for the best of several")] = "auto",
@@ -48,7 +48,8 @@ def max_length(
 ) -> None:
     """Predict the longest sequence that fits, without a GPU and without weights.
 
-    Exit code 1 if not even a short sequence fits. A loop of your own proves its length by real steps: find_max_length.
+    Exit code 1 if not even a short sequence fits. Real steps prove a length: recipes/llm.py --find_max_length, and
+    find_max_length for a loop of your own.
     """
     from ckpt_ft.planning.max_length import LADDER
 
@@ -124,7 +125,7 @@ def _ladder(spec: TrainingSpec, found: MaxLength, device: str) -> Table:
         )
         for one in found.ladder
     ]
-    nominal = "" if device != "cpu" else "nominal "
+    nominal = "nominal " if device == "cpu" and calibrated("cpu") is None else ""
     header = ("policy", "tokens", "peak allocated", "reserved", f"{nominal}s/step", f"{nominal}tokens/s")
     several = spec.launch.launches or ([spec.launch.launch] if spec.launch.launch else [])
     on = f"{several[0].processes} x {device}" if several and several[0] else device

@@ -25,7 +25,7 @@ from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id,
 Command = Callable[..., None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 ONE_LAUNCH = ("gpus",)
-ONE_PROCESS = ("launch", "processes", "gpus", "machines", *SIZES, "offload", "link", "alloc_conf")
+ONE_PROCESS = ("launch", "processes", "gpus", "machines", *SIZES, "ep", "offload", "link", "alloc_conf")
 Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
 Config = Annotated[
     str,
@@ -133,9 +133,13 @@ def _print_notes(notes: tuple[str, ...]) -> None:
 
 
 def require_applicable(spec: TrainingSpec) -> None:
-    """Raises UserError for a policy that is none, or one of torch.compile without it."""
-    if Policy.parse(spec.policy).budget is not None and not spec.kernels.compile:
+    """Raises UserError for a policy that is none, or that does nothing with or without torch.compile."""
+    policy = Policy.parse(spec.policy)
+    if policy.budget is not None and not spec.kernels.compile:
         raise UserError(f"--policy {spec.policy}: budget: acts under torch.compile alone; give --torch-compile too")
+    idle = {"head": policy.head, "offload": policy.offload, "tile": policy.tile is not None}
+    if spec.kernels.compile and (terms := [term for term, asked in idle.items() if asked]):
+        raise UserError(f"--policy {spec.policy}: {terms[0]} does nothing under torch.compile; drop it, or --compile")
 
 
 def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[str, bool]]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,7 @@ from ckpt_ft.spec.command import RECIPES, training_command
 from ckpt_ft.spec.flags import Edit
 from ckpt_ft.spec.launch import accelerate_config
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.tables import print_table
+from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
 
 from .answer_cache import AnswerCache, question_of
@@ -37,13 +36,14 @@ MaxBatchSize = Annotated[
     int, typer.Option("--max-batch-size", min=1, help="the largest micro-batch that is considered")
 ]
 
-# What `plan --try` plans for, besides: for each name, edits of the spec and the package that each needs.
+# What `plan --try` plans for, besides: for each name, edits of the spec and what each needs.
 TRIED: dict[str, tuple[tuple[Edit, str], ...]] = {
     "kernels": (
         (Edit({"use_liger_kernel": True}), "liger-kernel"),
         (Edit({"use_kernels": True}), "kernels"),
         (Edit({"cut_cross_entropy": True}), "cut-cross-entropy"),
     ),
+    "compile": ((Edit({"compile": "regional"}), "a C compiler, for Triton"),),
 }
 
 
@@ -91,7 +91,8 @@ def plan(
         ),
     ] = "",
     tried: Annotated[
-        str, typer.Option("--try", help="plan also with these, and say what each brings: kernels (fused ones)")
+        str,
+        typer.Option("--try", help="plan also with these, and say what each brings: kernels (fused ones), compile"),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -133,11 +134,17 @@ def plan(
             raise typer.Exit(128 + stop.number) from stop
         cache.put(found.to_json())
     _show(found, as_json)
-    for edit, package in (edit for name in tried.split(",") if tried for edit in TRIED[name]):
-        if edit.of(spec) != spec:
-            print(
-                _brings(edit, package, spec, found, lambda edited: _make(edited, options, jobs, lengths, images, ""))
-            )
+    plans = {"": found}
+    for edit, needs in (edit for name in tried.split(",") if tried for edit in TRIED[name]):
+        flags = " ".join(edit.words(spec))
+        try:
+            if flags:
+                plans[flags] = _make(edit.of(spec), options, jobs, lengths, images, "")
+                print(_brings(f"with {flags} (needs {needs})", plans[flags], found))
+        except UserError as refused:
+            print(f"with {flags}: {refused}")
+    if len(plans) > 1:
+        print_table(_frontier_of(plans), stdout())
     if write_launch and found.best.launch is not None:
         write(write_launch, accelerate_config(found.best.launch))
     if found.best.launch is not None and not as_json:
@@ -148,7 +155,7 @@ def plan(
         found.plot(plot)
 
 
-@takes_spec(*ONE_LAUNCH, "batch_size")
+@takes_spec(*ONE_LAUNCH, "batch_size", "host_memory")
 def max_batch(
     spec: TrainingSpec,
     margin: Margin = "",
@@ -266,7 +273,7 @@ def _make(
     with progress() as say:
         say(f"building {spec.model.name} from its config")
         workload = load(spec, options.gpu or "cpu", lengths, images.batches if images else None)
-        given: dict[str, Any] = {**vars(options), "jobs": jobs, "report": say}
+        given: dict[str, Any] = {**vars(options), "jobs": jobs, "report": say, "host_memory": spec.host.host_memory}
         del given["gpu"]
         if html and not spec.launch.launches:
             sweep = budget_sweep(workload, budget, **given)
@@ -291,16 +298,26 @@ def _on_fewer(plan: Plan) -> str:
     return f"fits on {on}: {how}{fewest.policy} at batch {fewest.batch}, {format_bytes(fewest.reserved)}, {speed}"
 
 
-def _brings(edit: Edit, package: str, spec: TrainingSpec, plan: Plan, make: Callable[[TrainingSpec], Plan]) -> str:
-    """What a plan with `edit` brings compared with `plan`, in one line."""
-    flags = " ".join(edit.words(spec))
-    try:
-        best = make(edit.of(spec)).best
-    except UserError as refused:
-        return f"with {flags}: {refused}"
+def _brings(change: str, changed: Plan, plan: Plan) -> str:
+    """What the plan with a change brings compared with `plan`, in one line."""
+    best = changed.best
     gain = best.samples_per_second / plan.best.samples_per_second - 1
     held = f"{best.policy} at batch {best.batch}, {format_bytes(best.reserved)} reserved"
-    return f"with {flags} (needs {package}): {held}, {gain:+.1%} speed"
+    return f"{change}: {held}, {gain:+.1%} speed"
+
+
+def _frontier_of(plans: dict[str, Plan]) -> Table:
+    """The candidates of all plans, by the flags that each plan adds, that no other one beats in bytes and speed."""
+    from ckpt_ft.planning.budget import frontier
+
+    of = [(candidate, flags) for flags, plan in plans.items() for candidate in plan.candidates]
+    rows = [
+        (flags or DASH, best.policy, str(best.batch), format_bytes(best.reserved), format_number(speed))
+        for best in frontier(candidate for candidate, _ in of)
+        for flags, speed in [(next(flags for candidate, flags in of if candidate is best), best.samples_per_second)]
+    ]
+    header = ("with", "policy", "batch", "reserved", plans[""].speed)
+    return Table("No other is faster in fewer bytes", header, rows, text=(0, 1))
 
 
 def _show(plan: Plan, as_json: bool) -> None:
@@ -313,8 +330,8 @@ def _show(plan: Plan, as_json: bool) -> None:
 def print_plan(plan: Plan) -> None:
     """Prints the candidates, the pick and the reason for it, what holds its peak, and what else would lower it."""
     console = stdout()
+    console.print(f"pick: {plan.why}\n", markup=False)
     print_table(plan.candidates_table, console)
-    console.print(f"pick: {plan.why}", markup=False)
     if plan.best.launch is not None and plan.best.launch.processes > 1:
         console.print(_on_fewer(plan), markup=False)
     if plan.data:

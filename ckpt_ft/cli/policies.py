@@ -18,7 +18,7 @@ CHECKED_TOKENS = 32  # of a sequence: a check makes a real step
 FUSED_KERNELS = ("liger", "liger_kernel_config", "cut_cross_entropy", "use_kernels")  # only traced, never run
 
 
-@takes_spec(*ONE_PROCESS, "budget", defaults=_DEFAULTS, fixed={"optimizer": "none"})
+@takes_spec(*ONE_PROCESS, "budget", "host_memory", defaults=_DEFAULTS, fixed={"optimizer": "none"})
 def explain(spec: TrainingSpec) -> None:
     """Show which modules a policy covers and the bytes that each kind of block keeps for backward under it."""
     from ckpt_ft.checkpointing.apply import apply_policy
@@ -47,6 +47,7 @@ def explain(spec: TrainingSpec) -> None:
 @takes_spec(
     *ONE_PROCESS,
     "budget",
+    "host_memory",
     "device",
     "gpu_memory",
     "gpu_like",

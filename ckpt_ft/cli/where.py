@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from ckpt_ft.planning.where import Place, Places
 
 
-@takes_spec("policy", "batch_size", "launch", "processes", "machines", "link", "gpu_memory", "gpu_like", "budget")
+@takes_spec(
+    "policy", "batch_size", "launch", "processes", "machines", "link", "gpu_memory", "gpu_like", "budget",
+    "host_memory",
+)  # fmt: skip
 def where(
     spec: TrainingSpec,
     device: Annotated[str, typer.Option("--device", help="cards, e.g. rtx-4090,h100 [default: common ones]")] = "",

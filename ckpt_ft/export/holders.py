@@ -9,7 +9,12 @@ from ckpt_ft.tables import DASH, Table
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import Bytes, Count
 
-_OUTSIDE = {"optimizer": "optimizer state", "activations": "loss"}  # what belongs to no module, by its category
+_OUTSIDE = {
+    "optimizer": "optimizer state",
+    "activations": "loss",
+    "parameters": "weights",
+    "buffers": "buffers",
+}  # what belongs to no module, by its category
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ def holders_table(holders: Sequence[Holder], peak: int) -> Table:
     """The table of holders in a report, an estimate and a plan; a last row makes it add up to `peak` bytes."""
     rows = [
         (
-            h.module or ("loss" if "loss" in h.op else _OUTSIDE.get(h.category, DASH)),
+            h.module or ("loss" if "loss" in h.op or "softmax" in h.op else _OUTSIDE.get(h.category, DASH)),
             short_op(h.op) or DASH,
             h.category,
             str(h.count),

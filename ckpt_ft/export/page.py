@@ -185,23 +185,24 @@ def estimate_page(result: Estimate, trace: StepTrace) -> Page:
 
 
 def _estimate_figures(result: Estimate) -> list[Figure]:
+    found: list[Figure] = []
+    if result.headroom is not None and result.capacity is not None:
+        fits, room = result.headroom >= 0, format_bytes(abs(result.headroom))
+        value = f"{room} {'to spare' if fits else 'too much'}"
+        found.append(Figure("fits" if fits else "does not fit", value, f"of {format_bytes(result.capacity)}"))
     phase = max(result.peaks, key=result.peaks.__getitem__)
-    found = [Figure("peak allocated", format_bytes(result.peak_allocated), f"in {phase}")]
+    found.append(Figure("peak allocated", format_bytes(result.peak_allocated), f"in {phase}"))
     if result.device != "cpu":
         context = f"plus {format_bytes(result.context)} of CUDA context"
         found.append(Figure("peak reserved", format_bytes(result.peak_reserved), context))
-    if result.headroom is not None and result.capacity is not None:
-        fits = result.headroom >= 0
-        room = format_bytes(abs(result.headroom))
-        found.append(
-            Figure(
-                "fits" if fits else "does not fit",
-                f"{room} {'to spare' if fits else 'too much'}",
-                f"of {format_bytes(result.capacity)}",
-            )
-        )
+    if result.peak_host:
+        spare = result.host_headroom
+        left = "" if spare is None else f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
+        found.append(Figure("peak in host memory", format_bytes(result.peak_host), left))
     if result.seconds is not None:
-        found.append(Figure("seconds a step", format_number(result.seconds), f"bound by {result.bound}"))
+        waits = result.seconds_parts.get("waiting for copies", 0.0)
+        waiting = f", {format_number(waits)} of it waiting for copies" if waits else ""
+        found.append(Figure("seconds a step", format_number(result.seconds), f"bound by {result.bound}{waiting}"))
     return found
 
 

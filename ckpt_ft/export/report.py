@@ -165,11 +165,14 @@ def _peaks(report: MemoryReport) -> Table:
     on_gpu = any(rank.peak("reserved") is not None for rank in report.ranks)
     header = ["rank", "device", "allocated", *(["reserved", "active"] if on_gpu else []), "s/step"]
     header += ["retries", "OOMs"] if on_gpu else []
+    in_host = [name for name in ("resident", "pinned") if any(rank.host.get(name) for rank in report.ranks)]
+    header += [f"host, {name}" for name in in_host]
     rows = []
     for rank in report.ranks:
         row = [str(rank.rank), rank.device, _bytes(rank.peak())]
         row += [_bytes(rank.peak("reserved")), _bytes(rank.peak("active"))] if on_gpu else []
         row += [_seconds(rank.seconds), *([str(rank.retries), str(rank.ooms)] if on_gpu else [])]
+        row += [_bytes(rank.host.get(name)) for name in in_host]
         rows.append(tuple(row))
     return Table("Peak memory", tuple(header), rows, text=(0, 1))
 
@@ -219,6 +222,7 @@ def _compared(measured: RankMemory, predicted: Prediction) -> Iterator[tuple[str
             (f"peak {p}", predicted.peaks.get(p), measured.peaks.get(p, {}).get("allocated"))
             for p in _names([measured])
         ),
+        ("peak in host memory", predicted.host or None, None),
         ("s/step", predicted.seconds, measured.seconds),
     ]
     for name, expected, found in pairs:

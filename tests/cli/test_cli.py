@@ -335,11 +335,11 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("estimate", "CONFIG", "--capacity", "lots"), "'lots' is not an amount of memory"),
         (("estimate", "no/such-model"), "no model 'no/such-model'"),
         (("estimate", ""), "error: no model is named: give"),
-        (("max-batch", "CONFIG", "--policy", "auto"), "error: policy 'auto' must be chosen first"),
+        (("max-batch", "CONFIG", "--policy", "auto"), "error: policy 'auto': `ckpt-ft plan`"),
         (("plan", "CONFIG", "--gpus", "0"), "error: 0 GPUs: a launch is for at least 2"),
         (("explain", "DIRECTORY"), "no config.json"),
         (("report", "DIRECTORY"), "no memory_report.json"),
-        (("check", "CONFIG", "--policy", "auto"), "must be chosen first"),
+        (("check", "CONFIG", "--policy", "auto"), "chooses a policy for a budget"),
         (("nothing",), "No such command"),
     ],
 )

@@ -36,12 +36,13 @@ GPU = "--device --gpu-memory --gpu-like --dtype --load-in-4bit --prepare-kbit"
 ONE_LAUNCH = "--optimizer --launch --processes --machines --link --alloc-conf"
 OPTIONS = {
     "check": f"--policy --batch-size --seed {MODEL}",
-    "estimate": f"--policy --batch-size --capacity --budget --html --snapshot --perfetto --json "
+    "estimate": f"--policy --batch-size --capacity --budget --host-memory --html --snapshot --perfetto --json "
     f"{GPU} {ONE_LAUNCH} {MODEL}",
     "explain": f"--policy --batch-size {GPU} {MODEL}",
     "max-batch": f"--policy --budget --margin --max-batch-size --json {GPU} {ONE_LAUNCH} {MODEL}",
-    "plan": "--budget --batch-size --target --dataset --margin --max-batch-size --gpus --jobs --output --plot --html "
-    f"--fresh --write-launch --json {GPU} {ONE_LAUNCH} {MODEL}",
+    "plan": "--budget --host-memory --batch-size --target --dataset --margin --max-batch-size --gpus --jobs --output "
+    f"--plot --html --fresh --write-launch --json {GPU} {ONE_LAUNCH} {MODEL}",
+    "calibrate": "--from",
     "gpus": "--json",
     "kohya": "--output",
     "merge": "--output --base --dtype",

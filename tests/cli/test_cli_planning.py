@@ -73,18 +73,23 @@ def test_plan_then_the_same_from_the_cache(
 
 
 @pytest.mark.slow
-def test_fused_kernels_are_tried(
+def test_fused_kernels_and_compiled_blocks_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Liger's and cut cross entropy leave the logits out; each line names what it needs."""
+    """Liger's and cut cross entropy leave the logits out; each line names what it needs, and they are compared."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**TINY, "vocab_size": 8192}))
-    words = ["plan", str(path), "--device", "t4", "--seq-length", "32", "--jobs", "1", "--try", "kernels"]
+    words = ["plan", str(path), "--device", "t4", "--seq-length", "32", "--jobs", "1", "--try", "kernels,compile"]
     assert typed(monkeypatch, *words, "--budget", "2GiB", "--batch-size", "64") == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("with --")]
-    assert [line.split()[1] for line in lines] == ["--liger", "--use-kernels", "--cut-cross-entropy"]
+    out = capsys.readouterr().out.splitlines()
+    lines = [line for line in out if line.startswith("with --")]
+    assert [line.split()[1] for line in lines] == ["--liger", "--use-kernels", "--cut-cross-entropy", "--compile"]
     assert "(needs liger-kernel)" in lines[0]
-    liger, hub, cut = (float(re.search(r"([\d.]+) MiB reserved", line).group(1)) for line in lines)
+    assert "(needs a C compiler, for Triton)" in lines[3]
+    speeds = [float(line.split()[-1]) for line in out[out.index("No other is faster in fewer bytes") + 3 :] if line]
+    assert len(speeds) > 1
+    assert speeds == sorted(speeds, reverse=True)
+    liger, hub, cut, _ = (float(re.search(r"([\d.]+) MiB reserved", line).group(1)) for line in lines)
     assert max(liger, cut) < hub
 
 

@@ -17,6 +17,7 @@ from ckpt_ft.workloads.model_config import hub_id
 def test_short_names_of_models_and_dtypes() -> None:
     assert hub_id("sdxl") == "stabilityai/stable-diffusion-xl-base-1.0"
     assert hub_id("Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
+    assert hub_id("Qwen2.5-VL-7B") == "Qwen/Qwen2.5-VL-7B-Instruct"
     assert TrainingSpec.of("gpt2", **fields_of({"dtype": "bf16"})).precision.dtype == "bfloat16"
 
 

@@ -21,3 +21,15 @@ def until(page: Page, reached: Callable[[], bool], seconds: float = 30.0) -> Non
     while not reached():
         assert time.monotonic() < last, f"not reached in {seconds:.0f} s"
         settled(page)
+
+
+def beyond(page: Page, width: int = 390) -> list[str]:
+    """The elements that reach beyond the edge of a phone, those that scroll by themselves left out."""
+    page.set_viewport_size({"width": width, "height": 844})
+    settled(page)
+    outside = "e => !e.closest('.scroll') && !e.closest('svg') && e.getBoundingClientRect().right > innerWidth + 1"
+    found = page.evaluate(
+        f"[...document.body.querySelectorAll('*')].filter({outside}).map(e => e.outerHTML.slice(0, 80))"
+    )
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    return [*found, *([f"the page is {wide} wide"] if wide > width else [])]

@@ -35,12 +35,12 @@ def test_the_table_adds_up_to_the_peak() -> None:
             "| module | op | category | count | bytes |",
             "| --- | --- | --- | ---: | ---: |",
             "| layers.*.mlp | mm | activations | 4 | 12.0 MiB |",
-            "| - | - | parameters | 1 | 8.0 MiB |",
+            "| weights | - | parameters | 1 | 8.0 MiB |",
             "| all else | - | - | - | 1.0 MiB |",
         ]
     )
     whole = holders_table(trace().grouped_holders(), trace().peak_allocated)
-    assert [row[0] for row in whole.rows] == ["layers.*.mlp", "-", "-"]
+    assert [row[0] for row in whole.rows] == ["layers.*.mlp", "weights", "-"]
 
 
 def test_one_line() -> None:

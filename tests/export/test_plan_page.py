@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import small_models
-from frames import settled
+from frames import beyond, settled
 
 from ckpt_ft.export.plan_page import choice_view, plan_page
 from ckpt_ft.planning.plan import BudgetSweep, budget_sweep
@@ -105,3 +105,7 @@ def test_the_table_has_every_point(page: Page, sweep: BudgetSweep) -> None:
     points = page.locator("section", has_text="All points").last
     assert points.locator("tbody tr").count() == len(sweep.traces)
     assert page.locator(".dot").count() == len(sweep.traces)
+
+
+def test_it_fits_a_phone(page: Page) -> None:
+    assert beyond(page) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from frames import settled
+from frames import beyond, settled
 from made_traces import HOSTILE, layered
 
 from ckpt_ft.export.page import StepView
@@ -110,3 +110,7 @@ def test_reserved_is_known_on_a_gpu_alone(every: int) -> None:
         history.add(step, {"forward": {"allocated": step}})
     assert history.every == every
     assert history.reserved == []
+
+
+def test_it_fits_a_phone(show: Show, tmp_path: Path) -> None:
+    assert beyond(show(report(layered(2)).to_html(tmp_path / "report.html"))) == []

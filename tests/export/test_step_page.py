@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from frames import settled, until
+from frames import beyond, settled, until
 from made_traces import HOSTILE, layered
 
 from ckpt_ft.memory.record.trace import StepTrace
@@ -178,3 +178,7 @@ def test_both_themes(page: Page) -> None:
     page.get_by_text("light / dark").click()
     settled(page)
     assert ground() == light
+
+
+def test_it_fits_a_phone(page: Page) -> None:
+    assert beyond(page) == []

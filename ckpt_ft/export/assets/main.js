@@ -21,3 +21,8 @@ document.body.append(
     el("button", { class: "small theme", onclick: () => setTheme(isDark() ? "light" : "dark") }, "light / dark")),
   el("main", {}, ...DATA.sections.flatMap((section) => VIEWS[section.kind](section))),
   el("footer", { class: "muted" }, DATA.made));
+
+// Inside another page, which gives its frame this height.
+if (parent !== window) {
+  new ResizeObserver(() => parent.postMessage({ height: document.body.offsetHeight + 8 }, "*")).observe(document.body);
+}

@@ -1,0 +1,6 @@
+"""The app of the Space; the package `ckpt_ft` lies beside this file."""
+
+from ckpt_ft.cli.web import launch
+
+if __name__ == "__main__":
+    launch(host="0.0.0.0")
