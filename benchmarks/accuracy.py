@@ -10,6 +10,7 @@ Nothing is downloaded and nothing runs: models lie on the meta device. About 12 
 from __future__ import annotations
 
 import argparse
+import csv
 import statistics
 import sys
 import warnings
@@ -22,6 +23,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,6 +33,7 @@ from benchmarks import experts, kernels, operators, t4_lora
 from benchmarks import figures as toys
 from benchmarks import flux2 as klein
 from benchmarks import sharded as llama
+from ckpt_ft import trace_step
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.planning.estimate import estimate
 from ckpt_ft.spec.launch import Launch
@@ -232,6 +235,37 @@ def long(most: int | None) -> Group:
     return group
 
 
+def fp32(most: int | None) -> Group:
+    """BERT and GPT-2 in fp32 on four cards, of which no bytes were published."""
+    group = Group("Forward and backward in fp32 on four cards", prose.FP32, ("model, card, rows x tokens",))
+    with (Path(__file__).parent / "data" / "fp32_steps.csv").open(encoding="utf-8") as file:
+        for row in islice(csv.DictReader(file), most):
+            rows, tokens = int(row["rows"]), int(row["tokens"])
+            ids = torch.zeros(rows, tokens, dtype=torch.long)
+
+            def step(model: nn.Module, optimizer: object, ids: torch.Tensor = ids) -> None:
+                model.zero_grad()
+                model(input_ids=ids).logits.sum().backward()
+
+            with torch.device("meta"):
+                model = FP32_MODELS[row["model"]]().train()
+            name = f"{row['model']}, {row['gpu']}, {rows} x {tokens}"
+            group.add(name, [], float(row["seconds"]), trace_step(model, step, device=row["gpu"]).seconds)
+    return group
+
+
+def _bert_large() -> nn.Module:
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, attn_implementation="eager"))
+
+
+def _gpt2_large() -> nn.Module:
+    config = transformers.GPT2Config(n_embd=1280, n_layer=36, n_head=20, use_cache=False, attn_implementation="eager")
+    return transformers.GPT2LMHeadModel(config)
+
+
+FP32_MODELS: dict[str, Callable[[], nn.Module]] = {"bert-large": _bert_large, "gpt2-large": _gpt2_large}
+
 GROUPS: dict[str, Callable[[int | None], Group]] = {
     "t4": t4,
     "flux2": flux2,
@@ -241,6 +275,7 @@ GROUPS: dict[str, Callable[[int | None], Group]] = {
     "compiled": compiled,
     "experts": mixtures,
     "long": long,
+    "fp32": fp32,
 }
 
 
@@ -252,14 +287,14 @@ def draw(groups: Iterable[Group], path: Path) -> None:
     figure = Figure(figsize=(7, 6.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    low, high = 0.2, 500.0
+    low, high = 0.05, 500.0
     for share, shade in ((0.15, "#eeeeee"), (0.05, "#dddddd")):
         below, above = ([end * factor for end in (low, high)] for factor in (1 - share, 1 + share))
         axes.fill_between([low, high], below, above, color=shade, lw=0)
     axes.plot([low, high], [low, high], color="#888888", lw=0.8)
     named: list[tuple[float, float]] = []
-    colours = "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7a5195", "#e69f00", "#56b4e9", "#999999"
-    for group, colour, mark in zip(groups, colours, "osD^vPX*", strict=True):
+    colours = "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7a5195", "#e69f00", "#56b4e9", "#999999", "#000000"
+    for group, colour, mark in zip(groups, colours, "osD^vPX*h", strict=True):
         published, predicted = zip(*group.seconds.values(), strict=True)
         axes.scatter(published, predicted, s=26, c=colour, marker=mark, lw=0, label=group.title, zorder=3, alpha=0.85)
         for name, (x, y) in group.seconds.items():
@@ -268,7 +303,7 @@ def draw(groups: Iterable[Group], path: Path) -> None:
                 side: dict[str, Any] = {"xytext": (5, -3 - 8 * near)} if y < x else {"xytext": (-5, 2), "ha": "right"}
                 named.append((x, y))
                 axes.annotate(name, (x, y), textcoords="offset points", fontsize=6.5, color="#444444", **side)
-    ticks = [0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 400]
+    ticks = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 400]
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel="seconds of a step, published")
     axes.set_ylabel("predicted")
     for axis in (axes.xaxis, axes.yaxis):

@@ -2,9 +2,9 @@
 
     python benchmarks/live_grid.py --runs 200 --seed 0
 
-Each run draws a tiny model, an optimizer, a precision, an adapter, a policy, a batch and an evaluation, trains
-eight steps and compares the predicted peak of the run with the measured one. Optimizers of packages that are not
-installed are left out.
+Each run draws a tiny model, a trainer (transformers' or one of TRL's), an optimizer, a precision, an adapter, a
+policy, a batch, rows of one length or of several, and an evaluation, trains four steps and compares the predicted peak
+of the run with the measured one. Optimizers and trainers of packages that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import IA3Config, LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, logging
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    logging,
+)
 
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
+from ckpt_ft.workloads.trl_trainers import NAMES, ONLINE, _no_reward, _tokenizer
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 512, "use_cache": False}
 MODELS: dict[str, dict[str, Any]] = {
@@ -47,6 +55,7 @@ OPTIMIZERS = {
     "grokadamw": ["grokadamw"],
     "optimi": ["stable_adamw"],
 }
+TRAINERS = ("trainer", "trainer", "trainer", *(NAMES if find_spec("trl") else ()))
 POLICIES = (None, None, "full", "pointwise", "save:attention+matmul", "full,head", "every:2")
 
 
@@ -55,8 +64,11 @@ def draw(chance: random.Random) -> dict[str, Any]:
     known = [name for package, names in OPTIMIZERS.items() if not package or find_spec(package) for name in names]
     kind, optim = chance.choice(list(MODELS)), chance.choice(known)
     whole = optim.endswith("layerwise") or optim == "lomo" or optim.startswith(("galore", "apollo"))
+    trainer = chance.choice(TRAINERS)
     return {
         "model": kind,
+        "trainer": trainer,
+        "rows": chance.choice(("equal", "unlike")),
         "optim": optim,
         "adapter": "none" if whole else chance.choice(("none", "none", "lora", "dora", "ia3")),
         "precision": chance.choice(("fp32", "bf16", "bf16 weights")),
@@ -65,43 +77,97 @@ def draw(chance: random.Random) -> dict[str, Any]:
         "batch": chance.choice((1, 2, 4)),
         "length": chance.choice((32, 64, 128)),
         "max_grad_norm": chance.choice((0.0, 1.0)),
-        "evaluation": chance.choice(("none", "loss", "metrics")),
+        "evaluation": chance.choice(("none", "loss", "metrics") if trainer == "trainer" else ("none", "loss")),
     }
 
 
 def run(drawn: dict[str, Any]) -> tuple[int, int | None, list[str]]:
     """(measured bytes, predicted bytes, notes) of a run."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(drawn["model"], **SIZES, **MODELS[drawn["model"]])
-    model: Any = AutoModelForCausalLM.from_config(config)
+    kind = drawn["trainer"]
+    config = AutoConfig.for_model(drawn["model"], **SIZES, **MODELS[drawn["model"]], pad_token_id=0)
+    if kind == "reward":
+        config.num_labels = 1
+    of_config = (AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM).from_config
+    model: Any = of_config(config)
     if drawn["precision"] == "bf16 weights":
         model = model.to(torch.bfloat16)
+    task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
+    adapter: Any = None
     if drawn["adapter"] == "ia3":
-        model = get_peft_model(
-            model, IA3Config(task_type="CAUSAL_LM", target_modules="all-linear", feedforward_modules=[])
-        )
+        adapter = IA3Config(task_type=task, target_modules="all-linear", feedforward_modules=[])
     elif drawn["adapter"] != "none":
-        adapter = LoraConfig(r=8, target_modules="all-linear", use_dora=drawn["adapter"] == "dora", lora_dropout=0.05)
-        model = get_peft_model(model, adapter)
-    ids = [[1 + (7 * row + at) % 500 for at in range(drawn["length"])] for row in range(32)]
-    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
+        dora = drawn["adapter"] == "dora"
+        adapter = LoraConfig(task_type=task, r=8, target_modules="all-linear", use_dora=dora, lora_dropout=0.05)
     with tempfile.TemporaryDirectory() as out:
-        args = TrainingArguments(
-            out, use_cpu=True, disable_tqdm=True, max_steps=8, save_strategy="no", report_to="none",
-            optim=drawn["optim"],
-            optim_target_modules="all-linear", bf16=drawn["precision"] == "bf16", max_grad_norm=drawn["max_grad_norm"],
-            per_device_train_batch_size=drawn["batch"], gradient_accumulation_steps=drawn["accumulation"],
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "use_cpu": True, "disable_tqdm": True, "max_steps": 4, "save_strategy": "no", "report_to": "none",
+            "optim": drawn["optim"], "optim_target_modules": "all-linear", "bf16": drawn["precision"] == "bf16",
+            "max_grad_norm": drawn["max_grad_norm"], "per_device_train_batch_size": drawn["batch"],
+            "gradient_accumulation_steps": drawn["accumulation"],
+        }  # fmt: skip
         if drawn["evaluation"] != "none":
-            args.eval_strategy, args.eval_steps = "steps", 4
-        metrics = (lambda told: {"rows": len(told.label_ids)}) if drawn["evaluation"] == "metrics" else None
-        trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows, compute_metrics=metrics)
+            options |= {"eval_strategy": "steps", "eval_steps": 2}
+        rows = Dataset.from_list(_rows(drawn))
+        if kind == "trainer":
+            model = model if adapter is None else get_peft_model(model, adapter)
+            metrics = (lambda told: {"rows": len(told.label_ids)}) if drawn["evaluation"] == "metrics" else None
+            trainer = Trainer(
+                model, TrainingArguments(out, **options), train_dataset=rows, eval_dataset=rows,
+                data_collator=_padded, compute_metrics=metrics,
+            )  # fmt: skip
+        else:
+            import trl
+
+            model.save_pretrained(f"{out}/start")
+            model = type(model).from_pretrained(f"{out}/start", dtype=model.dtype)
+            options["gradient_checkpointing"] = False
+            if kind in ONLINE:
+                often = max(drawn["accumulation"], 2)
+                options |= {"num_generations": drawn["batch"] * often, "steps_per_generation": often}
+                options["max_completion_length"] = min(drawn["length"] // 2, 32)
+            args = getattr(trl, f"{NAMES[kind]}Config")(out, **options)
+            trainer = getattr(trl, f"{NAMES[kind]}Trainer")(
+                model, args=args, train_dataset=rows, eval_dataset=rows,
+                processing_class=_tokenizer(), peft_config=adapter,
+                **({"reward_funcs": _no_reward} if kind in ONLINE else {}),
+            )  # fmt: skip
         callback = ACCallback(ACArguments(ac_policy=drawn["policy"], ac_report="json")).attach(trainer)
         trainer.train()
     assert callback.report is not None
     rank = callback.report.ranks[0]
     measured = max(peak["allocated"] for peak in rank.peaks.values())
     return measured, rank.predicted.allocated if rank.predicted else None, callback.report.notes
+
+
+def _rows(drawn: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of `drawn["length"]` tokens, or of a tenth of them to all."""
+    found = []
+    for row in range(32):
+        length = drawn["length"]
+        tokens = length if drawn["rows"] == "equal" else length // 10 + 1 + (row * 37 % 32) * (length * 9 // 10) // 32
+        ids, said = [1 + (7 * row + at) % 500 for at in range(tokens)], " ".join(["a"] * (tokens - 2))
+        kinds: dict[str, dict[str, Any]] = {
+            "trainer": {"input_ids": ids, "labels": ids},
+            "sft": {"text": said},
+            "dpo": {"prompt": "a", "chosen": f" {said}", "rejected": f" {said}"},
+            "kto": {"prompt": "a", "completion": f" {said}", "label": row % 2 == 0},
+            "reward": {"chosen": said, "rejected": said},
+        }
+        found.append(kinds.get(drawn["trainer"], {"prompt": said}))
+    return found
+
+
+def _padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Rows as a batch with a mask, and without one if they have one length."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    filled = {
+        name: torch.tensor([[*row[name], *[value] * (longest - len(row[name]))] for row in rows])
+        for name, value in (("input_ids", 0), ("labels", -100))
+    }
+    if all(len(row["input_ids"]) == longest for row in rows):
+        return filled
+    return {**filled, "attention_mask": (filled["labels"] != -100).long()}
 
 
 def main() -> None:
@@ -128,7 +194,7 @@ def main() -> None:
             print(f"{number} no prediction: {[note for note in notes if 'prediction' in note]} {drawn}", flush=True)
             continue
         errors.append(abs(predicted / measured - 1) * 100)
-        for key in ("model", "optim", "adapter", "precision", "policy", "evaluation"):
+        for key in ("model", "trainer", "rows", "optim", "adapter", "precision", "policy", "evaluation"):
             by[f"{key} {drawn[key]}"].append(errors[-1])
         if errors[-1] > 0.1:
             print(f"{number} {100 * (predicted / measured - 1):+.2f} % {measured} {drawn}", flush=True)

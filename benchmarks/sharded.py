@@ -71,7 +71,8 @@ def published(rows: Path) -> Iterator[tuple[Row, StepTrace]]:
             card = cells["gpu"].split()[0]
             compiled = cells.get("compiled") == "each block"
             row = Row(cells["model"], gpus, card, batch, tokens, kind, keeps, reserved, took, compiled)
-            model = torchtitan.llama(row.model, fused_norms=cells.get("norms") == "fused")
+            eight = cells.get("float8") == "tensorwise"
+            model = torchtitan.llama(row.model, fused_norms=cells.get("norms") == "fused", float8=eight)
             trace = torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, gpus, CARDS[card], compiled)
             network = cells.get("network_of_a_machine")  # as "400 Gb/s"
             link = REACHED * float(network.split()[0]) * 1e9 / 8 if network else None

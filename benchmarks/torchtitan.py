@@ -19,6 +19,7 @@ from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.standins.float8 import to_float8
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,13 @@ class Transformer(nn.Module):
 
 
 @cache
-def llama(name: str, fused_norms: bool) -> nn.Module:
-    """One of `SHAPES`, on the meta device."""
+def llama(name: str, fused_norms: bool, float8: bool = False) -> nn.Module:
+    """One of `SHAPES`, on the meta device. float8: the matrix products of all blocks are in 8 bits (torchao)."""
     with torch.device("meta"):
-        return Transformer(replace(SHAPES[name], fused_norms=fused_norms)).train()
+        model = Transformer(replace(SHAPES[name], fused_norms=fused_norms)).train()
+    for block in model.layers.values() if float8 else ():
+        to_float8(nn.ModuleList([nn.Linear(1, 1), block, nn.Linear(1, 1)]), "tensorwise")
+    return model
 
 
 def trace(

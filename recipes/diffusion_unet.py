@@ -59,7 +59,6 @@ def train(run: Run) -> None:
 
     # 2. Load the U-Net and apply the policy, after resolving --ac_policy auto and --find_max_batch_size
     unet = prepare(load_denoiser(run.model_args, data.family, data.dtype), run.model_args, data.dtype)
-    unet.to(accelerator.device)
     run.fit(diffusion_workload(unet, run.args, accelerator, data))
 
     # 3. Make the optimizer, resume, run the loop; save adapters or a pipeline, samples, and the memory report

@@ -9,7 +9,7 @@
     accelerate launch -q recipes/llm.py --model_name_or_path MODEL --dataset_name my.jsonl --use_peft --ac_policy full
         LoRA on rows of 'messages', of 'prompt' and 'completion', or of 'text'
 
-Flags: ModelArguments, DataArguments, ACArguments, and RunArguments, which has every flag of
+Flags: ModelArguments, DataArguments, TextACArguments, and RunArguments, which has every flag of
 transformers.TrainingArguments and --overwrite_output_dir.
 """
 
@@ -21,12 +21,13 @@ from dataclasses import replace
 from transformers import Trainer
 
 from ckpt_ft.errors import run
-from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.arguments import TextACArguments
 from ckpt_ft.training.callback import ACCallback
-from ckpt_ft.training.fit import parallelism_of
+from ckpt_ft.training.fit import fit_length, parallelism_of
 from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer, within_positions
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.samples.language import make_docstrings
+from ckpt_ft.training.session import swap_before_moving
 from ckpt_ft.training.text import DataArguments, collator_of, encode_rows, load_rows
 from ckpt_ft.training.trainer import answers, evaluate, prompts_of, start, train, write_model_card
 from ckpt_ft.validation import library_reads
@@ -45,9 +46,9 @@ BUILT_IN = {
 }
 
 
-def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, DataArguments, ACArguments, RunArguments]:
+def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, DataArguments, TextACArguments, RunArguments]:
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
-    groups = (ModelArguments, DataArguments, ACArguments, RunArguments)
+    groups = (ModelArguments, DataArguments, TextACArguments, RunArguments)
     return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__)
 
 
@@ -70,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_dataset = encode_rows(train_rows, tokenizer, data_args)
         eval_dataset = None if eval_rows is None else encode_rows(eval_rows, tokenizer, data_args)
 
-    model = load_model(model_args, data_args.max_length)
+    model = swap_before_moving(load_model(model_args, data_args.max_length), ac_args)
 
-    # 3. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy
-    # and reports memory
+    # 3. Training: --find_max_length finds the length of the sequences; one callback plans what --ac_policy auto and
+    # --find_max_batch_size leave open, applies the policy and reports memory
     with library_reads("no Trainer can be made of these flags"):
         trainer = Trainer(
             model=model,
@@ -81,8 +82,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            data_collator=collator_of(model, tokenizer, data_args.packing, parallelism_of(training_args)),
+            data_collator=collator_of(
+                model, tokenizer, data_args.packing, parallelism_of(training_args), data_args.max_length
+            ),
         )
+    if ac_args.find_max_length:
+        ac_args, length = fit_length(trainer, ac_args, data_args.max_length)
+        data_args = replace(data_args, max_length=length)
+        with training_args.main_process_first(desc="tokenizing"):
+            trainer.train_dataset = encode_rows(train_rows, tokenizer, data_args)
+            trainer.eval_dataset = None if eval_rows is None else encode_rows(eval_rows, tokenizer, data_args)
     memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)
     if eval_dataset is not None:

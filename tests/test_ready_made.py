@@ -32,3 +32,24 @@ def test_each_ready_made_file_fits_as_the_readme_says(
     told = json.loads(capsys.readouterr().out)
     assert format_bytes(told["peak_reserved"]) == peak
     assert told["headroom"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "more"), [
+    ("recipes/diffusion_transformer/flux_lora_16gb.yaml", []),
+    ("recipes/llm/llama3.1_8b_full_24gb.yaml", ["--offload", "all"]),  # what its accelerate configuration asks for
+])  # fmt: skip
+def test_files_that_use_the_host_fit_as_their_comments_say(
+    file: str, more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = re.search(r"predicted on an (\S+): ([\d.]+) GiB reserved, ([\d.]+) GiB in host", (ROOT / file).read_text())
+    assert said is not None
+    card, reserved, host = said.groups()
+    recipe = Path(file).parent.name
+    words = ["estimate", "--config", str(ROOT / file), "--recipe", recipe, "--device", card, "--json", *more]
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
+    assert cli._main() == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [round(told[name] / 2**30, 1) for name in ("peak_reserved", "peak_host")] == [float(reserved), float(host)]
+    assert told["headroom"] > 0
+    assert "waiting for copies" not in told["seconds_parts"]

@@ -71,6 +71,26 @@ def test_weights_and_adapters_load(llm: ModuleType, sample: tuple[Path, Path], t
     assert len(trained) == 8  # q_proj and v_proj of four layers
 
 
+@pytest.mark.parametrize(("policy", "longest"), [("none", 64), pytest.param("auto", 256, marks=pytest.mark.slow)])
+def test_the_longest_sequence_is_proved_and_trained(
+    llm: ModuleType, tmp_path: Path, policy: str, longest: int,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Rows are packed to the length that was found; a budget on a CPU is enforced in training, too."""
+    step, shapes = Trainer.training_step, []
+
+    def noted(self: Trainer, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args: object) -> torch.Tensor:
+        shapes.append(inputs["input_ids"].shape)
+        return step(self, model, inputs, *args)
+
+    monkeypatch.setattr(Trainer, "training_step", noted)
+    limits = ["--ac_policy", policy, "--ac_budget", "28MiB", "--packing", "--max_length", "512"]
+    train(llm, tmp_path, *limits, "--max_steps", "1", "--find_max_length")
+    said = capsys.readouterr().out
+    assert f"proved {longest} (2 steps, 0 out of memory)" in said
+    assert shapes == [(2, longest)]
+
+
 def test_evaluation_and_the_card(llm: ModuleType, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"Row {i} is text."}) + "\n" for i in range(20)))
@@ -115,6 +135,11 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(llm: ModuleType, tmp_path: 
         (["--load_in_4bit", "--use_peft"], "pip install bitsandbytes"),
         (["--use_peft", "--lora_r", "0"], "--lora_r 0"),
         (["--use_peft", "--lora_target_modules", "nothing"], "--lora_target_modules nothing"),
+        (["--find_max_length", "--find_max_batch_size"], "--find_max_length is for a given batch"),
+        (
+            ["--find_max_length", "--ac_budget", "1MiB", "--ac_policy", "full"],
+            "--find_max_length: not even 8 tokens fit",
+        ),
         (["--learning_rat", "1"], "did you mean '--learning_rate'?"),
     ],
 )
@@ -188,9 +213,11 @@ def test_configs_parse_and_carry_their_command(llm: ModuleType, root: Path, path
     assert training_args.bf16
     header = "".join(line[1:] for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
     command = re.sub(r"\\\s+", "", header[header.index("accelerate launch") :]).split()
+    on_host = path.stem == "llama3.1_8b_full_24gb"
     assert command[2:] == [
         "-q",
-        "--config_file", "accelerate_configs/single_gpu.yaml",
+        *(["--config_file", "accelerate_configs/deepspeed_zero3_offload.yaml", "--num_processes", "1"] if on_host
+          else ["--config_file", "accelerate_configs/single_gpu.yaml"]),
         "recipes/llm.py",
         "--config", str(path.relative_to(root)),
     ]  # fmt: skip

@@ -170,3 +170,38 @@ def test_deepspeed_trains_and_resumes_to_the_same_weights(root: Path, tmp_path: 
     assert len(plain) > 10
     for other in others:
         assert all(torch.equal(other[name], plain[name]) for name in plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "size", "script"),
+    [
+        ("context_parallel", ["--parallelism_config_cp_size", "2"], "fsdp_on_cpu"),
+        ("tensor_parallel", [], "fsdp_on_cpu"),
+        ("ulysses", ["--parallelism_config_sp_size", "2"], "deepspeed_on_cpu"),
+    ],
+)
+def test_ranks_that_share_sequences_or_weights_learn_the_same(
+    root: Path, llm: ModuleType, tmp_path: Path, config: str, size: list[str], script: str
+) -> None:
+    """The losses are those of one process; the prediction of a live run covers context parallelism alone."""
+    if config == "ulysses":
+        pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]'")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [str(BIN / "accelerate"), "launch", "--config_file", f"accelerate_configs/{config}.yaml", *size]
+    command += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", str(port)]
+    flags = [*SMALL, "--ac_policy", "full,head", "--packing", "false", "--save_only_model", "true", "--output_dir"]
+    flags = ["--disable_tqdm", "true", "--ac_report", "json", *flags]
+    gloo = {} if config == "ulysses" else {"ACCELERATE_USE_CPU": "1"}
+    finish(
+        start(root, [*command, f"tests/recipes/{script}.py", "recipes/llm.py", *flags, str(tmp_path / "two")], **gloo)
+    )
+    llm.main(["--use_cpu", *flags, str(tmp_path / "one")])
+    assert len(losses(tmp_path / "one")) == 3
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    if config == "context_parallel":
+        for rank in report(tmp_path / "two")["ranks"]:
+            measured = max(figures["allocated"] for figures in rank["peaks"].values())
+            assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=2e-3)
