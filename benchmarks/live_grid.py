@@ -1,15 +1,17 @@
 """ACCallback's prediction against its measurement, over random combinations of real Trainer runs on the CPU.
 
-    python benchmarks/live_grid.py --runs 200 --seed 0
+    python benchmarks/live_grid.py --runs 200 --seed 11 --save benchmarks/results/live_grid.jsonl
 
 Each run draws a tiny model, a trainer (transformers' or one of TRL's), an optimizer, a precision, an adapter, a
 policy, a batch, rows of one length or of several, and an evaluation, trains four steps and compares the predicted peak
-of the run with the measured one. Optimizers and trainers of packages that are not installed are left out.
+of the run with the measured one. Optimizers and trainers of packages that are not installed are left out. Each run is
+saved as soon as it ends, as a row of JSON; a command that was stopped goes on after its last row.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
@@ -17,6 +19,7 @@ import time
 import warnings
 from collections import defaultdict
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -175,32 +178,55 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after that time")
+    parser.add_argument("--save", type=Path, help="rows of an earlier command are kept, and not run again")
+    parser.add_argument("--repeat", type=int, nargs="*", default=[], help="run these rows again, and mark them")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     chance, began = random.Random(asked.seed), time.monotonic()
-    errors: list[float] = []
-    by: dict[str, list[float]] = defaultdict(list)
+    text = asked.save.read_text().splitlines() if asked.save and asked.save.exists() else []
+    rows = {row["number"]: row for row in map(json.loads, text)}
     for number in range(asked.runs):
+        drawn = draw(chance)
+        again = number in asked.repeat
+        if (number in rows or asked.repeat) and not again:
+            continue
         if time.monotonic() - began > asked.seconds:
             break
-        drawn = draw(chance)
+        row: dict[str, Any] = {"number": number, "repeated": again}
         try:
-            measured, predicted, notes = run(drawn)
+            row["measured"], row["predicted"], row["notes"] = run(drawn)
         except Exception as error:
-            print(f"{number} did not train: {type(error).__name__}: {str(error)[:120]} {drawn}", flush=True)
-            continue
-        if predicted is None:
-            print(f"{number} no prediction: {[note for note in notes if 'prediction' in note]} {drawn}", flush=True)
-            continue
-        errors.append(abs(predicted / measured - 1) * 100)
+            row |= {"measured": None, "failed": f"{type(error).__name__}: {str(error)[:120]}"}
+        row |= drawn
+        rows[number] = row
+        if asked.save:
+            text = [json.dumps(rows[key]) + "\n" for key in sorted(rows)]
+            asked.save.write_text("".join(text))
+        if not row["measured"]:
+            print(f"{number} did not train: {row['failed']} {drawn}", flush=True)
+        elif not row["predicted"]:
+            print(f"{number} no prediction: {[n for n in row['notes'] if 'prediction' in n]} {drawn}", flush=True)
+        elif _error(row) > 0.1:
+            print(f"{number} {_error(row):.2f} % {row['predicted']} {row['measured']} {drawn}", flush=True)
+    _tell([row for row in rows.values() if row["measured"] and row["predicted"]])
+
+
+def _error(row: dict[str, Any]) -> float:
+    """How far the prediction is from the measurement, in percent."""
+    return abs(row["predicted"] / row["measured"] - 1) * 100
+
+
+def _tell(rows: list[dict[str, Any]]) -> None:
+    errors = sorted(_error(row) for row in rows)
+    by: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
         for key in ("model", "trainer", "rows", "optim", "adapter", "precision", "policy", "evaluation"):
-            by[f"{key} {drawn[key]}"].append(errors[-1])
-        if errors[-1] > 0.1:
-            print(f"{number} {100 * (predicted / measured - 1):+.2f} % {measured} {drawn}", flush=True)
-    print("\n| runs | median | 95 % | worst |\n|---:|---:|---:|---:|")
-    at = sorted(errors)[int(0.95 * (len(errors) - 1))]
-    print(f"| {len(errors)} | {statistics.median(errors):.4f} % | {at:.3f} % | {max(errors):.2f} % |")
+            by[f"{key} {row[key]}"].append(_error(row))
+    print("\n| runs | repeated | median | 95 % | worst |\n|---:|---:|---:|---:|---:|")
+    repeated = sum(row["repeated"] for row in rows)
+    at = errors[int(0.95 * (len(errors) - 1))]
+    print(f"| {len(errors)} | {repeated} | {statistics.median(errors):.4f} % | {at:.3f} % | {errors[-1]:.2f} % |")
     for key, found in sorted(by.items()):
         print(f"{key}: {len(found)} runs, median {statistics.median(found):.4f} %, worst {max(found):.2f} %")
 

@@ -236,7 +236,7 @@ class _Entries:
         text = chosen if isinstance(chosen, str) else json.dumps(chosen, sort_keys=True) if chosen else ""
         config = text if liger else ""
         kernels = {"liger": liger, "liger_kernel_config": config, "cut_cross_entropy": cut}
-        return {**kernels, "use_kernels": self.get("use_kernels")}
+        return {**kernels, **{name: self.get(name) for name in ("use_kernels", "torch_compile")}}
 
     def _batch(self) -> dict[str, Any]:
         """The micro-batch, and how many make a step; prior preservation doubles it: an image comes with its class."""

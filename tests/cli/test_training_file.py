@@ -164,6 +164,9 @@ TRL = "m --policy full --batch-size 8 --bf16"
 READ = {  # the content of a file -> the command line that asks for the same
     "dataset_text_field: text\n": f"{TRL} --trainer sft",
     "packing: true\nactivation_checkpointing: false\n": "m --batch-size 8 --packing --bf16 --trainer sft",
+    "packing: true\ntorch_compile: true\nactivation_checkpointing: false\n": (
+        "m --batch-size 8 --packing --bf16 --torch-compile --trainer sft"
+    ),
     "packing: true\ngradient_checkpointing: 'false'\n": "m --batch-size 8 --packing --bf16 --trainer sft",
     "max_length: 64\nbf16: 'false'\n": "m --policy full --batch-size 8 --seq-length 64 --trainer sft",
     "use_peft: true\nload_in_4bit: true\n": f"{TRL} --lora 16 --load-in-4bit --trainer sft",
@@ -197,6 +200,9 @@ READ = {  # the content of a file -> the command line that asks for the same
 }
 AXOLOTL_READ = {
     "sequence_len: 64\n": "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --float32-ends",
+    "sequence_len: 64\ntorch_compile: true\n": (
+        "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --float32-ends --torch-compile"
+    ),
     "bf16: full\nflash_attention: true\n": (
         "m --batch-size 2 --seq-length 512 --dtype bfloat16 --attn-implementation flash_attention_2"
     ),
