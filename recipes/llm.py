@@ -9,7 +9,7 @@
     accelerate launch -q recipes/llm.py --model_name_or_path MODEL --dataset_name my.jsonl --use_peft --ac_policy full
         LoRA on rows of 'messages', of 'prompt' and 'completion', or of 'text'
 
-Flags: ModelArguments, DataArguments, TextACArguments, and RunArguments, which has every flag of
+Flags: LanguageModelArguments, DataArguments, TextACArguments, and RunArguments, which has every flag of
 transformers.TrainingArguments and --overwrite_output_dir.
 """
 
@@ -24,7 +24,7 @@ from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import TextACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.fit import fit_length, parallelism_of
-from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer, within_positions
+from ckpt_ft.training.models import LanguageModelArguments, load_model, load_tokenizer, within_positions
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.samples.language import make_docstrings
 from ckpt_ft.training.session import swap_before_moving
@@ -46,9 +46,9 @@ BUILT_IN = {
 }
 
 
-def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, DataArguments, TextACArguments, RunArguments]:
+def parse(argv: Sequence[str] | None) -> tuple[LanguageModelArguments, DataArguments, TextACArguments, RunArguments]:
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
-    groups = (ModelArguments, DataArguments, TextACArguments, RunArguments)
+    groups = (LanguageModelArguments, DataArguments, TextACArguments, RunArguments)
     return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__)
 
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_dataset = encode_rows(train_rows, tokenizer, data_args)
         eval_dataset = None if eval_rows is None else encode_rows(eval_rows, tokenizer, data_args)
 
-    model = swap_before_moving(load_model(model_args, data_args.max_length), ac_args)
+    model = swap_before_moving(load_model(model_args, data_args.max_length, model_args.router_aux_loss_coef), ac_args)
 
     # 3. Training: --find_max_length finds the length of the sequences; one callback plans what --ac_policy auto and
     # --find_max_batch_size leave open, applies the policy and reports memory

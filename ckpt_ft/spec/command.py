@@ -53,7 +53,8 @@ _DIFFUSION = {
     "optimizer": "",  # AdamW, or --use_8bit_adam
 }
 _FLAGS: dict[str, dict[str, str]] = {
-    "llm": {"seq_length": "max_length", "rope_scaling": "rope_scaling", **_TRAINER, **_ADAPTER},
+    "llm": {"seq_length": "max_length", "rope_scaling": "rope_scaling", "router_aux_loss_coef": "router_aux_loss_coef",
+        **_TRAINER, **_ADAPTER},
     "vlm": {
         "seq_length": "max_length", **_TRAINER, **_ADAPTER, "train_towers": "train_towers", "max_pixels": "max_pixels",
         "longest_side": "longest_side", "images": "", "image_size": "",  # the rows have them

@@ -56,6 +56,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _PLAIN = (
     "accumulation", "seq_length", "rope_scaling", "packing", "resolution", "aspect_ratio_buckets", "image_size",
     "max_pixels", "longest_side", "train_towers", "audio_seconds", "max_grad_norm", "ema", "budget", "freeze",
+    "router_aux_loss_coef",
 )  # fmt: skip
 _OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
 _LLAMA_FACTORY = {"finetuning_type", "stage", "cutoff_len", "template", "lora_rank", "lora_target", "quantization_bit"}

@@ -65,6 +65,13 @@ class ModelSpec(Part):
     rope_scaling: Literal["", "none", "linear", "dynamic", "yarn"] = setting(
         "", "sequences longer than the model's rotary positions: linear, dynamic or yarn scales them, none does not"
     )
+    router_aux_loss_coef: Annotated[float, Interval(ge=0, lt=float("inf"))] | None = setting(
+        None,
+        "weight of the auxiliary loss of a mixture's routers, which keeps their logits; 0 for no such loss",
+        label="router aux loss coef",
+        rule="a weight, or 0 for no such loss",
+        default_text="as the model's configuration says; with --trainer TRL's",
+    )
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,16 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.spec.peft_file import configuration, read_peft, takes
 from ckpt_ft.validation import library_reads, require_package
-from ckpt_ft.workloads.model_config import STRETCHES, is_rotary, read_config, stretch_positions, trained_positions
+from ckpt_ft.workloads.model_config import (
+    STRETCHES,
+    is_rotary,
+    read_config,
+    stretch_positions,
+    trained_positions,
+    weigh_routers,
+)
 
-from .flags import AtLeastOne, Rank, Share, check_flags, flag
+from .flags import AtLeastOne, NotNegative, Rank, Share, check_flags, flag
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -100,6 +107,15 @@ class ModelArguments:
         return {"revision": self.model_revision, "trust_remote_code": self.trust_remote_code}
 
 
+@dataclass
+class LanguageModelArguments(ModelArguments):
+    """Which language model to load, in which precision, and which weights to train."""
+
+    router_aux_loss_coef: NotNegative | None = flag(
+        None, "Weight of the auxiliary loss of a mixture's routers, 0 for none; the model's own when left out."
+    )
+
+
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer; without a padding token of its own, it pads with its end token."""
     from transformers import AutoTokenizer
@@ -139,14 +155,20 @@ def _config(args: ModelArguments) -> Any:
         return AutoConfig.from_pretrained(args.model_name_or_path, **args.source)
 
 
-def load_model(args: ModelArguments, max_length: int = 0) -> PreTrainedModel:
+def load_model(
+    args: ModelArguments, max_length: int = 0, router_aux_loss_coef: float | None = None
+) -> PreTrainedModel:
     """Returns the causal language model in train mode; with adapters its weights are frozen, in 4 bits if requested.
 
     max_length: tokens of the longest sequence, for `--rope_scaling`.
     """
     from transformers import AutoModelForCausalLM
 
-    model = load_pretrained(args, AutoModelForCausalLM, max_length, **_divided())
+    more = _divided()
+    if router_aux_loss_coef is not None:
+        config = more["config"] = _config(args)
+        weigh_routers(config, router_aux_loss_coef, AutoModelForCausalLM._model_mapping[type(config)])
+    model = load_pretrained(args, AutoModelForCausalLM, max_length, **more)
     return with_adapters(model, args, task_type="CAUSAL_LM") if args.adapts else model
 
 
@@ -168,8 +190,7 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
     """
     kwargs: dict[str, Any] = {**args.source, "dtype": args.dtype, **more}
     if args.rope_scaling is not None:
-        kwargs["config"] = _config(args)
-        stretch_positions(kwargs["config"], args.rope_scaling, max_length)
+        stretch_positions(kwargs.setdefault("config", _config(args)), args.rope_scaling, max_length)
     if args.attn_implementation is not None:
         kwargs["attn_implementation"] = args.attn_implementation
     if args.load_in_4bit:

@@ -13,6 +13,7 @@ import difflib
 import functools
 import json
 import re
+import sys
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
@@ -329,6 +330,24 @@ def stretch_positions(config: Any, rope_scaling: str, length: int) -> None:
         if "sliding" not in layers:  # a sliding window is no longer than before
             stated |= {"rope_type": rope_scaling, "factor": length / trained}
             stated |= {"original_max_position_embeddings": trained} if rope_scaling == "yarn" else {}
+
+
+def weigh_routers(config: Any, coefficient: float | None, kind: type) -> None:
+    """Set the weight of the routers' auxiliary loss in the configuration of a `kind`; None keeps the model's own.
+
+    Raises:
+        UserError: the class adds no such loss, or weighs it by another name.
+    """
+    if coefficient is None:
+        return
+    text = config.get_text_config()
+    known = hasattr(sys.modules[kind.__module__], "load_balancing_loss_func") and hasattr(text, "router_aux_loss_coef")
+    if coefficient and not known:
+        raise UserError(
+            f"router aux loss coef {coefficient:g}: {kind.__name__} has no such loss of its routers; leave it out"
+        )
+    text.output_router_logits = coefficient > 0
+    text.router_aux_loss_coef = coefficient
 
 
 def with_rope_scaling(spec: TrainingSpec, config: Any, length: int) -> TrainingSpec:

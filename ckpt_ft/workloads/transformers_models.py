@@ -29,6 +29,7 @@ from ckpt_ft.workloads.model_config import (
     read_processor,
     stretch_positions,
     trained_positions,
+    weigh_routers,
 )
 from ckpt_ft.workloads.workload import DTYPES, Batch, Forward, Loss, Workload
 
@@ -491,6 +492,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
     try:
         parsed = AutoConfig.for_model(config["model_type"], **values)
         stretch_positions(parsed, spec.model.rope_scaling, spec.data.tokens)
+        weigh_routers(parsed, spec.model.router_aux_loss_coef, kind)
         with torch.device("meta"):
             model = kind._from_config(parsed, dtype=DTYPES[spec.precision.dtype], attn_implementation=attention)
     except UserError:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
@@ -46,12 +46,12 @@ ROW: dict[str, dict[str, Any]] = {  # TRL adds the end token to what a model sho
 
 def measured(kind: str, config: Path, out: Path, lora: bool = False, policy: str | None = None, **options: Any) -> int:
     """The peak of a live trainer's steps, in bytes."""
-    made: Any = LlamaConfig.from_pretrained(config)
+    made: Any = AutoConfig.from_pretrained(config)
     if kind == "reward":
         made.num_labels = 1
         model: Any = AutoModelForSequenceClassification.from_config(made)
     else:
-        model = LlamaForCausalLM(made)
+        model = AutoModelForCausalLM.from_config(made)
     model.save_pretrained(out / "start")
     model = type(model).from_pretrained(out / "start")
     args = getattr(trl, f"{NAMES[kind]}Config")(
@@ -65,7 +65,11 @@ def measured(kind: str, config: Path, out: Path, lora: bool = False, policy: str
     if lora:
         from peft import LoraConfig
 
-        given["peft_config"] = LoraConfig(r=4, task_type="SEQ_CLS" if kind == "reward" else "CAUSAL_LM")
+        given["peft_config"] = LoraConfig(
+            r=4,
+            task_type="SEQ_CLS" if kind == "reward" else "CAUSAL_LM",
+            target_modules=["q_proj"] if made.model_type == "mixtral" else None,
+        )
     trainer = getattr(trl, f"{NAMES[kind]}Trainer")(
         model, args=args, train_dataset=Dataset.from_list([ROW[kind]] * rows), processing_class=_tokenizer(),
         **given,
@@ -169,18 +173,22 @@ def test_vllm_takes_its_share_awake_or_asleep(config: Path) -> None:
         load(TrainingSpec.of(str(config), trainer="grpo", trainer_args=broken, seq_length=16), card)
 
 
-def test_a_mixture_of_experts_with_its_auxiliary_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "lora"), [("sft", False), ("sft", True), ("dpo", False)])
+def test_the_routers_auxiliary_loss(kind: str, lora: bool, tmp_path: Path) -> None:
+    """TRL adds it to every mixture unless the coefficient is 0, with adapters, too."""
     from transformers import MixtralConfig
 
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     MixtralConfig(
-        vocab_size=700, num_local_experts=4, num_key_value_heads=4, architectures=["MixtralForCausalLM"], **sizes
+        vocab_size=32, num_local_experts=8, num_key_value_heads=4, architectures=["MixtralForCausalLM"], **sizes
     ).save_pretrained(tmp_path)
-    plain, weighted = (
-        predicted("sft", tmp_path, trainer_args=json.dumps({"router_aux_loss_coef": coefficient}))
-        for coefficient in (0.0, 0.01)
-    )
-    assert weighted > plain
+    fields = {"lora_r": 4, "lora_dropout": 0.0, "lora_targets": ("q_proj",)} if lora else {}
+    found = {}
+    for coefficient in (0.0, 0.01):
+        found[coefficient] = predicted(kind, tmp_path, router_aux_loss_coef=coefficient, **fields)
+        live = measured(kind, tmp_path, tmp_path / str(coefficient), lora, router_aux_loss_coef=coefficient)
+        assert found[coefficient] == pytest.approx(live, rel=2e-3)
+    assert found[0.01] > found[0.0]
 
 
 def test_adapters_over_four_bits_are_bfloat16(config: Path) -> None:

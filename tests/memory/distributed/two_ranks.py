@@ -219,12 +219,12 @@ def even_routing() -> Iterator[None]:
         yield
 
 
-def apart(launch: Launch, policy: str) -> float:
+def apart(launch: Launch, policy: str, kind: str = "llama") -> float:
     """How far the gradients under `launch`, summed over the ranks, are from those of one process, relative."""
     torch.manual_seed(1)
     ids = torch.randint(300, (2, 64))
     targets, positions = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:], torch.arange(64).expand(2, -1)
-    rank, alone, model = dist.get_rank(), build("llama"), build("llama")
+    rank, alone, model = dist.get_rank(), build(kind), build(kind)
     apply_policy(model.train(), policy, verify="never")
 
     def backward(model: Any, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> None:
@@ -233,7 +233,9 @@ def apart(launch: Launch, policy: str) -> float:
 
     backward(alone, ids, targets, positions)
     mesh = init_device_mesh("cpu", tuple(launch.mesh.values()), mesh_dim_names=tuple(launch.mesh))
-    own = torch.arange(64).chunk(2)[rank]
+    own, rows = torch.arange(64).chunk(2)[rank], slice(None)
+    if launch.ep > 1:  # samples of their own
+        own, rows = torch.arange(64), slice(rank, rank + 1)
     if launch.cp > 1:  # pieces from both ends
         first, second, third, last = torch.arange(64).chunk(4)
         own = torch.cat([first, last] if rank == 0 else [second, third])
@@ -241,7 +243,7 @@ def apart(launch: Launch, policy: str) -> float:
         own = torch.arange(64)
     share(model, launch, mesh)
     with library_patches(model, launch, mesh):
-        backward(model, ids[:, own], targets[:, own], positions[:, own])
+        backward(model, ids[rows, own], targets[rows, own], positions[rows, own])
     expected = dict(alone.named_parameters())
     found = 0.0
     for name, parameter in model.named_parameters():
@@ -284,11 +286,11 @@ def main(out: str, few: str = "") -> None:
     fsdp = Launch("fsdp2", PROCESSES)
     shared = {
         "cp": replace(fsdp, cp=2), "cp alltoall": replace(fsdp, cp=2, rotation="alltoall"),
-        "tp": Launch("ddp", PROCESSES, tp=2), "sp": Launch("zero1", PROCESSES, sp=2),
+        "tp": Launch("ddp", PROCESSES, tp=2), "sp": Launch("zero1", PROCESSES, sp=2), "ep": replace(fsdp, ep=2),
     }  # fmt: skip
     for name, launch in shared.items():
         for policy in ("none", "full,tile:4") if name == "cp" else ("full",):
-            assert (far := apart(launch, policy)) < 1e-6, (name, policy, far)
+            assert (far := apart(launch, policy, "experts" if name == "ep" else "llama")) < 1e-6, (name, policy, far)
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,10 @@ from trace_models import adamw, training_step
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.load import load
 
 EXPERTS = 8
 # Of every name that a family gives a size, the value in these tests; a configuration takes those that it has.
@@ -103,6 +107,7 @@ def test_peak_is_the_profilers(kind: str, way: str) -> None:
     model: Any = AutoModelForCausalLM.from_config(tiny(kind), attn_implementation="eager").train()
     if kind not in ONE_WAY:
         model.set_experts_implementation(way)
+    model.config.get_text_config().output_router_logits = way != "batched_mm"  # where the family has such a loss
     ids = torch.zeros(2, 64, dtype=torch.long)
     step = training_step(lambda model: model(input_ids=ids, labels=ids, use_cache=False).loss)
     trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
@@ -136,6 +141,8 @@ def test_the_same_bits_where_experts_tie(kind: str) -> None:
                 if parameter.ndim == 2 and parameter.shape[0] == EXPERTS:
                     parameter[1::2] = parameter[::2]
 
+        model.config.get_text_config().output_router_logits = True
+
         def numbers(model: Any = model) -> list[torch.Tensor]:
             model.zero_grad(set_to_none=True)
             torch.manual_seed(2)  # PhiMoE's router draws
@@ -148,6 +155,19 @@ def test_the_same_bits_where_experts_tie(kind: str) -> None:
             applied = apply_policy(model, policy, verify="never")
             assert all(map(torch.equal, numbers(), expected)), (way, policy)
             applied.remove()
+
+
+def test_families_without_an_auxiliary_loss_refuse_its_weight(tmp_path: Path) -> None:
+    for kind, refused in (("mixtral", False), ("glm4_moe", True), ("jetmoe", True), ("llama", True)):
+        AutoConfig.for_model(kind, num_hidden_layers=1).save_pretrained(tmp_path)
+        spec = TrainingSpec.of(str(tmp_path), router_aux_loss_coef=0.1)
+        if refused:
+            with pytest.raises(UserError, match=r"router aux loss coef 0.1: \w+ForCausalLM has no such loss of its"):
+                load(spec, "cpu")
+            continue
+        model = load(spec, "cpu").model
+        assert (model.config.output_router_logits, model.router_aux_loss_coef) == (True, 0.1)
+        assert not load(spec.edit(router_aux_loss_coef=0.0), "cpu").model.config.output_router_logits
 
 
 def test_a_grouped_product_is_timed_by_each_experts_tokens() -> None:
