@@ -26,6 +26,7 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.samples.language import make_questions
+from ckpt_ft.training.session import swap_before_moving
 from ckpt_ft.training.trainer import evaluate, start, train, write_model_card
 from ckpt_ft.training.vision_language import (
     ImageLoader,
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model_args = replace(model_args, model_name_or_path=built_in)
         data_args = replace(data_args, dataset_name=data_args.dataset_name or drawn)
     processor = load_processor(model_args, data_args)
-    model = load_model(model_args, data_args.max_length)
+    model = swap_before_moving(load_model(model_args, data_args.max_length), ac_args)
     collator = collator_of(model, processor.tokenizer.pad_token_id, data_args.packing)
 
     # 2. Data: one process reads all images and tokenizes, the others read its cache

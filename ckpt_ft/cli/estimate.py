@@ -190,7 +190,7 @@ def _figures(result: Estimate) -> Iterator[tuple[str, str]]:
         yield f"CUDA context{' and NCCL' if result.launch else ''}", format_bytes(result.context)
     if result.peak_host:
         yield f"host memory{' of each process' if result.launch else ''}", format_bytes(result.peak_host)
-        for category, nbytes in result.at_host_peak.items():
+        for category, nbytes in (*result.at_host_peak.items(), *result.host_kinds.items()):
             yield f"  of it {category}", format_bytes(nbytes)
     if result.seconds is not None:
         yield "seconds per step", f"{result.seconds:.3f}"

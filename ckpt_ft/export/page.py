@@ -22,7 +22,7 @@ from ckpt_ft.files import write
 from ckpt_ft.units import format_bytes, format_number
 
 from .holders import merge_layer_numbers, short_op
-from .timeline import CATEGORY_COLOURS
+from .timeline import CATEGORY_COLOURS, HOST_COLOURS
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.trace import StepTrace
@@ -79,7 +79,8 @@ def _asset(name: str) -> str:
 
 
 def _categories() -> str:
-    colours = "".join(f"--{name}:light-dark({light},{dark});" for name, (light, dark) in CATEGORY_COLOURS.items())
+    named = {**CATEGORY_COLOURS, **HOST_COLOURS}
+    colours = "".join(f"--{name}:light-dark({light},{dark});" for name, (light, dark) in named.items())
     return f":root{{{colours}}}\n"
 
 
@@ -130,11 +131,14 @@ class StepView:
     phase_names: list[str]
 
     @classmethod
-    def from_trace(cls, trace: StepTrace, name: str = "", limit: int | None = None) -> StepView:
-        """The measured step of `trace`; `limit` is the number of bytes that may be reserved."""
-        numbers = {category: i for i, category in enumerate(CATEGORY_COLOURS)}
-        lifetimes = sorted(trace.lifetimes(), key=lambda lifetime: numbers[lifetime.storage.category])
+    def from_trace(cls, trace: StepTrace, name: str = "", limit: int | None = None, host: bool = False) -> StepView:
+        """The measured step of `trace` on the device, or by kinds in `host` memory; `limit` bytes may be reserved."""
+        names = HOST_COLOURS if host else CATEGORY_COLOURS
+        column, numbers = "host_kind" if host else "category", {category: i for i, category in enumerate(names)}
+        of = [(numbers[getattr(lifetime.storage, column)], lifetime) for lifetime in trace.lifetimes(host)]
+        lifetimes = [lifetime for _, lifetime in sorted(of, key=lambda entry: entry[0])]
         storages = [lifetime.storage for lifetime in lifetimes]
+        kinds = [getattr(storage, column) for storage in storages]
         places, groups, ops = _Texts(), _Texts(), _Texts()
         times = None if trace.device == "cpu" else trace.moment_times(trace.schedule())
         phase_names = ["", *trace.peaks]
@@ -144,18 +148,18 @@ class StepView:
             source=trace.source,
             last=len(trace.events) - trace.start,
             phases=[(at - trace.start, phase) for at, phase in trace.phase_marks],
-            peak=trace.peak_at - trace.start + 1,
-            reserved=_changes(trace),
+            peak=(trace.host_peak_at if host else trace.peak_at) - trace.start + 1,
+            reserved=[] if host else _changes(trace),
             microseconds=None if times is None else [round(1e6 * b) - round(1e6 * a) for a, b in pairwise(times)],
             limit=limit,
             bytes=[lifetime.nbytes for lifetime in lifetimes],
-            category=[numbers[storage.category] for storage in storages],
+            category=[numbers[kind] for kind in kinds],
             place=[places.number(storage.place) for storage in storages],
             op=[ops.number(short_op(storage.op)) for storage in storages],
             phase=[phase_names.index(storage.phase) for storage in storages],
-            made=_differences((lifetime.storage.category, lifetime.made) for lifetime in lifetimes),
+            made=_differences(zip(kinds, (lifetime.made for lifetime in lifetimes), strict=True)),
             life=[-1 if lifetime.freed is None else lifetime.freed - lifetime.made for lifetime in lifetimes],
-            categories=list(CATEGORY_COLOURS),
+            categories=list(names),
             places=list(places),
             group=[groups.number(merge_layer_numbers(place)) for place in places],
             groups=list(groups),
@@ -166,8 +170,17 @@ class StepView:
 
 def step_page(trace: StepTrace, title: str = "", limit: int | None = None) -> Page:
     """The page of `StepTrace.to_html`."""
-    view = StepView.from_trace(trace, title or f"a step on {trace.device}", limit)
-    return Page(view.name, f"{trace.source}, {trace.device}", [Section("step", STEP_TITLE, view)])
+    name = title or f"a step on {trace.device}"
+    return Page(name, f"{trace.source}, {trace.device}", _steps(trace, name, limit))
+
+
+def _steps(trace: StepTrace, name: str, limit: int | None, host_limit: int | None = None) -> list[Section]:
+    """The step on the device, and in host memory if it takes any."""
+    found = [Section("step", STEP_TITLE, StepView.from_trace(trace, name, limit))]
+    if trace.peak_host:
+        view = StepView.from_trace(trace, f"{name}, host memory", host_limit, host=True)
+        found.append(Section("step", "Host memory over the step", view))
+    return found
 
 
 def estimate_page(result: Estimate, trace: StepTrace) -> Page:
@@ -175,11 +188,10 @@ def estimate_page(result: Estimate, trace: StepTrace) -> Page:
     shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in result.shape.items())
     launched = f", {result.launch}: this is each GPU" if result.launch else ""
     limit = None if result.capacity is None else result.capacity - result.context
-    view = StepView.from_trace(trace, result.model, limit)
     return Page(
         f"{result.model} under {result.policy}",
         f"predicted for {result.device}: batch {result.batch_size}, {shape}{launched}",
-        [Section("figures", "", _estimate_figures(result)), Section("step", STEP_TITLE, view)],
+        [Section("figures", "", _estimate_figures(result)), *_steps(trace, result.model, limit, result.host_capacity)],
         " ".join(f"{note}." for note in result.notes),
     )
 
@@ -197,8 +209,9 @@ def _estimate_figures(result: Estimate) -> list[Figure]:
         found.append(Figure("peak reserved", format_bytes(result.peak_reserved), context))
     if result.peak_host:
         spare = result.host_headroom
-        left = "" if spare is None else f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
-        found.append(Figure("peak in host memory", format_bytes(result.peak_host), left))
+        left = [] if spare is None else [f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"]
+        kinds = [f"{format_bytes(nbytes)} {kind}" for kind, nbytes in result.host_kinds.items()]
+        found.append(Figure("peak in host memory", format_bytes(result.peak_host), ", ".join([*left, *kinds])))
     if result.seconds is not None:
         waits = result.seconds_parts.get("waiting for copies", 0.0)
         waiting = f", {format_number(waits)} of it waiting for copies" if waits else ""

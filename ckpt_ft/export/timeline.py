@@ -31,6 +31,10 @@ CATEGORY_COLOURS = {
     "communication": ("#cc79a7", "#d795ba"),
     "workspace": ("#999999", "#8d949c"),
 }
+# Kinds of host memory: the device copies from pinned memory by itself, and CUDA moves managed memory to and fro.
+HOST_COLOURS = {
+    "pinned": ("#0072b2", "#2f8fd0"), "pageable": ("#56b4e9", "#7cc7f0"), "managed": ("#cc79a7", "#d795ba"),
+}  # fmt: skip
 PHASES = ("forward", "backward", "optimizer")  # of a step, in order
 POINTS = 1500
 _TOP, _LEFT, _RIGHT, _BOTTOM = 22, 70, 10, 8  # margins of the SVG

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # The columns of a row, in order, and the type of each: the fields of Storage and Op.
 STORAGE_COLUMNS = {
     "nbytes": int, "category": str, "op": str, "module": str, "phase": str, "stream": str, "owner": str,
-    "host": int,
+    "host": int, "host_kind": str,
 }  # fmt: skip
 OP_COLUMNS = {
     "name": str, "flops": int, "nbytes": int, "dtype": str, "phase": str, "module": str, "at": int, "kernels": int,

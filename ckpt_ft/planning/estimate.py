@@ -147,6 +147,7 @@ def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTr
         notes=trace.notes,
         peak_host=trace.peak_host,
         at_host_peak=trace.at_host_peak,
+        host_kinds=trace.host_kinds,
     )
 
 

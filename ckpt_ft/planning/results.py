@@ -168,7 +168,7 @@ class Estimate:
         at_peak: bytes at the step's peak by category.
         holders: the largest holders of the peak, in descending order.
         peak_host: bytes in host memory of each process at most: what is offloaded, without the process itself.
-        at_host_peak: these bytes by category.
+        at_host_peak, host_kinds: these bytes by category, and by kind: pinned, pageable, managed.
         host_capacity: bytes of host memory that each process may take, None without a limit.
         seconds: time of the step; None for a CPU, whose speed is not modelled.
         seconds_parts: the step's time by part.
@@ -202,6 +202,7 @@ class Estimate:
     command: str = ""
     peak_host: Bytes = 0
     at_host_peak: dict[str, Bytes] = field(default_factory=dict)
+    host_kinds: dict[str, Bytes] = field(default_factory=dict)
     host_capacity: Bytes | None = None
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_ft.spec.launch import Launch, parallelism, sharing_options
 
 from .flags import words_of
-from .optimizers import OPTIM_OF_TRAINER
+from .optimizers import OFFLOADING, OPTIM_OF_TRAINER
 from .training_spec import TrainingSpec, declared
 
 _KIND = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}  # all others use DeepSpeed
@@ -145,9 +145,10 @@ def can_train(recipe: str, spec: TrainingSpec) -> bool:
     if recipe.startswith("diffusion"):
         adapts, mixed = spec.adapter.lora_r or spec.adapter.peft_config, spec.precision.mixed_precision
         weights = {"bf16": "bfloat16", "fp16": "float16"}.get(mixed, "float32") if adapts else "float32"
-        if spec.optimizer.name not in ("adamw_fused", "adamw_8bit") or spec.precision.dtype != weights:
+        trained = ("adamw_fused", "adamw_8bit", *OFFLOADING.values())
+        if spec.optimizer.name not in trained or spec.precision.dtype != weights:
             return False
-    elif spec.optimizer.name not in (*OPTIM_OF_TRAINER, "none"):
+    elif spec.optimizer.name not in (*OPTIM_OF_TRAINER, *OFFLOADING.values(), "none"):
         return False
     if spec.precision.mixed_precision == "fp8":
         return False
@@ -178,6 +179,8 @@ def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str
 def _flag_words(key: str, flag: str, value: Any) -> list[str]:
     if key in ("images", "image_size") or (key == "dtype" and not flag):
         return []
+    if key == "optimizer" and value in OFFLOADING.values():
+        return ["--offload_optimizer", next(what for what, name in OFFLOADING.items() if name == value)]
     if key == "optimizer" and not flag:
         return ["--use_8bit_adam"] if value == "adamw_8bit" else []
     if key == "mixed_precision" and not flag:

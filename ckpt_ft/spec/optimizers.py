@@ -16,9 +16,13 @@ OptimizerName = Literal[
     "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise",
     "apollo_adamw", "apollo_adamw_layerwise", "lomo", "adalomo", "grokadamw",
     "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "stable_adamw", "optimi_adamw",
-    "adamw_anyprecision", "came", "adam_mini",
+    "adamw_anyprecision", "came", "adam_mini", "adamw_in_backward", "ao_adamw_offload", "ao_adamw_offload_gradients",
+    "paged_adamw_8bit", "paged_adamw_32bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit",
+    "paged_lion_8bit",
 ]  # fmt: skip
 NAMES: tuple[str, ...] = get_args(OptimizerName)
+# AdamW of torchao's CPUOffloadOptimizer: what a recipe's --offload_optimizer says -> our name.
+OFFLOADING = {"states": "ao_adamw_offload", "gradients": "ao_adamw_offload_gradients"}
 # Every name that is understood -> our name.
 OPTIMIZERS: dict[str, str] = {
     "adamw_torch": "adamw",
@@ -26,28 +30,21 @@ OPTIMIZERS: dict[str, str] = {
     "adamw_torch_fused": "adamw_fused",
     "adamw_bnb_8bit": "adamw_8bit",
     "adamw8bit": "adamw_8bit",
-    "paged_adamw_8bit": "adamw_8bit",
-    "paged_adamw_32bit": "adamw_32bit",
-    "paged_ademamix_32bit": "ademamix",
-    "paged_ademamix_8bit": "ademamix_8bit",
-    "paged_lion_32bit": "lion_32bit",
-    "paged_lion_8bit": "lion_8bit",
     "rmsprop_bnb": "rmsprop_32bit",
     "rmsprop_bnb_32bit": "rmsprop_32bit",
     "rmsprop_bnb_8bit": "rmsprop_8bit",
     "came_pytorch": "came",
     **{name: name for name in NAMES if name != "none"},
 }
-PAGED = tuple(name for name in OPTIMIZERS if name.startswith("paged_"))
 # Our names -> names of `TrainingArguments.optim`, except for those that a Trainer does not have.
 OPTIM_OF_TRAINER: dict[str, str] = {
     name: name for name in NAMES
-    if name not in ("none", "prodigy", "muon", "came", "adam_mini", "optimi_adamw") and not name.startswith("ao_")
+    if name not in ("none", "prodigy", "muon", "came", "adam_mini", "optimi_adamw", "adamw_32bit", "adamw_in_backward")
+    and not name.startswith("ao_")
 } | {
     "adamw": "adamw_torch",
     "adamw_fused": "adamw_torch_fused",
     "adamw_8bit": "adamw_bnb_8bit",
-    "adamw_32bit": "paged_adamw_32bit",
     "rmsprop_32bit": "rmsprop_bnb_32bit",
     "rmsprop_8bit": "rmsprop_bnb_8bit",
 }  # fmt: skip

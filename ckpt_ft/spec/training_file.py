@@ -17,7 +17,7 @@ from ckpt_ft.spec.launch import SIZES
 from ckpt_ft.validation import load_yaml
 
 from .defaults import LORA_R
-from .optimizers import OPTIMIZERS, PAGED
+from .optimizers import OFFLOADING, OPTIMIZERS
 from .settings import KINDS, TYPED, read_settings, table
 
 # Files of TRL's scripts, and the trainer of each.
@@ -308,6 +308,8 @@ class _Entries:
         }
 
     def _optimizer(self) -> str:
+        if away := self.get("offload_optimizer"):
+            return OFFLOADING.get(str(away), str(away))
         switches = {"use_8bit_adam": "adamw_8bit", "use_muon": "muon", "use_adam_mini": "adam_mini"}
         if chosen := next((name for switch, name in switches.items() if self.get(switch)), ""):
             return OPTIMIZERS[chosen]
@@ -315,10 +317,6 @@ class _Entries:
         if named not in OPTIMIZERS:
             raise self.refuse(
                 f"optimizer {named} is not modelled{meant(named, OPTIMIZERS)} (docs/settings.md lists those that are)"
-            )
-        if named in PAGED:
-            self.notes.append(
-                f"{named}: its state is counted on the card; paging moves it to the host when memory runs out"
             )
         return OPTIMIZERS[named]
 

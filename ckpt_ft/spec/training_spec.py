@@ -33,7 +33,7 @@ from .fields import (
     text_of_names,
     text_of_size,
 )
-from .optimizers import OPTIMIZERS, OptimizerName
+from .optimizers import OFFLOADING, OPTIMIZERS, OptimizerName
 
 MOST = 2**24  # tokens, pixels, ...: larger numbers are typos, and would overflow byte counts
 MOST_SIDE = 2**13  # pixels: a blank image of that size is created
@@ -495,6 +495,11 @@ class TrainingSpec:
             raise UserError(
                 f"mixed precision fp8 and {bad[0].strategy}{' with --tp' * (bad[0].tp > 1)}: torchao's fp8 is "
                 "predicted for one process, ddp and fsdp2"
+            )
+        if self.optimizer.name in OFFLOADING.values() and (self.optimizer.max_grad_norm or launches):
+            raise UserError(
+                f"optimizer {self.optimizer.name}: gradients leave in backward, before they are clipped "
+                "or summed over GPUs; give --max-grad-norm 0 and one process, or --launch zero2 --offload optimizer"
             )
         if self.optimizer.name == "adafactor" and any(launch.strategy == "fsdp2" for launch in launches):
             raise UserError(

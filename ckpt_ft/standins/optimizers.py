@@ -21,13 +21,14 @@ library's loop does, and "-a" frees it; "-grad" frees a half-precision gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 BLOCK, MINIMUM = 256, 4096
+PAGED = 100_000  # bitsandbytes, optim/optimizer.py: get_state_buffer
 RANK = 128  # of GaLore and APOLLO in transformers' Trainer
 _HALF = (torch.float16, torch.bfloat16)
 _BITS = {"t8": (8, 256, 256), "t4": (4, 256, 16), "t4s": (4, 128, 16), "tf8": (8, 256, 0)}  # bits, block, levels
@@ -45,6 +46,8 @@ class Layout:
         low_states, low_update: the same for the weights of linear layers, whose gradients it projects.
         release: each gradient is used and freed as soon as the backward pass has made it ("own"), or when the next
             one is made ("next").
+        paged: states of parameters with at least `PAGED` elements are in managed memory, which CUDA moves between the
+            card and the host; PyTorch's allocator does not know it.
         whole_embeddings: embeddings keep float32 states (transformers/trainer.py, create_optimizer).
     """
 
@@ -57,6 +60,7 @@ class Layout:
     low_update: str = ""
     release: str = ""
     whole_embeddings: bool = False
+    paged: bool = False
 
 
 _BNB = "bitsandbytes, optim/optimizer.py: init_state; the update is one kernel"
@@ -87,7 +91,7 @@ _OPTIMI = "torch-optimi: _init_state; on a GPU its update is one Triton kernel"
 
 
 def _layerwise(layout: Layout) -> Layout:
-    return Layout(**{**vars(layout), "release": "own"})
+    return replace(layout, release="own")
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -133,7 +137,12 @@ LAYOUTS: dict[str, Layout] = {
         "g=c s=f update=f -s update=f a=f b=f -a res=f -b approx=f update= n=f -n",
     ),
     "adam_mini": Layout("adam_mini, adam_mini.py: step", "p rows", "s=p -s update=p n=p -n"),
+    "adamw_in_backward": Layout("torch's fused AdamW in hooks of gradients, as in torchtune", "p p", release="own"),
 }  # fmt: skip
+LAYOUTS |= {
+    f"paged_{name}{'_32bit' * (name == 'ademamix')}": replace(LAYOUTS[name], paged=True)
+    for name in ("adamw_8bit", "adamw_32bit", "ademamix", "ademamix_8bit", "lion_32bit", "lion_8bit")
+}
 
 
 def _tensors(
@@ -264,7 +273,9 @@ class Tabulated(torch.optim.Optimizer):
             for number, kind in enumerate(kinds):
                 like = small if kind in ("q", "2q", "row", "col") else p
                 for part, (shape, dtype) in enumerate(_tensors(kind, like, id(p) in self.whole, ())):
-                    state[f"{kind}{number}.{part}"] = torch.zeros(shape, dtype=dtype, device=p.device)
+                    state[f"{kind}{number}.{part}"] = made = torch.zeros(shape, dtype=dtype, device=p.device)
+                    if self.layout.paged and not part and p.numel() >= PAGED:
+                        made.is_paged = True  # type: ignore[attr-defined]  # bitsandbytes' mark, which a trace reads
             if not self.levels and any(value.dtype is torch.uint8 for value in state.values()) and "q" in kinds:
                 self.levels += [torch.zeros(256, device=p.device) for _ in range(2)]
         for value in state.values():

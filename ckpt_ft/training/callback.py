@@ -27,13 +27,14 @@ from ckpt_ft.workloads.from_trainer import (
     require_batches,
     rows_of,
 )
+from ckpt_ft.workloads.optimizers import host_adamw
 from ckpt_ft.workloads.phases import Watch
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
 from .fit import Fitted, fit, launch_of, live_workload
 from .flags import changed
-from .session import Session, never_fatal, refuse_fsdp
+from .session import Session, never_fatal, refuse_fsdp, swap_before_moving
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +118,11 @@ class ACCallback(TrainerCallback):
                 are streamed, or batches are made while training.
         """
         session = self.session
+        if offloaded := getattr(trainer.args, "offload_optimizer", None):
+            options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)[1]
+            trainer.optimizer_cls_and_kwargs = host_adamw, {**options, "offload_gradients": offloaded == "gradients"}
+        if getattr(trainer.args, "swaps", False):
+            swap_before_moving(trainer.model, session.settings).to(trainer.args.device)
         session.accelerator = trainer.accelerator
         session.auxiliary_models = auxiliary_models(trainer)
         self._loss = loss_of(trainer)

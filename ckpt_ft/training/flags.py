@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 from ckpt_ft.errors import UserError, meant, one_line
+from ckpt_ft.spec.optimizers import OFFLOADING
+from ckpt_ft.validation import require_package
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -45,6 +48,10 @@ class Range:
         return f"at least {self.least}" if self.least else "a number from 0 on"
 
 
+OFFLOADED = (
+    "Keep AdamW's states and a copy of the weights in host memory, where the step is computed (torchao's "
+    "CPUOffloadOptimizer): states, or gradients, too."
+)
 AT_LEAST_ONE = Range(1)
 NOT_NEGATIVE = Range(0)
 POSITIVE = Range(0, open=True)
@@ -109,6 +116,29 @@ def changed(args: Arguments, **values: Any) -> Arguments:
     other = copy.copy(args)
     vars(other).update(values)
     return other
+
+
+def check_offloaded(what: str | None, other: str, norm: float, fp16: bool, accumulation: int) -> None:
+    """Raises UserError if `--offload_optimizer` contradicts what else was given, or torchao is not installed.
+
+    other: the flag of an optimizer that is not PyTorch's AdamW, or "".
+    """
+    if what is None:
+        return
+    said = f"--offload_optimizer {what}"
+    if what not in OFFLOADING:
+        raise UserError(f"{said}: choose states, or gradients, which then leave the card, too")
+    require_package("torchao", said)
+    early = "gradients are copied in backward, before that"
+    for given, reason in (
+        (other, "it is for PyTorch's AdamW"),
+        ("--max_grad_norm" * bool(norm), f"{early}; add --max_grad_norm 0"),
+        ("fp16" * fp16, f"{early} unscales them"),
+        ("accumulation" * (what == "gradients" and accumulation > 1), f"{early} is complete; give states"),
+        ("several processes" * (int(os.environ.get("WORLD_SIZE", 1)) > 1), "take DeepSpeed's offload_optimizer"),
+    ):
+        if given:
+            raise UserError(f"{said} with {given}: {reason}")
 
 
 def check_trackers(names: Iterable[str], here: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from accelerate.utils import DynamoBackend
 from transformers import HfArgumentParser, TrainingArguments
@@ -28,11 +28,13 @@ from ckpt_ft.spec.training_file import read_yaml
 from ckpt_ft.training.flags import (
     AT_LEAST_ONE,
     NOT_NEGATIVE,
+    OFFLOADED,
     OVERWRITE,
     POSITIVE,
     SEED,
     SHARE,
     check_flags,
+    check_offloaded,
     check_trackers,
     flag,
 )
@@ -88,6 +90,8 @@ class RunArguments(TrainingArguments):
 
     _argument_group_name = "training (transformers.TrainingArguments)"
     overwrite_output_dir: bool = flag(False, OVERWRITE)
+    offload_optimizer: str | None = flag(None, OFFLOADED)
+    swaps: ClassVar[bool] = False  # whether the policy keeps weights in host memory; set by `trainer.start`
 
     def __post_init__(self) -> None:
         check_flags(self, _NUMBERS)
@@ -118,6 +122,9 @@ class RunArguments(TrainingArguments):
                 require_package(package, asked)
         check_trackers(self.report_to, get_available_reporting_integrations())
         self._check_optim_args(optim)
+        other = "" if optim in ("adamw_torch", "adamw_torch_fused") else f"--optim {optim}"
+        step = self.max_grad_norm, self.fp16, self.gradient_accumulation_steps
+        check_offloaded(self.offload_optimizer, other, *step)
 
     def _check_optim_args(self, optim: str) -> None:
         """Raises UserError if the optimizer does not read an argument: a Trainer ignores it silently."""
@@ -135,8 +142,8 @@ class RunArguments(TrainingArguments):
 COMMON = (
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "per_device_train_batch_size",
     "gradient_accumulation_steps", "learning_rate", "num_train_epochs", "max_steps", "lr_scheduler_type",
-    "warmup_steps", "optim", "bf16", "fp16", "max_grad_norm", "torch_compile", "logging_steps", "save_steps",
-    "eval_strategy", "report_to", "seed", "max_length", "beta", "loss_type", "precompute_ref_log_probs",
+    "warmup_steps", "optim", "offload_optimizer", "bf16", "fp16", "max_grad_norm", "torch_compile", "logging_steps",
+    "save_steps", "eval_strategy", "report_to", "seed", "max_length", "beta", "loss_type", "precompute_ref_log_probs",
 )  # fmt: skip
 
 

@@ -57,6 +57,7 @@ def start(
         UserError: flags contradict each other, or the output directory cannot be used.
     """
     check_conflicts(args, settings.policy)
+    args.swaps = settings.policy is not None and bool(settings.policy.swap)
     check_best_metric(args, metrics)
     sharing = parallelism_of(args)
     if packing and sharing is not None and sharing.cp_size > 1:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
-from ckpt_ft.standins.optimizers import LAYOUTS, RANK, Tabulated
+from ckpt_ft.standins.optimizers import LAYOUTS, MINIMUM, RANK, Tabulated
 from ckpt_ft.validation import require_package
 
 _EMA_DECAY = 0.9999  # default of EMAModel
@@ -44,6 +45,8 @@ def make_optimizer(model: nn.Module, name: str, on_cpu: bool = False) -> Any:
     if name in LAYOUTS:
         return Tabulated(model, LAYOUTS[name], on_cpu)
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if name.startswith("ao_adamw_offload") and not on_cpu:
+        return HostAdamW(trainable, frees=name.endswith("gradients"))
     if name == "sgd":
         return torch.optim.SGD(trainable, lr=1e-2)
     if name == "adagrad":
@@ -56,14 +59,71 @@ def make_optimizer(model: nn.Module, name: str, on_cpu: bool = False) -> Any:
         from transformers import Adafactor
 
         return Adafactor(_decayed_first(model), scale_parameter=False, relative_step=False, lr=1e-4)
-    return torch.optim.AdamW(trainable, lr=1e-4, fused=True if name == "adamw_fused" else None)
+    return torch.optim.AdamW(trainable, lr=1e-4, fused=None if name == "adamw" else True)
 
 
 def notes_on(name: str) -> tuple[str, ...]:
     """Assumptions about an optimizer that users may not expect, one sentence each."""
     if name.startswith(("galore", "apollo")):
         return (f"{name}: the gradients of all linear layers are projected, to rank {RANK} as in transformers",)
+    if name.startswith("paged_"):
+        left = "allocated and reserved leave them out; what the card has no room for moves to it and back in a step"
+        return (f"{name}: states of large parameters are in managed memory: {left}",)
     return (f"{name}: its states wait in host memory between steps",) if name == "grokadamw" else ()
+
+
+def host_adamw(groups: list[dict[str, Any]], *, offload_gradients: bool, **options: Any) -> torch.optim.Optimizer:
+    """torchao's CPUOffloadOptimizer over AdamW, or its stand-in in a trace; without a GPU fused AdamW."""
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    if not torch.cuda.is_available():
+        return torch.optim.AdamW(groups, **{**options, "fused": True})
+    if isinstance(parameters[0], FakeTensor):
+        return HostAdamW(parameters, offload_gradients)
+    from torchao.optim import CPUOffloadOptimizer
+
+    made: torch.optim.Optimizer = CPUOffloadOptimizer(
+        groups, torch.optim.AdamW, offload_gradients=offload_gradients, **{**options, "fused": True}
+    )
+    return made
+
+
+class HostAdamW(torch.optim.Optimizer):
+    """The ops of torchao's CPUOffloadOptimizer over AdamW (torchao 0.18, optim/cpu_offload.py).
+
+    Each gradient is copied to pinned memory as soon as it is computed, and each parameter has an AdamW on the host.
+
+    frees: whether a gradient leaves the card with its copy (`offload_gradients`).
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], frees: bool) -> None:
+        super().__init__(parameters, {"lr": 1e-4})
+        self.frees = frees
+        self.on_host: dict[nn.Parameter, torch.optim.AdamW] = {}
+        for p in (p for p in parameters if p.numel() >= MINIMUM):
+            host = nn.Parameter(torch.empty_like(p, pin_memory=True).copy_(p.detach()))
+            host.grad = torch.empty_like(host, pin_memory=True)
+            self.on_host[p] = torch.optim.AdamW([host], lr=1e-4, fused=True)
+            p.register_post_accumulate_grad_hook(self._send)
+        small = [p for p in parameters if p not in self.on_host]
+        self.on_card = torch.optim.AdamW(small, lr=1e-4, fused=True) if small else None
+
+    @torch.no_grad()
+    def _send(self, p: torch.Tensor) -> None:
+        self._host(p).grad.copy_(p.grad)
+        if self.frees:
+            p.grad = None
+
+    def _host(self, p: Any) -> Any:
+        return self.on_host[p].param_groups[0]["params"][0]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """The step of the small parameters, then of one after another on the host, each copied back."""
+        if self.on_card is not None:
+            self.on_card.step()
+        for p, optimizer in self.on_host.items():
+            optimizer.step()
+            p.copy_(self._host(p))
 
 
 def _decayed_first(model: nn.Module) -> list[dict[str, Any]]:

@@ -127,10 +127,14 @@ def test_resuming_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_
     assert_same_weights(part / ADAPTERS, tmp_path / "whole" / ADAPTERS)
 
 
-def test_a_policy_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
-    plain = train(recipe, tiny["sd3"], tmp_path / "plain", "--rank", "2", "--lora_dropout", "0.2")
-    flags = ["--rank", "2", "--lora_dropout", "0.2", "--ac_policy", "save:attention+matmul"]
-    assert train(recipe, tiny["sd3"], tmp_path / "policy", *flags) == plain
+@pytest.mark.parametrize(
+    ("kind", "layers", "policy"), [("sd3", 1, "save:attention+matmul"), ("flux", 2, "full,swap:4")]
+)
+def test_a_policy_changes_no_loss(recipe: ModuleType, tmp_path: Path, kind: str, layers: int, policy: str) -> None:
+    base, flags = str(tmp_path / "base"), ["--rank", "2", "--lora_dropout", "0.2"]
+    make_tiny_transformer(kind, layers=layers).save_pretrained(base)
+    plain = train(recipe, base, tmp_path / "plain", *flags)
+    assert train(recipe, base, tmp_path / "policy", *flags, "--ac_policy", policy) == plain
 
 
 @pytest.mark.slow

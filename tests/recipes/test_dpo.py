@@ -9,6 +9,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from recipe_scripts import load_recipe
@@ -56,6 +57,16 @@ def test_a_policy_changes_no_loss_and_its_peak_is_predicted(dpo: ModuleType, tmp
     predicted = report["ranks"][0]["predicted"]["peaks"]
     for phase in ("forward", "backward", "optimizer"):
         assert predicted[phase] == pytest.approx(measured[phase]["allocated"], rel=0.005)
+
+
+def test_swapped_weights_never_pass_through_the_device(
+    dpo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's trainers leave the model where it is; the callback takes the blocks out, and moves the rest."""
+    moved: list[Any] = []
+    monkeypatch.setattr(trl.DPOTrainer, "_move_model_to_device", lambda self, model, device: moved.append(device))
+    assert len(train(dpo, tmp_path / "swap", *LORA, "--ac_policy", "swap:3", max_steps=1)) == 1
+    assert moved == []
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
 READ = {
     "dp_shard", "rotation",
     "model", "dataset", "checkpointing", "every_n_layers", "evaluation", "eval_batch_size", "eval_accumulation_steps",
+    "offload_optimizer",
     "tf32", "use_cpu", "use_8bit_adam", "use_muon", "use_adam_mini", "cache_latents", "center_crop", "random_flip",
     "with_prior_preservation",
     "adapter", "lora_target_linear", "total_batch", "embeddings_skip_upcast", "pure_bf16", "pure_fp16", "float32",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from ckpt_ft.memory.cost.schedule import HOST
 from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.spec.optimizers import NAMES, OPTIM_OF_TRAINER, OPTIMIZERS, OptimizerName
+from ckpt_ft.spec.optimizers import NAMES, OFFLOADING, OPTIM_OF_TRAINER, OPTIMIZERS, OptimizerName
 from ckpt_ft.standins.optimizers import LAYOUTS, Tabulated
 from ckpt_ft.workloads.optimizers import make_optimizer, notes_on, optimizer_maker
 from ckpt_ft.workloads.workload import optimizer_step
@@ -55,7 +59,11 @@ def of_library(name: str, model: nn.Module, tmp_path: Path) -> Any:
     """The library's own optimizer, as a Trainer makes it."""
     gap = "update_proj_gap=2" if name.startswith(("galore", "apollo")) else None  # 200 steps by default
     args = TrainingArguments(
-        str(tmp_path), use_cpu=True, optim=OPTIM_OF_TRAINER[name], optim_target_modules="all-linear", optim_args=gap
+        str(tmp_path),
+        use_cpu=True,
+        optim=OPTIM_OF_TRAINER.get(name, f"paged_{name}"),
+        optim_target_modules="all-linear",
+        optim_args=gap,
     )
     return Trainer(model=model, args=args).create_optimizer()
 
@@ -153,6 +161,11 @@ def test_states_are_those_of_the_library(name: str, package: str, tmp_path: Path
 
 LAYER = nn.Linear(512, 256, bias=False)
 N, L = 512 * 256, 128  # elements, rank
+BLOCKS = N + 4 * N // 256
+PAGED = {
+    "paged_adamw_8bit": 2 * BLOCKS, "paged_adamw_32bit": 8 * N, "paged_ademamix_32bit": 12 * N,
+    "paged_ademamix_8bit": 3 * BLOCKS, "paged_lion_8bit": BLOCKS, "paged_lion_32bit": 4 * N,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -170,6 +183,7 @@ N, L = 512 * 256, 128  # elements, rank
         ("galore_adafactor", 4 * (256 * 256 + 512 + L)),
         ("lomo", 0), ("adalomo", 4 * (512 + 256)), ("grokadamw", 0), ("schedule_free_adamw", 8 * N),
         ("schedule_free_radam", 8 * N), ("schedule_free_sgd", 4 * N), ("stable_adamw", 8 * N), ("optimi_adamw", 8 * N),
+        ("adamw_in_backward", 8 * N), *PAGED.items(),
         ("adamw_anyprecision", 8 * N), ("came", 4 * (N + 2 * (512 + 256))), ("adam_mini", 4 * (N + 256)),
     ],
 )  # fmt: skip
@@ -201,6 +215,74 @@ def test_lomo_holds_few_gradients() -> None:
     parameters = sum(p.nbytes for p in language_model().parameters())
     assert adam.peak_allocated - lomo.peak_allocated > 2 * parameters
     assert lomo.peaks["optimizer"] < 1.2 * parameters
+
+
+def on_card(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    made = optimizer_maker(name, device="rtx-4090")
+    return trace_step(language_model(dtype), step, make_optimizer=made, device="rtx-4090")
+
+
+def test_adamw_in_backward_is_a_real_steps() -> None:
+    """torchtune's way: an optimizer for each parameter, in a hook that frees the gradient."""
+    model = language_model()
+    own = {p: torch.optim.AdamW([p], fused=True) for p in model.parameters()}
+
+    def update(p: torch.Tensor) -> None:
+        own[p].step()
+        p.grad = None
+
+    for p in own:
+        p.register_post_accumulate_grad_hook(update)
+    found = predicted("adamw_in_backward")
+    assert found.peak_allocated == pytest.approx(measured(model, None), rel=2e-3)
+    assert found.at_peak["gradients"] < sum(p.nbytes for p in model.parameters()) / 5
+
+
+def test_paged_states_are_in_managed_memory_and_may_leave() -> None:
+    """States of parameters below 100,000 elements, and the scales of 8-bit blocks, stay in PyTorch's memory."""
+    kept, paged = on_card("adamw_32bit"), on_card("paged_adamw_32bit")
+    large = sum(8 * p.numel() for p in language_model().parameters() if p.numel() >= 100_000)
+    assert paged.host_kinds == {"managed": large} == {"managed": paged.peak_host}
+    assert kept.peak_allocated - paged.peak_allocated == large
+    assert kept.host_kinds == {}
+    assert paged.seconds == pytest.approx(kept.seconds), "a card with room has all states"
+    card = find_gpu("rtx-4090")
+    small = replace(card, memory=paged.peak_reserved + card.context + large // 4)
+    more = paged.seconds_on(small).total - paged.seconds
+    assert more == pytest.approx(2 * 0.75 * large / card.host_bandwidth)
+
+
+def test_torchaos_offloading_as_its_source_says() -> None:
+    """Weights and gradients in pinned memory, states in pageable memory, but for parameters below 4,096 elements."""
+    plain, states_away, all_away = map(on_card, ("adamw_fused", *OFFLOADING.values()))
+    large = sum(p.numel() for p in language_model().parameters() if p.numel() >= 4096)
+    assert states_away.at_host_peak == {"gradients": 2 * large, "optimizer": 6 * large}
+    assert states_away.host_kinds == {"pinned": 4 * large, "pageable": 4 * large}
+    assert plain.at_peak["optimizer"] - states_away.at_peak["optimizer"] == pytest.approx(4 * large, rel=1e-2)
+    assert all_away.peaks["optimizer"] == pytest.approx(states_away.peaks["optimizer"] - 2 * large, rel=1e-2)
+    on_host = sum(op.nbytes for op in states_away.ops if op.stream == HOST and op.at >= states_away.start)
+    assert on_host == pytest.approx(16 * large, rel=1e-2), "AdamW reads and writes four tensors in bfloat16"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", OFFLOADING)
+def test_torchaos_own_code_says_the_same(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = pytest.importorskip("torchao.optim.cpu_offload")
+    stream = MagicMock()
+    monkeypatch.setattr(source, "get_available_devices", lambda: ["cpu", "cuda"])
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
+
+    def make(model: nn.Module) -> Any:
+        return source.CPUOffloadOptimizer(list(model.parameters()), offload_gradients=what == "gradients", lr=1e-4)
+
+    theirs = trace_step(language_model(torch.bfloat16), step, make_optimizer=make, device="rtx-4090")
+    ours = on_card(OFFLOADING[what])
+    assert theirs.at_host_peak == ours.at_host_peak
+    assert theirs.host_kinds == ours.host_kinds
+    assert theirs.peaks == ours.peaks
+    assert theirs.seconds == pytest.approx(ours.seconds, rel=0.05)
 
 
 def test_muon_updates_the_matrices_inside() -> None:

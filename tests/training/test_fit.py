@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.checkpoints import RunDirectory, write_manifest
 from ckpt_ft.training.diffusion.loop import Run
 from ckpt_ft.training.fit import Fitted, next_policies
+from ckpt_ft.training.flags import check_offloaded
 from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.session import Session
 from ckpt_ft.training.text import PadCollator
@@ -223,3 +225,26 @@ def test_bad_flags() -> None:
         ACArguments(ac_on_oom="retry")
     with pytest.raises(UserError, match="for --ac_policy auto or --find_max_batch_size"):
         ACArguments(ac_budget="1GiB")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("both", "", 0, False, 1), "--offload_optimizer both: choose states, or gradients"),
+        (("states", "--optim lion_8bit", 0, False, 1), "states with --optim lion_8bit: it is for PyTorch's AdamW"),
+        (("states", "", 1.0, False, 1), "with --max_grad_norm: gradients are copied in backward, before that; add"),
+        (("states", "", 0, True, 1), "with fp16: gradients are copied in backward, before that unscales them"),
+        (
+            ("gradients", "", 0, False, 4),
+            "with accumulation: gradients are copied in backward, before that is",
+        ),
+    ],
+)
+def test_what_offloading_the_optimizer_goes_without(
+    given: tuple[Any, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchao copies a gradient to the host as soon as it is computed: what changes it later has no effect."""
+    monkeypatch.setattr("ckpt_ft.training.flags.require_package", lambda *args: None)
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_offloaded(*given)
+    check_offloaded("states", "", 0, False, 4)

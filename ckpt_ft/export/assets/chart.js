@@ -39,7 +39,7 @@ class StepChart {
   /** The range of bytes: from zero or from the minimum of the step, to its maximum or the limit of the card. */
   rescale() {
     const { step, scale } = this;
-    const seen = Math.max(step.total[step.peak], ...(step.device === "cpu" ? [] : step.reserved.map(([, n]) => n)));
+    const seen = Math.max(step.total[step.peak], ...(!step.reserves ? [] : step.reserved.map(([, n]) => n)));
     const top = scale === "to the limit" ? Math.max(seen, step.limit) : seen;
     this.base = scale === "what changes" ? step.least : 0;
     this.most = this.base + 1.07 * (top - this.base) || 1;
@@ -97,8 +97,8 @@ class StepChart {
     const { step } = this;
     const ends = [...step.reserved.slice(1).map(([at]) => at), step.last];
     const path = step.reserved.map(([at, n], i) => `M${this.x(at)},${this.y(n)}H${this.x(ends[i])}`).join("");
-    const last = step.reserved.at(-1)[1];
-    const found = step.device === "cpu" ? [] : [
+    const last = step.reserves ? step.reserved.at(-1)[1] : 0;
+    const found = !step.reserves ? [] : [
       svg("path", { class: "reserved-line", d: path }),
       svg("text", { x: LEFT + this.width - 4, y: this.y(last) - 5, "text-anchor": "end" }, `reserved ${bytes(last)}`),
     ];

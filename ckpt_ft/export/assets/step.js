@@ -26,6 +26,7 @@ class Step {
     this.order = Float64Array.from(this.total.keys());
     this.time = data.microseconds && Float64Array.of(0, ...data.microseconds);
     if (this.time) for (let m = 1; m <= this.last; m++) this.time[m] += this.time[m - 1];
+    this.reserves = data.device !== "cpu" && data.reserved.length > 0; // in host memory nothing is
     this.used = [...new Set(data.category)].sort((a, b) => a - b);
   }
 

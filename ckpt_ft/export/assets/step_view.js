@@ -60,7 +60,7 @@ function atMoment(step, moment) {
     el("td", {}, el("i", { class: "swatch", style: `background: ${categoryColour(step.categories[k])}` }), step.categories[k]),
     el("td", { class: "number" }, bytes(held[k])),
     el("td", { class: "number muted" }, share(held[k], all))));
-  const reserved = step.device === "cpu" ? [] : [
+  const reserved = !step.reserves ? [] : [
     ["reserved", bytes(step.reservedAt(moment))],
     ...(step.limit ? [["left of the limit", bytes(step.limit - step.reservedAt(moment))]] : []),
   ];

@@ -246,7 +246,7 @@ class FakeOps:
             known = out, Work(nbytes=work.nbytes, on_host=True) if sizable else Work()
             for tensor in tensors((out,)) if self.gpu else ():
                 if tensor.dim():
-                    recorder.follow(tensor, "temporary", op.name, on_host=True)
+                    recorder.follow(tensor, "temporary", op.name, on_host="pageable")
         self.values.follow(func, args, kwargs, out)
         if op.observe is not None:
             op.observe(args, out)
@@ -255,7 +255,7 @@ class FakeOps:
                 recorder.ignore(out[index])
         elif self.gpu and isinstance(out, Tensor):
             if pinned:
-                recorder.follow(out, "activations", op.name, on_host=True)
+                recorder.follow(out, "activations", op.name, on_host="pinned")
             elif out.dim() == 0 and (func is _LIFT or recorder.all_on_host(args)):
                 recorder.ignore(out)
         return known

@@ -273,7 +273,7 @@ class _Trace:
                     gc.collect()
                     tracker.restart()
                     tracker.add_model(model)
-                tracker.recorder.put_on_host(offloaded_parameters(model), "parameters")
+                tracker.recorder.put_on_host(offloaded_parameters(model), "parameters", "pinned")
                 self._record(tracker, fakes, optimizer)
                 if describe is not None:
                     describe()

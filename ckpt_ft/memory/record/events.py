@@ -26,6 +26,7 @@ class Storage:
     stream: str = ""  # CUDA stream of the allocation, "" for the computation stream
     owner: str = ""  # qualified name of the module whose parameter, buffer, gradient or optimizer state it is
     host: int = 0  # bytes in host memory; `nbytes` is 0 then
+    host_kind: str = ""  # one of HOST_COLOURS, if there are such bytes
 
     @property
     def place(self) -> str:

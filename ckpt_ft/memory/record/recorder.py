@@ -194,13 +194,17 @@ class Recorder:
         if index is not None and index in self.residents:
             self.follow(tensor, self.storages[index].category, "", resident=True)
 
-    def put_on_host(self, values: Iterable[torch.Tensor], category: str) -> None:
-        """Count tensors as host memory from here on. Those on the device are no longer, without an event for it."""
+    def put_on_host(self, values: Iterable[torch.Tensor], category: str, kind: str = "pageable") -> None:
+        """Count tensors as host memory from here on. Those on the device are no longer, without an event for it.
+
+        kind: pinned, pageable, or managed (CUDA moves it between host and device).
+        """
         for tensor in values if self.splits_host else ():
             self.follow(tensor, category, "", resident=True)
             storage = self.storages[self.live[tensor.untyped_storage()._cdata].index]
             self.allocated -= storage.nbytes
             storage.nbytes, storage.host, storage.category = 0, storage.nbytes + storage.host, category
+            storage.host_kind = kind
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the device of a tensor in host memory; in a step of the CPU's own, the tensor."""
@@ -213,9 +217,9 @@ class Recorder:
         seen.address, seen.index, seen.zone = storage._cdata, -1, self.context.zone
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in host memory, or ignored."""
+        """Whether a tensor is in host memory, where kernels do not reach it, or ignored."""
         seen = self.live.get(tensor.untyped_storage()._cdata)
-        return seen is not None and (seen.index < 0 or self.storages[seen.index].host > 0)
+        return seen is not None and (seen.index < 0 or self.storages[seen.index].host_kind in ("pinned", "pageable"))
 
     def all_on_host(self, values: Any) -> bool:
         """Whether there are tensors in `values` and all are the host's, like Adam's step counts.
@@ -245,7 +249,7 @@ class Recorder:
 
     def follow(
         self, tensor: torch.Tensor, category: str, op: str, module: str | None = None, resident: bool = False,
-        on_host: bool = False,
+        on_host: str = "",
     ) -> None:  # fmt: skip
         """Record the tensor's storage as allocated here, unless it is known.
 
@@ -253,7 +257,7 @@ class Recorder:
             op: that made it, "" if it existed before the record.
             module: that is running; asked of the context by default.
             resident: it existed before the record began.
-            on_host: in host memory.
+            on_host: the kind of host memory that it is in.
         """
         if tensor.layout is not torch.strided:
             if tensor.is_sparse:
@@ -272,7 +276,7 @@ class Recorder:
             return
         index = self._add(0 if on_host else nbytes, category, op, module)
         if on_host:
-            self.storages[index].host = nbytes
+            self.storages[index].host, self.storages[index].host_kind = nbytes, on_host
         self._hold(storage, index)
         (self.residents if resident else self.events).append(index)
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder, group_holders
+from ckpt_ft.export.timeline import HOST_COLOURS
 from ckpt_ft.files import write
 from ckpt_ft.memory.allocator.replay import AllocatorHistory, Replay, allocator_history, replay
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
@@ -149,13 +150,27 @@ class StepTrace:
     @property
     def at_host_peak(self) -> dict[str, int]:
         """Bytes of each category in host memory at its peak; they add up to `peak_host`."""
-        held, last = self._host_bytes, max(self.start - 1, 0)
-        peak = max(range(last, len(held)), key=held.__getitem__, default=-1)
-        totals: dict[str, int] = defaultdict(int)
-        for index in self.events[: peak + 1]:
-            storage = self.storages[max(index, ~index)]
-            totals[storage.category] += storage.host if index >= 0 else -storage.host
+        totals = self._at_host_peak("category")
         return {category: totals[category] for category in CATEGORIES if totals[category]}
+
+    @property
+    def host_kinds(self) -> dict[str, int]:
+        """Bytes at the peak of host memory that are pinned, pageable and managed; they add up to `peak_host`."""
+        totals = self._at_host_peak("host_kind")
+        return {kind: totals[kind] for kind in HOST_COLOURS if totals[kind]}
+
+    def _at_host_peak(self, column: str) -> dict[str, int]:
+        totals: dict[str, int] = defaultdict(int)
+        for index in self.events[: self.host_peak_at + 1]:
+            storage = self.storages[max(index, ~index)]
+            totals[getattr(storage, column)] += storage.host if index >= 0 else -storage.host
+        return totals
+
+    @property
+    def host_peak_at(self) -> int:
+        """The first event that reaches the measured step's peak in host memory."""
+        held = self._host_bytes
+        return max(range(max(self.start - 1, 0), len(held)), key=held.__getitem__, default=-1)
 
     @cached_property
     def _host_bytes(self) -> list[int]:
@@ -186,8 +201,10 @@ class StepTrace:
         allocated = self.replay.allocated
         return max(range(max(self.start - 1, 0), len(allocated)), key=allocated.__getitem__, default=0)
 
-    def _changes(self) -> Iterator[tuple[int, int]]:
-        """Each event with the allocated bytes that it adds."""
+    def _changes(self, host: bool = False) -> Iterator[tuple[int, int]]:
+        """Each event with the allocated bytes that it adds; those in host memory if `host`."""
+        if host:
+            return zip(self.events, map(sub, self._host_bytes, [0, *self._host_bytes]), strict=False)
         return zip(self.events, map(sub, self.replay.allocated, [0, *self.replay.allocated]), strict=False)
 
     def live_at(self, event: int) -> list[tuple[Storage, int]]:
@@ -239,12 +256,12 @@ class StepTrace:
                 rows.append(dict(totals))
         return rows
 
-    def lifetimes(self) -> list[AllocationLifetime]:
-        """Every allocation that the measured step sees, in the order in which they were made."""
+    def lifetimes(self, host: bool = False) -> list[AllocationLifetime]:
+        """Every allocation on the device, or in `host` memory, that the measured step sees, in the order of making."""
         start = self.start
         live: dict[int, tuple[int, int]] = {}  # storage -> moment at which it was made, its bytes
         found: list[AllocationLifetime] = []
-        for at, (index, change) in enumerate(self._changes()):
+        for at, (index, change) in enumerate(self._changes(host)):
             moment = max(at - start + 1, 0)
             if index >= 0:
                 live[index] = moment, change
@@ -253,8 +270,8 @@ class StepTrace:
                 if moment:
                     found.append(AllocationLifetime(self.storages[~index], nbytes, made, moment))
         outlive = [AllocationLifetime(self.storages[i], nbytes, made, None) for i, (made, nbytes) in live.items()]
-        on_device = (lifetime for lifetime in found + outlive if not lifetime.storage.host)
-        return sorted(on_device, key=lambda lifetime: lifetime.made)
+        there = (lifetime for lifetime in found + outlive if bool(lifetime.storage.host) is host)
+        return sorted(there, key=lambda lifetime: lifetime.made)
 
     def moment_times(self, spans: Iterable[Span]) -> list[float]:
         """Seconds from the step's begin to each moment: when the device begins the op that caused the moment's event.
@@ -299,7 +316,16 @@ class StepTrace:
         return self.seconds_on(card) * (card.calibration.pace if card.calibration else 1.0)
 
     def seconds_on(self, gpu: GPU, host: Host | None = None) -> Parts:
-        """The seconds on `gpu` with ops issued by `host`; None is the host that such a card usually has."""
+        """The seconds on `gpu` with ops issued by `host`; None is the host that such a card usually has.
+
+        What has no room of managed memory moves to the card and back in a step.
+        """
+        paged = self.host_kinds.get("managed", 0)
+        moved = min(paged, max(0, paged + self.peak_reserved + gpu.context - gpu.memory)) if paged else 0
+        moving = 2 * moved / gpu.host_bandwidth if moved else 0.0
+        return self._seconds_on(gpu, host) + Parts(copies=moving, copying=moving)
+
+    def _seconds_on(self, gpu: GPU, host: Host | None) -> Parts:
         start = self.start
         ops = [op for op in self.ops if op.at >= start]
         forwards = [at for at, name in self.marks if name == "forward" and at >= start]

@@ -158,7 +158,7 @@ class Tracker(TorchDispatchMode):
         self.recorder.swapped = {p.untyped_storage()._cdata for p, _ in swapped_weights(model)}
         waiting = [host for _, host in swapped_weights(model)]
         self.recorder.add_resident(waiting, "parameters")
-        self.recorder.put_on_host(waiting, "parameters")
+        self.recorder.put_on_host(waiting, "parameters", "pinned")
         parameters = dict(model.named_parameters())
         self._owners = {id(tensor): name.rpartition(".")[0] for name, tensor in parameters.items()}
         for name, tensor in [*parameters.items(), *model.named_buffers()]:
@@ -256,7 +256,10 @@ class Tracker(TorchDispatchMode):
             self._label_gradients()
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
-        self._label_gradients(p for group in optimizer.param_groups for p in group["params"])
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for copy in (p for p in held if self.recorder.is_on_host(p) and id(p) not in self._owners):
+            self.recorder.label(copy, "optimizer", "")  # torchao's, of a parameter
+        self._label_gradients(held)
 
     def _label_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Those of `parameters`; by default of the model's as they are now (FSDP2 puts sharded ones there)."""
@@ -273,6 +276,8 @@ class Tracker(TorchDispatchMode):
                 inside = [list(vars(value).values()) for value in state.values() if hasattr(value, "project")]
                 for tensor in tensors((list(state.values()), *inside)):  # and in projectors of GaLore and APOLLO
                     self.recorder.label(tensor, "optimizer", self._owners.get(id(parameter), ""))
+                    if getattr(tensor, "is_paged", False):  # by bitsandbytes
+                        self.recorder.put_on_host([tensor], "optimizer", "managed")
 
     # -- ops --------------------------------------------------------------------------------------------------------
 

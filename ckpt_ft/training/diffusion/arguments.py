@@ -6,8 +6,12 @@ import logging
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import torch
+
 from ckpt_ft.errors import UserError
+from ckpt_ft.spec.optimizers import OFFLOADING
 from ckpt_ft.training.flags import (
+    OFFLOADED,
     OVERWRITE,
     AtLeastOne,
     Count,
@@ -19,6 +23,7 @@ from ckpt_ft.training.flags import (
     Seed,
     Share,
     check_flags,
+    check_offloaded,
     check_trackers,
     flag,
 )
@@ -157,6 +162,7 @@ class LoopArguments:
         choices=list(OPTIMIZERS),
     )
     use_8bit_adam: bool = flag(False, "AdamW with 8-bit states (bitsandbytes).")
+    offload_optimizer: str | None = flag(None, OFFLOADED)
     max_grad_norm: NotNegative = flag(1.0, "Clip gradients to this norm; 0 for no clipping.")
     use_ema: bool = flag(False, "Keep a moving average (EMA) of the trained weights; it is what is sampled and saved.")
     mixed_precision: str | None = flag(None, "Accelerate's own setting when left out.", choices=["no", "fp16", "bf16"])
@@ -184,6 +190,9 @@ class LoopArguments:
             require_package("bitsandbytes", "--use_8bit_adam")
             if self.optimizer != "adamw":
                 raise UserError(f"--use_8bit_adam is AdamW, --optimizer {self.optimizer} is not: give one of them")
+        other = "--use_8bit_adam" if self.use_8bit_adam else f"--optimizer {self.optimizer}"
+        step = self.max_grad_norm, self.mixed_precision == "fp16", self.gradient_accumulation_steps
+        check_offloaded(self.offload_optimizer, other.replace("--optimizer adamw", ""), *step)
         if self.optimizer == "prodigy":
             require_package("prodigyopt", "--optimizer prodigy")
             if not self.learning_rate:
@@ -196,6 +205,8 @@ class LoopArguments:
     @property
     def traced_optimizer(self) -> str:
         """The optimizer's name in a trace: fused AdamW, or the stand-in of 8-bit AdamW that needs no CUDA."""
+        if self.offload_optimizer and torch.cuda.is_available():
+            return OFFLOADING[self.offload_optimizer]
         return "adamw_8bit" if self.use_8bit_adam else {"adamw": "adamw_fused"}.get(self.optimizer, self.optimizer)
 
 

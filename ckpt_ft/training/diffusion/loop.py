@@ -37,6 +37,7 @@ from ckpt_ft.training.models import kind_of
 from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import FirstStep, library_reads
+from ckpt_ft.workloads.optimizers import host_adamw
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, Workload, optimizer_step
 
 from .arguments import LoopArguments
@@ -238,6 +239,8 @@ class TrainingState:
         state = load_checkpoint(self.accelerator, checkpoint, self._identity)
         self.step, self.samples_seen = state["step"], state["samples_seen"]
         self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        for weight, copy in getattr(self.optimizer.optimizer, "param_d2h_map", {}).items():
+            copy.data.copy_(weight.data)  # torchao's, made before the weights were loaded
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
             self.ema.to(self.accelerator.device)
@@ -292,6 +295,8 @@ def make_optimizer(
         import bitsandbytes
 
         return bitsandbytes.optim.AdamW8bit(parameters, **settings)
+    if args.offload_optimizer:
+        return host_adamw(parameters, offload_gradients=args.offload_optimizer == "gradients", **settings)
     return torch.optim.AdamW(parameters, fused=True, **settings)
 
 
