@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import peft
 import pytest
 import torch
@@ -108,6 +110,32 @@ def test_a_card_runs_fused_kernels_and_nothing_is_compiled_for_it() -> None:
     assert trace.seconds > 0
     assert any("graphs of" in note for note in trace.notes)
     assert model._compiled_call_impl is not None
+
+
+def test_a_trace_leaves_what_is_compiled_compiled() -> None:
+    """The model's own code and another function's; neither is compiled again, and the trace does not run it."""
+    from torch._inductor import compile_fx
+
+    compiled, whole = [], compile_fx.compile_fx
+
+    def counted(graph: torch.fx.GraphModule, inputs: object, **options: object) -> object:
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model, hidden = Feedforward(), torch.randn(64, 256)
+    double = torch.compile(lambda values: 2 * values)
+    model.compile()
+    with mock.patch.object(compile_fx, "compile_fx", counted):
+        before = model(hidden), double(hidden)
+        assert len(compiled) == 2
+        for _ in range(2):
+            with mock.patch.object(compile_fx, "compile_fx", whole):
+                trace = trace_step(model, lambda model, optimizer: model(hidden).backward(), device="a100-40gb")
+            assert any("compiled: 2 graphs" in note for note in trace.notes)
+        after = model(hidden), double(hidden)
+    assert len(compiled) == 2
+    assert all(map(torch.equal, before, after))
 
 
 @pytest.mark.parametrize(

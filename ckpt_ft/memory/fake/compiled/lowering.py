@@ -155,10 +155,10 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
         return SimpleNamespace(call=made[-1], runner=None)
 
     made: list[CompiledGraph] = []
-    torch._dynamo.reset()
     counters.clear()
     with ExitStack() as stack:
-        stack.callback(torch._dynamo.reset)
+        stack.enter_context(_apart())
+        stack.callback(lambda: [compiled.steps.clear() for compiled in made])  # they refer to the record
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of torch about itself
         stack.enter_context(_torch_logs_nothing())
@@ -186,6 +186,29 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
             if isinstance(inner, UserError):
                 raise inner from None
             raise UserError(f"torch.compile cannot compile {_frame(error, model)}: {one_line(inner, 200)}") from error
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Keeps what a trace compiles apart from what this process has compiled, which stays compiled."""
+    from torch._dynamo import convert_frame, eval_frame
+
+    set_region: Any = getattr(eval_frame, "set_eval_frame_isolate_recompiles_id", None)  # of newer versions of torch
+    known = (code() for code in convert_frame.input_codes.seen)
+    if set_region is None or not any(eval_frame._debug_get_cache_entry_list(code) for code in known if code):
+        torch._dynamo.reset()
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()
+        return
+    region = next(eval_frame._next_isolate_recompiles_id)
+    before = set_region(region)
+    try:
+        with patch.object(eval_frame, "set_eval_frame_isolate_recompiles_id", lambda other: set_region(region)):
+            yield
+    finally:
+        set_region(before)
 
 
 @contextmanager
