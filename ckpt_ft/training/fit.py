@@ -33,7 +33,7 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch, ZeroOptions
 from ckpt_ft.spec.trainer import check_live
 from ckpt_ft.units import format_bytes
-from ckpt_ft.workloads.from_trainer import planned_step
+from ckpt_ft.workloads.from_trainer import compiled_by, planned_step
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments, TextACArguments
@@ -290,11 +290,13 @@ def fit_length(trainer: Trainer, settings: TextACArguments, most: int) -> tuple[
 
 def live_workload(trainer: Trainer, flag: str, any_length: bool = False) -> Workload:
     """Returns the workload of a trainer's step; warns of a setting that is not modelled."""
+    compiled = ""
     try:
         check_live(trainer.args)
+        compiled = compiled_by(trainer.accelerator)
     except UserError as error:  # the run is the user's
         logger.warning("%s: the plan is of a run without %s", flag, error)
-    return Workload(**planned_step(trainer, flag, any_length))
+    return Workload(**planned_step(trainer, flag, any_length), compile=compiled)
 
 
 def make_plan(workload: Workload, budget: str | int | None, batch_size: int | None) -> Plan:

@@ -32,6 +32,7 @@ from ckpt_ft.export.holders import holder_line
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.policy import Policy
+from ckpt_ft.workloads.from_trainer import compiled_by
 
 from .arguments import ACArguments
 from .fit import Fitted, launch_of, next_policies
@@ -243,7 +244,9 @@ class Session:
         predicted, notes, what = None, [], ""
         phases: dict[str, StepTrace] = {}
         try:
-            step = replace(workload(), launch=launch_of(self.accelerator), compile=self._compiled)
+            here = self.accelerator.device.type == "cpu"  # where measured steps ran eagerly
+            compiled = "" if here else compiled_by(self.accelerator)
+            step = replace(workload(), launch=launch_of(self.accelerator), compile=compiled)
             with ExitStack() as stack:
                 if self.policy is not None and self.applied is None:  # it was removed when training ended
                     assert self.model is not None
@@ -259,16 +262,6 @@ class Session:
         except Exception as error:  # a prediction must not cost the run that it describes
             notes.append(f"no prediction{what}: {raised_in(error)}")
         return predicted, phases, notes
-
-    @property
-    def _compiled(self) -> str:
-        """What accelerate compiles of the measured steps: "whole", "regional" or "". On a CPU they ran eagerly."""
-        plugin = self.accelerator.state.dynamo_plugin
-        if plugin.backend == "NO" or self.accelerator.device.type == "cpu":
-            return ""
-        if plugin.backend != "INDUCTOR":
-            raise UserError(f"the model is compiled by {plugin.backend}, and only Inductor's steps are predicted")
-        return "regional" if plugin.use_regional_compilation else "whole"
 
     def _notes(self) -> list[str]:
         if self.accelerator.state.dynamo_plugin.backend == "NO" or self.accelerator.device.type != "cpu":

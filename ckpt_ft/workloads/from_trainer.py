@@ -94,7 +94,6 @@ def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[
         "autocast": {"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.precision.mixed_precision),
         "accumulation": spec.data.accumulation,
         "max_grad_norm": spec.optimizer.max_grad_norm,
-        "compile": spec.kernels.compile,
         "auxiliary_models": auxiliary_models(trainer),
         "lengths": lengths,
         "liger": (args.liger_kernel_config or {}) if getattr(args, "use_liger_kernel", False) else None,
@@ -222,6 +221,23 @@ def optimizer_like(model: nn.Module, optimizer: Any) -> Callable[[nn.Module], to
         return twin
 
     return make
+
+
+def compiled_by(accelerator: Any) -> str:
+    """Returns what accelerate compiles, by its arguments or those of its launch: "whole", "regional" or "".
+
+    Raises:
+        UserError: another backend, mode or shapes than those that are predicted.
+    """
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend == "NO":
+        return ""
+    if plugin.backend != "INDUCTOR":
+        raise UserError(f"the model is compiled by {plugin.backend}, and only Inductor's steps are predicted")
+    if plugin.mode not in (None, "default") or plugin.dynamic:
+        asked = "dynamic shapes" if plugin.dynamic else f"mode {plugin.mode}"
+        raise UserError(f"the model is compiled with {asked}: Inductor's default mode and one shape are predicted")
+    return "regional" if plugin.use_regional_compilation else "whole"
 
 
 def precision_of(args: TrainingArguments) -> str:

@@ -230,10 +230,10 @@ class Workload:
         """
         from ckpt_ft.spec.trainer import check_live
 
-        from .from_trainer import planned_step
+        from .from_trainer import compiled_by, planned_step
 
         check_live(trainer.args)
-        return cls(**planned_step(trainer, flag))
+        return cls(**planned_step(trainer, flag), compile=compiled_by(trainer.accelerator))
 
     def step(self, samples: int, length: int | None = None) -> Step:
         """Returns one optimizer step on micro-batches of `samples`, the longest of them `length` tokens.

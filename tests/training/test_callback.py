@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -626,6 +627,31 @@ def test_a_setting_that_is_not_modelled_costs_the_prediction_and_not_the_run(tmp
     assert said in callback.report.notes
     with pytest.raises(UserError, match="^torch_compile_backend: eager"):
         Workload.from_trainer(trainer)
+
+
+@pytest.mark.parametrize(
+    ("launched", "expected"),
+    [
+        ({}, "whole"),
+        ({"USE_REGIONAL_COMPILATION": "1"}, "regional"),
+        ({"MODE": "reduce-overhead"}, "compiled with mode reduce-overhead: Inductor's default mode"),
+        ({"USE_DYNAMIC": "1"}, "compiled with dynamic shapes: Inductor's default mode and one shape"),
+        ({"BACKEND": "aot_eager"}, "compiled by AOT_EAGER, and only Inductor's"),
+    ],
+)
+def test_what_a_launch_compiles_is_predicted_or_refused(
+    launched: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch --dynamo_backend inductor` sets variables, and no argument of the Trainer."""
+    for name, value in {"BACKEND": "inductor", **launched}.items():
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
+    if len(expected) < 10:
+        assert Workload.from_trainer(trainer).compile == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            Workload.from_trainer(trainer)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -42,7 +42,7 @@ def steady_peak(step, model: nn.Module) -> int:
 class UnetBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(ResnetBlock2D(in_channels=32, temb_channels=None, groups=8) for _ in range(3))
+        self.blocks = nn.ModuleList(ResnetBlock2D(in_channels=32, temb_channels=None, groups=8) for _ in range(2))
 
     def forward(self, hidden):
         for block in self.blocks:
@@ -56,15 +56,15 @@ def unet_block():
 
 
 def lora():
-    model, loss = language_model(shape=(4, 128))
+    model, loss = language_model(shape=(4, 128), num_hidden_layers=2)
     config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     return peft.get_peft_model(model, config), loss
 
 
 MODELS = {
-    "llama": lambda: language_model(shape=(4, 128)),
-    "gpt2": lambda: language_model("gpt2", (4, 128), n_embd=64, n_layer=3, n_head=4),
-    "vit": lambda: vit(8),
+    "llama": lambda: language_model(shape=(4, 128), num_hidden_layers=2),
+    "gpt2": lambda: language_model("gpt2", (4, 128), n_embd=64, n_layer=2, n_head=4),
+    "vit": lambda: vit(8, num_hidden_layers=2),
     "unet": unet_block,
     "lora": lora,
 }
@@ -81,7 +81,9 @@ def test_peak_is_the_compiled_steps(kind: str, policy: str) -> None:
     step = training_step(loss)
     trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
     predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
-    assert predicted == pytest.approx(steady_peak(step, model), rel=0.02)
+    recorded = steady_peak(step, model)
+    print(f"{kind}, {policy}: {predicted} predicted, {recorded} recorded")
+    assert predicted == pytest.approx(recorded, rel=0.02)
 
 
 class Feedforward(nn.Module):
