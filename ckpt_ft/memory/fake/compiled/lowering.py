@@ -154,11 +154,15 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
         made.append(read(graph, tracker, fakes))
         return SimpleNamespace(call=made[-1], runner=None)
 
+    def forget() -> None:  # dynamo may keep the graphs, which refer to the record
+        for compiled in made:
+            vars(compiled).clear()
+
     made: list[CompiledGraph] = []
     counters.clear()
     with ExitStack() as stack:
         stack.enter_context(_apart())
-        stack.callback(lambda: [compiled.steps.clear() for compiled in made])  # they refer to the record
+        stack.callback(forget)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of torch about itself
         stack.enter_context(_torch_logs_nothing())
