@@ -29,6 +29,10 @@ class UserError(ValueError):
         super().__init__(message if len(message) <= _LONGEST else f"{message[:half]} ... {message[-half:]}")
 
 
+class NothingFits(UserError):
+    """No policy fits a budget."""
+
+
 class WorkFailed(RuntimeError):
     """The work failed although the input was valid. The message is what the user sees, advice included."""
 

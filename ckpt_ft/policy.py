@@ -223,7 +223,8 @@ def _fields_of(name: str, detail: str, text: str) -> dict[str, Any]:
         except ValueError:
             raise UserError(f"policy '{text}': 'budget:{detail}' needs a number from 0 to 1, as in 0.5") from None
     if detail:
-        raise UserError(f"policy '{text}': '{name}' takes nothing after it; write '{name}'")
+        where = " (host memory, never a disk)" if name == "offload" else ""
+        raise UserError(f"policy '{text}': '{name}'{where} takes nothing after it; write '{name}'")
     return {"scope": name} if name in SCOPES else {name: True}
 
 

@@ -119,6 +119,7 @@ def test_canonical_form(text: str, canonical: str) -> None:
         ("every", "as in every:2"),
         ("every:", "nothing after 'every:'"),
         ("full:3", "takes nothing after it"),
+        ("offload:/mnt/fast", "'offload' (host memory, never a disk) takes nothing after it; write 'offload'"),
         ("stages:0", "count from 1"),
         ("modules", "modules:attention+mlp"),
         ("budget:2", "from 0 to 1"),

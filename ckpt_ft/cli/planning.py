@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_ft.errors import UserError, WorkFailed, meant
+from ckpt_ft.errors import NothingFits, UserError, WorkFailed, meant
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.gpus import GPU, asked_gpu
 from ckpt_ft.spec.command import RECIPES, training_command
-from ckpt_ft.spec.flags import Edit
+from ckpt_ft.spec.flags import Edit, offloaded
 from ckpt_ft.spec.launch import accelerate_config
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
@@ -124,9 +124,18 @@ def plan(
     }
     cache = AnswerCache("plan", question, Plan.from_json)
     found = None if fresh or html else cache.get()
+    away = offloaded(spec)
+    flags = " ".join(away.words(spec)) if away else ""
+    kept = f"nothing fits with the optimizer on the card: this is with {flags}"
     if found is None:
         try:
-            found = _make(spec, options, jobs, lengths, images, html)
+            try:
+                found = _make(spec, options, jobs, lengths, images, html)
+            except NothingFits:
+                if away is None:
+                    raise
+                found = _make(away.of(spec), options, jobs, lengths, images, html)
+                found = replace(found, notes=[kept, *found.notes])
         except Stopped as stop:
             if stop.plan is not None:
                 _show(stop.plan, as_json)
@@ -135,7 +144,10 @@ def plan(
         cache.put(found.to_json())
     _show(found, as_json)
     plans = {"": found}
-    for edit, needs in (edit for name in tried.split(",") if tried for edit in TRIED[name]):
+    others = [edit for name in tried.split(",") if tried for edit in TRIED[name]]
+    if spec.host.host_memory and away is not None and not as_json and kept not in found.notes:
+        others.append((away, "torchao"))
+    for edit, needs in others:
         flags = " ".join(edit.words(spec))
         try:
             if flags:

@@ -4,7 +4,7 @@
 1. Another policy at the same batch size.
 2. If no policy fits: a smaller batch under the leanest policy, with more accumulation for the same effective batch.
 3. If not one sample fits: other settings, one after another until one fits: 8-bit optimizer states, half and a quarter
-   of the tokens, parameters and optimizer in host memory, LoRA, LoRA on bf16 weights, LoRA on 4-bit weights. The
+   of the tokens, the optimizer in host memory, parameters too, LoRA, LoRA on bf16 weights, LoRA on 4-bit weights. The
    adapters that come after the first that fits are traced as well.
 
 A suggestion is an edit of the spec. It is offered only if the edited spec is valid, builds a model and was traced.
@@ -35,7 +35,7 @@ from ckpt_ft.planning.search import blocks_of, fewest_swapped, with_term
 from ckpt_ft.planning.tracing import Traced, Tracer, trace_policies
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for, recipe_command
-from ckpt_ft.spec.flags import Edit
+from ckpt_ft.spec.flags import Edit, offloaded
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_at_least, format_bytes
@@ -278,6 +278,8 @@ def _leaner(spec: TrainingSpec, workload: Workload, tokens: int) -> Iterator[dic
             yield {"image_size": (wide, high)}
         elif "seq_length" in workload.shape and tokens // part >= _SHORTEST:
             yield {"seq_length": tokens // part}
+    if (away := offloaded(spec)) is not None:
+        yield dict(away.changes)
     trains_all = not spec.adapter.trains and not spec.quantisation.bits
     if trains_all and "seq_length" in workload.shape and spec.launch.launch is None:
         yield {"launch": Launch("zero3", 1, mixed_precision="bf16").with_offload("all"), "asked": ("--offload", "all"),

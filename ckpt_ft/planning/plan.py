@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_ft.checkpointing.applied_policy import suspended
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import NothingFits, UserError
 from ckpt_ft.memory.cost.schedule import Span
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
@@ -158,7 +158,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
             found = search(estimates, asked.chosen)
         rejected = estimates.rejected
     if not found:
-        raise UserError(no_policy_fits(estimates, workload.model))
+        raise NothingFits(no_policy_fits(estimates, workload.model))
     best = estimates.tracer.traced[found[0].policy, found[0].batch]
     assert not isinstance(best, str), "a candidate has a trace"
     with _stoppable(estimates):

@@ -18,6 +18,7 @@ from ckpt_ft.spec.launch import SIZES, STRATEGIES, WORTH_A_LOOK, Launch, launche
 from ckpt_ft.units import parse_bytes
 
 from .fields import Declared
+from .optimizers import OFFLOADING
 from .peft_file import read_peft
 from .training_spec import TrainingSpec, declared
 
@@ -270,3 +271,12 @@ class Edit:
             if not _words(own, changed.get(own.key))
         ]
         return " ".join(self.words(spec)) + (f" without {' '.join(dropped)}" if dropped else "")
+
+
+def offloaded(spec: TrainingSpec) -> Edit | None:
+    """The edit that puts AdamW's states into host memory, for one process that trains all weights; None for others."""
+    launched = spec.launch.launch is not None or spec.launch.launches
+    if spec.optimizer.name not in ("adamw", "adamw_fused") or spec.adapter.trains or launched:
+        return None
+    name = OFFLOADING["states" if spec.data.accumulation > 1 else "gradients"]
+    return Edit({"optimizer": name, "max_grad_norm": 0.0})

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 
 from ckpt_ft.cli import app as cli
 from ckpt_ft.cli import planning as planning_commands
-from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.errors import NothingFits, UserError, WorkFailed
 from ckpt_ft.export import plan_page
 from ckpt_ft.export.page import Page
 from ckpt_ft.planning import plan as planning
@@ -346,3 +346,28 @@ def test_another_link_is_another_question(
 def test_launches_that_are_none(words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=message):
         typed(monkeypatch, "plan", config, "--device", "t4", "--seq-length", "32", *words)
+
+
+@pytest.mark.parametrize(("fits", "host"), [(False, ""), (True, "8GiB")])
+def test_the_optimizer_leaves_the_card_last(
+    fits: bool, host: str, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If nothing fits, the plan is with it in host memory; if host memory is given, it is compared with that."""
+    asked: list[str] = []
+
+    def make(spec: TrainingSpec, *args: object) -> Plan:
+        asked.append(spec.optimizer.name)
+        if not fits and spec.optimizer.name == "adamw_fused":
+            raise NothingFits("no policy fits")
+        slower = spec.optimizer.name != "adamw_fused"
+        candidate = Candidate("full", 2, GIB >> slower, GIB >> slower, 1.0 + slower)
+        return Plan([candidate], MemoryBudget(GIB), config, "t4", "throughput", "")
+
+    monkeypatch.setattr(planning_commands, "_make", make)
+    words = ["plan", config, "--device", "t4", "--accumulation", "4", *(["--host-memory", host] if host else [])]
+    assert typed(monkeypatch, *words) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert asked == ["adamw_fused", "ao_adamw_offload"]
+    flags = "--optimizer ao_adamw_offload --max-grad-norm 0"
+    said = f"with {flags} (needs torchao): full at batch 2, 512.0 MiB reserved, -50.0% speed"
+    assert (said if fits else f"note: nothing fits with the optimizer on the card: this is with {flags}") in out

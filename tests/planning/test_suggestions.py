@@ -15,6 +15,7 @@ from ckpt_ft.planning.estimate import suggest
 from ckpt_ft.planning.results import Suggestion, Suggestions
 from ckpt_ft.planning.search import blocks_to_swap
 from ckpt_ft.planning.tracing import trace_policies
+from ckpt_ft.spec.flags import offloaded
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
 
@@ -86,6 +87,19 @@ def test_the_policy_that_was_asked_for_is_tried_in_leaner_settings(config: str) 
     assert traced(quarter, "pointwise,head").peak_reserved > limit  # the leanest of the others at 1024 tokens
     way = only(suggested(spec, "full,head", limit))
     assert (way.edits, way.change, way.reserved) == ({"seq_length": 256}, "--seq-length 256", limit)
+
+
+def test_the_optimizer_waits_in_host_memory_where_its_8_bit_twin_is_too_large(config: str) -> None:
+    """The way names its price in time and its host memory, and the recipe's flags; adapters' optimizers are small."""
+    spec = TrainingSpec.of(config, seq_length=128, dtype="bfloat16")
+    edits = {"optimizer": "ao_adamw_offload_gradients", "max_grad_norm": 0.0}
+    trace = traced(spec.edit(**edits), "full,head")
+    way = next(way for way in suggested(spec, "full,head", trace.peak_reserved).ways if way.edits == edits)
+    assert (way.reserved, way.host, way.slower > 0) == (trace.peak_reserved, trace.peak_host, True)
+    assert way.change == "--optimizer ao_adamw_offload_gradients --max-grad-norm 0"
+    assert "--max_grad_norm 0 --offload_optimizer gradients" in way.command
+    assert offloaded(spec.edit(accumulation=4)).changes["optimizer"] == "ao_adamw_offload"
+    assert offloaded(spec.edit(lora_r=4)) is offloaded(spec.edit(optimizer="sgd")) is None
 
 
 @pytest.mark.filterwarnings("ignore")  # of peft about its defaults
