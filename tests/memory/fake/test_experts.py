@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.fake.data_dependent_ops import expert_imbalance
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
@@ -117,6 +118,41 @@ def test_peak_is_the_profilers(kind: str, way: str) -> None:
         patch.object(torch.Tensor, "topk", in_turn(torch.Tensor.topk)),
         patch.object(torch.Tensor, "max", in_turn(torch.Tensor.max)),
     ):
+        real = peak_of_a_second_step(step, model)
+    assert predicted == pytest.approx(real, rel=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("imbalance", [1.0, 1.5, 4.0])
+def test_the_busiest_expert_comes_first(imbalance: float) -> None:
+    """A loop over the experts, whose real routers give the first one more tokens."""
+    torch.manual_seed(0)
+    config = tiny("mixtral")
+    config.num_hidden_layers, config.intermediate_size = 1, 512
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    model.set_experts_implementation("eager")
+    ids = torch.zeros(4, 128, dtype=torch.long)
+    step = training_step(lambda model: model(input_ids=ids, labels=ids, use_cache=False).loss)
+    token = expert_imbalance.set(imbalance)
+    try:
+        trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
+    finally:
+        expert_imbalance.reset(token)
+    said = "evenly" if imbalance == 1 else f"receives {imbalance:g} times the mean"
+    assert any(said in note for note in trace.notes)
+    predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
+
+    def uneven(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = torch.Tensor.topk(x, *args, **kwargs)
+        if x.shape[-1] == EXPERTS:
+            choices = found.indices.numel()
+            busiest = round(choices * imbalance / EXPERTS)
+            chosen = torch.arange(choices) % (EXPERTS - 1) + 1
+            chosen[:busiest] = 0
+            found.indices.data.copy_(chosen.view(found.indices.shape))
+        return found
+
+    with patch.object(torch, "topk", uneven):
         real = peak_of_a_second_step(step, model)
     assert predicted == pytest.approx(real, rel=2e-3)
 
