@@ -27,7 +27,7 @@ from ckpt_ft.workloads.from_trainer import (
     require_batches,
     rows_of,
 )
-from ckpt_ft.workloads.optimizers import host_adamw
+from ckpt_ft.workloads.optimizers import OffloadedAdamW
 from ckpt_ft.workloads.phases import Watch
 from ckpt_ft.workloads.workload import Workload
 
@@ -120,7 +120,10 @@ class ACCallback(TrainerCallback):
         session = self.session
         if offloaded := getattr(trainer.args, "offload_optimizer", None):
             options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)[1]
-            trainer.optimizer_cls_and_kwargs = host_adamw, {**options, "offload_gradients": offloaded == "gradients"}
+            trainer.optimizer_cls_and_kwargs = (
+                OffloadedAdamW,
+                {**options, "offload_gradients": offloaded == "gradients"},
+            )
         if getattr(trainer.args, "swaps", False):
             swap_before_moving(trainer.model, session.settings).to(trainer.args.device)
         session.accelerator = trainer.accelerator

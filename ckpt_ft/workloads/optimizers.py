@@ -74,19 +74,27 @@ def notes_on(name: str) -> tuple[str, ...]:
     return (f"{name}: its states wait in host memory between steps",) if name == "grokadamw" else ()
 
 
-def host_adamw(groups: list[dict[str, Any]], *, offload_gradients: bool, **options: Any) -> torch.optim.Optimizer:
-    """torchao's CPUOffloadOptimizer over AdamW, or its stand-in in a trace; without a GPU fused AdamW."""
-    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
-    if not torch.cuda.is_available():
-        return torch.optim.AdamW(groups, **{**options, "fused": True})
-    if isinstance(parameters[0], FakeTensor):
-        return HostAdamW(parameters, offload_gradients)
-    from torchao.optim import CPUOffloadOptimizer
+class OffloadedAdamW(torch.optim.Optimizer):
+    """Makes torchao's CPUOffloadOptimizer over AdamW, its stand-in in a trace, or without a GPU fused AdamW.
 
-    made: torch.optim.Optimizer = CPUOffloadOptimizer(
-        groups, torch.optim.AdamW, offload_gradients=offload_gradients, **{**options, "fused": True}
-    )
-    return made
+    A class, because a Trainer makes something else of functions.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, params: list[dict[str, Any]], *, offload_gradients: bool, **options: Any
+    ) -> torch.optim.Optimizer:
+        options["fused"] = True
+        if not torch.cuda.is_available():
+            return torch.optim.AdamW(params, **options)
+        parameters = [p for group in params for p in group["params"] if p.requires_grad]
+        if isinstance(parameters[0], FakeTensor):
+            return HostAdamW(parameters, offload_gradients)
+        from torchao.optim import CPUOffloadOptimizer
+
+        made: torch.optim.Optimizer = CPUOffloadOptimizer(
+            params, torch.optim.AdamW, offload_gradients=offload_gradients, **options
+        )
+        return made
 
 
 class HostAdamW(torch.optim.Optimizer):

@@ -137,6 +137,17 @@ def test_a_policy_changes_no_loss(recipe: ModuleType, tmp_path: Path, kind: str,
     assert train(recipe, base, tmp_path / "policy", *flags, "--ac_policy", policy) == plain
 
 
+def test_an_offloaded_optimizer_changes_no_loss(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU it is AdamW."""
+    monkeypatch.setattr("ckpt_ft.training.flags.require_package", lambda *args: None)
+    flags = ["--max_grad_norm", "0", "--ac_report", "json"]
+    plain = train(recipe, tiny["sd3"], tmp_path / "plain", *flags)
+    flags += ["--offload_optimizer", "gradients"]
+    assert train(recipe, tiny["sd3"], tmp_path / "away", *flags) == plain
+
+
 @pytest.mark.slow
 def test_stopped_and_resumed(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -57,6 +57,18 @@ def test_a_policy_changes_no_loss(llm: ModuleType, tmp_path: Path) -> None:
         assert history(train(llm, tmp_path / policy, *flags, "--ac_policy", policy, "--ac_check")) == plain
 
 
+def test_an_offloaded_optimizer_changes_no_loss(
+    llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU it is AdamW; a resumed run continues with it."""
+    monkeypatch.setattr("ckpt_ft.training.flags.require_package", lambda *args: None)
+    flags = ["--max_grad_norm", "0", "--save_steps", "2"]
+    plain = history(train(llm, tmp_path / "plain", *flags))
+    away = [*flags, "--offload_optimizer", "states"]
+    assert history(train(llm, tmp_path / "away", *away, "--max_steps", "2")) == plain[:2]
+    assert history(train(llm, tmp_path / "away", *away, "--resume_from_checkpoint", "latest")) == plain
+
+
 def test_weights_and_adapters_load(llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path) -> None:
     full = AutoModelForCausalLM.from_pretrained(train(llm, tmp_path / "full", "--ac_policy", "full"))
     base = AutoModelForCausalLM.from_pretrained(sample[0])

@@ -28,7 +28,7 @@ from ckpt_ft.training.session import Session
 from ckpt_ft.training.text import PadCollator
 from ckpt_ft.training.trainer import train_with_replanning
 from ckpt_ft.units import MIB
-from ckpt_ft.workloads.optimizers import host_adamw
+from ckpt_ft.workloads.optimizers import OffloadedAdamW
 from ckpt_ft.workloads.workload import Workload
 
 ROWS = [{"input_ids": [1] * length, "labels": [1] * length} for length in (8, 32, 16)]
@@ -258,7 +258,7 @@ def test_torchaos_offloaded_adamw_trains_as_adamw(gradients: bool) -> None:
     ours, plain = (torch.nn.Linear(256, 256, device="cuda") for _ in range(2))
     plain.load_state_dict(ours.state_dict())
     optimizers = (
-        host_adamw([{"params": [*ours.parameters()]}], offload_gradients=gradients, lr=1e-2),
+        OffloadedAdamW([{"params": [*ours.parameters()]}], offload_gradients=gradients, lr=1e-2),
         torch.optim.AdamW(plain.parameters(), lr=1e-2),
     )
     for model, optimizer in zip((ours, plain), optimizers, strict=True):
@@ -273,6 +273,6 @@ def test_without_a_gpu_the_offloaded_optimizer_is_adamw() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     layer = torch.nn.Linear(64, 64)
-    made = host_adamw([{"params": [*layer.parameters()], "weight_decay": 0.1}], offload_gradients=True, lr=2e-3)
+    made = OffloadedAdamW([{"params": [*layer.parameters()], "weight_decay": 0.1}], offload_gradients=True, lr=2e-3)
     assert type(made) is torch.optim.AdamW
     assert [made.param_groups[0][name] for name in ("lr", "weight_decay", "fused")] == [2e-3, 0.1, True]

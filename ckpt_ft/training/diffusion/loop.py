@@ -37,7 +37,7 @@ from ckpt_ft.training.models import kind_of
 from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import FirstStep, library_reads
-from ckpt_ft.workloads.optimizers import host_adamw
+from ckpt_ft.workloads.optimizers import OffloadedAdamW
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, Workload, optimizer_step
 
 from .arguments import LoopArguments
@@ -296,7 +296,7 @@ def make_optimizer(
 
         return bitsandbytes.optim.AdamW8bit(parameters, **settings)
     if args.offload_optimizer:
-        return host_adamw(parameters, offload_gradients=args.offload_optimizer == "gradients", **settings)
+        return OffloadedAdamW(parameters, offload_gradients=args.offload_optimizer == "gradients", **settings)
     return torch.optim.AdamW(parameters, fused=True, **settings)
 
 
