@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ from test_launch import CONFIGS, llama
 from torch import nn
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.page import StepView, step_page
+from ckpt_ft.export.timeline import HOST_COLOURS
 from ckpt_ft.memory.cost.schedule import HOST
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
@@ -88,7 +91,22 @@ def test_pinned_memory_and_what_is_made_of_it_is_the_hosts() -> None:
 
     found = trace_step(model, step, device="a100-80gb")
     assert found.peak_host == 2 * 4000
+    assert found.host_kinds == {"pinned": 4000, "pageable": 4000}
     assert trace_step(model, step, device="cpu").peak_host == 0
+    _, section = step_page(found).sections
+    view = section.data
+    held = [n for n, born, life in zip(view.bytes, _moments(view), view.life, strict=True)
+            if born <= view.peak and (life < 0 or view.peak < born + life)]  # fmt: skip
+    assert (section.title, view.categories, view.reserved) == ("Host memory over the step", list(HOST_COLOURS), [])
+    assert sum(held) == 2 * 4000
+
+
+def _moments(view: StepView) -> Iterator[int]:
+    """The moment of each allocation; in the page it is relative to the one before of the same kind."""
+    last: dict[int, int] = {}
+    for kind, made in zip(view.category, view.made, strict=True):
+        last[kind] = last.get(kind, 0) + made
+        yield last[kind]
 
 
 def test_configurations() -> None:
