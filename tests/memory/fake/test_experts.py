@@ -193,6 +193,39 @@ def test_the_same_bits_where_experts_tie(kind: str) -> None:
             applied.remove()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_frozen_routers() -> None:
+    """They have no gradient and no moments; predicted as measured, and the same bits under policies."""
+    ids = torch.randint(3, 300, (2, 64), generator=torch.Generator().manual_seed(1))
+    step = training_step(lambda model: model(input_ids=ids, labels=ids, use_cache=False).loss)
+    optimizer = {}
+    for frozen in (False, True):
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(tiny("mixtral"), attn_implementation="eager").train()
+        model.set_experts_implementation("grouped_mm")
+        routers = [p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")]
+        for router in routers:
+            router.requires_grad_(not frozen)
+        trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
+        optimizer[frozen] = trace.at_peak["optimizer"]
+    saved = optimizer[False] - optimizer[True]
+    assert saved == pytest.approx(2 * sum(router.nbytes for router in routers), abs=8 * len(routers))
+    predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
+    assert predicted == pytest.approx(peak_of_a_second_step(step, model), rel=2e-3)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert all(router.grad is None for router in routers)
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    for policy in ("full", "segments:2", "save:router"):
+        applied = apply_policy(model, policy, verify="never")
+        assert all(map(torch.equal, gradients(), expected)), policy
+        applied.remove()
+
+
 def test_families_without_an_auxiliary_loss_refuse_its_weight(tmp_path: Path) -> None:
     for kind, refused in (("mixtral", False), ("glm4_moe", True), ("jetmoe", True), ("llama", True)):
         AutoConfig.for_model(kind, num_hidden_layers=1).save_pretrained(tmp_path)
