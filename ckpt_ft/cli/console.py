@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Event, Thread
 from time import monotonic as now
 from typing import TYPE_CHECKING
 
@@ -39,23 +40,31 @@ def progress() -> Iterator[Callable[[str], None]]:
 
     console = Console(stderr=True)
     columns = SpinnerColumn(), BarColumn(12), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    begun, shown = now(), 0.0
+    begun, latest, ended = now(), "", Event()
+
+    def repeat() -> None:
+        while not ended.wait(PAUSE):
+            print(f"{now() - begun:.0f} s: {shorten(latest)}", file=sys.stderr, flush=True)
+
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
         def say(line: str) -> None:
-            nonlocal shown
+            nonlocal latest
             passed = now() - begun
             counted = _COUNTED.match(line)
             done, total = (int(counted[1]), int(counted[2])) if counted else (0, None)
             if done and total:
                 line = f"{format_seconds(passed / done * (total - done))} left; {line}"
             bar.update(task, completed=done, total=total, description=shorten(line))
-            if not console.is_terminal and passed - shown >= PAUSE:
-                shown = passed
-                print(f"{passed:.0f} s: {shorten(line)}", file=sys.stderr, flush=True)
+            latest = line
 
-        yield say
+        if not console.is_terminal:
+            Thread(target=repeat, daemon=True).start()
+        try:
+            yield say
+        finally:
+            ended.set()
 
 
 def format_seconds(seconds: float) -> str:

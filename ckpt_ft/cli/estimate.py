@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,28 +54,34 @@ def estimate(
     files = StepFiles(gpu, html, snapshot, perfetto)
     cache = AnswerCache("estimate", {**question_of(spec), "gpu": gpu}, Estimate.from_json)
     found, trace = None if files.any else cache.get(), None
+    if found is not None and not as_json:
+        print_figures(found)
     if found is None:
-        from ckpt_ft.planning.estimate import traced_estimate
+        from ckpt_ft.planning.estimate import traced_estimate, with_suggestions
 
         with progress() as say:
-            found, trace = traced_estimate(spec, say)
+            found, trace = traced_estimate(spec, say, suggests=False)
+        if not as_json:  # what would fit takes longer
+            print_figures(found)
+        with progress() as say:
+            found = with_suggestions(spec, found, trace, say)
         cache.put(json.dumps(asdict(found)))
     if as_json:
         room = {"headroom": found.headroom, "host_headroom": found.host_headroom}
         print(json.dumps({**asdict(found), **room, "ignored": spec.host.ignored}, indent=2))
     else:
-        print_estimate(found, spec)
+        print_advice(found, spec)
     if trace is not None:  # after the answer, which a full disk does not lose
         files.write(found, trace)
 
 
 def _compare_cards(spec: TrainingSpec, as_json: bool) -> None:
     """Print the figures of one step on each of several cards, a column for each."""
-    from ckpt_ft.planning.estimate import traced_estimate
+    from ckpt_ft.planning.estimate import estimates_on
 
     cards = list({card.name: card for card in map(find_gpu, spec.host.device.split(","))}.values())
     with progress() as say:
-        found = [traced_estimate(spec.edit(device=card.name), say, suggests=False)[0] for card in cards]
+        found = list(estimates_on(spec, cards, say))
     if as_json:
         print(json.dumps([{**asdict(one), "headroom": one.headroom} for one in found], indent=2))
         return
@@ -94,7 +101,19 @@ def _compare_cards(spec: TrainingSpec, as_json: bool) -> None:
     fast = min((one for one in found if (one.headroom or 0) >= 0), key=lambda one: one.seconds or 0, default=None)
     if fast is not None and fast.command:
         console.print(f"train it, fastest on {fast.device}: {fast.command}", markup=False, soft_wrap=True)
-    others = shlex.join(["ckpt-ft", "where", spec.model.name, "--device", ",".join(card.name for card in cards)])
+    if fast is None:
+        from ckpt_ft.planning.where import where
+
+        from .where import print_places, tables_of
+
+        console.print("fits on none of these cards; what does, under the fastest policy that fits:\n")
+        sys.stdout.flush()
+        with progress() as say:
+            places = where(spec, cards, report=say)
+        print_places(tables_of(spec, places), places)
+        return
+    words = words_of(spec, without=("policy", "batch_size", "device"))
+    others = shlex.join(["ckpt-ft", "where", *words, "--device", ",".join(card.name for card in cards)])
     console.print(f"other methods and policies on these cards: {others}", markup=False, soft_wrap=True)
 
 
@@ -126,8 +145,8 @@ def plan_command(spec: TrainingSpec) -> str:
     return shlex.join(["ckpt-ft", "plan", *words_of(spec, without=("policy", "batch_size"))])
 
 
-def print_estimate(result: Estimate, spec: TrainingSpec) -> None:
-    """Print the figures of an estimate, and the command that trains so or those that would fit."""
+def print_figures(result: Estimate) -> None:
+    """Print whether the step fits, and the figures of an estimate."""
     console = stdout()
     shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in result.shape.items())
     launched = f", {result.launch}: this is each GPU" if result.launch else ""
@@ -145,10 +164,16 @@ def print_estimate(result: Estimate, spec: TrainingSpec) -> None:
         console.print()
     print_table(Table("", ("predicted", ""), list(_figures(result))), console)
     print_table(holders_table(result.holders, result.peak_allocated), console)
-    if result.answer is not None:
-        _print_suggestions(result.answer, spec, console)
     for note in result.notes:
         console.print(f"note: {note}", markup=False)
+    sys.stdout.flush()
+
+
+def print_advice(result: Estimate, spec: TrainingSpec) -> None:
+    """Print the command that trains as `result` says, or those that would fit."""
+    console = stdout()
+    if result.answer is not None:
+        _print_suggestions(result.answer, spec, console)
     if result.answer is None and result.command:
         console.print(f"train it: {result.command}", markup=False, soft_wrap=True)
     for ready in ready_made(spec.model.name):

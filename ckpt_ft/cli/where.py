@@ -13,7 +13,7 @@ import typer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.files import check_writable
-from ckpt_ft.memory.gpus import GPU, find_gpu
+from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
@@ -67,31 +67,40 @@ def where(
             lengths=_lengths(seq_length), policies=POLICIES if policy == "auto" else (policy,), most_gpus=gpus,
             prices=prices, jobs=jobs, report=say,
         )  # fmt: skip
-    tables = _tables(spec, found, cards)
+    tables = tables_of(spec, found)
     if html:
         from ckpt_ft.export.page import Page, Section
 
         subtitle = f"weights in {spec.precision.dtype}, all figures predicted"
-        Page(f"Where {spec.title} trains", subtitle, [Section("tables", "Cards", tables)]).write(html)
+        page = Page(f"Where {spec.title} trains", subtitle, [Section("tables", "Cards", tables)])
     if as_json:
         rows = [{**asdict(place), f"dollars_per_million_{found.unit}": place.dollars_per_million}
                 for place in found.rows]  # fmt: skip
         print(
             json.dumps({"model": spec.title, "unit": found.unit, "places": rows, "refused": found.refused}, indent=2)
         )
-        return
-    console = stdout()
-    for table in tables:
-        print_table(table, console)
-    for name, reason in found.refused.items():
-        console.print(f"not possible: {name}: {reason}", markup=False)
-    for line in _commands(found):
-        console.print(line, markup=False, soft_wrap=True)
+    else:
+        print_places(tables, found)
+    if html:
+        page.write(html)
 
 
 def register(app: typer.Typer) -> None:
     """Add the command of this module to `app`."""
     app.command()(where)
+
+
+def print_places(tables: Sequence[Table], found: Places) -> None:
+    """Print the tables, what is refused, and the command of each method's best place."""
+    console = stdout()
+    for table in tables:
+        print_table(table, console)
+    for name, reason in found.refused.items():
+        console.print(f"not possible: {name}: {reason}", markup=False)
+    if any(place.extended for place in found.rows):
+        console.print("note: figures on several GPUs are extended from models with fewer blocks", markup=False)
+    for line in _commands(found):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def read_prices(given: Sequence[str]) -> dict[str, float]:
@@ -135,7 +144,7 @@ def _lengths(text: str) -> list[int | None]:
     return [*dict.fromkeys(lengths)]
 
 
-def _tables(spec: TrainingSpec, found: Places, cards: Sequence[GPU]) -> list[Table]:
+def tables_of(spec: TrainingSpec, found: Places) -> list[Table]:
     """One table for each method and length; with prices the cheapest row first, else in the order of the cards."""
     priced = any(place.dollars_per_hour is not None for place in found.rows)
     groups: dict[tuple[str, int], list[Place]] = {}

@@ -13,7 +13,8 @@ A suggestion is an edit of the spec. It is offered only if the edited spec is va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +28,13 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.collectives import nccl_bytes
 from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.rules.cuda import same_kernels
 from ckpt_ft.planning.batch_size import largest_in_room
 from ckpt_ft.planning.budget import LESS, Candidate, MemoryBudget, seconds
 from ckpt_ft.planning.estimates import Estimates
 from ckpt_ft.planning.results import Estimate, Fix, Suggestion, Suggestions
 from ckpt_ft.planning.search import blocks_of, fewest_swapped, with_term
-from ckpt_ft.planning.tracing import Traced, Tracer, trace_policies
+from ckpt_ft.planning.tracing import Traced, Tracer, on_card, trace_policies
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for, recipe_command
 from ckpt_ft.spec.flags import Edit, offloaded
@@ -67,31 +69,68 @@ def traced_estimate(
 ) -> tuple[Estimate, StepTrace]:
     """Returns the estimate of `spec` and the trace behind it; `report` is called with a line per action.
 
-    suggests: look for changes if the step does not fit.
+    suggests: look for changes if the step does not fit (`with_suggestions`).
     """
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
-    capacity = spec.host.budget or (gpu.memory if gpu else None)
+    workload, policy, traces = _traced_run(spec, gpu, report)
+    found = _of_run(spec, gpu, workload, policy, traces)
+    highest = max(traces.values(), key=lambda trace: trace.peak_allocated)
+    return (with_suggestions(spec, found, highest, report) if suggests else found), highest
+
+
+def estimates_on(spec: TrainingSpec, cards: Sequence[GPU], report: Callable[[str], None]) -> Iterator[Estimate]:
+    """Yields the estimate of `spec` on each card, without suggestions; cards with the same kernels share a trace."""
+    known: dict[Any, tuple[Workload, Policy, dict[str, StepTrace]]] = {}
+    for card in cards:
+        kernels = same_kernels(card)
+        if kernels not in known:
+            known[kernels] = _traced_run(spec, card, report)
+        workload, policy, traces = known[kernels]
+        here = {name: on_card(trace, card) for name, trace in traces.items()}
+        yield _of_run(spec, card, replace(workload, device=card), policy, here)
+
+
+def _traced_run(
+    spec: TrainingSpec, gpu: GPU | None, report: Callable[[str], None]
+) -> tuple[Workload, Policy, dict[str, StepTrace]]:
+    """The workload of `spec`, its policy, and the traces of the step (under "") and of the phases beside it."""
     report(f"building {spec.model.name} from its config")
     workload = load(spec, gpu or "cpu")
-    if workload.kind.startswith("diffusion") and not spec.data.resolution:
-        spec = spec.edit(resolution=workload.shape["resolution"])
     report(f"tracing two steps of {type(workload.model).__name__} for {gpu.name if gpu else 'cpu'}")
     applied = apply_policy(workload.model, spec.policy)
     trace = workload.trace(spec.data.batch_size)
-    trace = replace(trace, notes=[*applied.notes, *trace.notes, *_slow(spec, gpu)])
-    found = _estimate(workload, applied.policy, spec.data.batch_size, trace, capacity)
-    phases = workload.trace_phases(spec.data.batch_size)
+    trace = replace(trace, notes=[*applied.notes, *trace.notes])
+    return workload, applied.policy, {"": trace, **workload.trace_phases(spec.data.batch_size)}
+
+
+def _of_run(
+    spec: TrainingSpec, gpu: GPU | None, workload: Workload, policy: Policy, traces: dict[str, StepTrace]
+) -> Estimate:
+    capacity = spec.host.budget or (gpu.memory if gpu else None)
+    step = replace(traces[""], notes=[*traces[""].notes, *_slow(spec, gpu)])
+    found = _estimate(workload, policy, spec.data.batch_size, step, capacity)
     found = replace(found, command=_command(spec, workload), host_capacity=spec.host.host_memory)
-    found = _with_phases(found, phases)
-    highest = max([trace, *phases.values()], key=lambda trace: trace.peak_allocated)
+    return _with_phases(found, {name: trace for name, trace in traces.items() if name})
+
+
+def with_suggestions(
+    spec: TrainingSpec, found: Estimate, trace: StepTrace, report: Callable[[str], None] = lambda line: None
+) -> Estimate:
+    """Returns the estimate of `spec` with changes under which its step fits; `found` itself if it fits.
+
+    trace: of the step. A phase beside the step that holds the peak (evaluation, say) has no suggestions.
+    """
     misfits = any(left is not None and left < 0 for left in (found.headroom, found.host_headroom))
-    if not (suggests and misfits and highest is trace) or capacity is None:
-        return found, highest
+    held_by_phase = any(found.peaks.get(name) == found.peak_allocated for name in LESS)
+    if not misfits or held_by_phase or found.capacity is None:
+        return found
     report(f"does not fit by {format_bytes(-(found.headroom or 0))}; looking for what would fit")
-    room = MemoryBudget(capacity, found.context, host=spec.host.host_memory)
-    rebuild = partial(load, device=gpu or "cpu")
-    answer = suggest(rebuild, spec, found.policy, spec.data.batch_size, trace, room)
-    return replace(found, answer=answer), trace
+    if "resolution" in found.shape and not spec.data.resolution:
+        spec = spec.edit(resolution=found.shape["resolution"])
+    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    room = MemoryBudget(found.capacity, found.context, host=spec.host.host_memory)
+    answer = suggest(partial(load, device=gpu or "cpu"), spec, found.policy, spec.data.batch_size, trace, room, report)
+    return replace(found, answer=answer)
 
 
 def _slow(spec: TrainingSpec, gpu: GPU | None) -> list[str]:
@@ -155,25 +194,40 @@ Load = Callable[[TrainingSpec], Workload]
 
 LORA_R = 16
 _POLICIES = ("none", "pointwise", "full")
+_LEANEST = ("full,head", "full")
+_KEPT = ("parameters", "buffers", "gradients", "optimizer")
 _SHOWN = 3
 _SHORTEST = 128  # tokens: shorter sequences are never suggested
 
 
 def suggest(
-    load: Load, spec: TrainingSpec, policy: str, batch: int, asked: StepTrace, room: MemoryBudget
+    load: Load,
+    spec: TrainingSpec,
+    policy: str,
+    batch: int,
+    asked: StepTrace,
+    room: MemoryBudget,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Suggestions:
     """Changes under which the step of `spec` fits `room`, the quickest first.
+
+    What the bytes of weights, gradients and optimizer states rule out by themselves is not traced.
 
     Args:
         load: builds the workload of a spec.
         policy, batch: of the step that does not fit.
         asked: the trace of that step.
+        report: called with a line before each change is traced.
     """
     spec = spec.edit(policy=policy, batch_size=batch)
     workload = load(spec)
     tokens = workload.shape.get("seq_length", spec.data.tokens)  # as many as the model has positions
     misfit = _Misfit(spec, workload.kind, tokens, seconds(asked) / (batch * spec.data.accumulation))
-    others = dict(_policies(workload, policy, batch))
+    kept = _kept_by_all_policies(asked)
+    hopeless = sum(kept.values()) > room.limit  # under any policy, at any batch size
+    if not hopeless:
+        report("looking for a policy under which it fits")
+    others = {} if hopeless else dict(_policies(workload, policy, batch))
     fitting = {name: trace for name, trace in others.items() if room.holds(trace)}
     quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
     # Traced again, each alone: a shared session shifts the bytes reserved.
@@ -183,7 +237,9 @@ def suggest(
         return Suggestions(sorted(ways, key=lambda way: way.slower), 0)
     traced = {policy: asked, **others}
     leanest = min(traced, key=lambda name: traced[name].peak_reserved)
-    if batch > 1:
+    if hopeless:
+        leanest = next((name for name in _LEANEST if _suits(workload, name)), policy)
+    elif batch > 1:
         several = replace(workload, accumulation=max(spec.data.accumulation, 2))
         _, largest, _ = largest_in_room(several, leanest, room, batch - 1)
         if largest:
@@ -194,10 +250,11 @@ def suggest(
             )
     needed = min(trace.peak_reserved for trace in traced.values())
     rungs: list[Suggestion] = []
-    for changes in _leaner(spec, workload, tokens):
-        if rungs and "lora_r" not in changes and "load_in_4bit" not in changes:
+    for changes, least in _leaner(spec, workload, tokens, kept):
+        if least > room.limit or (rungs and "lora_r" not in changes and "load_in_4bit" not in changes):
             continue
         changes = {"policy": leanest, "batch_size": 1, **changes}
+        report(f"tracing {Edit(changes).text(spec)}")
         leaner = _traced_edit(load, spec, changes)
         if leaner is not None and room.holds(leaner):
             rungs.append(misfit.suggestion(leaner, changes))
@@ -205,7 +262,30 @@ def suggest(
             needed = min(needed, leaner.peak_reserved)
     for name, trace in _swapped(workload, leanest, room):
         rungs.append(misfit.suggestion(trace, {"policy": name, "batch_size": 1}))
+    if hopeless and not rungs:
+        needed = min(needed, _trace_alone(workload, leanest, 1).peak_reserved)
     return Suggestions(rungs, 0 if rungs else room.context + room.margin + needed)
+
+
+def _kept_by_all_policies(trace: StepTrace) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer states, by category, when they are most: no policy changes them."""
+    now: Counter[str] = Counter()
+    most: dict[str, int] = {}
+    for event in trace.events:
+        storage = trace.storages[max(event, ~event)]
+        if storage.category in _KEPT:
+            now[storage.category] += storage.nbytes if event >= 0 else -storage.nbytes
+            if now.total() > sum(most.values()):
+                most = dict(now)
+    return most
+
+
+def _suits(workload: Workload, policy: str) -> bool:
+    try:
+        apply_policy(workload.model, policy).remove()
+    except UserError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -268,30 +348,36 @@ def _traced_edit(load: Load, spec: TrainingSpec, changes: dict[str, Any]) -> Ste
     return trace if isinstance(trace, StepTrace) else None
 
 
-def _leaner(spec: TrainingSpec, workload: Workload, tokens: int) -> Iterator[dict[str, Any]]:
-    """Changes that lower the memory of `spec`; the first ones change the training least."""
+def _leaner(
+    spec: TrainingSpec, workload: Workload, tokens: int, kept: Mapping[str, int]
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Changes that lower the memory of `spec`, each with the bytes that it keeps at least.
+
+    The first ones change the training least. kept: bytes that the step keeps without a change, by category.
+    """
+    weights, everything = kept.get("parameters", 0), sum(kept.values())
     if spec.optimizer.name in ("adamw", "adamw_fused") and not spec.adapter.trains:
-        yield {"optimizer": "adamw_8bit"}
+        yield {"optimizer": "adamw_8bit"}, everything - kept.get("optimizer", 0) * 3 // 4
     for part in (2, 4):
         if spec.data.images:
             wide, high = (max(side // part, 1) for side in spec.data.image_size)
-            yield {"image_size": (wide, high)}
+            yield {"image_size": (wide, high)}, everything
         elif "seq_length" in workload.shape and tokens // part >= _SHORTEST:
-            yield {"seq_length": tokens // part}
+            yield {"seq_length": tokens // part}, everything
     if (away := offloaded(spec)) is not None:
-        yield dict(away.changes)
+        yield dict(away.changes), weights
     trains_all = not spec.adapter.trains and not spec.quantisation.bits
     if trains_all and "seq_length" in workload.shape and spec.launch.launch is None:
         yield {"launch": Launch("zero3", 1, mixed_precision="bf16").with_offload("all"), "asked": ("--offload", "all"),
-               "mixed_precision": "bf16"}  # fmt: skip
+               "mixed_precision": "bf16"}, 0  # fmt: skip
     lora = {} if spec.adapter.trains else {"lora_r": LORA_R}
     half = {"dtype": "bfloat16"} if spec.precision.dtype == "float32" else {}
     if lora:
-        yield {**lora}
+        yield {**lora}, weights
     if half and not spec.quantisation.bits:
-        yield {**lora, **half}
+        yield {**lora, **half}, weights // 2
     if spec.quantisation.bits != 4:
-        yield {**lora, **half, "load_in_4bit": True, "load_in_8bit": False}
+        yield {**lora, **half, "load_in_4bit": True, "load_in_8bit": False}, 0
 
 
 def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:

@@ -21,6 +21,7 @@ from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import GPU, GPUS
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch
@@ -325,3 +326,10 @@ def can_fork() -> bool:
         return False
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return not (torch.cuda.is_initialized() or distributed or threading.active_count() > 2)
+
+
+def on_card(trace: Any, card: GPU) -> Any:
+    """The same step on a card with the same kernels; a reason why there is no trace stays what it is."""
+    if not isinstance(trace, StepTrace):
+        return trace
+    return replace(trace, device=card.name, gpu=None if GPUS.get(card.name) == card else card)

@@ -3,7 +3,8 @@
 A trace depends on the card only through the kernels that run there, so cards with the same kernels share their traces
 (`same_kernels`), and reserved bytes and seconds are computed for each card. The policies are ranked by the traces of
 one card, scaled to each batch; every row that is returned was traced alone, so it is the answer of `estimate` for its
-card, policy and batch. A method that does not fit one card is tried under FSDP2.
+card, policy and batch. A method that does not fit one card is tried under FSDP2; figures of a deep model on several
+cards are extended from those of shallower ones (depth.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from functools import partial
 from typing import Any
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.gpus import GPU, GPUS
+from ckpt_ft.memory.fake.skipped_blocks import ShortenedRun
+from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules.cuda import same_kernels
 from ckpt_ft.spec.command import command_for
@@ -27,11 +29,12 @@ from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
 
+from . import depth
 from .budget import Candidate, largest_fitting, memory_budget
 from .estimates import Estimates
 from .launches import SHARDED
 from .search import search
-from .tracing import Key, Report, Traced, Tracer, can_fork, cores
+from .tracing import Key, Report, Traced, Tracer, can_fork, cores, on_card
 
 CARDS = (
     "rtx-3060", "t4", "rtx-4060-ti-16gb", "l4", "rtx-3090", "rtx-4090", "rtx-5090", "a100-40gb", "l40s", "a6000",
@@ -57,6 +60,7 @@ class Place:
         needed: if nothing fits, the smallest memory of a single card that works.
         dollars_per_hour: of all cards together; None without a price.
         command: trains so.
+        extended: the figures were extended from those of a model with fewer blocks.
     """
 
     card: str
@@ -71,6 +75,7 @@ class Place:
     needed: int = 0
     dollars_per_hour: float | None = None
     command: str = ""
+    extended: bool = False
 
     @property
     def dollars_per_million(self) -> float | None:
@@ -211,6 +216,7 @@ class _Method:
         self.workload = load(spec, card)
         self.tokens = self.workload.shape.get("seq_length", 0)
         self.traces: dict[tuple[Any, int], tuple[TrainingSpec, Tracer]] = {}  # by kernels and number of cards
+        self.shallow: dict[tuple[Any, int], tuple[list[ShortenedRun], list[Tracer]]] = {}  # if the model is deep
         self.added: dict[str, tuple[int, int]] = {}  # policy -> bytes that sharding over that many cards adds
         self.first = Estimates(self._traces(card, 1)[1], memory_budget(None, card), most=MOST_BATCH)
         self.first.trace_candidates(policies)
@@ -222,7 +228,7 @@ class _Method:
         room, tracer = memory_budget(None, card), self._on(card, 1)
         estimates = replace(
             self.first, tracer=tracer, room=room, scaled={}, bests={}, typical_seconds={},
-            anchors={policy: _on_card(trace, card) for policy, trace in self.first.anchors.items()},
+            anchors={policy: on_card(trace, card) for policy, trace in self.first.anchors.items()},
         )  # fmt: skip
         found = search(estimates, self.policies, shown=1)
         if found:
@@ -249,7 +255,7 @@ class _Method:
         room = memory_budget(None, card, None, tracer.workload.launch)
 
         def traced(batch: int) -> Candidate | None:
-            found = self._candidate(tracer, policy, batch)
+            found = self._shared(card, gpus, policy, batch)
             self.added.setdefault(policy, (found.reserved - alone.reserved(policy, batch), gpus))
             return found if room.fits(found) else None
 
@@ -263,6 +269,17 @@ class _Method:
         batch = largest_fitting(lambda n: added + alone.reserved(policy, n), limit, MOST_BATCH)
         larger = traced(max(size for size in _BATCHES if size <= batch)) if batch > 1 else None
         return larger or traced(1)
+
+    def _shared(self, card: GPU, gpus: int, policy: str, batch: int) -> Candidate:
+        """The candidate on several cards, extended from shallow models if the model is deep."""
+        tracer, key = self._on(card, gpus), (same_kernels(card), gpus)
+        if key not in self.shallow or not depth.suits(policy):
+            return self._candidate(tracer, policy, batch)
+        runs, tracers = self.shallow[key]
+        few, more = (_CardTracer(one, card) for one in tracers)
+        candidates = self._candidate(few, policy, batch), self._candidate(more, policy, batch)
+        all_weights = not self.spec.adapter.trains
+        return depth.extended(runs, (few.trace(policy, batch), more.trace(policy, batch)), *candidates, all_weights)
 
     def _candidate(self, tracer: Tracer, policy: str, batch: int) -> Candidate:
         trace = tracer.trace(policy, batch)
@@ -282,6 +299,9 @@ class _Method:
                 spec = spec.edit(**fields_of({"launch": "fsdp2", "processes": gpus}), **storage)
             workload = load(spec, card) if gpus > 1 else replace(self.workload, device=card)
             self.traces[key] = spec, Tracer(workload)
+            fewer = [load(spec, card) for _ in depth.UNITS] if gpus > 1 else []
+            if fewer and (runs := depth.shallow(fewer)):
+                self.shallow[key] = runs, [Tracer(one) for one in fewer]
         return self.traces[key]
 
     def _found(self, card: GPU, gpus: int, best: Candidate) -> Place:
@@ -289,7 +309,8 @@ class _Method:
         speed = best.samples_per_second * gpus * (self.tokens or 1)
         figures = best.policy, best.batch, best.reserved, best.seconds, speed
         command = command_for(spec, self.workload.kind)
-        return Place(card.name, self.method, self.tokens, gpus, *figures, command=command)
+        extended = (same_kernels(card), gpus) in self.shallow and depth.suits(best.policy)
+        return Place(card.name, self.method, self.tokens, gpus, *figures, command=command, extended=extended)
 
 
 class _CardTracer(Tracer):
@@ -304,11 +325,4 @@ class _CardTracer(Tracer):
 
     def _run(self, sessions: list[list[Key]], typical: bool = False) -> Iterator[list[Traced]]:
         for keys in sessions:
-            yield [_on_card(trace, self.card) for trace in self.tracer.all(keys, alone=True)]
-
-
-def _on_card(trace: Any, card: GPU) -> Any:
-    """The same step on a card with the same kernels; a reason why there is no trace stays what it is."""
-    if not isinstance(trace, StepTrace):
-        return trace
-    return replace(trace, device=card.name, gpu=None if GPUS.get(card.name) == card else card)
+            yield [on_card(trace, self.card) for trace in self.tracer.all(keys, alone=True)]

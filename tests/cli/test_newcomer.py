@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from itertools import chain, repeat
+from pathlib import Path
 
 import pytest
 
@@ -33,20 +36,21 @@ def test_the_precision_of_a_bare_name_is_that_of_its_publication_and_is_said(
     assert "the weights are float32, under bf16 autocast" in capsys.readouterr().err
 
 
-def test_progress_says_the_time_left_every_ten_seconds_without_a_terminal(
+def test_progress_repeats_its_line_and_the_time_left_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter((0.0, 4.0, 12.0, 15.0, 120.0))
+    """Also while nothing new is said."""
+    monkeypatch.setattr(console, "PAUSE", 0.05)
+    clock = chain((0.0,), repeat(12.0))
     monkeypatch.setattr(console, "now", lambda: next(clock))
     with console.progress() as say:
-        say("1 of 9: early")
         say("3 of about 9: tracing")
-        say("4 of 9: too soon")
-        say("5 of 9: later")
-    assert capsys.readouterr().err.splitlines() == [
-        "12 s: about 24 s left; 3 of about 9: tracing",
-        "120 s: about 2 min left; 5 of 9: later",
-    ]
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    assert set(lines) == {"12 s: about 24 s left; 3 of about 9: tracing"}
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
 
 
 def test_what_belongs_to_no_module_is_named() -> None:
@@ -72,3 +76,18 @@ def test_several_cards_are_columns(capsys: pytest.CaptureFixture[str]) -> None:
     said = [any("bfloat16 by way of float32" in note for note in one["notes"])
             for one in json.loads(capsys.readouterr().out)]  # fmt: skip
     assert said == [True, False]
+
+
+def test_where_no_card_holds_the_step_the_answer_is_what_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ckpt_ft.cli.app import app
+
+    config = tmp_path / "config.json"
+    sizes = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 4096}
+    config.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}))
+    words = ["estimate", str(config), "--device", "t4,l4", "--batch-size", "4096", "--seq-length", "256"]
+    app(words, standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert shown.index("fits on none of these cards") < shown.index("QLoRA, fastest on 1 x ")

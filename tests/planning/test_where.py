@@ -16,10 +16,14 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.dispatcher import compute_capability
 from ckpt_ft.memory.gpus import GPUS, find_gpu
 from ckpt_ft.memory.rules import cuda, sdpa
+from ckpt_ft.planning import depth
+from ckpt_ft.planning.budget import Candidate
 from ckpt_ft.planning.estimate import estimate
+from ckpt_ft.planning.tracing import Tracer
 from ckpt_ft.planning.where import Place, Places, where
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.load import load
 
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 512,
@@ -117,3 +121,24 @@ def test_the_command_prints_rows_by_price(
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "where", config, "--method", "qat"])
     with pytest.raises(UserError, match="choose from full, LoRA, QLoRA"):
         cli._main()
+
+
+def test_the_step_of_a_deep_model_follows_from_shallow_ones(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**TINY, "num_hidden_layers": 14}))
+    fields = fields_of({"launch": "fsdp2", "processes": 2})
+    spec = TrainingSpec.of(str(config), dtype="bfloat16", seq_length=256, lora_r=8, device="l4", **fields)
+    few, more, whole = (load(spec, "l4") for _ in range(3))
+    runs = depth.shallow([few, more])
+    assert runs is not None
+    assert [(run.units, len(run.left)) for run in runs] == [(14, 4), (14, 8)]
+    assert depth.shallow([few, more]) is None
+    traces = [Tracer(workload).trace("full,head", 2) for workload in (few, more, whole)]
+    of_few, of_more, of_all = (Candidate.of("full,head", 2, trace) for trace in traces)
+    found = depth.extended(runs, traces[:2], of_few, of_more, all_weights=False)
+    assert abs(found.peak / of_all.peak - 1) < 0.01
+    assert abs(found.seconds / of_all.seconds - 1) < 0.01
+    assert abs(found.reserved / of_all.reserved - 1) < 0.03
+    assert of_more.seconds < 0.7 * of_all.seconds
+    assert depth.suits("full,head,tile:16")
+    assert not depth.suits("first:3,head")

@@ -215,6 +215,42 @@ def stretches(kinds: Sequence[object]) -> Iterator[Stretch]:
         first = best.blocks.stop
 
 
+class ShortenedRun(NamedTuple):
+    """A run of blocks of which some were removed.
+
+    Attributes:
+        units: how many units the run had.
+        left: the names of the blocks that are left.
+        period: blocks of a unit.
+    """
+
+    units: int
+    left: list[str]
+    period: int
+
+    def part_of(self, module: str, ends: int) -> object:
+        """The unit that `module` is in, counted from the nearer end of the run; the module if it is outside.
+
+        None for units that are not among the first or last `ends`.
+        """
+        for block, name in enumerate(self.left):
+            if module == name or module.startswith(f"{name}."):
+                unit, last = block // self.period, len(self.left) // self.period
+                return unit if unit < ends else unit - last if unit >= last - ends else None
+        return module
+
+
+def shorten(model: nn.Module, units: int) -> ShortenedRun | None:
+    """Remove blocks of the longest run that repeats until `units` units are left; None if it has no more."""
+    runs = [(found, stretch) for found in _block_lists(model) for stretch in stretches(found.kinds)]
+    found, (blocks, period) = max(runs, key=lambda run: len(run[1].blocks), default=(None, Stretch(range(0), 1)))
+    count, left = len(blocks) // period, slice(blocks.start, blocks.start + units * period)
+    if found is None or count <= units or not isinstance(found.holds, (nn.ModuleList, nn.Sequential)):
+        return None
+    del found.holds[left.stop : blocks.stop]
+    return ShortenedRun(count, found.names[left], period)
+
+
 class _BlockList:
     """Numbered modules of one module, which `holds` them, and the runs in them.
 
@@ -228,6 +264,11 @@ class _BlockList:
         self.holds, self.blocks, self.names = holds, blocks, names
         self._alike = BuiltAlike(blocks, [any(id(p) in shared for p in block.parameters()) for block in blocks])
         self.begin(set())
+
+    @property
+    def kinds(self) -> list[int]:
+        """Equal numbers for blocks that are built alike."""
+        return self._alike.kinds()
 
     def begin(self, traced: set[str]) -> None:
         """A step begins, in which the runs called `traced` are traced whole."""
@@ -246,7 +287,7 @@ class _BlockList:
         if not self._run_of:
             self._run_of = [None] * len(self.blocks)
             called = _CALL_KINDS.get(self.holds, [0] * len(self.blocks))
-            for blocks, period in stretches(list(zip(self._alike.kinds(), called, strict=True))):
+            for blocks, period in stretches(list(zip(self.kinds, called, strict=True))):
                 if self.names[blocks.start] not in self._traced:
                     numbers = slice(blocks.start, blocks.stop)
                     self.runs.append(_Run(blocks.start, self.blocks[numbers], self.names[numbers], period))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from unittest.mock import patch
 
 import torch
+import torch.distributed._functional_collectives  # registers the operator of _WRAPS
 from torch import nn
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch.optim.optimizer import Optimizer

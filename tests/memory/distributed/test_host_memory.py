@@ -141,7 +141,7 @@ def test_the_flag() -> None:
 def test_it_is_offered_before_adapters_where_all_weights_are_trained() -> None:
     spec = TrainingSpec.of("Qwen/Qwen3-4B", dtype="bfloat16", seq_length=128)
     shape: Any = SimpleNamespace(shape={"seq_length": 128})
-    (away, *adapters) = [changes for changes in _leaner(spec, shape, 128) if "optimizer" not in changes]
+    (away, *adapters) = [changes for changes, _ in _leaner(spec, shape, 128, {}) if "optimizer" not in changes]
     edit = Edit(away)
     assert edit.text(spec) == "--offload all --bf16"
     assert edit.of(spec).launch.launch == Launch("zero3", 1, mixed_precision="bf16", zero=BOTH)
@@ -149,7 +149,7 @@ def test_it_is_offered_before_adapters_where_all_weights_are_trained() -> None:
     assert "--zero_stage 3 --offload_optimizer_device cpu --offload_param_device cpu" in said
     assert [sorted(changes) for changes in adapters] == [["lora_r"], ["load_in_4bit", "load_in_8bit", "lora_r"]]
     for other in (spec.edit(lora_r=16), spec.edit(launch=Launch("ddp", 2))):
-        assert not any("launch" in changes for changes in _leaner(other, shape, 128))
+        assert not any("launch" in changes for changes, _ in _leaner(other, shape, 128, {}))
 
 
 def test_lion_has_no_model_on_the_host() -> None:
