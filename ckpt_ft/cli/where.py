@@ -50,7 +50,8 @@ def where(
 ) -> None:
     """Predict which cards a model trains on, with which method, how fast, and for how many dollars.
 
-    Every row is the answer of `estimate` for its card, method, policy and batch. Nothing needs a GPU or weights.
+    A row of one card is the answer of `estimate` for its method, policy and batch; those of several cards are extended
+    from models with fewer blocks. Nothing needs a GPU or weights.
     """
     from ckpt_ft.planning.where import CARDS, POLICIES
     from ckpt_ft.planning.where import where as find_places

@@ -2,7 +2,7 @@
 
 A trace depends on the card only through the kernels that run there, so cards with the same kernels share their traces
 (`same_kernels`), and reserved bytes and seconds are computed for each card. The policies are ranked by the traces of
-one card, scaled to each batch; every row that is returned was traced alone, so it is the answer of `estimate` for its
+one card, scaled to each batch; every row of one card was traced alone, so it is the answer of `estimate` for its
 card, policy and batch. A method that does not fit one card is tried under FSDP2; figures of a deep model on several
 cards are extended from those of shallower ones (depth.py).
 """
