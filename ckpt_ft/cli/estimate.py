@@ -176,6 +176,10 @@ def print_advice(result: Estimate, spec: TrainingSpec) -> None:
         _print_suggestions(result.answer, spec, console)
     if result.answer is None and result.command:
         console.print(f"train it: {result.command}", markup=False, soft_wrap=True)
+    elif result.answer is None and "resolution" in result.shape and spec.precision.dtype != "float32":
+        console.print(
+            "no recipe trains so: recipes for images take --mixed-precision; leave --dtype out for a command"
+        )
     for ready in ready_made(spec.model.name):
         console.print(f"ready-made: {ready}", markup=False, soft_wrap=True)
 

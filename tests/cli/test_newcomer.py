@@ -12,6 +12,7 @@ import pytest
 from ckpt_ft.cli import console, params
 from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.memory.gpus import GPUS
+from ckpt_ft.planning.results import Estimate
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.model_config import hub_id
@@ -91,3 +92,11 @@ def test_where_no_card_holds_the_step_the_answer_is_what_does(
     app(words, standalone_mode=False)
     shown = capsys.readouterr().out
     assert shown.index("fits on none of these cards") < shown.index("QLoRA, fastest on 1 x ")
+
+
+def test_a_dtype_that_no_image_recipe_takes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    from ckpt_ft.cli.estimate import print_advice
+
+    found = Estimate("sdxl", "none", "l4", 1, 1, {"resolution": 64}, 1, 1, {}, {}, [], 1.0, {}, "", 2, 0, "", [])
+    print_advice(found, TrainingSpec.of("sdxl", dtype="bfloat16"))
+    assert "leave --dtype out for a command" in capsys.readouterr().out.replace("\n", " ")
