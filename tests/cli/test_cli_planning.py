@@ -81,7 +81,7 @@ def test_fused_kernels_and_compiled_blocks_are_tried(
     path.write_text(json.dumps({**TINY, "vocab_size": 8192}))
     words = ["plan", str(path), "--device", "t4", "--seq-length", "32", "--jobs", "1", "--try", "kernels,compile"]
     assert typed(monkeypatch, *words, "--budget", "2GiB", "--batch-size", "64") == 0
-    out = capsys.readouterr().out.splitlines()
+    out = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     lines = [line for line in out if line.startswith("with --")]
     assert [line.split()[1] for line in lines] == ["--liger", "--use-kernels", "--cut-cross-entropy", "--compile"]
     assert "(needs liger-kernel)" in lines[0]
