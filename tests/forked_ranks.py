@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import warnings
@@ -29,6 +30,7 @@ def run_ranks(work: Callable[..., None], *args: Any) -> None:
 
 def _rank(rank: int, port: int, work: Callable[..., None], *args: Any) -> None:
     warnings.simplefilter("ignore")  # a fork inherits pytest's, which raise
+    gc.freeze()  # else each collection of a rank searches, and copies, the heap that it shares with pytest
     torch.set_num_threads(1)
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in here.items()}, MASTER_ADDR="127.0.0.1")
