@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import gpu_of
@@ -32,7 +32,8 @@ from .workload import Batch, Step, Workload
 
 Phase = Callable[[Workload, int], Step]
 Measure = Callable[[str, bool], AbstractContextManager[Any]]  # (phase, whether it is between steps)
-_RUN = 3  # batches of an evaluation that are traced: the first, and the last two
+_SHOWN = 256  # batches of an evaluation that a trace goes through
+Size = tuple[int, int]  # of a batch: rows, and tokens of each; 0 tokens if all batches are alike
 
 
 class Watch:
@@ -45,7 +46,8 @@ class Watch:
     def __init__(self, trainer: Any, measure: Measure) -> None:
         self.trainer, self._measure = trainer, measure
         self._largest = self._last = LargestBatch()
-        self._batches = self._answers = 0  # of the evaluation: how many, and tokens that were generated
+        self._sizes: list[Size] = []  # of the batches of the evaluation
+        self._answers = 0  # tokens that it generated
         self._loss_only, self._evaluating = True, False
         self._rollouts = (0, 0, 0)  # sequences, tokens of the prompts and of the answers
         for name, wrap in (
@@ -60,11 +62,11 @@ class Watch:
     def phases(self) -> dict[str, Phase]:
         """The phases that were seen, for a workload."""
         found = {}
-        if self._batches:
+        if self._sizes:
             found["evaluation"] = evaluation(
                 self.trainer,
                 lambda workload, last: (self._last if last else self._largest).again()[1],
-                self._batches,
+                self._sizes,
                 self._loss_only,
                 self._answers,
             )
@@ -75,7 +77,7 @@ class Watch:
     def _evaluates(self, own: Callable[..., Any], loader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         only = args[0] if args else kwargs.get("prediction_loss_only")
         self._loss_only = self.trainer.args.prediction_loss_only if only is None else only
-        self._batches, self._largest, self._evaluating = 0, LargestBatch(), True
+        self._sizes, self._largest, self._evaluating = [], LargestBatch(), True
         try:
             with (
                 self._measure("evaluation", True),
@@ -95,7 +97,7 @@ class Watch:
     def _prepares(self, own: Callable[..., Any], inputs: Any) -> Any:
         out = own(inputs)
         if self._evaluating:
-            self._batches += 1
+            self._sizes.append(_size(out))
             self._last = LargestBatch()
             for noted in (self._last, self._largest):
                 noted.note((), out)
@@ -119,7 +121,7 @@ def _generates_every(trainer: Any) -> int:
 def evaluation(
     trainer: Any,
     make_batch: Callable[[Workload, bool], Batch],
-    batches: int,
+    sizes: list[Size],
     loss_only: bool,
     generated: int = 0,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -127,35 +129,101 @@ def evaluation(
     """The phase of `Trainer.evaluate()`.
 
     Without `eval_accumulation_steps`, predictions of all batches are kept on the device, and each batch concatenates
-    them anew (`EvalLoopContainer` in transformers/trainer_pt_utils.py).
+    them anew, padded to the longest (`EvalLoopContainer` in transformers/trainer_pt_utils.py).
 
     Args:
-        make_batch: (workload, whether it is the last one) -> a batch.
-        batches: how many there are.
+        make_batch: (workload, whether it is the last one) -> the largest batch, or the last.
+        sizes: of all batches, in their order.
         loss_only: whether predictions are dropped, as a Trainer without `compute_metrics` does.
         generated: tokens of the answers, for a trainer that generates what it evaluates.
         around: what surrounds the trainer's code.
     """
-    every = trainer.args.eval_accumulation_steps
-    chunks = [min(every or batches, batches - start) for start in range(0, batches, every or batches)]
-    chunks = chunks[:2] + chunks[-1:] if len(chunks) > 2 else chunks
+    shown, runs = _shown(sizes, trainer.args.eval_accumulation_steps, loss_only)
+    ends = shown[-1] == sizes[-1] and not loss_only
 
     def phase(workload: Workload, samples: int) -> Step:
         def step(model: nn.Module, optimizer: Any) -> None:
-            kept: list[Any] = []
             twin = _twin(trainer, model, optimizer, workload)
-            twin.args.eval_accumulation_steps = min(every, _RUN) if len(chunks) > 1 else None
-            loader = _loader(workload, make_batch, chunks, kept)
             if generated and hasattr(trainer, "_generate_and_score_completions"):
                 twin._prepare_inputs = partial(_generated, model, trainer.generation_config)
+            twin.prediction_step = _predicts(partial(type(trainer).prediction_step, twin), shown, runs)
             answers = patch.object(model, "generate", partial(_answers, model, generated), create=True)
-            with around(), _in_precision(workload, model), _kept_by(kept, workload.device == "cpu"), answers:
-                type(trainer).evaluation_loop(twin, loader, "Evaluation", loss_only)
+            with around(), _in_precision(workload, model), _kept_apart(workload.device == "cpu"), answers:
+                type(trainer).evaluation_loop(
+                    twin, _loader(workload, make_batch, shown, ends), "Evaluation", loss_only
+                )
             model.train()
 
         return step
 
     return phase
+
+
+def _size(batch: Any) -> Size:
+    """Rows and tokens of a batch."""
+    shapes = [tensor.shape for tensor in tree_leaves(batch) if isinstance(tensor, torch.Tensor) and tensor.dim() == 2]
+    return (shapes[0][0], shapes[0][1]) if shapes else (1, 0)
+
+
+def _shown(sizes: list[Size], every: int | None, loss_only: bool) -> tuple[list[Size], set[int]]:
+    """The batches that a trace goes through, and which of these run the model: the others leave its predictions alone.
+
+    The model runs on the first batch, on the largest, and on the last two of the chunks (of `every` batches) with the
+    largest batch and with the most predictions. Of very many, batches that run nothing are drawn together.
+    """
+    places = range(len(sizes))
+    cost = [rows * max(tokens, 1) for rows, tokens in sizes]
+    largest = max(places, key=lambda place: (cost[place], place))
+    if loss_only:
+        around = [place for place in (largest - 1, largest, largest + 1) if place in places]
+        return [sizes[place] for place in around], {around.index(largest)}
+    step = every or len(sizes)
+    chunks = [places[start : start + step] for start in places[::step]]
+    full = max(chunks, key=lambda chunk: (sum(cost[place] for place in chunk), chunk.start))
+    known = next(chunk for chunk in chunks if largest in chunk)
+    runs = {0, min(step, len(sizes) - 1), largest, *full[-2:], *known[-2:]}
+    if len(sizes) > _SHOWN and every:
+        chunks = [chunk for chunk in chunks if runs & {*chunk} or chunk == chunks[-1]]
+    shown: list[Size] = []
+    found: set[int] = set()
+    together = 1 if every else -(-len(sizes) // _SHOWN)
+    drawn = 0
+    for place in (place for chunk in chunks for place in chunk):
+        if place in runs:
+            found.add(len(shown))
+        if place in runs or not 0 < drawn < together:
+            shown.append(sizes[place])
+            drawn = place not in runs
+        else:
+            shown[-1] = shown[-1][0] + sizes[place][0], max(shown[-1][1], sizes[place][1])
+            drawn += 1
+    return shown, found
+
+
+def _predicts(own: Callable[..., Any], shown: list[Size], runs: set[int]) -> Callable[..., Any]:
+    """`Trainer.prediction_step`; for batches that are not in `runs`, it allocates what the model would return."""
+    like: Any = (None, None, None)
+    left = enumerate(shown)
+
+    def predicts(*args: Any, **kwargs: Any) -> Any:
+        nonlocal like
+        place, size = next(left)
+        if place not in runs:
+            return tree_map_only(partial, lambda empty: empty(size), like)
+        out = own(*args, **kwargs)
+        like = tree_map_only(torch.Tensor, lambda t: partial(_empty, t.dtype, t.shape, size), out)
+        return out
+
+    return predicts
+
+
+def _empty(dtype: torch.dtype, shape: tuple[int, ...], old: Size, new: Size) -> torch.Tensor:
+    """A tensor as one of `shape` is for a batch of another size."""
+    return torch.zeros(_resized(shape, old, new), dtype=dtype)
+
+
+def _resized(shape: tuple[int, ...], old: Size, new: Size) -> list[int]:
+    return [b if had == a else had for had, a, b in zip(shape, old, new, strict=False)] + list(shape[2:])
 
 
 def _twin(trainer: Any, model: nn.Module, optimizer: Any, workload: Workload) -> Any:
@@ -182,25 +250,35 @@ def _twin(trainer: Any, model: nn.Module, optimizer: Any, workload: Workload) ->
 
 
 def _loader(
-    workload: Workload, make_batch: Callable[[Workload, bool], Batch], chunks: list[int], kept: list[Any]
+    workload: Workload, make_batch: Callable[[Workload, bool], Batch], shown: list[Size], ends: bool
 ) -> Iterator[Batch]:
-    """Batches as a data loader gives them, each while the next one is there.
+    """Batches as a data loader gives them, each while the next one is there; others are cut out of the largest.
 
-    Predictions grow to those of the batches that are left out, before the last two of a chunk.
+    ends: whether the last one is the last of the evaluation.
     """
-    grown = [
-        count - run + 1 if place == 1 and count > run else 0
-        for count, run in ((count, min(count, _RUN)) for count in chunks)
-        for place in range(run)
-    ]
-    ahead = make_batch(workload, len(grown) == 1)
-    for place, times in enumerate(grown):
+
+    def made(place: int) -> Batch:
+        if ends and place + 1 == len(shown):
+            return make_batch(workload, True)
+        batch, size = make_batch(workload, False), shown[place]
+        old = _size(batch)
+        if size in (old, (old[0], 0)):
+            return batch
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            shape = _resized(tuple(tensor.shape), old, size if size[1] else (size[0], old[1]))
+            if any(new > had for new, had in zip(shape, tensor.shape, strict=True)):
+                return torch.zeros(shape, dtype=tensor.dtype)
+            return tensor[tuple(map(slice, shape))].clone()
+
+        return tree_map_only(torch.Tensor, cut, batch)
+
+    ahead = made(0)
+    for place in range(len(shown)):
         batch = ahead
-        if place + 1 < len(grown):
-            ahead = make_batch(workload, place + 2 == len(grown))
+        if place + 1 < len(shown):
+            ahead = made(place + 1)
             _touch(ahead)
-        for container in kept if times else ():
-            container.grow(times)
         yield batch
 
 
@@ -212,7 +290,7 @@ def _touch(batch: Any) -> None:
 
 
 @contextmanager
-def _kept_by(kept: list[Any], on_cpu: bool) -> Iterator[None]:
+def _kept_apart(on_cpu: bool) -> Iterator[None]:
     """Containers of predictions that can be read without values.
 
     on_cpu: a NumPy array shares the memory of the tensor that it was made of, until it is concatenated.
@@ -222,14 +300,6 @@ def _kept_by(kept: list[Any], on_cpu: bool) -> Iterator[None]:
     class Kept(module.EvalLoopContainer):
         tensors: Any
         arrays: Any
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            kept.append(self)
-
-        def grow(self, times: int) -> None:
-            if self.tensors is not None:
-                self.tensors = tree_map(lambda t: t.new_empty(times * t.shape[0], *t.shape[1:]), self.tensors)
 
         def to_cpu_and_numpy(self) -> None:
             if self.tensors is None:
@@ -247,10 +317,7 @@ def _kept_by(kept: list[Any], on_cpu: bool) -> Iterator[None]:
             return np.zeros(1)
 
     with patch.object(module, "EvalLoopContainer", Kept):
-        try:
-            yield
-        finally:
-            kept.clear()
+        yield
 
 
 def generation(
@@ -403,7 +470,8 @@ def evaluation_of(data: DataSpec, model: Any, trainer: Any = None, states: Any =
     def make_batch(workload: Workload, last: bool) -> Batch:
         return workload.make_batch(samples - rows * (batches - 1) if last else rows, None)
 
-    return evaluation(trainer, make_batch, batches, False, around=partial(accelerate_apart, states))
+    sizes = [(rows, 0)] * (batches - 1) + [(samples - rows * (batches - 1), 0)]
+    return evaluation(trainer, make_batch, sizes, False, around=partial(accelerate_apart, states))
 
 
 def _loss_of(rows: int, workload: Workload, samples: int) -> Step:

@@ -71,6 +71,28 @@ def test_logits_for_metrics_are_kept(tmp_path: Path) -> None:
     assert traces["evaluation"].peak_allocated == pytest.approx(found, rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"eval_accumulation_steps": 2}, marks=pytest.mark.slow),
+        pytest.param({"eval_do_concat_batches": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_batches_of_an_evaluation_are_unlike(options: dict[str, Any], tmp_path: Path) -> None:
+    """The longest batch is neither the first nor the last; the predictions before it are short."""
+    lengths = [16] * 8 + [160] * 4 + [16] * 12
+    rows = Dataset.from_list([{"input_ids": [1] * tokens, "labels": [1] * tokens} for tokens in lengths])
+    args = TrainingArguments(str(tmp_path), **{**ARGUMENTS, "per_device_eval_batch_size": 4, **options})
+
+    def padded(rows: list[Any]) -> dict[str, torch.Tensor]:
+        ids = [torch.tensor(row["input_ids"]) for row in rows]
+        ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": (ids > 0).long()}
+
+    check(reported(Trainer(llama(tmp_path), args, padded, rows, rows, **METRICS)), "evaluation")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
