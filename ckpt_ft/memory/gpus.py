@@ -128,6 +128,12 @@ class GPU:
         return self.fp32 / (2 * self.lanes * self.sms) * min(self.efficiency_fp32 / reached, 1.0) * self.sustained
 
     @property
+    def power_share(self) -> float:
+        """Share of its clock that a card's power cap leaves to large fp32 matmuls; 1 without such a cap."""
+        free = 0.92 if self.lanes == 64 else 0.68  # what cards without such a cap reach
+        return 1.0 if self.sustained == 1.0 else min(self.efficiency_fp32 / free, 1.0) * self.sustained
+
+    @property
     def lanes(self) -> int:
         """fp32 lanes of an SM (NVIDIA's architecture whitepapers)."""
         return 64 if self.arch <= (8, 0) else 128

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.record.events import Op
 
 # `Op.shape`: the sizes that a kernel's time depends on besides its flops and bytes, as few integers as possible.
-#   matmul: (batch, rows, columns, terms of each sum, UNEVEN if rows in memory are no multiple of 16 bytes, else 0)
+#   matmul: (batch, rows, columns, terms of each sum, flags): UNEVEN if rows in memory are no multiple of 16 bytes,
+#       ACROSS unless the terms of a sum are adjacent in both operands, as in the forward of a linear layer
 #   convolution: the shape of the equivalent matmul with groups as batch. The fifth entry is the sum of UNEVEN, for
 #       pixels whose channels are no multiple of 16 bytes, and WINOGRAD, for a 3 x 3 window of stride 1. The sixth is
 #       the bytes of images in channels first, which tensor cores can neither read nor write
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 #       bytes at once; (elements, INDEXED) for elements that are fetched or added to by index
 #   nll loss: (rows,)
 Shape = tuple[int, ...]
-UNEVEN, WINOGRAD = 1, 2
+UNEVEN, WINOGRAD, ACROSS = 1, 2, 4
 CAST, STRIDED, INDEXED, WINDOW = 1, 2, 3, 4
 TF32 = "tf32"  # `Op.dtype` of fp32 operands that may be rounded to TF32
 
@@ -81,7 +82,10 @@ _TILE_SECONDS = {False: 0.5e-6, True: 1.5e-6}
 # Lanes of an SM -> share of the time to store the result that no other tile's arithmetic hides: twice the lanes finish
 # a tile in half the time. Tensor cores (0) are used well where sums are long enough to hide it.
 _STORES = {64: 0.3, 128: 0.65, 0: 0.0}
-_ONE = 128, 128  # the only tile of cuBLAS's batched fp32 matmuls on Ampere and Ada (all 1,500 that were timed)
+# The only tile of cuBLAS's fp32 matmuls on Ampere and Ada unless the terms of each sum are adjacent in both operands
+# (all 1,500 that were timed, each of them batched). Hopper's kernels are Ampere's.
+_ONE = 128, 128
+_WIDE = 512  # narrower results, as adapters have, are split or have narrow tiles: an assumption
 _SPLITS = (1, 2, 4, 8, 16)
 _UNEVEN_SHARE = 0.6  # share of the rate if rows in memory are no multiple of 16 bytes
 
@@ -209,7 +213,7 @@ def _arithmetic(name: str, flops: int, dtype: str, shape: Shape, gpu: GPU) -> fl
         return flops * padded / (rate * _attention_share(name, shape, gpu, tensor_cores))
     shape = shape or cube(flops)
     alone = 2 * shape[0] * shape[1] * shape[2] * shape[3]
-    seconds = matmul_seconds(shape[:5], rate, tensor_cores, gpu)
+    seconds = matmul_seconds(shape[:5], rate, tensor_cores, gpu, 1.0 if tensor_cores else gpu.power_share)
     if not tensor_cores:
         seconds = min(seconds, winograd_seconds(shape[:5], rate, gpu))
     seconds *= max(flops / max(alone, 1), 1.0)
@@ -238,23 +242,30 @@ def cube(flops: int) -> Shape:
 
 
 @lru_cache(maxsize=100_000)
-def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU) -> float:
-    """Seconds of the arithmetic of a matmul of this `shape`; `rate` is the FLOP/s of large matmuls."""
+def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU, power: float = 1.0) -> float:
+    """Seconds of the arithmetic of a matmul of this `shape`; `rate` is the FLOP/s of large matmuls.
+
+    A power cap limits the products of all SMs together: SMs that are idle in the last wave leave their power to
+    others, up to the clock of a card without a cap. `power`: share of that clock at `rate`.
+    """
     batch, rows, columns, terms, flag = shape
-    each = rate / gpu.sms * (_UNEVEN_SHARE if flag & UNEVEN and tensor_cores else 1.0)
+    each = rate / power / gpu.sms * (_UNEVEN_SHARE if flag & UNEVEN and tensor_cores else 1.0)
     narrow = gpu.lanes == 128 or gpu.arch == (7, 5)
     loads = _LOADS_TENSOR if tensor_cores else _LOADS[1 if narrow else 2]
     choice = _tiles(tensor_cores, tensor_cores or gpu.lanes == 128)
     full = sum(1 / edge for edge in choice[0])
     memory = gpu.bandwidth * gpu.bandwidth_efficiency
+    one = not tensor_cores and gpu.arch[0] == 8 and batch > 1
+    if not tensor_cores and flag & ACROSS and gpu.arch[0] in (8, 9):
+        one = one or min(rows, columns) >= _WIDE
     best = float("inf")
-    for high, wide in [_ONE] if batch > 1 and gpu.arch[0] == 8 and not tensor_cores else choice:
+    for high, wide in [_ONE] if one else choice:
         tiles = batch * -(-rows // high) * -(-columns // wide)
         share = 1 / (1 + loads * max(1 / high + 1 / wide - full, 0.0))
-        for split in _SPLITS if batch == 1 else (1,):
+        for split in _SPLITS if batch == 1 and not one else (1,):
             if split > 1 and not tensor_cores and tiles * split > gpu.sms:
                 break
-            waves = -(-tiles * split // gpu.sms)
+            waves = max(-(-tiles * split // gpu.sms), tiles * split / gpu.sms / power)
             seconds = waves * (2 * high * wide * -(-terms // split) / (each * share) + _TILE_SECONDS[tensor_cores])
             if split > 1:  # the parts are written and read in fp32
                 seconds += 2 * 4 * rows * columns * split / memory

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from .kernels import CAST, INDEXED, STRIDED, TF32, UNEVEN, WINDOW, WINOGRAD, Shape
+from .kernels import ACROSS, CAST, INDEXED, STRIDED, TF32, UNEVEN, WINDOW, WINOGRAD, Shape
 
 aten = torch.ops.aten
 
@@ -325,7 +325,9 @@ def _matmul(first: int) -> _ShapeRule:
         left, right = args[first], args[first + 1]
         *batch, rows, terms = left.shape
         uneven = any(_row_bytes(t) % VECTOR for t in (left, right))
-        return prod(batch), rows, right.shape[-1], terms, UNEVEN if uneven else 0
+        along = left.stride(-1) == 1 and right.stride(-2) == 1
+        flag = (UNEVEN if uneven else 0) + (0 if along else ACROSS)
+        return prod(batch), rows, right.shape[-1], terms, flag
 
     return shape
 

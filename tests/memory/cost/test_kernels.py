@@ -10,6 +10,7 @@ import torch
 
 from ckpt_ft.memory.cost import kernels, op_work
 from ckpt_ft.memory.cost.kernels import (
+    ACROSS,
     CAST,
     INDEXED,
     KERNEL_GAP,
@@ -157,6 +158,23 @@ def test_small_tiles_cost_more_where_shared_memory_is_narrow():
     assert relative((9, 0), 128, 128) == pytest.approx(1 + 16 * (1 / 128 - 1 / 256), rel=1e-2)
 
 
+def test_a_power_cap_is_shared_by_the_sms_in_use():
+    """A cap of half the clock: 50 of 100 SMs run at the full one and take half of the time of all."""
+    half, whole = (matmul_seconds((1, 1280, 128 * n, 65536, 0), 10e12, False, ROUND, 0.5) for n in (5, 10))
+    assert half / whole == pytest.approx(0.5, rel=1e-2)
+    tail = [matmul_seconds((1, 1280, 128 * 11, 65536, 0), 10e12, False, ROUND, power) for power in (0.5, 1.0)]
+    assert tail[0] / whole == pytest.approx(1.1, rel=1e-2)  # no second wave
+    assert tail[1] / whole > 1.12
+
+
+def test_ampere_has_one_tile_for_sums_across_rows():
+    """1,024 x 1,024 makes 64 tiles of 128 x 128, which leave 44 of an A100's SMs idle."""
+    gpu = replace(ROUND, arch=(8, 0), sms=108)
+    across, along = (matmul_seconds((1, 1024, 1024, 1024, flag), 18e12, False, gpu) for flag in (ACROSS, 0))
+    assert across > 1.2 * along
+    assert across == pytest.approx(2 * 128 * 128 * 1024 / (18e12 / 108), rel=0.05)
+
+
 def test_part_of_the_stores_is_not_hidden():
     """Scores of attention: 64 terms for each element that is stored. An SM with twice the lanes hides less."""
     shape, stored = (128, 1024, 1024, 64, 0), 128 * 1024 * 1024 * 4 / 1e12
@@ -174,7 +192,7 @@ def test_rows_that_start_anywhere_are_slower():
     odd = op_work.measure(
         aten.mm.default, (meta(64, 32, dtype=torch.half), meta(32, 50257, dtype=torch.half)), {}, None
     )
-    assert odd.shape == (1, 64, 50257, 32, UNEVEN)
+    assert odd.shape == (1, 64, 50257, 32, UNEVEN + ACROSS)
     t = op_work.measure(aten.mm.default, (meta(64, 32), meta(50257, 32).t()), {}, None)
     assert t.shape == (1, 64, 50257, 32, 0)  # along memory its rows are 128 bytes
 
