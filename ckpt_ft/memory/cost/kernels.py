@@ -2,7 +2,7 @@
 
 This is a roofline (Williams et al. 2009) with a third roof: the instructions of threads that handle elements one by
 one. The time to the next kernel is added. Each rule has its source. The constants come from single kernels
-(benchmarks/kernels.py), none from the step of a model.
+(benchmarks/kernels.py), none but the conditions of `_ONE` from the step of a model.
 
 Matmuls: a thread block computes one tile of the result. An SM computes one tile after the other, and the last wave of
 tiles leaves SMs idle (docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication). A small tile
@@ -83,9 +83,11 @@ _TILE_SECONDS = {False: 0.5e-6, True: 1.5e-6}
 # a tile in half the time. Tensor cores (0) are used well where sums are long enough to hide it.
 _STORES = {64: 0.3, 128: 0.65, 0: 0.0}
 # The only tile of cuBLAS's fp32 matmuls on Ampere and Ada unless the terms of each sum are adjacent in both operands
-# (all 1,500 that were timed, each of them batched). Hopper's kernels are Ampere's.
+# (all 1,500 that were timed, each of them batched). That single ones on Hopper, which runs Ampere's kernels, have no
+# other either is an assumption, made with the BERT steps of an A100 and an H100 in view
+# (benchmarks/data/fp32_steps.csv).
 _ONE = 128, 128
-_WIDE = 512  # narrower results, as adapters have, are split or have narrow tiles: an assumption
+_WIDE = 512  # narrower results, as adapters have, are split or have narrow tiles: an assumption, as above
 _SPLITS = (1, 2, 4, 8, 16)
 _UNEVEN_SHARE = 0.6  # share of the rate if rows in memory are no multiple of 16 bytes
 
@@ -256,8 +258,8 @@ def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU, powe
     full = sum(1 / edge for edge in choice[0])
     memory = gpu.bandwidth * gpu.bandwidth_efficiency
     one = not tensor_cores and gpu.arch[0] == 8 and batch > 1
-    if not tensor_cores and flag & ACROSS and gpu.arch[0] in (8, 9):
-        one = one or min(rows, columns) >= _WIDE
+    if batch == 1 and not tensor_cores and flag & ACROSS and gpu.arch[0] in (8, 9):
+        one = min(rows, columns) >= _WIDE
     best = float("inf")
     for high, wide in [_ONE] if one else choice:
         tiles = batch * -(-rows // high) * -(-columns // wide)
