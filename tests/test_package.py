@@ -70,7 +70,7 @@ def test_the_installed_package_is_the_described_one() -> None:
     (script,) = [entry for entry in distribution.entry_points if entry.group == "console_scripts"]
     assert (script.name, script.value) == ("ckpt-ft", "ckpt_ft.cli.app:main")
     assert callable(script.load())
-    extras = {"diffusion", "vision", "plot", "trl", "deepspeed", "app", "test", "dev", "docs"}
+    extras = {"diffusion", "vision", "plot", "trl", "deepspeed", "offload", "lomo", "app", "test", "dev", "docs"}
     assert set(distribution.metadata.get_all("Provides-Extra") or []) == extras
     assert (ROOT / "ckpt_ft" / "py.typed").is_file()
 
