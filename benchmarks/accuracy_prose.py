@@ -166,11 +166,11 @@ FP32 = """\
 TF32 is off, attention is eager, there is no optimizer (github.com/sitar-lab/NeuSight; benchmarks/data/fp32_steps.csv).
 The rates of these cards were read from single forward kernels of the same source.
 
-The target is 5 % in the median and 12 % at worst; the median misses it. **All five rows are seen**: two rules were chosen
-with them in view, before which they were at 17.1 and 36.1 %. A card that runs into its power cap leaves the power of
-the SMs that idle in a last wave to the others. Products whose sums are not adjacent in both operands, as both products
-of a linear layer's backward, have one tile of 128 x 128: timings of batched products on Ampere and Ada say so by the
-names of their kernels, for single products and on Hopper it is an assumption."""
+The target is 5 % in the median and 12 % at worst; the median misses it. **All five rows are seen**: two rules were
+chosen with them in view, before which they were at 17.1 and 36.1 %. A card that runs into its power cap leaves the
+power of the SMs that idle in a last wave to the others. Products whose sums are not adjacent in both operands, as
+both products of a linear layer's backward, have one tile of 128 x 128: timings of batched products on Ampere and Ada
+say so by the names of their kernels, for single products and on Hopper it is an assumption."""
 
 LIVE = """\
 ## Random Trainer runs on a CPU
@@ -223,5 +223,5 @@ a policy's check refuses. No run was repeated.
 | 182 | 0.0015 % | 0.041 % | 13.19 % |
 
 Five rows are above 0.15 %, all with GrokAdamW (0.20, 0.79, 1.57, 3.07 and 13.19 %). It keeps states outside of
-`optimizer.state`, on the host, which the meter for CPUs does not count while the trace of a phase does. Two of the five
-were looked into; for the other three this is inferred from the optimizer. It is not mended."""
+`optimizer.state`, on the host, which the meter for CPUs does not count while the trace of a phase does. Two of the
+five were looked into; for the other three this is inferred from the optimizer. It is not mended."""
