@@ -40,14 +40,14 @@ def progress() -> Iterator[Callable[[str], None]]:
 
     console = Console(stderr=True)
     columns = SpinnerColumn(), BarColumn(12), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    begun, latest, ended = now(), "", Event()
+    begun, latest, ended = now(), "reading the model", Event()
 
     def repeat() -> None:
         while not ended.wait(PAUSE):
             print(f"{now() - begun:.0f} s: {shorten(latest)}", file=sys.stderr, flush=True)
 
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task(latest, total=None)
 
         def say(line: str) -> None:
             nonlocal latest
