@@ -214,9 +214,8 @@ are mended, and three of the six were repeated, one of them GRPO's: +0.021, +0.0
 train: KTO needs two rows in a batch, and GRPO's evaluation a batch that its generations divide.
 
 `python benchmarks/live_grid.py --runs 200 --seed 11` (rows: benchmarks/results/live_grid.jsonl; with TRL 1.16,
-bitsandbytes, torchao and six packages of optimizers)
-is the first that ran to its end: 182 of 200 draws trained, the others are combinations that a library or
-a policy's check refuses. No run was repeated.
+bitsandbytes, torchao and six packages of optimizers) is the first that ran to its end: 182 of 200 draws trained, the
+others are combinations that a library or a policy's check refuses. No run was repeated.
 
 | runs | median | 95 % | worst |
 |---:|---:|---:|---:|
