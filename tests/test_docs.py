@@ -125,6 +125,7 @@ def test_commands_exist_and_take_these_flags(fence: Fence, monkeypatch: pytest.M
 def test_commands_in_scripts_and_files_take_their_flags(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Docstrings of recipes and headers of YAML files, from the launcher to the script's own flags."""
     monkeypatch.chdir(ROOT)
+    importlib.import_module("trl.trainer.grpo_trainer")  # while it looks for bitsandbytes in earnest
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "bitsandbytes" or found(name))
     text = re.sub(r"\\+\n[# ]*", "", path.read_text(encoding="utf-8"))
