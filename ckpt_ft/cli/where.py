@@ -99,7 +99,11 @@ def print_places(tables: Sequence[Table], found: Places) -> None:
     for name, reason in found.refused.items():
         console.print(f"not possible: {name}: {reason}", markup=False)
     if any(place.extended for place in found.rows):
-        console.print("note: figures on several GPUs are extended from models with fewer blocks", markup=False)
+        console.print(
+            "note: figures on several GPUs are extended from models with fewer blocks; with all weights trained, "
+            "their seconds may be a sixth too low. `ckpt-ft estimate --launch` traces the whole model.",
+            markup=False,
+        )
     for line in _commands(found):
         console.print(line, markup=False, soft_wrap=True)
 
