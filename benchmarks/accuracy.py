@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import accuracy_prose as prose
 from benchmarks import compiled as others
-from benchmarks import experts, kernels, operators, t4_lora
+from benchmarks import experts, kernels, operators, parked, t4_lora
 from benchmarks import figures as toys
 from benchmarks import flux2 as klein
 from benchmarks import sharded as llama
@@ -55,11 +55,14 @@ class Group:
     errors: dict[str, list[float]] = field(default_factory=dict)  # column -> signed errors
 
     def add(self, name: str, cells: Sequence[str], published: float, predicted: float, **errors: float) -> None:
-        """One row; `errors` are those of its other columns."""
-        error = predicted / published - 1
-        self.lines.append([name, *cells, f"{published:.4g}", f"{predicted:.4g}", percent(error)])
-        self.seconds[name] = published, predicted
-        for column, value in {**errors, "seconds": error}.items():
+        """One row; `errors` are those of its other columns, and 0 `published` seconds are none."""
+        said = ["", f"{predicted:.4g}", ""]
+        if published:
+            errors["seconds"] = predicted / published - 1
+            self.seconds[name] = published, predicted
+            said = [f"{published:.4g}", f"{predicted:.4g}", percent(errors["seconds"])]
+        self.lines.append([name, *cells, *said])
+        for column, value in errors.items():
             self.errors.setdefault(column, []).append(value)
         print(*self.lines[-1], sep="  ", flush=True)
 
@@ -192,14 +195,14 @@ def compiled(most: int | None) -> Group:
 
 
 def mixtures(most: int | None) -> Group:
-    """Qwen3-30B-A3B under FSDP2 on eight H200."""
+    """Qwen3-30B-A3B under FSDP2 on eight H200, GLM-4.7-Flash in 4 bits on one card."""
     header = ("row", "reserved GiB: published", "predicted", "error")
-    group = Group("A mixture of experts on eight H200", prose.EXPERTS, header)
-    trace = experts.trace()
-    reserved = trace.peak_reserved / 2**30
-    error = reserved / experts.RESERVED - 1
-    cells = [f"{experts.RESERVED:.2f}", f"{reserved:.2f}", percent(error)]
-    group.add(experts.NAME, cells, experts.SECONDS, trace.seconds, reserved=error)
+    group = Group("Mixtures of experts", prose.EXPERTS, header)
+    for name, (gib, seconds, trace) in islice(experts.ROWS.items(), most):
+        found = trace()
+        error = found.peak_reserved / 2**30 / gib - 1
+        cells = [f"{gib:g}", f"{found.peak_reserved / 2**30:.2f}", percent(error)]
+        group.add(name, cells, seconds, found.seconds, reserved=error)
     return group
 
 
@@ -216,7 +219,7 @@ LONG: tuple[tuple[str, float, float, str, int, str, dict[str, Any]], ...] = (
 
 
 def long(most: int | None) -> Group:
-    """TRL's long runs, on one card and with context parallelism."""
+    """TRL's long runs, on one card and with context parallelism, and torchtitan's with tensor parallelism."""
     header = ("run", "allocated GiB: published", "predicted", "error")
     group = Group("Long sequences", prose.LONG, header)
     for name, gib, seconds, model, length, policy, more in islice(LONG, most):
@@ -226,12 +229,25 @@ def long(most: int | None) -> Group:
         found = estimate(spec)
         error = found.peak_allocated / 2**30 / gib - 1
         cells = [f"{gib:.1f}", f"{found.peak_allocated / 2**30:.2f}", percent(error)]
-        if seconds:
-            group.add(name, cells, seconds, found.seconds or 0.0, allocated=error)
-        else:
-            group.lines.append([name, *cells, "", f"{found.seconds:.4g}", ""])
-            group.errors.setdefault("allocated", []).append(error)
-            print(*group.lines[-1], sep="  ", flush=True)
+        group.add(name, cells, seconds, found.seconds or 0.0, allocated=error)
+    for row, trace in islice(llama.published(llama.PARALLEL), most):
+        assert row.reserved is not None
+        name = f"{row.model} of torchtitan, {row.tokens:,} tokens, FSDP2 over {row.gpus // row.tp}"
+        name += f" x tensor parallelism over {row.tp}" if row.tp > 1 else ", compiled, 8 bits" * row.compiled
+        error = trace.peak_reserved / 2**30 / row.reserved - 1
+        cells = [f"{row.reserved:.2f} reserved", f"{trace.peak_reserved / 2**30:.2f}", percent(error)]
+        group.add(name, cells, row.seconds, trace.seconds, reserved=error)
+    return group
+
+
+def host(most: int | None) -> Group:
+    """Parameters, Adam and activations in host memory, and small states of optimizers; no seconds were published."""
+    group = Group("Host memory and small optimizer states", prose.HOST, ("run", "published", "predicted", "error"))
+    for row in islice(parked.rows(), most):
+        cells = [f"{row.published:.2f} {row.unit}", f"{row.predicted:.2f} {row.unit}", percent(row.error)]
+        group.lines.append([row.name, *cells, "", f"{row.seconds:.4g}", ""])
+        group.errors.setdefault("bytes", []).append(row.error)
+        print(*group.lines[-1], sep="  ", flush=True)
     return group
 
 
@@ -275,6 +291,7 @@ GROUPS: dict[str, Callable[[int | None], Group]] = {
     "compiled": compiled,
     "experts": mixtures,
     "long": long,
+    "host": host,
     "fp32": fp32,
 }
 
@@ -355,7 +372,7 @@ def main() -> int:
         for group in groups:
             print(f"\n{group.markdown()}")
         return 0
-    draw(groups, PAGE.parent / PICTURE)
+    draw([group for group in groups if group.seconds], PAGE.parent / PICTURE)
     PAGE.write_text(document(groups), encoding="utf-8")
     print(f"wrote {PAGE.name}")
     return 0

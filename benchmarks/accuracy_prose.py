@@ -105,10 +105,12 @@ grouped products, the loss in chunks of 2,048 tokens, two micro-batches of 16,38
 parameters, gradients and Adam states, bf16 computation, FlashAttention-2, a reduction of the gradients after each
 micro-batch, the loss of ordinary training under the policy `head`, without what reinforcement learning adds, and
 tokens spread evenly over the experts.
-axolotl's example of QLoRA for GLM-4.7-Flash with `quantize_moe_experts` is published in whole numbers only, so it
-is no row: about 24 GiB on the device, predicted 24.3 reserved; 34 with adapters on the experts, too, predicted
-32.2. The second is below by more than 4 %: axolotl 0.19 pins PEFT 0.20, and 0.21, which is traced, adds adapters
-to experts without making them whole first."""
+
+axolotl's example of QLoRA for GLM-4.7-Flash with `quantize_moe_experts` is published in whole GiB. Both rows miss the
+target of 4 % by far, by the same 6 GiB, and the cause was not found. The example's file turns on Cut Cross Entropy;
+with the plain loss 26.09 and 33.25 GiB are predicted (+8.7 and -2.2 %), and which loss was measured is not published.
+axolotl 0.19 pins PEFT 0.20, which makes what an adapter adds to experts whole before it adds it: with it, the second
+row is 28.24 GiB."""
 
 LONG = """\
 TRL's guide on long contexts (full fine-tuning, batch 1, sdpa, weights in bf16). The cards of the first two rows have
@@ -116,21 +118,41 @@ TRL's guide on long contexts (full fine-tuning, batch 1, sdpa, weights in bf16).
 `accelerate_configs/context_parallel.yaml`, which has the `mixed_precision: bf16` of TRL's own configuration for
 context parallelism: parameters and states are in fp32.
 
+torchtitan's rows (benchmarks/data/fsdp2_parallel.csv) are traced with its own model, wrapped as its code does with
+torch's `parallelize_module`: norms and residuals are divided along the sequence, the loss along the vocabulary. The
+rows with and without tensor parallelism state neither checkpointing nor card; traced are its defaults of then
+(selective op, expandable segments) and an H100 of 700 W. No rule was changed after they were first traced.
+
 The targets are 4 % in bytes and 15 % in seconds; the third row misses the first. The second row's description says
 that 4 of 38 inputs of blocks stay on the card; transformers 5.23 moves all of them (`save_on_cpu`), and `offload`
 fetches one ahead.
 
-Published runs of Qwen3-4B under ZeRO-3 with Ulysses over four H100 are described with Adam in host memory (Hugging
-Face's blog on Ulysses): 23.4 GB at 8,192 tokens and 50.5 GB at 65,536. Predicted with the optimizer on the cards:
-23.36 and 52.44 GB (-0.2 and +3.8 %); with `--offload optimizer`: 9.28 and 38.36 GB. The figures are those of runs
-whose optimizer was on the cards. The run on one card at 8,192 tokens, 76.4 GB, is predicted with 84.09 GB (+10.1 %)
-with the optimizer on the card and 27.78 GB with it in host memory; the cause was not found. torchtitan's tensor
-parallelism is not predicted: it divides norms and residuals along the sequence, which transformers' plan does not.
+torchtitan's tensor parallelism is not predicted: it divides norms and residuals along the sequence, which
+transformers' plan does not."""
 
-The longest sequences of Llama-3.1-8B that ALST publishes for one H200 (ZeRO-3, parameters and Adam in host memory) are
-65k tokens with a plain loss, at 137.36 GB of the device, and 300k with a fused loss, at 134.96 GB. Predicted at these
-lengths: 121.93 GB allocated under `full`, and 161.75 GB under `full,head` (+19.8 %), which would not fit. The cause
-was not found; the target of 8 % for longest lengths is missed."""
+HOST = """\
+`python benchmarks/parked.py`. No rule or constant was fitted to these rows. Llama's rows are ALST's for one GPU
+(ArcticTraining, projects/sequence-parallelism: ZeRO-3, parameters and Adam in host memory). Lengths and bytes are
+those of its configurations, whose "GB" are 2**30 bytes of the whole device by NVML (arctic_training/debug/utils.py);
+predicted is what the trace reserves with expandable segments, which they do not name, and the CUDA context. Tracing
+these rows showed two faults, now mended: Liger's fused loss could not be traced under ZeRO-3, and under ZeRO-3 the
+policy `offload` left tensors on the card that reused the addresses of gathered weights, as it would in real runs.
+ALST tiles the MLP of the last row in 293 pieces; 32 are traced, because 293 take minutes; they hold up to 3 GB more.
+The target of 4 % is met by these five rows; the longest rows are low and the rows with whole logits high.
+
+Qwen3's rows (Hugging Face's blog on Ulysses) are described with Adam in host memory, where 27.8, 9.3 and 38.4 GB
+would be allocated. Their bytes are near to those of Adam on the card, so that is what is traced. Without ZeRO-3's
+buffer of bf16 gradients (8.04 and 2.01 GB), which DeepSpeed 0.19.8 allocates at the beginning, the first row would be
+at -0.5 % and the last at -0.2 %; why it would be missing is not known.
+
+The only speeds among these rows are Qwen3's: 2,436, 2,315 and 13,396 tokens a second for each GPU, with 8
+micro-batches 26.9, 7.1 and 9.8 s a step. They say nothing certain about Adam on the host: the last one is above the
+peak rate of the cards if every token attends to all before it, so rows were packed from short documents, which the
+table's seconds do not assume, and whether Adam ran on the host is open. What the first two take beyond the predicted
+seconds of the card, 18.8 and 4.4 s, is what one thread (`OMP_NUM_THREADS=1`, the default of `accelerate launch`)
+takes for Adam on 4.0 and 1.0 billion parameters at 6 GB/s; 12.8 are assumed. The target of 25 % for such seconds is
+therefore neither met nor refuted by published rows; on a calibrated machine it is tested
+(tests/memory/measure/test_calibrate.py)."""
 
 KERNELS = """\
 ## Single kernels

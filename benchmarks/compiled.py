@@ -26,6 +26,7 @@ from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.optimizers import make_optimizer
 
 VIT, VIT_ALLOCATED = "ViT-huge, RTX 4070 Ti Super, batch 8, bf16 autocast, whole model", 12.23e9  # bytes
 # model, tokens, GPUs, card, GiB of `max_memory_reserved`, seconds of the step
@@ -71,22 +72,20 @@ class ViT(nn.Module):
         return out
 
 
-def vit() -> StepTrace:
-    """torchao's step."""
+def vit(optimizer: str = "adamw_fused") -> StepTrace:
+    """torchao's step, with the `optimizer` of this name."""
     with torch.device("meta"):
         model = ViT().train()
 
-    def step(model: nn.Module, optimizer: Any) -> None:
+    def step(model: nn.Module, made: Any) -> None:
         with torch.autocast("cuda", torch.bfloat16):
             loss = functional.cross_entropy(model(torch.empty(8, 3, 224, 224)), torch.zeros(8, dtype=torch.long))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        made.step()
+        made.zero_grad()
 
     model.compile(fullgraph=True)
-    return trace_step(
-        model, step, make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), fused=True), device="rtx-4070-ti-super"
-    )
+    return trace_step(model, step, make_optimizer=lambda m: make_optimizer(m, optimizer), device="rtx-4070-ti-super")
 
 
 def qwen(name: str, tokens: int, gpus: int, card: str) -> StepTrace:
@@ -100,7 +99,7 @@ def qwen(name: str, tokens: int, gpus: int, card: str) -> StepTrace:
     for block in model.model.layers:
         block.compile()
 
-    def make_optimizer(model: Any) -> torch.optim.Optimizer:
+    def sharded(model: Any) -> torch.optim.Optimizer:
         for block in model.model.layers:
             fully_shard(block, mesh=mesh, mp_policy=precision)
         fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
@@ -119,7 +118,7 @@ def qwen(name: str, tokens: int, gpus: int, card: str) -> StepTrace:
         optimizer.zero_grad()
 
     with rank_of(gpus) as mesh:
-        trace = trace_step(model, step, make_optimizer=make_optimizer, device=card)
+        trace = trace_step(model, step, make_optimizer=sharded, device=card)
     return replace(trace, alloc_conf="expandable_segments:True")
 
 

@@ -1,4 +1,4 @@
-"""Peak memory of single operators, plain and as Liger's fused kernels: traced, beside Liger's published measurements.
+"""Peak memory of single operators, plain, fused and tiled: traced, beside Liger's published measurements.
 
     python benchmarks/fused_kernels.py    # prints every row and writes the table of docs/fused_kernels.md
 
@@ -14,6 +14,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +27,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ckpt_ft import trace_step
+from ckpt_ft.checkpointing.tile import Tiled
 from ckpt_ft.standins import liger
 
 ROWS = Path(__file__).parent / "data" / "liger_operator_memory.csv"
 CARDS = {"NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA GeForce RTX 4090": "rtx-4090"}
+PROVIDERS = {"liger": "Liger", "huggingface": "PyTorch", "deepspeed_tiled": "DeepSpeed's TiledMLP"}
 NO_MATMUL = ("cross_entropy", "rms_norm", "layer_norm")  # their processes have no cuBLAS workspace
 Forward = Callable[..., Any]
 
@@ -53,7 +56,7 @@ def rows() -> list[Row]:
             config = json.loads(row["config"])
             if row["x_name"]:
                 config[row["x_name"]] = int(row["x"])
-            known = row["operator"].removeprefix("tiled_") in OPERATORS and row["provider"] in ("liger", "huggingface")
+            known = row["operator"].removeprefix("tiled_") in OPERATORS and row["provider"] in PROVIDERS
             if known and row["gpu"] in CARDS:
                 found.append(
                     Row(row["operator"], row["provider"], row["mode"], int(row["x"]), float(row["mb"]), config,
@@ -62,14 +65,10 @@ def rows() -> list[Row]:
     return found
 
 
-def predicted(row: Row) -> float:
-    """The peak of the row's operator in MiB."""
-    with torch.device("meta"):
-        kind = row.operator.removeprefix("tiled_")
-        made: Any = OPERATORS[kind](row.config, row.provider == "liger")
-        if row.provider == "liger" and (kind, row.version) in OLDER:
-            made.call = OLDER[kind, row.version]
-
+def predicted(row: Row, made: Any = None) -> float:
+    """The peak of the row's operator in MiB, or of another one in its place."""
+    if made is None:
+        made = operator_of(row)
     steps = 0
 
     def step(model: Any, _: Any) -> None:
@@ -83,6 +82,18 @@ def predicted(row: Row) -> float:
         model.run(backward=row.mode != "forward")
 
     return trace_step(made, step, device=row.gpu, warmup_steps=2).peak_allocated / 2**20
+
+
+def operator_of(row: Row) -> Any:
+    """What the row measured, on the meta device."""
+    with torch.device("meta"):
+        kind = row.operator.removeprefix("tiled_")
+        made: Any = OPERATORS[kind](row.config, row.provider == "liger")
+        if row.provider == "liger" and (kind, row.version) in OLDER:
+            made.call = OLDER[kind, row.version]
+        if row.provider == "deepspeed_tiled":
+            made.call = tiled_by_deepspeed(row.config["num_shards"])
+    return made
 
 
 class Operator(nn.Module):
@@ -128,6 +139,20 @@ def _gated(config: dict[str, Any], fused: bool) -> nn.Module:
         return mlp.down_proj(liger.GatedProduct.apply(mlp.gate_proj(x), mlp.up_proj(x)))
 
     return Operator(x, mlp.to(torch.bfloat16), call)
+
+
+def tiled_by_deepspeed(pieces: int) -> Forward:
+    """DeepSpeed's own tiled MLP, as the script calls it."""
+    mlp: Any = import_module("deepspeed.runtime.sequence_parallel.ulysses_sp").TiledMLP
+    return lambda layer, x: mlp.apply(LlamaMLP.forward, layer, x, pieces, list(layer.parameters()))
+
+
+def tiled_by_policy(row: Row) -> float:
+    """The peak in MiB of the row's operator under the policy `tile`, whose gradients add up in fp32."""
+    with torch.device("meta"):
+        made: Any = _gated(row.config, False)
+    Tiled(made.layer, row.config["num_shards"])
+    return predicted(row, made)
 
 
 def _cross_entropy(config: dict[str, Any], fused: bool) -> nn.Module:
@@ -244,11 +269,29 @@ def table(found: list[tuple[Row, float]]) -> str:
     for (operator, provider, mode, gpu, version), rows in groups.items():
         worst = max((mib / row.mib - 1 for row, mib in rows), key=abs)
         last, mib = max(rows, key=lambda one: one[0].mib)
-        kernel = "PyTorch" if provider == "huggingface" else "Liger"
         lines.append(
-            f"| {operator} | {kernel} | {mode} | {gpu} | {version} | {len(rows)} | {last.mib:.2f} | {mib:.2f} "
-            f"| {100 * worst:+.2f} % |"
+            f"| {operator} | {PROVIDERS[provider]} | {mode} | {gpu} | {version} | {len(rows)} | {last.mib:.2f} "
+            f"| {mib:.2f} | {100 * worst:+.2f} % |"
         )
+    return "\n".join(lines)
+
+
+TILED = """\
+DeepSpeed's rows above are its own `TiledMLP`, traced. The policy `tile` has the same pieces. Its forward has the same
+bytes. Its backward adds up gradients of half-precision weights in fp32, for one MLP at a time, so it holds more than
+DeepSpeed's, whose sums are in the weights' dtype:"""
+
+
+def tiles(found: list[tuple[Row, float]]) -> str:
+    """The rows of DeepSpeed's tiled MLP beside the policy `tile`, in Markdown."""
+    lines = [
+        "| operator | pass | tokens of a row | DeepSpeed: measured MiB | `tile`: predicted | |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for row, mib in found:
+        if row.mode != "backward":  # as "full"
+            error = f"{100 * (mib / row.mib - 1):+.2f} %"
+            lines.append(f"| {row.operator} | {row.mode} | {row.x:,} | {row.mib:.2f} | {mib:.2f} | {error} |")
     return "\n".join(lines)
 
 
@@ -258,8 +301,10 @@ def main() -> None:
         found.append((row, predicted(row)))
         print(f"{row.operator:28s} {row.provider:12s} {row.mode:9s} {row.x:7d} {row.gpu:10s} {row.version:6s}"
               f" {row.mib:10.2f} {found[-1][1]:10.2f} {100 * (found[-1][1] / row.mib - 1):+7.2f} %")  # fmt: skip
+    tiled = [(row, tiled_by_policy(row)) for row, _ in found if row.provider == "deepspeed_tiled"]
     text = PAGE.read_text(encoding="utf-8").partition(START)[0]
-    PAGE.write_text(f"{text}{START}\n\n{table(found)}\n", encoding="utf-8")
+    text = f"{text}{START}\n\n{table(found)}\n\n{TILED}\n\n{tiles(tiled)}\n"
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from ckpt_ft.workloads.load import load
 
 DATA = Path(__file__).resolve().parent / "data"
 EIGHT, MANY = DATA / "fsdp2_llama3_8b.csv", DATA / "fsdp2_many_gpus.csv"
-COMPILED = DATA / "fsdp2_compiled.csv"
+COMPILED, PARALLEL = DATA / "fsdp2_compiled.csv", DATA / "fsdp2_parallel.csv"
 POLICIES = {"selective op": "save:attention+matmul/2", "selective layer": "every:2", "none": "none", "full": "full"}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "distributed.md"
 BEGIN, END = "<!-- benchmarks/sharded.py --scaling --write -->", "<!-- to here -->"
@@ -50,6 +50,7 @@ class Row:
     reserved: float | None
     seconds: float
     compiled: bool = False
+    tp: int = 1
 
     @property
     def shape(self) -> str:
@@ -65,18 +66,19 @@ def published(rows: Path) -> Iterator[tuple[Row, StepTrace]]:
     with rows.open(encoding="utf-8") as file:
         for cells in csv.DictReader(file):
             batch, tokens, gpus = int(cells["batch_per_gpu"].split()[0]), int(cells["seq"]), int(cells["gpus"])
-            took = batch * tokens / float(cells["tokens_per_s_per_gpu"])
+            took = batch * tokens / int(cells.get("tp", 1)) / float(cells["tokens_per_s_per_gpu"])
             kind, keeps = cells["activation_checkpointing"], cells["reshard_after_forward"] == "never"
             reserved = float(cells["reserved"]) if cells["reserved"] else None
-            card = cells["gpu"].split()[0]
+            card, tp = cells["gpu"].split()[0], int(cells.get("tp", 1))
             compiled = cells.get("compiled") == "each block"
-            row = Row(cells["model"], gpus, card, batch, tokens, kind, keeps, reserved, took, compiled)
+            row = Row(cells["model"], gpus, card, batch, tokens, kind, keeps, reserved, took, compiled, tp)
             eight = cells.get("float8") == "tensorwise"
-            model = torchtitan.llama(row.model, fused_norms=cells.get("norms") == "fused", float8=eight)
-            trace = torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, gpus, CARDS[card], compiled)
+            model = torchtitan.llama(row.model, fused_norms=cells.get("norms") == "fused", float8=eight, tp=tp)
+            like = "h100" if cells["gpu"] == "H100 SXM" else CARDS[card]
+            trace = torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, gpus, like, compiled, tp)
             network = cells.get("network_of_a_machine")  # as "400 Gb/s"
             link = REACHED * float(network.split()[0]) * 1e9 / 8 if network else None
-            launch = Launch("fsdp2", gpus, link=link)  # for the seconds of its collectives
+            launch = Launch("fsdp2", gpus, tp=tp, link=link)  # for the seconds of its collectives
             options = "" if cells["allocator"] == "not printed" else cells["allocator"]
             yield row, replace(trace, launch=launch, alloc_conf=options)
 
@@ -85,9 +87,9 @@ def print_published() -> None:
     """The rows of all files, a line each."""
     print("| model, GPUs | batch x tokens | checkpointing | after forward | reserved GiB: published |", end="")
     print(" predicted | tokens/s/GPU: published | predicted |\n|---|---|---|---|---:|---:|---:|---:|")
-    for row, trace in (*published(EIGHT), *published(MANY), *published(COMPILED)):
+    for row, trace in (row for file in (EIGHT, MANY, COMPILED, PARALLEL) for row in published(file)):
         reserved = f"{row.reserved or ''} | {trace.peak_reserved / GIB:.2f}"
-        tokens, compiled = row.batch * row.tokens, ", compiled" * row.compiled
+        tokens, compiled = row.batch * row.tokens / row.tp, ", compiled" * row.compiled
         print(
             f"| {row.model}, {row.gpus} {row.card}{compiled} | {row.shape} | {row.checkpointing} | {row.resharding} | "
             f"{reserved} | {tokens / row.seconds:.0f} | {tokens / trace.seconds:.0f} |",

@@ -6,12 +6,14 @@ has norms of its own in fp32 (github.com/pytorch/torchtitan, torchtitan/models/l
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -40,6 +42,7 @@ class Shape:
 
 SHAPES = {
     "llama3-8b": Shape(4096, 14336, 32, 8, 32, 128256, 8192),
+    "llama3.1-8b": Shape(4096, 14336, 32, 8, 32, 128256, 32768),
     "llama3-70b": Shape(8192, 28672, 64, 8, 80, 128256, 8192),
     "llama2-13b": Shape(5120, 13824, 40, 40, 40, 32000, 4096),
     "llama2-70b": Shape(8192, 28672, 64, 8, 80, 32000, 4096),
@@ -92,7 +95,7 @@ class Attention(nn.Module):
         times = self.of.heads // self.of.kv_heads
         q, k, v = (heads.transpose(1, 2) for heads in (q, repeated(k, times), repeated(v, times)))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        joined: Tensor = self.wo(out.transpose(1, 2).contiguous().view(x.shape))
+        joined: Tensor = self.wo(out.transpose(1, 2).contiguous().flatten(2))
         return joined
 
 
@@ -136,8 +139,12 @@ class Transformer(nn.Module):
 
 
 @cache
-def llama(name: str, fused_norms: bool, float8: bool = False) -> nn.Module:
-    """One of `SHAPES`, on the meta device. float8: the matrix products of all blocks are in 8 bits (torchao)."""
+def llama(name: str, fused_norms: bool, float8: bool = False, tp: int = 1) -> nn.Module:
+    """One of `SHAPES`, on the meta device.
+
+    float8: the matrix products of all blocks are in 8 bits (torchao).
+    tp: for how many ranks `trace` divides it, so that no other step gets a divided model.
+    """
     with torch.device("meta"):
         model = Transformer(replace(SHAPES[name], fused_norms=fused_norms)).train()
     for block in model.layers.values() if float8 else ():
@@ -145,30 +152,71 @@ def llama(name: str, fused_norms: bool, float8: bool = False) -> nn.Module:
     return model
 
 
+def divide(model: Any, mesh: DeviceMesh) -> None:
+    """Its plan of tensor parallelism (torchtitan/models/llama3/infra/parallelize.py), with a divided loss."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    rows, whole = Shard(1), Replicate()
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=rows),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(input_layouts=rows, output_layouts=Shard(-1), use_local_output=False),
+        },
+    )
+    for block in model.layers.values():
+        plan = {
+            "attention_norm": SequenceParallel(),
+            "attention": PrepareModuleInput(input_layouts=(rows, None), desired_input_layouts=(whole, None)),
+            **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+            "attention.wo": RowwiseParallel(output_layouts=rows),
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
+            **{f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")},
+            "feed_forward.w2": RowwiseParallel(output_layouts=rows),
+        }
+        parallelize_module(block, mesh, plan)
+
+
 def trace(
-    model: Any, policy: str, batch: int, tokens: int, keeps: bool, processes: int, card: str, compiled: bool = False
-) -> StepTrace:
+    model: Any, policy: str, batch: int, tokens: int, keeps: bool, processes: int, card: str, compiled: bool = False,
+    tp: int = 1,
+) -> StepTrace:  # fmt: skip
     """One rank's step: each block sharded, then the rest; the loss over whole logits; fused AdamW, clipping.
 
     keeps: gathered parameters after forward; else those of all blocks but the last are dropped.
     compiled: each block, by torch.compile.
+    tp: ranks that divide each weight matrix, and norms and residuals along the sequence.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor.parallel import loss_parallel
 
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def make_optimizer(model: Any) -> torch.optim.Optimizer:
+        if tp > 1:
+            divide(model, columns)
         *others, last = model.layers.values()
         for block in (*others, last):
-            fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=not keeps and block is not last)
-        fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)  # the PyTorch of then did so
+            fully_shard(block, mesh=rows, mp_policy=precision, reshard_after_forward=not keeps and block is not last)
+        fully_shard(model, mesh=rows, mp_policy=precision, reshard_after_forward=False)  # the PyTorch of then did so
         return torch.optim.AdamW(model.parameters(), fused=True)
 
     def step(model: Any, optimizer: Any) -> None:
         ids = torch.zeros(batch, tokens, dtype=torch.long)
         labels = ids.clone()
         optimizer.zero_grad()
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # what the PyTorch of these runs took on Hopper
+        # what the PyTorch of these runs took on Hopper
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), loss_parallel() if tp > 1 else nullcontext():
             logits = model(ids)
             loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
             del logits
@@ -180,7 +228,8 @@ def trace(
     for block in model.layers.values() if compiled else ():
         block.compile()
     try:
-        with rank_of(processes) as mesh:
+        with rank_of(processes // tp, tp, names=("dp_shard", "tp")) as mesh:
+            rows, columns = mesh["dp_shard"], mesh["tp"]
             return trace_step(model, step, make_optimizer=make_optimizer, device=card)
     finally:
         remove_policy(model)

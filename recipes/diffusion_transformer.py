@@ -49,7 +49,14 @@ BUILT_IN = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     groups = (TransformerArguments, ImageArguments, TransformerLoopArguments, ACArguments)
-    parsed = parse_args(groups, argv, builtin=BUILT_IN, unless="pretrained_model_name_or_path", description=__doc__)
+    parsed = parse_args(
+        groups,
+        argv,
+        builtin=BUILT_IN,
+        unless="pretrained_model_name_or_path",
+        description=__doc__,
+        recipe="diffusion_transformer",
+    )
     run_with_replanning(train, *parsed)
 
 

@@ -55,6 +55,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, SplitArguments, A
         builtin=BUILT_IN,
         unless="model_name_or_path",
         description=__doc__,
+        recipe="dpo",
     )
     return model_args, data_args, ac_args, training_args
 

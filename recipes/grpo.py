@@ -53,6 +53,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, SplitArguments, A
         builtin=BUILT_IN,
         unless="model_name_or_path",
         description=__doc__,
+        recipe="grpo",
     )
     return model_args, data_args, ac_args, training_args
 

@@ -65,6 +65,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, VisionArguments, 
         builtin=BUILT_IN,
         unless="model_name_or_path",
         description=__doc__,
+        recipe="image_classification",
     )
     return model_args, data_args, ac_args, training_args
 

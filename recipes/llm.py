@@ -31,6 +31,7 @@ from ckpt_ft.training.session import swap_before_moving
 from ckpt_ft.training.text import DataArguments, collator_of, encode_rows, load_rows
 from ckpt_ft.training.trainer import answers, evaluate, prompts_of, start, train, write_model_card
 from ckpt_ft.validation import library_reads
+from ckpt_ft.workloads.from_trainer import precision_of
 
 # The defaults if no model is given.
 BUILT_IN = {
@@ -49,7 +50,7 @@ BUILT_IN = {
 def parse(argv: Sequence[str] | None) -> tuple[LanguageModelArguments, DataArguments, TextACArguments, RunArguments]:
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
     groups = (LanguageModelArguments, DataArguments, TextACArguments, RunArguments)
-    return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__)
+    return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__, recipe="llm")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,7 +72,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_dataset = encode_rows(train_rows, tokenizer, data_args)
         eval_dataset = None if eval_rows is None else encode_rows(eval_rows, tokenizer, data_args)
 
-    model = swap_before_moving(load_model(model_args, data_args.max_length, model_args.router_aux_loss_coef), ac_args)
+    model = load_model(
+        model_args, data_args.max_length, model_args.router_aux_loss_coef, model_args.ep_size,
+        precision_of(training_args),
+    )  # fmt: skip
+    model = swap_before_moving(model, ac_args)
 
     # 3. Training: --find_max_length finds the length of the sequences; one callback plans what --ac_policy auto and
     # --find_max_batch_size leave open, applies the policy and reports memory

@@ -71,6 +71,7 @@ def parse(
         builtin=BUILT_IN,
         unless="model_name_or_path",
         description=__doc__,
+        recipe="vlm",
     )
     check_answers(data_args.answered, training_args.do_eval)
     training_args.remove_unused_columns = False  # a row's transform loads its images from other columns

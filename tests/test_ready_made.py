@@ -27,6 +27,8 @@ def test_each_ready_made_file_fits_as_the_readme_says(
     card: str, file: str, recipe: str, peak: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["estimate", "--config", str(ROOT / file), "--recipe", recipe, "--device", card, "--json"]
+    launch = re.search(r"accelerate_configs/fsdp2\.yaml", (ROOT / file).read_text())
+    words += ["--launch", str(ROOT / launch[0])] if launch else []
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
     assert cli._main() == 0
     told = json.loads(capsys.readouterr().out)

@@ -121,7 +121,8 @@ class Contents:
     """What a region's modules hold at one moment: valid as long as `copies.unchanged()`.
 
     Attributes:
-        modules: the region's module and all its submodules.
+        module: the region's module.
+        modules: it and all its submodules.
         lazy: whether a layer of them is still lazy.
         parameters: their parameters.
         copies: their containers (attributes, tables, containers in attributes), with shallow copies.
@@ -131,10 +132,10 @@ class Contents:
         generators: attributes that are random generators of PyTorch's.
     """
 
-    __slots__ = ("arrays", "copies", "extra", "generators", "held", "lazy", "modules", "parameters")
+    __slots__ = ("arrays", "copies", "extra", "generators", "held", "lazy", "module", "modules", "parameters")
 
     def __init__(self, module: nn.Module) -> None:
-        self.modules = modules_in(module)
+        self.module, self.modules = module, modules_in(module)
         self.lazy = any(isinstance(inner, LazyModuleMixin) for inner in self.modules)
         found = [value for inner in self.modules for value in inner._parameters.values()]
         self.parameters = [value for value in found if value is not None]
@@ -288,7 +289,7 @@ class StateBeforeFirstRun:
             )
         self._values = _values(self._parameters)
         for tensor in self._tensors:
-            tensor.look()
+            tensor.note_write()
         if any(tensor.value.grad_fn is not None for tensor in self._tensors):
             self._copies.without_graphs()  # otherwise each step would keep the graph of the last
             self._state.last, self._contents.held = None, []
@@ -355,7 +356,7 @@ class StateBeforeFirstRun:
             )
 
     def _described(self, parameter: nn.Parameter) -> str:
-        region = next(iter(self._contents.modules))
+        region = self._contents.module
         copies = dict(zip(map(id, self._copies.dicts), self._copies.of_dicts, strict=True))
         for path, module in region.named_modules():
             for name, value in copies.get(id(module._parameters), {}).items():
@@ -370,7 +371,7 @@ class StateBeforeFirstRun:
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the current parameters with names, except those that a sharding engine or `swap` manages."""
-        for path, module in next(iter(self._contents.modules)).named_modules():
+        for path, module in self._contents.module.named_modules():
             for name, value in module._parameters.items():
                 managed = value is None or _is_managed(value) or hasattr(value, "ds_id") or hasattr(value, SWAPPED)
                 if not managed:
@@ -378,7 +379,7 @@ class StateBeforeFirstRun:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the modules' current buffers, and tensors and arrays of any size in attributes, with names."""
-        now = Contents(next(iter(self._contents.modules)))
+        now = Contents(self._contents.module)
         for (module, table, key), _, value in now.held:
             if not _is_managed(value):
                 yield _named(module, key if table in ("", "_buffers") else table), value
@@ -439,7 +440,7 @@ class _HeldTensor:
         running = isinstance(owner, _NormBase) and owner.training and owner.track_running_stats
         return running and table == "_buffers" and key.startswith("running_")
 
-    def look(self) -> None:
+    def note_write(self) -> None:
         """Record whether the first run wrote the tensor."""
         history, real = self.history, not _without_values(self.value)
         counted = version_of(self.value) != self.version

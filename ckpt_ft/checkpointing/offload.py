@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from ckpt_ft.errors import one_line
@@ -222,7 +223,7 @@ class Parking:
 
     def __init__(self, usage: Usage, min_bytes: int, comparison: TensorComparison | None = None) -> None:
         self.usage, self.min_bytes, self.comparison = usage, min_bytes, comparison
-        self.resident: set[int] = set()  # storages that stay on the device
+        self.resident: dict[int, Any] = {}  # storages that stay on the device, as `_storages` returns them
         self.block = 0
         self.blocks: dict[int, list[weakref.ref[Parked]]] = {}
         self.side: torch.cuda.Stream | None = None
@@ -328,7 +329,7 @@ class Offloading(StandIn):
                 return self.forward(*args, **kwargs)
         finally:
             _local.running = None
-            running.resident = set()
+            running.resident = {}
 
 
 class Block(StandIn):
@@ -354,7 +355,11 @@ def install(model: nn.Module, blocks: Mapping[str, nn.Module], *, min_bytes: int
     return Installed("offload", stand_ins, [row])
 
 
-def _storages(module: nn.Module) -> set[int]:
-    """Return the storages of parameters and buffers, which are never offloaded."""
+def _storages(module: nn.Module) -> dict[int, Any]:
+    """Return the storages of parameters and buffers, which are never offloaded: their addresses with a weak reference.
+
+    While it lives, no new storage gets the address of one that is gone (ZeRO-3's gathered parameters).
+    """
     tensors: list[Any] = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
-    return {(t._local_tensor if is_dtensor(t) else t).untyped_storage()._cdata for t in tensors}
+    storages = ((t._local_tensor if is_dtensor(t) else t).untyped_storage() for t in tensors)
+    return {storage._cdata: StorageWeakRef(storage) for storage in storages}

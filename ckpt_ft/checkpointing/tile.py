@@ -63,19 +63,21 @@ class Tiled(StandIn):
 
     def _in_pieces(self, hidden: torch.Tensor, size: int) -> torch.Tensor:
         """The output of the MLP for `hidden` (..., width), computed for `size` tokens of the batch at a time."""
-        sharded = any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())  # ZeRO-3 gathers each
+        pieces = hidden.reshape(1, -1, hidden.shape[-1]).split(size, dim=1)  # contiguous
+        gathered = _GatheredOnce(self.module, len(pieces))
+        sharded = bool(gathered.parameters)
         weights = None if sharded else Weights(self.module, AutocastState.now(hidden.device.type))
         comparison = self.verification.region(self.name, self.module) if self.verification.active else None
 
         def run(proof: ChunkProof, piece: torch.Tensor) -> torch.Tensor:
+            gathered.begin_piece()
             with proof:
                 return self.unhooked.run(piece, {} if weights is None else weights.of_chunk())
 
         random = has_dropout(self.module)
-        rows = hidden.reshape(1, -1, hidden.shape[-1])  # pieces of it are contiguous
         outputs = [
             checkpoint(partial(run, ChunkProof(comparison)), piece, use_reentrant=False, preserve_rng_state=random)
-            for piece in rows.split(size, dim=1)
+            for piece in pieces
         ]
         if weights is not None:
             weights.drop_copies()
@@ -99,6 +101,24 @@ class Tiled(StandIn):
             raise WorkFailed(
                 f"policy 'tile': the output of a {kind} at a token depends on other tokens; leave 'tile' out"
             )
+
+
+class _GatheredOnce:
+    """Keeps the weights that ZeRO-3 has gathered until the last piece of a pass, forward or backward, has run.
+
+    DeepSpeed gathers the weights of a layer before it runs, and releases them after it unless `ds_active_sub_modules`
+    has another user.
+    """
+
+    def __init__(self, module: nn.Module, pieces: int) -> None:
+        self.parameters: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
+        self.pieces, self.begun = pieces, 0
+
+    def begin_piece(self) -> None:
+        self.begun += 1
+        for p in self.parameters:
+            users = p.ds_active_sub_modules
+            (users.add if self.begun % self.pieces else users.discard)(id(self))
 
 
 def install(model: nn.Module, blocks: Mapping[str, nn.Module], pieces: int) -> Installed:

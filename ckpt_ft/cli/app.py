@@ -37,6 +37,7 @@ def main() -> None:
     """The console script."""
     for library in ("transformers", "diffusers"):
         logging.getLogger(library).setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(lambda record: False)  # it would write into our standard output
     logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # the error that follows is one line of ours
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {one_line(message)}", file=sys.stderr)
     gc.disable()  # a command lives for seconds and makes no cycles worth looking for among its millions of objects

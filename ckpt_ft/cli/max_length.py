@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +15,7 @@ from ckpt_ft.export.holders import holders_table
 from ckpt_ft.memory.gpus import asked_gpu, calibrated
 from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.defaults import LORA_R
-from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.spec.training_spec import MOST, TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number
 
@@ -23,7 +24,7 @@ from .params import AsJson, takes_spec
 from .planning import Margin
 
 if TYPE_CHECKING:
-    from ckpt_ft.planning.max_length import MaxLength
+    from ckpt_ft.planning.max_length import MaxLength, NextTerm
 
 # The columns of --table, by their memory, and its rows: changes of the spec.
 _CARDS = ("rtx-4090", "a100-40gb", "h100", "h200")
@@ -36,7 +37,7 @@ _ANY = 16  # tokens of the batches that the workload is built with; the search m
 _OF_TABLE = "full,head"
 
 
-@takes_spec("policy", "seq_length", "host_memory")
+@takes_spec("policy", "seq_length")
 def max_length(
     spec: TrainingSpec,
     policy: Annotated[str, typer.Option("--policy", help="e.g. full,head; auto for the best of several")] = "auto",
@@ -57,7 +58,8 @@ def max_length(
     if table:
         _print_table(spec, (_OF_TABLE,) if policy == "auto" else policies, margin, as_json)
         return
-    found, command = _find(spec, policies, margin)
+    with progress() as say:
+        found, command = _find(spec, policies, margin, say, jobs=0, next_term=policy != "auto")
     device = spec.host.device or "cpu"
     if not found.length:
         raise WorkFailed(
@@ -71,6 +73,8 @@ def max_length(
     console = stdout()
     print_table(_ladder(spec, found, device), console)
     print_table(holders_table(found.holders, found.ladder[0].peak_allocated), console)
+    if found.next_term is not None:
+        console.print(_next_term(found.next_term, found.length), markup=False)
     for policy, reason in found.rejected.items():
         console.print(f"not possible: {reason if policy in reason else f'{policy}: {reason}'}", markup=False)
     for note in found.notes:
@@ -83,8 +87,10 @@ def register(app: typer.Typer) -> None:
     app.command()(max_length)
 
 
-def _find(spec: TrainingSpec, policies: tuple[str, ...], margin: str) -> tuple[MaxLength, str]:
-    """The longest sequence, and the command that trains on it."""
+def _find(
+    spec: TrainingSpec, policies: tuple[str, ...], margin: str, say: Callable[[str], None], **search: Any
+) -> tuple[MaxLength, str]:
+    """The longest sequence, and the command that trains on it. search: for `predict_max_length`."""
     from ckpt_ft.planning.max_length import predict_max_length
     from ckpt_ft.workloads.load import load
     from ckpt_ft.workloads.model_config import beyond_note, position_limit, with_rope_scaling
@@ -92,16 +98,15 @@ def _find(spec: TrainingSpec, policies: tuple[str, ...], margin: str) -> tuple[M
     if spec.data.images:
         raise UserError(f"--images {spec.data.images}: the longest sequence is searched for text alone; leave it out")
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
-    with progress() as say:
-        say(f"building {spec.model.name} from its config")
-        workload = load(spec.edit(seq_length=_ANY), gpu or "cpu")
-        if "seq_length" not in workload.shape:
-            raise UserError(f"the batches of {spec.model.name}, of kind '{workload.kind}', hold no sequences")
-        limit = position_limit(workload.model)
-        found = predict_max_length(
-            workload, policies, spec.host.budget, batch_size=spec.data.batch_size, margin=margin or None, jobs=0,
-            report=say, launches=spec.launch.launches, **({"most": limit} if limit else {}),
-        )  # fmt: skip
+    say(f"building {spec.model.name} from its config")
+    workload = load(spec.edit(seq_length=_ANY), gpu or "cpu")
+    if "seq_length" not in workload.shape:
+        raise UserError(f"the batches of {spec.model.name}, of kind '{workload.kind}', hold no sequences")
+    found = predict_max_length(
+        workload, policies, spec.host.budget, batch_size=spec.data.batch_size, margin=margin or None, report=say,
+        launches=spec.launch.launches, most=position_limit(workload.model) or MOST, host_memory=spec.host.host_memory,
+        **search,
+    )  # fmt: skip
     beyond = beyond_note(workload.model.config, spec.model.rope_scaling, found.length)
     found = replace(found, notes=[*found.notes, *([beyond] if beyond else [])])
     if not found.length:
@@ -133,12 +138,25 @@ def _ladder(spec: TrainingSpec, found: MaxLength, device: str) -> Table:
     return Table(title, (*(["launch"] if spec.launch.launches else []), *header), rows)
 
 
+def _next_term(more: NextTerm, length: int) -> str:
+    """What the next term would give, as a sentence."""
+    longer = f"{more.longest.length / length:.2g} times as long ({more.longest.length:,} tokens)"
+    return f"with '{more.term}': {longer}, {100 * max(more.slower, 0):.0f} % slower at {length:,} tokens"
+
+
 def _print_table(spec: TrainingSpec, policies: tuple[str, ...], margin: str, as_json: bool) -> None:
     """Print the longest sequence of each method on each card."""
+    from ckpt_ft.planning.tracing import run_tasks
+
     cards = (spec.host.device,) if spec.host.device else _CARDS
-    lengths: dict[str, dict[str, int]] = {}
-    for method, changes in _METHODS.items():
-        lengths[method] = dict(_on_cards(spec.edit(**changes), policies, cards, margin))
+    cells = [(spec.edit(device=card, **changes), policies, margin) for changes in _METHODS.values() for card in cards]
+    found: dict[int, int] = {}
+    with progress() as say:
+        for number, length in run_tasks([partial(_length, *cell) for cell in cells]):
+            found[number] = length
+            say(f"{len(found)} of {len(cells)}: the longest sequence of each method on each card")
+    by_cell = (found[number] for number in range(len(cells)))
+    lengths = {method: {card: next(by_cell) for card in cards} for method in _METHODS}
     if as_json:
         print(json.dumps({"model": spec.model.name, "policies": policies, "tokens": lengths}, indent=2))
         return
@@ -150,8 +168,6 @@ def _print_table(spec: TrainingSpec, policies: tuple[str, ...], margin: str, as_
     print_table(Table(title, ("method", *cards), rows), stdout())
 
 
-def _on_cards(
-    spec: TrainingSpec, policies: tuple[str, ...], cards: tuple[str, ...], margin: str
-) -> Iterator[tuple[str, int]]:
-    for card in cards:
-        yield card, _find(spec.edit(device=card), policies, margin)[0].length
+def _length(spec: TrainingSpec, policies: tuple[str, ...], margin: str) -> int:
+    """The longest sequence of one cell of the table, searched for by this process alone."""
+    return _find(spec, policies, margin, lambda line: None, jobs=1)[0].length

@@ -81,7 +81,9 @@ def takes_spec(
             if typed_flags.get("dtype") == "auto":
                 typed_flags["dtype"] = checkpoint_dtype(hub_id(model))
             elif "dtype" in taken and not (config or _PRECISION & typed_flags.keys()):
-                typed_flags |= _published(model, bool(typed_flags.get("lora_r") or typed_flags.get("peft_config")))
+                typed_flags |= _published_precision(
+                    model, bool(typed_flags.get("lora_r") or typed_flags.get("peft_config"))
+                )
             spec = TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields_of(typed_flags), **fixed})
             if "policy" in taken:
                 require_applicable(spec)
@@ -106,11 +108,11 @@ def _option(flag: Flag) -> Any:
     return Annotated[flag.type | None, typer.Option(*flag.options, help=text)]
 
 
-def _published(model: str, adapts: bool) -> dict[str, str]:
-    """The precision that a known model is trained in if no flag says it; says so.
+def _published_precision(model: str, adapts: bool) -> dict[str, str]:
+    """The default dtype and autocast of a known model, if no flag or file sets them; prints them.
 
-    Transformers models have the dtype that they are published in. The recipes and diffusers' scripts train diffusion
-    models under bf16 autocast, and load frozen weights in bfloat16.
+    Transformers models default to the dtype of their published checkpoint, diffusion models to what the recipes and
+    diffusers' scripts do: bf16 autocast, and frozen weights in bfloat16.
     """
     if find_model(model) is None:
         return {}

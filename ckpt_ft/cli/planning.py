@@ -167,7 +167,7 @@ def plan(
         found.plot(plot)
 
 
-@takes_spec(*ONE_LAUNCH, "batch_size", "host_memory")
+@takes_spec(*ONE_LAUNCH, "batch_size")
 def max_batch(
     spec: TrainingSpec,
     margin: Margin = "",
@@ -193,6 +193,7 @@ def max_batch(
             max_batch_size=max_batch_size,
             margin=margin or None,
             report=say,
+            host_memory=spec.host.host_memory,
         )
     device = gpu.name if gpu else "cpu"
     if as_json:
@@ -202,10 +203,12 @@ def max_batch(
         print(f"{name} under '{spec.policy}' on {device}: {found}")
     if not found.batch:
         price = f"; {found.price}" if found.last else ""
+        host = found.room.host
+        beside = "" if host is None else f" with {format_bytes(host)} of host memory"
         raise WorkFailed(
-            f"{name} under '{spec.policy}' on {device}: not one sample fits in {format_bytes(found.room.budget)}; the "
-            f"smallest budget that would do is {format_at_least(found.needed)}{price}; `ckpt-ft plan` looks for a "
-            "policy that needs less"
+            f"{name} under '{spec.policy}' on {device}: not one sample fits in {format_bytes(found.room.budget)}"
+            f"{beside}; the smallest budget that would do is {format_at_least(found.needed)}{price}; `ckpt-ft plan` "
+            "looks for a policy that needs less"
         )
 
 
@@ -275,6 +278,7 @@ def _make(
 ) -> Plan:
     from ckpt_ft.export.plan_page import plan_page
     from ckpt_ft.planning.budget import memory_budget
+    from ckpt_ft.planning.launches import with_experts
     from ckpt_ft.planning.plan import budget_sweep
     from ckpt_ft.planning.plan import plan as make_plan
     from ckpt_ft.workloads.load import load
@@ -291,7 +295,10 @@ def _make(
             sweep = budget_sweep(workload, budget, **given)
             found = sweep.plan
         else:
-            found = make_plan(workload, budget, **given, launches=spec.launch.launches)
+            launches = spec.launch.launches
+            if not {"--launch", "--tp", "--cp", "--sp", "--ep", "--dp-replicate"} & set(spec.launch.asked):
+                launches = tuple(with_experts(launches, workload.model))
+            found = make_plan(workload, budget, **given, launches=launches)
             if not html:
                 return found
             sweep = budget_sweep(replace(workload, launch=found.best.launch), budget, **given)  # within the pick's

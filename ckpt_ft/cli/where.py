@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 @takes_spec(
     "policy", "batch_size", "launch", "processes", "machines", "link", "gpu_memory", "gpu_like", "budget",
-    "host_memory",
 )  # fmt: skip
 def where(
     spec: TrainingSpec,

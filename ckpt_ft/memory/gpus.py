@@ -39,6 +39,7 @@ class Calibration:
         date: when, "2026-11-23".
         per_op, per_launch: seconds of the host, as in cost/schedule.py; 0 if they were not measured.
         host_bandwidth, link: bytes per second between host and card, and between two cards; 0 if not measured.
+        host_memory: bytes per second that AdamW reads and writes on the host, with the threads of the calibration.
         curves: "kind dtype" -> the measured share of the predicted seconds.
         pace: measured over predicted seconds of a step, from a run's report.
     """
@@ -47,6 +48,7 @@ class Calibration:
     per_op: float = 0.0
     per_launch: float = 0.0
     host_bandwidth: float = 0.0
+    host_memory: float = 0.0
     link: float = 0.0
     curves: tuple[tuple[str, Curve], ...] = ()
     pace: float = 1.0

@@ -28,7 +28,7 @@ from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .budget import MemoryBudget, largest_fitting, limited_by_phases, memory_budget
-from .estimates import Estimates
+from .scaled_traces import Estimates
 from .search import search
 from .tracing import Report, Tracer
 
@@ -282,13 +282,16 @@ def predict_max_batch_size(
     max_batch_size: int = 1024,
     margin: str | float | None = None,
     report: Report | None = None,
+    host_memory: int | None = None,
 ) -> MaxBatchSize:
     """The largest batch that fits the workload's device under `policy`, predicted only. The model may be on meta.
+
+    host_memory: bytes of host memory that each process may take; None without a limit.
 
     Raises:
         UserError: a budget that the device does not have, or a policy that does not suit the model.
     """
-    room = memory_budget(budget, gpu_of(workload.device), margin, workload.launch)
+    room = memory_budget(budget, gpu_of(workload.device), margin, workload.launch, host_memory)
     policy = str(Policy.parse(policy))
     estimates, batch, needed = largest_in_room(workload, policy, room, max_batch_size, report)
     if gpu_of(workload.device) is None:

@@ -177,14 +177,16 @@ def limited_by_phases(workload: Workload, room: MemoryBudget, most: int, batch: 
 
 
 def memory_budget(
-    budget: str | int | None, gpu: GPU | None, margin: str | float | None = None, launch: Launch | None = None
-) -> MemoryBudget:
+    budget: str | int | None, gpu: GPU | None, margin: str | float | None = None, launch: Launch | None = None,
+    host: int | None = None,
+) -> MemoryBudget:  # fmt: skip
     """The memory budget on `gpu`; None for the CPU, which has no context, and no margin unless one is given.
 
     Args:
         budget: bytes or text such as "24GiB"; None for all memory of the GPU.
         margin: an amount of memory, or a share of the budget as a float; None for 2 % on a GPU.
         launch: adds NCCL's buffers to the context.
+        host: bytes of host memory that each process may take; None without a limit.
 
     Raises:
         UserError: no budget for the CPU, more than the GPU has, or a margin that is not a share of the budget.
@@ -192,7 +194,7 @@ def memory_budget(
     if gpu is None:
         if budget is None:
             raise UserError("a plan for the CPU needs a budget, such as 600MiB: its memory is shared with all else")
-        return _with_margin(parse_budget(budget), 0, margin or 0)
+        return _with_margin(parse_budget(budget), 0, margin or 0, host)
     given = gpu.memory if budget is None else parse_budget(budget)
     if given > gpu.memory:
         raise UserError(
@@ -200,15 +202,15 @@ def memory_budget(
             "give at most that, or a larger device"
         )
     context = gpu.context + (nccl_bytes(gpu) if launch else 0)
-    return _with_margin(given, context, MARGIN if margin is None else margin)
+    return _with_margin(given, context, MARGIN if margin is None else margin, host)
 
 
-def _with_margin(budget: int, context: int, margin: str | float) -> MemoryBudget:
+def _with_margin(budget: int, context: int, margin: str | float, host: int | None) -> MemoryBudget:
     if isinstance(margin, float):
         if not 0 <= margin < 1:
             raise UserError(f"margin {margin}: a share of the budget, from 0 up to, but not including, 1")
-        return MemoryBudget(budget, context, round(margin * budget), margin)
-    return MemoryBudget(budget, context, 0 if str(margin) == "0" else parse_budget(margin))
+        return MemoryBudget(budget, context, round(margin * budget), margin, host)
+    return MemoryBudget(budget, context, 0 if str(margin) == "0" else parse_budget(margin), host=host)
 
 
 def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: Mapping[int, int] | None = None) -> int:

@@ -26,13 +26,15 @@ from torch import nn
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.collectives import nccl_bytes
+from ckpt_ft.memory.cost.kernels import bound_by_memory, device_seconds
+from ckpt_ft.memory.cost.schedule import HOST, host_threads
 from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules.cuda import same_kernels
 from ckpt_ft.planning.batch_size import largest_in_room
 from ckpt_ft.planning.budget import LESS, Candidate, MemoryBudget, seconds
-from ckpt_ft.planning.estimates import Estimates
 from ckpt_ft.planning.results import Estimate, Fix, Suggestion, Suggestions
+from ckpt_ft.planning.scaled_traces import Estimates
 from ckpt_ft.planning.search import blocks_of, fewest_swapped, with_term
 from ckpt_ft.planning.tracing import Traced, Tracer, on_card, trace_policies
 from ckpt_ft.policy import Policy
@@ -40,7 +42,7 @@ from ckpt_ft.spec.command import command_for, recipe_command
 from ckpt_ft.spec.flags import Edit, offloaded
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.units import format_at_least, format_bytes
+from ckpt_ft.units import format_at_least, format_bytes, format_number
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import with_rope_scaling
 from ckpt_ft.workloads.sample_sizes import Lengths
@@ -107,10 +109,15 @@ def _of_run(
     spec: TrainingSpec, gpu: GPU | None, workload: Workload, policy: Policy, traces: dict[str, StepTrace]
 ) -> Estimate:
     capacity = spec.host.budget or (gpu.memory if gpu else None)
-    step = replace(traces[""], notes=[*traces[""].notes, *_slow(spec, gpu)])
+    more = [*_slow(spec, gpu), *_starved(traces[""], gpu), *_of_host(traces[""], gpu)]
+    step = replace(traces[""], notes=[*traces[""].notes, *more])
     found = _estimate(workload, policy, spec.data.batch_size, step, capacity)
     found = replace(found, command=_command(spec, workload), host_capacity=spec.host.host_memory)
-    return _with_phases(found, {name: trace for name, trace in traces.items() if name})
+    found = _with_phases(found, {name: trace for name, trace in traces.items() if name})
+    from ckpt_ft.workloads.phases import outside_steps  # imports transformers
+
+    outside = outside_steps(workload.model, traces[""])
+    return replace(found, peaks={"loading": 0, **found.peaks, **outside})
 
 
 def with_suggestions(
@@ -137,6 +144,34 @@ def _slow(spec: TrainingSpec, gpu: GPU | None) -> list[str]:
     if gpu is None or gpu.arch >= (8, 0) or "bf" not in (spec.precision.dtype[:2], spec.precision.mixed_precision[:2]):
         return []
     return [f"{gpu.name} computes bfloat16 by way of float32, slowly; --dtype float16 or --fp16 is faster"]
+
+
+def _starved(trace: StepTrace, gpu: GPU | None) -> list[str]:
+    """A sentence about experts with so few tokens that most of their products' time goes into reading weights."""
+    products = [op for op in trace.ops if op.at >= trace.start and op.flops and "expert" in op.module.lower()]
+    if gpu is None or gpu.is_cpu or not products:
+        return []
+    took = [(device_seconds(op, gpu), bound_by_memory(op, gpu)) for op in products]
+    total, waiting = sum(seconds for seconds, _ in took), sum(seconds for seconds, waits in took if waits)
+    if waiting < total / 2:
+        return []
+    return [
+        f"each product of an expert has {products[0].shape[1]} tokens: {format_number(waiting)} of the "
+        f"{format_number(total)} s of these products are bound by memory bandwidth, and more tokens add little to them"
+    ]
+
+
+def _of_host(step: StepTrace, gpu: GPU | None) -> list[str]:
+    """How long the host computes what is left to it."""
+    if gpu is None or not any(op.stream == HOST for op in step.ops):
+        return []
+    took = sum(span.end - span.start for span in step.schedule() if span.stream == HOST)
+    if gpu.calibration is not None and gpu.calibration.host_memory:
+        return [f"the host computes for {took:.2g} s, at the speed that `ckpt-ft calibrate` measured"]
+    return [
+        f"the host computes for {took:.2g} s with OMP_NUM_THREADS={host_threads()}; `accelerate launch` sets 1 unless "
+        "it is set, and more threads are faster"
+    ]
 
 
 def _command(spec: TrainingSpec, workload: Workload) -> str:

@@ -12,14 +12,18 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import gcd
+
+from torch import nn
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.sequence_parallel import check, experts_of
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .budget import Candidate, MemoryBudget, better, limited_by_phases
-from .estimates import LOW, Estimates
+from .scaled_traces import LOW, Estimates
 from .search import ends, pick_first, search, timed, trace_final_batches
 from .tracing import Tracer, trace_all
 
@@ -39,6 +43,19 @@ def apart(launches: Sequence[Launch]) -> tuple[list[Launch], list[Launch]]:
     """
     own = [launch for launch in launches if launch.ranks_of_a_sample == 1]
     return own or list(launches), [launch for launch in launches if own and launch.ranks_of_a_sample > 1]
+
+
+def with_experts(launches: Sequence[Launch], model: nn.Module) -> list[Launch]:
+    """Adds FSDP2 with the model's experts on as many GPUs of a machine as divide their number, if transformers can."""
+    plain = next((launch for launch in launches if launch.strategy == "fsdp2" and launch.ranks_of_a_sample == 1), None)
+    if plain is None:
+        return list(launches)
+    apart = replace(plain, ep=gcd(experts_of(model), plain.processes // plain.machines))
+    try:
+        check(model, apart)
+    except UserError:
+        return list(launches)
+    return [*launches, apart] if apart.ep > 1 else list(launches)
 
 
 def search_shared(
@@ -277,7 +294,8 @@ class Launches:
         lean = estimates.leanest()
         for gpus in (n for n in range(2, pick.launch.processes) if pick.launch.processes % n == 0):
             machines = max(1, gpus * launch.machines // launch.processes)
-            fewer = self._under(replace(launch, processes=gpus, machines=machines))
+            split = gcd(launch.ep, gpus // machines)
+            fewer = self._under(replace(launch, processes=gpus, machines=machines, ep=split))
             trace = fewer.tracer.trace(lean.policy, lean.batch) if self._might_fit(estimates, lean, gpus) else ""
             if isinstance(trace, StepTrace):
                 candidate = Candidate.of(lean.policy, lean.batch, trace, fewer.tracer.workload.accumulation)

@@ -23,15 +23,16 @@ from ckpt_ft.workloads.workload import Step, Workload, or_loop
 
 from .batch_size import Trial, find_max_batch_size
 from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
-from .estimates import HIGH, Estimates
 from .launches import Launches, apart, search_shared
 from .plan import searching
-from .search import trace_final_batches
+from .scaled_traces import HIGH, Estimates
+from .search import trace_final_batches, with_term
 from .tracing import Report
 
 GRANULARITY = 256  # tokens
 LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "full,head,offload,tile:16")
 LEAN = LADDER[3:]  # what is tried on several GPUs
+TERMS = ("full", "head", "tile:16", "offload")  # in the order in which they are worth their price
 _TARGET = "effective_batch"
 _TOLERANCE = 0.01  # reserved bytes do not grow evenly with the length: within it, a longer one may or may not fit
 
@@ -66,6 +67,20 @@ class LongestSequence:
 
 
 @dataclass(frozen=True)
+class NextTerm:
+    """What one more term of the policy would give.
+
+    Attributes:
+        longest: the longest sequence with it.
+        slower: how much slower it makes a step on the longest sequence without it, as a share.
+    """
+
+    term: str
+    longest: LongestSequence
+    slower: float
+
+
+@dataclass(frozen=True)
 class MaxLength:
     """The longest sequence that fits, 0 tokens if not even the shortest one does.
 
@@ -76,6 +91,7 @@ class MaxLength:
         room: the memory budget.
         ladder: the longest sequence of every policy that fits, the longest first.
         holders: what holds the peak of the first of them.
+        next_term: what one more term of the first policy would give, if that was asked for and lengthens it.
         rejected: policies and launches that do not suit the model, each with the reason.
         needed: if nothing fits, the smallest budget that works for `granularity` tokens; else 0.
         granularity: lengths are multiples of this number of tokens.
@@ -94,6 +110,7 @@ class MaxLength:
     granularity: int = GRANULARITY
     notes: list[str] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
+    next_term: NextTerm | None = None
 
     def __str__(self) -> str:
         found = f"longest sequence in {format_bytes(self.room.budget)}: predicted {self.predicted} tokens"
@@ -144,6 +161,8 @@ def predict_max_length(
     jobs: int = 1,
     report: Report | None = None,
     launches: Sequence[Launch] = (),
+    next_term: bool = False,
+    host_memory: int | None = None,
 ) -> MaxLength:
     """The longest sequence that fits the workload's device under the best of `policies`, predicted only.
 
@@ -152,6 +171,8 @@ def predict_max_length(
         most: tokens of the longest sequence to consider.
         launches: launches to choose from, in place of the workload's own. Those that hold more than another of them
             are left out, as DDP beside FSDP2, and so are the first rungs of `LADDER`: they are never the longest.
+        next_term: also look at what one more term of the first policy would give, unless there are several launches.
+        host_memory: bytes of host memory that each process may take; None without a limit.
 
     Raises:
         UserError: a budget that the device does not have, or no policy that suits the model.
@@ -159,14 +180,14 @@ def predict_max_length(
     pieces, most_pieces, granularity = by_length(workload, batch_size, most)
     gpu = gpu_of(workload.device)
     launch = launches[0] if launches else workload.launch
-    room = memory_budget(budget, gpu, margin, launch)
+    room = memory_budget(budget, gpu, margin, launch, host_memory)
     if launches:
         policies = LEAN if tuple(policies) == LADDER else policies
         launches = [one for one in launches if one.reshard_after_forward and one.strategy != "ddp"] or launches
     policies = [str(Policy.parse(policy)) for policy in policies]
     with searching(replace(pieces, launch=None) if launches else pieces, jobs, report) as tracer:
         if launches:
-            alone = memory_budget(budget, gpu, margin)
+            alone = memory_budget(budget, gpu, margin, host=host_memory)
             own, sharing = apart(launches)
             several = Launches(tracer, own, (room, alone), _TARGET, None, most_pieces, _TOLERANCE)
             candidates = several.search(policies)
@@ -177,20 +198,22 @@ def predict_max_length(
             estimates = next((each for each, own in shared if candidates[:1] == own[:1] != []), estimates)
         else:
             most_pieces = limited_by_phases(pieces, room, most_pieces)
-            estimates = Estimates(tracer, room, _TARGET, most=most_pieces, tolerance=_TOLERANCE)
-            candidates, rejected = _settled(estimates, policies), estimates.rejected
+            estimates = Estimates(tracer, room, _TARGET, most=most_pieces, tolerance=_TOLERANCE, separate=True)
+            candidates, rejected = _settled(estimates, policies), dict(estimates.rejected)
         if not estimates.anchors:
             raise UserError("no policy suits the model: " + "; ".join(rejected.values()))
         if not candidates:
             needed = room.needs(_shortest(estimates))
             return MaxLength(0, 0, batch_size, room, rejected=rejected, needed=needed, granularity=granularity)
         best = estimates.tracer.traced[candidates[0].policy, candidates[0].batch]
+        more = None if launches or not next_term else _next_term(estimates, candidates[0], granularity, batch_size)
     assert not isinstance(best, str), "a candidate has a trace"
     ladder = [LongestSequence.of(candidate, granularity, batch_size) for candidate in candidates]
     length = ladder[0].length
     return MaxLength(
-        length, length, batch_size, room, ladder, best.grouped_holders(8), rejected, 0, granularity, best.notes
-    )
+        length, length, batch_size, room, ladder, best.grouped_holders(8), rejected, 0, granularity, best.notes,
+        next_term=more,
+    )  # fmt: skip
 
 
 def _settled(estimates: Estimates, policies: Sequence[str]) -> list[Candidate]:
@@ -198,6 +221,23 @@ def _settled(estimates: Estimates, policies: Sequence[str]) -> list[Candidate]:
     estimates.trace_candidates(policies)
     trace_final_batches([(estimates, candidate) for candidate in estimates.candidates()])
     return sorted(estimates.candidates(), key=better(_TARGET), reverse=True)
+
+
+def _next_term(estimates: Estimates, found: Candidate, granularity: int, batch_size: int) -> NextTerm | None:
+    """The longest sequence with the first of `TERMS` that `found` lacks and that lengthens it."""
+    for term in TERMS:
+        if term.partition(":")[0] in found.policy:
+            continue
+        try:
+            policy = with_term(found.policy, term)
+        except UserError:  # it contradicts another one
+            continue
+        longest = next((one for one in _settled(estimates, [policy]) if one.policy == policy), found)
+        if longest.batch > found.batch:
+            estimates.tracer.trace(policy, found.batch)
+            slower = estimates.estimate(policy, found.batch).seconds / found.seconds - 1
+            return NextTerm(term, LongestSequence.of(longest, granularity, batch_size), slower)
+    return None
 
 
 def _shortest(estimates: Estimates) -> Candidate:

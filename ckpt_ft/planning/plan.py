@@ -31,8 +31,8 @@ from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .budget import Candidate, MemoryBudget, better, frontier, limited_by_phases, memory_budget, spans
-from .estimates import Estimates
 from .launches import Launches, apart, search_shared
+from .scaled_traces import Estimates
 from .search import search, so_far
 from .tracing import Report, Traced, Tracer
 
@@ -132,13 +132,14 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
     """
     workload = tracer.workload
     gpu = gpu_of(workload.device)
-    room = memory_budget(asked.budget, gpu, asked.margin, asked.launches[0] if asked.launches else workload.launch)
-    room = replace(room, host=asked.host_memory)
+    launch = asked.launches[0] if asked.launches else workload.launch
+    room = memory_budget(asked.budget, gpu, asked.margin, launch, asked.host_memory)
     limits = asked.target, asked.batch_size, asked.max_batch_size
     fewest = None
     if asked.launches:
         launches, sharing = apart(asked.launches)
-        several = Launches(tracer, launches, (room, memory_budget(asked.budget, gpu, asked.margin)), *limits)
+        alone = memory_budget(asked.budget, gpu, asked.margin, host=asked.host_memory)
+        several = Launches(tracer, launches, (room, alone), *limits)
         found = several.search(asked.chosen)
         estimates = several.of(found[0].launch) if found else several.leanest()
         fewest = several.fewest(found[0]) if found else None
@@ -275,8 +276,8 @@ def budget_sweep(
         budgets = [nbytes for nbytes in _budgets(workload, estimates) if nbytes != made.room.budget]
         for i, nbytes in enumerate(budgets, 1):
             say(f"planning for {format_bytes(nbytes)}, {i} of {len(budgets)} other budgets")
-            room = memory_budget(nbytes, gpu_of(workload.device), request.margin, workload.launch)
-            room = replace(room, host=request.host_memory)
+            gpu = gpu_of(workload.device)
+            room = memory_budget(nbytes, gpu, request.margin, workload.launch, request.host_memory)
             found = search(replace(estimates, room=room, anchors={}, rejected={}, bests={}), request.chosen)
             if found:
                 points.append(SweepPoint(room, found))

@@ -26,7 +26,7 @@ from ckpt_ft.policy import LEAST_SWAPPED, Policy
 from ckpt_ft.workloads.workload import Workload
 
 from .budget import Candidate, better, frontier, seconds
-from .estimates import LOW, Estimates
+from .scaled_traces import LOW, Estimates
 from .tracing import trace_all
 
 FIRST = ("none", "full", "pointwise")  # the two extremes, and the cheapest in between

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -326,6 +326,21 @@ def can_fork() -> bool:
         return False
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return not (torch.cuda.is_initialized() or distributed or threading.active_count() > 2)
+
+
+def run_tasks(tasks: Sequence[Callable[[], Any]], jobs: int = 0) -> Iterator[tuple[int, Any]]:
+    """The number and result of each task, as they finish, on `jobs` forked processes (0: one for each core)."""
+    jobs = min(jobs or cores(), len(tasks))
+    if jobs < 2 or not can_fork():
+        yield from ((number, task()) for number, task in enumerate(tasks))
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        running = {pool.submit(task): number for number, task in enumerate(tasks)}
+        try:
+            for done in as_completed(running):
+                yield running[done], done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def on_card(trace: Any, card: GPU) -> Any:

@@ -10,10 +10,8 @@ cards are extended from those of shallower ones (depth.py).
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,15 +24,16 @@ from ckpt_ft.memory.rules.cuda import same_kernels
 from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.defaults import LORA_R
 from ckpt_ft.spec.flags import fields_of
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
 
 from . import depth
-from .budget import Candidate, largest_fitting, memory_budget
-from .estimates import Estimates
+from .budget import Candidate, MemoryBudget, largest_fitting, memory_budget
 from .launches import SHARDED
+from .scaled_traces import Estimates
 from .search import search
-from .tracing import Key, Report, Traced, Tracer, can_fork, cores, on_card
+from .tracing import Key, Report, Traced, Tracer, on_card, run_tasks
 
 CARDS = (
     "rtx-3060", "t4", "rtx-4060-ti-16gb", "l4", "rtx-3090", "rtx-4090", "rtx-5090", "a100-40gb", "l40s", "a6000",
@@ -147,7 +146,7 @@ def where(
     ]
     report = report or (lambda line: None)
     found, refused, unit = {}, {}, "tokens"
-    for number, (task, answer) in enumerate(_run([run for *_, run in tasks], jobs)):
+    for number, (task, answer) in enumerate(run_tasks([run for *_, run in tasks], jobs)):
         method, length, _ = tasks[task]
         if isinstance(answer, str):
             refused[method] = answer
@@ -179,21 +178,6 @@ def _priced(place: Place, prices: dict[str, float]) -> Place:
     return place if price is None else replace(place, dollars_per_hour=price * max(place.gpus, 1))
 
 
-def _run(tasks: Sequence[Callable[[], Any]], jobs: int) -> Iterator[tuple[int, Any]]:
-    """The number and result of each task, as they finish."""
-    jobs = min(jobs or cores(), len(tasks))
-    if jobs < 2 or not can_fork():
-        yield from ((number, task()) for number, task in enumerate(tasks))
-        return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-        running = {pool.submit(task): number for number, task in enumerate(tasks)}
-        try:
-            for done in as_completed(running):
-                yield running[done], done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
 def _on_cards(
     method: str, spec: TrainingSpec, cards: Sequence[GPU], policies: Sequence[str], most_gpus: int
 ) -> list[Place] | str:
@@ -218,14 +202,17 @@ class _Method:
         self.traces: dict[tuple[Any, int], tuple[TrainingSpec, Tracer]] = {}  # by kernels and number of cards
         self.shallow: dict[tuple[Any, int], tuple[list[ShortenedRun], list[Tracer]]] = {}  # if the model is deep
         self.added: dict[str, tuple[int, int]] = {}  # policy -> bytes that sharding over that many cards adds
-        self.first = Estimates(self._traces(card, 1)[1], memory_budget(None, card), most=MOST_BATCH)
+        self.first = Estimates(self._traces(card, 1)[1], self._room(card), most=MOST_BATCH)
         self.first.trace_candidates(policies)
         if not self.first.anchors:
             raise UserError("; ".join(self.first.rejected.values()))
 
+    def _room(self, card: GPU, launch: Launch | None = None) -> MemoryBudget:
+        return memory_budget(None, card, None, launch, self.spec.host.host_memory)
+
     def place(self, card: GPU, most_gpus: int) -> Place:
         """The place on `card`."""
-        room, tracer = memory_budget(None, card), self._on(card, 1)
+        room, tracer = self._room(card), self._on(card, 1)
         estimates = replace(
             self.first, tracer=tracer, room=room, scaled={}, bests={}, typical_seconds={},
             anchors={policy: on_card(trace, card) for policy, trace in self.first.anchors.items()},
@@ -252,7 +239,7 @@ class _Method:
         process is taken from the first of them, and batches are rounded down, so that cards have traces in common.
         """
         tracer = self._on(card, gpus)
-        room = memory_budget(None, card, None, tracer.workload.launch)
+        room = self._room(card, tracer.workload.launch)
 
         def traced(batch: int) -> Candidate | None:
             found = self._shared(card, gpus, policy, batch)
@@ -323,6 +310,6 @@ class _CardTracer(Tracer):
     def _missing(self, wanted: Iterable[Key], alone: bool, extra: Iterable[Key] = ()) -> list[list[Key]]:
         return super()._missing(wanted, True)
 
-    def _run(self, sessions: list[list[Key]], typical: bool = False) -> Iterator[list[Traced]]:
+    def run_tasks(self, sessions: list[list[Key]], typical: bool = False) -> Iterator[list[Traced]]:
         for keys in sessions:
             yield [on_card(trace, self.card) for trace in self.tracer.all(keys, alone=True)]

@@ -134,7 +134,7 @@ def launch_words(launch: Launch) -> list[str]:
         **next(iter(sharing_options(launch).values()), {}),
         **({"fp8_backend": "ao"} if launch.mixed_precision == "fp8" else {}),
     }
-    words = [_KIND.get(launch.strategy, "--use_deepspeed")]
+    words = [_KIND.get("ddp" if launch.ep > 1 else launch.strategy, "--use_deepspeed")]
     for name, value in values.items():
         words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     return words
@@ -148,7 +148,9 @@ def can_train(recipe: str, spec: TrainingSpec) -> bool:
         trained = ("adamw_fused", "adamw_8bit", *OFFLOADING.values())
         if spec.optimizer.name not in trained or spec.precision.dtype != weights:
             return False
-    elif spec.optimizer.name not in (*OPTIM_OF_TRAINER, *OFFLOADING.values(), "none"):
+    elif (
+        spec.launch.launch is not None and spec.launch.launch.ep > 1 and (recipe != "llm" or spec.adapter.trains)
+    ) or spec.optimizer.name not in (*OPTIM_OF_TRAINER, *OFFLOADING.values(), "none"):
         return False
     if spec.precision.mixed_precision == "fp8":
         return False
@@ -165,6 +167,8 @@ def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str
     words += ["--ac_policy", spec.policy]
     if spec.adapter.lora_r and not drawn:
         words.append("--use_peft")
+    if spec.launch.launch is not None and spec.launch.launch.ep > 1:  # such optimizers have no checkpoints
+        words += ["--ep_size", str(spec.launch.launch.ep), "--save_only_model"]
     for key, flag in _FLAGS[recipe].items():
         value = spec.get(key)
         if value != declared()[key].default or key in _ALWAYS:

@@ -58,6 +58,7 @@ class Setting:
         default_text: the default as `--help` shows it.
         switches: flags without a value that also set this field.
         implies: other fields that the flag sets if they are not given.
+        needs: another field of the same part, without which this one would have no effect.
     """
 
     help: str
@@ -73,6 +74,7 @@ class Setting:
     default_text: str = ""
     switches: tuple[Switch, ...] = ()
     implies: Mapping[str, Any] = dataclass_field(default_factory=dict)
+    needs: str = ""
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
@@ -97,6 +99,16 @@ class Declared:
         return self.setting.flag if self.setting.flag is None else self.setting.flag or self.key
 
     @property
+    def option(self) -> str:
+        """Its option on the command line, for a field that has one."""
+        return option_of(self.setting.typed or str(self.flag))
+
+    @property
+    def label(self) -> str:
+        """The field in error messages, which also readers of files and of live trainers raise."""
+        return self.setting.label or self.key.replace("_", " ")
+
+    @property
     def flag_type(self) -> Any:
         """The builtin type of the flag's value."""
         return self.setting.flag_type or _plain(self.type)
@@ -105,6 +117,11 @@ class Declared:
     def choices(self) -> tuple[Any, ...]:
         """The allowed values of a `Literal` field; () for others."""
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
+
+
+def option_of(name: str) -> str:
+    """Returns the command-line option of the flag `name`."""
+    return f"--{name.replace('_', '-')}"
 
 
 def declared_in(part: type, attribute: str) -> list[Declared]:
@@ -149,6 +166,11 @@ class Part:
             raise UserError(_refusal(stated, given[place], first)) from error
         for name in given:
             object.__setattr__(self, name, getattr(checked, name))
+        stated_by_name = {own.name: own for own in declared_in(kind, "")}
+        for name, own in stated_by_name.items():
+            if own.setting.needs and getattr(self, name) != own.default and not getattr(self, own.setting.needs):
+                needed = stated_by_name[own.setting.needs].label
+                raise UserError(f"{own.label}: it has no effect without {needed}; give both, or leave it out")
 
 
 @lru_cache
@@ -160,7 +182,7 @@ def _model_of(part: type[Any]) -> Any:
 
 
 def _refusal(stated: Declared, given: Any, error: Any) -> str:
-    label = stated.setting.label or stated.key.replace("_", " ")
+    label = stated.label
     if stated.choices:
         allowed = [str(choice) for choice in stated.choices if choice != ""]
         return f"{label} '{given}'{meant(str(given), allowed)} ({', '.join(allowed)})"

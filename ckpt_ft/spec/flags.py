@@ -17,7 +17,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.spec.launch import SIZES, STRATEGIES, WORTH_A_LOOK, Launch, launches_on, launches_that_share, read_launch
 from ckpt_ft.units import parse_bytes
 
-from .fields import Declared
+from .fields import Declared, option_of
 from .optimizers import OFFLOADING
 from .peft_file import read_peft
 from .training_spec import TrainingSpec, declared
@@ -72,11 +72,6 @@ def flags() -> dict[str, Flag]:
     return {flag.name: flag for flag in found}
 
 
-def option_of(name: str) -> str:
-    """Returns the command-line option of the flag `name`."""
-    return f"--{name.replace('_', '-')}"
-
-
 def _default(own: Declared) -> str:
     if own.setting.default_text or own.default in (None, "", (), False):
         return own.setting.default_text
@@ -113,7 +108,7 @@ def _field(own: Declared, given: Mapping[str, Any]) -> dict[str, Any]:
         value = given[str(own.flag)]
         value = str(value) if own.flag_type is str else value
         value = own.setting.read(value) if own.setting.read else value
-        said.append((option_of(own.setting.typed or str(own.flag)), value))
+        said.append((own.option, value))
     for switch in own.setting.switches:
         others = [one for one in said if one[1] != own.default]
         if given.get(switch.name) and not (switch.weak and others):
@@ -126,18 +121,15 @@ def _field(own: Declared, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     named: Any
-    sizes = {name: given[name] for name in SIZES if given.get(name)}
+    sizes = {name: given[name] for name in (*SIZES, "ep") if given.get(name)}
     named, processes, machines, link = (
         given.get("launch", ""), given.get("processes", 0), given.get("machines", 0), given.get("link", ""),
     )  # fmt: skip
     precision = found.get("mixed_precision", "no")
-    if given.get("ep"):  # among the processes that the others make
-        ep = max(given["ep"], prod(sizes.values()))
-        named, processes = named or "fsdp2", processes or (0 if Path(str(named)).suffix or "gpus" in given else ep)
-    if sizes and "gpus" not in given:
+    if sizes and ("gpus" not in given or "ep" in sizes):
         named = named or ("zero3" if "sp" in sizes else "fsdp2" if sizes.keys() - {"tp"} else "ddp")
-        processes = processes or (0 if Path(str(named)).suffix else prod(sizes.values()))
-    sizes |= {"ep": given["ep"]} if given.get("ep") else {}
+    if sizes and "gpus" not in given and not Path(str(named)).suffix:  # ep is among the processes of the others
+        processes = processes or max(prod(sizes.get(name, 1) for name in SIZES), sizes.get("ep", 1))
     offload = given.get("offload", "")
     if offload and not named and "gpus" not in given:
         named, processes = "zero3", processes or 1
@@ -170,6 +162,13 @@ def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
     for key, value in also.items():
         if found.setdefault(key, value) != value:
             raise UserError(f"launch {named}: {key.replace('_', ' ')} {value}, and {found[key]} elsewhere; give one")
+    if "ep" in sizes and launch.processes > 1 and not (isinstance(named, str) and named in STRATEGIES):
+        if launch.strategy != "ddp":
+            raise UserError(
+                f"launch {named}, ep {sizes['ep']}: accelerate would shard again what transformers has sharded; give "
+                "accelerate_configs/multi_gpu.yaml"
+            )
+        launch = replace(launch, strategy="fsdp2")
     launch = replace(launch, machines=machines or launch.machines, link=_rate(link), **sizes)
     launch = launch.with_offload(offload) if offload else launch
     if isinstance(named, Mapping):
@@ -226,7 +225,7 @@ def _words(own: Declared, value: Any) -> list[str]:
     off = value is None or value is False or value in ("", ()) or (own.setting.switches and value == own.default)
     if off or own.flag is None:
         return []
-    option = option_of(own.setting.typed or own.flag)
+    option = own.option
     return [option] if value is True else [option, own.setting.write(value)]
 
 
@@ -265,7 +264,7 @@ class Edit:
         """Describes the change of `spec` in one line: the flags to add, and those to leave out."""
         changed = self.of(spec)
         dropped = [
-            option_of(own.setting.typed or str(own.flag))
+            own.option
             for own in declared().values()
             if own.flag is not None and changed.get(own.key) != spec.get(own.key) != own.default
             if not _words(own, changed.get(own.key))
@@ -277,6 +276,8 @@ def offloaded(spec: TrainingSpec) -> Edit | None:
     """The edit that puts AdamW's states into host memory, for one process that trains all weights; None for others."""
     launched = spec.launch.launch is not None or spec.launch.launches
     if spec.optimizer.name not in ("adamw", "adamw_fused") or spec.adapter.trains or launched:
+        return None
+    if spec.precision.mixed_precision == "fp16":
         return None
     name = OFFLOADING["states" if spec.data.accumulation > 1 else "gradients"]
     return Edit({"optimizer": name, "max_grad_norm": 0.0})

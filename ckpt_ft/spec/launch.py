@@ -241,7 +241,7 @@ class Launch:
     @property
     def shards(self) -> bool:
         """Whether each process holds only a part of the parameters, gradients or optimizer states."""
-        return self.strategy != "ddp"
+        return self.strategy != "ddp" or self.by_transformers
 
     def with_offload(self, what: str) -> Launch:
         """Returns the launch with its "optimizer", or "all" that it shards, in host memory.
@@ -485,16 +485,16 @@ _SHARING = {"NO": _ddp, "MULTI_GPU": _ddp, "FSDP": _fsdp2, "DEEPSPEED": _zero}
 def accelerate_config(launch: Launch) -> str:
     """Returns the text of an accelerate configuration file for `launch`; `read_launch` reads it back.
 
+    Of expert parallelism it has the processes alone: transformers divides the model (recipes/llm.py --ep_size).
+
     Raises:
         UserError: the launch has options that the file has no keys for.
     """
-    if launch.ep > 1:
-        raise UserError("launch: accelerate has no key for expert parallelism; it is DistributedConfig(ep_size)'s")
     if replace(launch.zero, **dict.fromkeys(OFFLOADS, False)) != ZeroOptions():
         raise UserError("launch: DeepSpeed's own options lie in its own file; name it as deepspeed_config_file")
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": _KINDS[launch.strategy],
+        "distributed_type": _KINDS["ddp" if launch.ep > 1 else launch.strategy],
         "use_cpu": False,
         "mixed_precision": launch.mixed_precision,
         "machine_rank": 0,
@@ -526,6 +526,8 @@ def parallelism(launch: Launch) -> dict[str, int | str]:
 
 def sharing_options(launch: Launch) -> dict[str, dict[str, Any]]:
     """Returns the part of accelerate's configuration that describes how the model is shared."""
+    if launch.ep > 1:
+        return {}
     if launch.strategy == "fsdp2":
         wrapped = {"fsdp_transformer_layer_cls_to_wrap": ",".join(launch.wrap)} if launch.wrap else {}
         return {

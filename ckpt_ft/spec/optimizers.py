@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from ckpt_ft.errors import UserError
+
 OptimizerName = Literal[
     "adamw", "adamw_fused", "adamw_8bit", "adafactor", "prodigy", "sgd", "none",
     "adagrad", "rmsprop", "muon",
@@ -23,6 +25,28 @@ OptimizerName = Literal[
 NAMES: tuple[str, ...] = get_args(OptimizerName)
 # AdamW of torchao's CPUOffloadOptimizer: what a recipe's --offload_optimizer says -> our name.
 OFFLOADING = {"states": "ao_adamw_offload", "gradients": "ao_adamw_offload_gradients"}
+
+
+def check_offloading(what: str, norm: float, fp16: bool, accumulation: int, shared: bool, other: str = "") -> None:
+    """Raises UserError if gradients that CPUOffloadOptimizer copies in backward would change later.
+
+    Args:
+        what: a key of `OFFLOADING`.
+        shared: whether several processes train together.
+        other: the flag of an optimizer that is not PyTorch's AdamW, or "".
+    """
+    early = "gradients are copied in backward, before that"
+    for given, reason in (
+        (other, "it is for PyTorch's AdamW"),
+        ("--max_grad_norm" * bool(norm), f"{early}; add --max_grad_norm 0"),
+        ("fp16" * fp16, f"{early} unscales them"),
+        ("accumulation" * (what == "gradients" and accumulation > 1), f"{early} is complete; give states"),
+        ("several processes" * shared, "take DeepSpeed's offload_optimizer"),
+    ):
+        if given:
+            raise UserError(f"--offload_optimizer {what} with {given}: {reason}")
+
+
 # Every name that is understood -> our name.
 OPTIMIZERS: dict[str, str] = {
     "adamw_torch": "adamw",

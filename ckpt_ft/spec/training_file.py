@@ -111,7 +111,14 @@ def read_training_file(
     Raises:
         UserError: the file cannot be read, names no model, or has settings that are refused or unknown.
     """
-    content = read_yaml(path)
+    return read_training(read_yaml(path), path, recipe, rows, ignored, length)
+
+
+def read_training(
+    content: dict[str, Any], path: str, recipe: str = "", rows: bool = False, ignored: Collection[str] = (),
+    length: Any = None,
+) -> TrainingFile:  # fmt: skip
+    """`read_training_file` of a file's content; `path` names it in errors."""
     kind = recipe or _kind(content)
     if kind not in RECIPES:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
@@ -386,7 +393,8 @@ class _Entries:
 
     def _sizes(self) -> dict[str, Any]:
         """The sizes of context, tensor and sequence parallelism, and the number of processes if all are known."""
-        found = {name: int(size) for name in SIZES if str(size := self.get(name) or 1).isdecimal() and int(size) > 1}
+        names = (*SIZES, "ep")
+        found = {name: int(size) for name in names if str(size := self.get(name) or 1).isdecimal() and int(size) > 1}
         if self.kind == "axolotl" and "cp" in found:
             self.notes.append("context_parallel_size: torch's ring attention over sdpa is predicted for axolotl's")
         shard = self.get("dp_shard")

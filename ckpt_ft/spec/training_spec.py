@@ -33,7 +33,7 @@ from .fields import (
     text_of_names,
     text_of_size,
 )
-from .optimizers import OFFLOADING, OPTIMIZERS, OptimizerName
+from .optimizers import OFFLOADING, OPTIMIZERS, OptimizerName, check_offloading
 
 MOST = 2**24  # tokens, pixels, ...: larger numbers are typos, and would overflow byte counts
 MOST_SIDE = 2**13  # pixels: a blank image of that size is created
@@ -105,7 +105,7 @@ class DataSpec(Part):
     )  # fmt: skip
     eval_accumulation_steps: CountOrNone = setting(
         0, "with --eval-samples: batches after which the logits go to the host; 0 for none before the end",
-        rule="a number of batches, or 0 for all of them",
+        rule="a number of batches, or 0 for all of them", needs="eval_batch_size",
     )  # fmt: skip
     expert_imbalance: Annotated[float, Interval(ge=1, lt=float("inf"))] = setting(
         1.0,
@@ -178,7 +178,7 @@ class DataSpec(Part):
 
 @dataclass(frozen=True)
 class PrecisionSpec(Part):
-    """The dtype of the weights, and autocast."""
+    """The dtype of the weights, and autocast. The command line has other defaults for known models (cli/params.py)."""
 
     dtype: Dtype = setting(
         "float32",
@@ -223,6 +223,7 @@ class AdapterSpec(Part):
         "default: all linear layers, with --trainer those that PEFT chooses",
         flag_type=str,
         read=names_of_text("--lora-targets"),
+        needs="lora_r",
         write=text_of_names,
     )
     lora_modules_to_save: tuple[str, ...] = setting(
@@ -230,6 +231,7 @@ class AdapterSpec(Part):
         "comma-separated names of modules that are trained whole beside the adapters",
         flag_type=str,
         read=names_of_text("--lora-modules-to-save"),
+        needs="lora_r",
         write=text_of_names,
     )
     lora_target_parameters: tuple[str, ...] = setting(
@@ -237,6 +239,7 @@ class AdapterSpec(Part):
         "comma-separated names of parameters that get an adapter, such as experts'",
         flag_type=str,
         read=names_of_text("--lora-target-parameters"),
+        needs="lora_r",
         write=text_of_names,
     )
     lora_dropout: Annotated[float, Interval(ge=0, lt=1)] | None = setting(
@@ -245,20 +248,17 @@ class AdapterSpec(Part):
         label="LoRA dropout",
         rule="a share from 0 up to, but not including, 1",
         default_text="0.05 as in the recipes, and 0 in diffusion models",
+        needs="lora_r",
     )
-    use_dora: bool = setting(False, "DoRA in place of LoRA", flag="dora")
+    use_dora: bool = setting(False, "DoRA in place of LoRA", flag="dora", needs="lora_r")
     peft: Mapping[str, Any] | None = setting(None, "a configuration of PEFT, as adapter_config.json has it", flag=None)
     peft_config: str = setting(
         "", "an adapter_config.json of any kind of PEFT, or the directory with that file: what `peft` was read from"
     )
-    train_text_encoder: bool = setting(False, "with LoRA: adapters on a U-Net's text encoders, too")
+    train_text_encoder: bool = setting(False, "with LoRA: adapters on a U-Net's text encoders, too", needs="lora_r")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.train_text_encoder and not self.lora_r:
-            raise UserError("text encoders are trained by LoRA: give a rank too, 16 for example")
-        if self.use_dora and not self.lora_r:
-            raise UserError("DoRA is a kind of LoRA: give a rank too, 16 for example")
         if self.lora_target_parameters and (self.lora_dropout or self.use_dora):
             what = "DoRA" if self.use_dora else f"LoRA dropout {self.lora_dropout}"
             raise UserError(f"{what} and LoRA target parameters: PEFT adapts parameters by plain LoRA alone; drop one")
@@ -276,9 +276,11 @@ class QuantisationSpec(Part):
     """Frozen weights in 4 or 8 bits, as in bitsandbytes."""
 
     load_in_4bit: bool = setting(False, "frozen weights in 4 bits (NF4)")
-    double_quant: bool = setting(False, "with 4 bits: the scales of the weights in 8 bits")
+    double_quant: bool = setting(False, "with 4 bits: the scales of the weights in 8 bits", needs="load_in_4bit")
     quant_storage: Literal["uint8", "float32", "bfloat16", "float16"] = setting(
-        "uint8", "with 4 bits: the dtype in which the weights are stored; FSDP2 shards only floating-point ones"
+        "uint8",
+        "with 4 bits: the dtype in which the weights are stored; FSDP2 shards only floating-point ones",
+        needs="load_in_4bit",
     )
     load_in_8bit: bool = setting(False, "frozen weights in 8 bits (LLM.int8)")
     prepare_kbit: bool = setting(
@@ -288,6 +290,7 @@ class QuantisationSpec(Part):
     quantize_moe_experts: bool = setting(
         False,
         "with 4 bits: experts in 3-D parameters, too, as axolotl packs them; transformers does not",
+        needs="load_in_4bit",
     )
     packed: Mapping[str, Any] | None = setting(
         None, "the quantization_config of a checkpoint that another library than bitsandbytes has packed", flag=None
@@ -301,14 +304,6 @@ class QuantisationSpec(Part):
             raise UserError(
                 "k-bit preparation is of a model that is loaded in 4 bits (or 8): ask for both, or leave it out"
             )
-        if self.quant_storage != "uint8" and not self.load_in_4bit:
-            raise UserError(
-                f"quant storage {self.quant_storage}: it is of weights in 4 bits: ask for both, or leave it out"
-            )
-        if self.quantize_moe_experts and not self.load_in_4bit:
-            raise UserError("quantised experts are predicted with weights in 4 bits: ask for both, or leave it out")
-        if self.double_quant and not self.load_in_4bit:
-            raise UserError("double quantisation is of weights in 4 bits: ask for both, or leave it out")
 
     @property
     def bits(self) -> int:
@@ -354,15 +349,15 @@ class KernelSpec(Part):
         False, "Liger's fused kernels for norms, MLPs, rotary positions and the loss", flag="liger"
     )
     liger_kernel_config: str = setting(
-        "", "with --liger: kernels on or off as JSON, e.g. '{\"rope\": false}'; default: those of the model's family"
+        "",
+        "with --liger: kernels on or off as JSON, e.g. '{\"rope\": false}'; default: those of the model's family",
+        needs="use_liger_kernel",
     )
     cut_cross_entropy: bool = setting(False, "Apple's cut cross entropy for the loss of a language model")
     use_kernels: bool = setting(False, "the Hub's kernels, as transformers' use_kernels=True loads them")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.liger_kernel_config and not self.use_liger_kernel:
-            raise UserError(f"Liger kernel config {self.liger_kernel_config}: give --liger too, or leave it out")
         kernels = self.liger_kernels
         if self.cut_cross_entropy and (loss := [name for name in LIGER_LOSSES if kernels.get(name)]):
             raise UserError(f"cut cross entropy and Liger's {loss[0]}: two losses; turn one of them off")
@@ -502,11 +497,9 @@ class TrainingSpec:
                 f"mixed precision fp8 and {bad[0].strategy}{' with --tp' * (bad[0].tp > 1)}: torchao's fp8 is "
                 "predicted for one process, ddp and fsdp2"
             )
-        if self.optimizer.name in OFFLOADING.values() and (self.optimizer.max_grad_norm or launches):
-            raise UserError(
-                f"optimizer {self.optimizer.name}: gradients leave in backward, before they are clipped "
-                "or summed over GPUs; give --max-grad-norm 0 and one process, or --launch zero2 --offload optimizer"
-            )
+        for what in (what for what, name in OFFLOADING.items() if name == self.optimizer.name):
+            fp16 = self.precision.mixed_precision == "fp16"
+            check_offloading(what, self.optimizer.max_grad_norm or 0.0, fp16, self.data.accumulation, bool(launches))
         if self.optimizer.name == "adafactor" and any(launch.strategy == "fsdp2" for launch in launches):
             raise UserError(
                 "adafactor does not run under FSDP2: transformers' keeps factors that are no DTensors; take another "

@@ -559,8 +559,8 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = IGNORED, r
 def _language_model(kind: Any, loss_function: Any) -> Any:
     """A language model whose loss is fused.
 
-    In training the output layer computes the loss from the hidden states and returns logits of no width, so that the
-    rest of the model's forward allocates nothing.
+    In training the loss is computed from the hidden states and the output layer's weight, which the model reads
+    without a call of that layer. Logits have no width, so that the rest of the model's forward allocates nothing.
     """
     takes = inspect.signature(kind.forward).parameters
 
@@ -589,7 +589,10 @@ def _language_model(kind: Any, loss_function: Any) -> Any:
             losses.append(loss if counted is None else loss / counted)
             return hidden.new_empty(*hidden.shape[:-1], 0)
 
-        with patch.object(head, "forward", loss_of):
+        layer = nn.Module()
+        layer.forward = loss_of
+        above, name = next((m, name) for m in self.modules() for name, inner in m._modules.items() if inner is head)
+        with patch.dict(above._modules, {name: layer}):
             out = kind.forward(self, *args, labels=None, **kwargs)
         out.loss, out.logits = losses[0], None
         return out

@@ -28,7 +28,7 @@ from ckpt_ft.workloads.from_trainer import (
     rows_of,
 )
 from ckpt_ft.workloads.optimizers import OffloadedAdamW
-from ckpt_ft.workloads.phases import Watch
+from ckpt_ft.workloads.phases import PhaseRecorder
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
@@ -82,7 +82,7 @@ class ACCallback(TrainerCallback):
         self._loss: Callable[..., torch.Tensor] | None = None  # the trainer's
         self._micro_batch: tuple[dict[str, Any], dict[str, Any]] | None = None  # the last one, and the loss's options
         self._scalars: dict[str, float] = {}
-        self._watch: Watch | None = None
+        self._phases: PhaseRecorder | None = None
 
     @property
     def policy(self) -> Policy | None:
@@ -134,7 +134,7 @@ class ACCallback(TrainerCallback):
         self._plan(trainer)
         if session.settings.ac_check:
             require_batches(trainer, "--ac_check")
-        self._watch = Watch(trainer, self._phase)
+        self._phases = PhaseRecorder(trainer, self._phase)
         trainer.compute_loss = self._noting(trainer.compute_loss)
         trainer.callback_handler.callbacks.insert(0, self)
         trainer.train = self._stopped_by_errors(trainer.train)
@@ -180,7 +180,7 @@ class ACCallback(TrainerCallback):
                     args.output_dir,
                     workload=lambda: Workload(
                         **measured_step(kwargs["model"], profiler, args, self._loss),
-                        phases={} if self._watch is None else self._watch.phases(),
+                        phases={} if self._phases is None else self._phases.phases(),
                     ),
                     model=type(kwargs["model"]).__name__,
                     per_device_batch_size=args.per_device_train_batch_size,
@@ -209,7 +209,7 @@ class ACCallback(TrainerCallback):
         automatic = session.policy is not None and session.policy.auto
         if session.fitted is None and (automatic or settings.find_max_batch_size):
             flag = "--find_max_batch_size" if settings.find_max_batch_size else "policy 'auto'"
-            args, launch = trainer.args, partial(launch_of, trainer.accelerator, prepared=False)
+            args, launch = trainer.args, partial(launch_of, trainer.accelerator, prepared=False, model=trainer.model)
             session.use(fit(live_workload(trainer, flag), args, settings, args.device, launch))
             assert session.fitted is not None
             trainer.args = session.fitted.args

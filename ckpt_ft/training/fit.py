@@ -20,6 +20,7 @@ from accelerate import ParallelismConfig, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers.distributed import DistributedConfig
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
@@ -33,7 +34,7 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch, ZeroOptions
 from ckpt_ft.spec.trainer import check_live
 from ckpt_ft.units import format_bytes
-from ckpt_ft.workloads.from_trainer import compiled_by, planned_step
+from ckpt_ft.workloads.from_trainer import compiled_by, is_divided, planned_step
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments, TextACArguments
@@ -46,10 +47,12 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
-def launch_of(accelerator: Accelerator, prepared: bool = True) -> Launch | None:
+def launch_of(accelerator: Accelerator, prepared: bool = True, model: Any = None) -> Launch | None:
     """The launch of `accelerator` and this process's rank in it; None for one process.
 
-    prepared: whether the model is prepared; DeepSpeed's engine changes it then.
+    Args:
+        prepared: whether the model is prepared; DeepSpeed's engine changes it then.
+        model: the model, which transformers may have divided by its DistributedConfig.
 
     Raises:
         UserError: the launch is not modelled.
@@ -67,12 +70,31 @@ def launch_of(accelerator: Accelerator, prepared: bool = True) -> Launch | None:
         sharing = _fsdp2(fsdp)
     elif handler is not None:
         sharing = {name: getattr(handler, name) for name in ("gradient_as_bucket_view", "find_unused_parameters")}
+    precision = accelerator.mixed_precision
+    if is_divided(model):
+        sharing = _divided(model.config.distributed_config, precision)
+    else:
+        sharing |= _sizes(accelerator.parallelism_config, sharing)
     state = PartialState()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes))
     return Launch(
-        **sharing, **_sizes(accelerator.parallelism_config, sharing), mixed_precision=accelerator.mixed_precision,
-        processes=state.num_processes, machines=max(state.num_processes // here, 1), rank=state.process_index,
+        **sharing, mixed_precision=precision, processes=state.num_processes,
+        machines=max(state.num_processes // here, 1), rank=state.process_index,
     )  # fmt: skip
+
+
+def _divided(config: DistributedConfig, mixed_precision: str) -> dict[str, Any]:
+    """How transformers divides weights and experts: fields of a launch in this precision."""
+    names = ("tp_size", "fsdp_size", "dp_replicate_size", "ep_size")
+    sizes = {name: getattr(config, name) for name in names}
+    other = replace(config, tp_plan=None if config.tp_plan == "auto" else config.tp_plan, ep_implementation="auto")
+    expected = DistributedConfig(**sizes, fsdp_mixed_precision=config.dp_size > 1 and mixed_precision == "bf16")
+    if other != expected or config.ep_implementation not in ("auto", "all_to_all"):
+        raise UserError(
+            f"DistributedConfig: {', '.join(names)} are predicted, fsdp_mixed_precision under bf16, and no others"
+        )
+    fields = {name.removesuffix("_size"): sizes[name] for name in ("tp_size", "dp_replicate_size", "ep_size")}
+    return {**fields, "strategy": "fsdp2" if config.dp_size > 1 else "ddp"}
 
 
 def parallelism_of(args: TrainingArguments) -> ParallelismConfig | None:
@@ -265,7 +287,7 @@ def fit_length(trainer: Trainer, settings: TextACArguments, most: int) -> tuple[
         raise UserError(
             f"{flag}: Ulysses pads every row to --max_length; find it with `ckpt-ft max-length MODEL --sp N`"
         )
-    launch = partial(launch_of, trainer.accelerator, prepared=False)
+    launch = partial(launch_of, trainer.accelerator, prepared=False, model=trainer.model)
     workload = _shared(live_workload(trainer, flag, any_length=True), launch, flag)
     more: dict[str, Any] = {"most": most, "margin": _cpu_margin(workload)}
     more["batch_size"] = args.per_device_train_batch_size

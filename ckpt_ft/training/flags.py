@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 from ckpt_ft.errors import UserError, meant, one_line
-from ckpt_ft.spec.optimizers import OFFLOADING
+from ckpt_ft.spec.optimizers import OFFLOADING, check_offloading
 from ckpt_ft.validation import require_package
 
 if TYPE_CHECKING:
@@ -129,16 +129,7 @@ def check_offloaded(what: str | None, other: str, norm: float, fp16: bool, accum
     if what not in OFFLOADING:
         raise UserError(f"{said}: choose states, or gradients, which then leave the card, too")
     require_package("torchao", said)
-    early = "gradients are copied in backward, before that"
-    for given, reason in (
-        (other, "it is for PyTorch's AdamW"),
-        ("--max_grad_norm" * bool(norm), f"{early}; add --max_grad_norm 0"),
-        ("fp16" * fp16, f"{early} unscales them"),
-        ("accumulation" * (what == "gradients" and accumulation > 1), f"{early} is complete; give states"),
-        ("several processes" * (int(os.environ.get("WORLD_SIZE", 1)) > 1), "take DeepSpeed's offload_optimizer"),
-    ):
-        if given:
-            raise UserError(f"{said} with {given}: {reason}")
+    check_offloading(what, norm, fp16, accumulation, int(os.environ.get("WORLD_SIZE", 1)) > 1, other)
 
 
 def check_trackers(names: Iterable[str], here: Sequence[str]) -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError
 from ckpt_ft.spec.defaults import LORA_DROPOUT, SEQ_LENGTH
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.peft_file import configuration, read_peft, takes
 from ckpt_ft.validation import library_reads, require_package
 from ckpt_ft.workloads.model_config import (
@@ -83,6 +84,8 @@ class ModelArguments:
     def __post_init__(self) -> None:
         if self.load_in_4bit and not self.adapts:
             raise UserError("--load_in_4bit: 4-bit weights cannot be trained themselves; add --use_peft for QLoRA")
+        if self.lora_target_parameters and self.lora_dropout:
+            raise UserError(f"--lora_dropout {self.lora_dropout:g}: PEFT adapts parameters without; give 0")
         check_flags(self)
         check_peft_flag(self.peft_config, {name: getattr(self, name) is not None for name in _LORA} | {
             "lora_target_modules": self.lora_target_modules, "use_dora": self.use_dora,
@@ -113,6 +116,9 @@ class LanguageModelArguments(ModelArguments):
 
     router_aux_loss_coef: NotNegative | None = flag(
         None, "Weight of the auxiliary loss of a mixture's routers, 0 for none; the model's own when left out."
+    )
+    ep_size: AtLeastOne = flag(
+        1, "Processes that hold different experts; transformers shards the rest of the model over all processes."
     )
 
 
@@ -156,15 +162,21 @@ def _config(args: ModelArguments) -> Any:
 
 
 def load_model(
-    args: ModelArguments, max_length: int = 0, router_aux_loss_coef: float | None = None
+    args: ModelArguments,
+    max_length: int = 0,
+    router_aux_loss_coef: float | None = None,
+    ep_size: int = 1,
+    mixed_precision: str = "no",
 ) -> PreTrainedModel:
     """Returns the causal language model in train mode; with adapters its weights are frozen, in 4 bits if requested.
 
-    max_length: tokens of the longest sequence, for `--rope_scaling`.
+    Args:
+        max_length: tokens of the longest sequence, for `--rope_scaling`.
+        ep_size: processes that hold different experts; beside them, all share the model as `mixed_precision` says.
     """
     from transformers import AutoModelForCausalLM
 
-    more = _divided()
+    more = _divided(args, ep_size, mixed_precision)
     if router_aux_loss_coef is not None:
         config = more["config"] = _config(args)
         weigh_routers(config, router_aux_loss_coef, AutoModelForCausalLM._model_mapping[type(config)])
@@ -172,15 +184,25 @@ def load_model(
     return with_adapters(model, args, task_type="CAUSAL_LM") if args.adapts else model
 
 
-def _divided() -> dict[str, Any]:
-    """Arguments of `from_pretrained` for the launch's tensor parallelism: accelerate takes only divided models."""
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
-        return {}
-    from accelerate import ParallelismConfig
+def _divided(args: ModelArguments, ep_size: int, mixed_precision: str) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that divide weights over processes, which accelerate leaves to transformers."""
+    from accelerate import ParallelismConfig, PartialState
     from transformers.distributed import DistributedConfig
 
-    size = ParallelismConfig().tp_size  # of the environment that `accelerate launch` sets
-    return {"distributed_config": DistributedConfig(tp_size=size)} if size > 1 else {}
+    shared = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
+    tp_size = ParallelismConfig().tp_size if shared else 1  # of the environment that `accelerate launch` sets
+    if ep_size == 1:
+        return {"distributed_config": DistributedConfig(tp_size=tp_size)} if tp_size > 1 else {}
+    if any(os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true" for name in ("FSDP", "DEEPSPEED")):
+        raise UserError(
+            f"--ep_size {ep_size}: accelerate would shard the model again; give accelerate_configs/multi_gpu.yaml"
+        )
+    if args.adapts:
+        raise UserError(f"--ep_size {ep_size} with adapters: they are trained on whole experts; leave one of them out")
+    ranks = PartialState().num_processes
+    Launch("fsdp2" if ranks > tp_size else "ddp", ranks, tp=tp_size, ep=ep_size)  # refuses other numbers of processes
+    sizes = {"tp_size": tp_size, "fsdp_size": ranks // tp_size, "ep_size": ep_size}
+    return {"distributed_config": DistributedConfig(**sizes, fsdp_mixed_precision=mixed_precision == "bf16")}
 
 
 def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more: Any) -> PreTrainedModel:
@@ -210,6 +232,16 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
     if config.is_file():
         read_config(str(config))  # rejects absurd sizes, which would take forever to build
     with library_reads(f"model {args.model_name_or_path} cannot be loaded"):
+        if args.lora_target_parameters:  # before any weight is read
+            import torch
+
+            from ckpt_ft.workloads.adapters import check_target_parameters
+
+            with torch.device("meta"):
+                model = auto.from_config(
+                    kwargs.get("config") or _config(args), trust_remote_code=args.trust_remote_code
+                )
+            check_target_parameters(model, args.lora_target_parameters)
         return auto.from_pretrained(args.model_name_or_path, **kwargs)
 
 
@@ -217,21 +249,16 @@ def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> 
     """Freezes `model` and adds LoRA adapters or those of a PEFT configuration; `more` goes to `adapter_config`."""
     from peft import get_peft_model
 
-    from ckpt_ft.workloads.adapters import check_target_parameters, fused_experts
+    from ckpt_ft.workloads.adapters import fused_experts
 
-    check_target_parameters(model, args.lora_target_parameters or ())
     config = adapter_config(args, **more)
     if args.peft_config is None and args.lora_dropout is None and fused_experts(model):
         config.lora_dropout = 0.0  # PEFT adapts parameters without dropout
-    if args.peft_config is not None:
-        with library_reads(f"--peft_config {args.peft_config}"):
-            return get_peft_model(model, config)
-    try:
+    named = args.lora_target_modules or getattr(config, "target_modules", None) or ["(none given)"]
+    named = [named] if isinstance(named, str) else sorted(named)
+    file = f"--peft_config {args.peft_config}" if args.peft_config else ""
+    with library_reads(file or f"--lora_target_modules {' '.join(named)}"):
         return get_peft_model(model, config)
-    except ValueError as error:
-        named = args.lora_target_modules or getattr(config, "target_modules", None) or ["(none given)"]
-        named = [named] if isinstance(named, str) else sorted(named)
-        raise UserError(f"--lora_target_modules {' '.join(named)}: {one_line(error)}") from error
 
 
 def adapter_config(

@@ -32,7 +32,7 @@ from ckpt_ft.export.holders import holder_line
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.policy import Policy
-from ckpt_ft.workloads.from_trainer import compiled_by
+from ckpt_ft.workloads.from_trainer import compiled_by, is_divided
 
 from .arguments import ACArguments
 from .fit import Fitted, launch_of, next_policies
@@ -246,9 +246,11 @@ class Session:
         try:
             here = self.accelerator.device.type == "cpu"  # where measured steps ran eagerly
             compiled = "" if here else compiled_by(self.accelerator)
-            step = replace(workload(), launch=launch_of(self.accelerator), compile=compiled)
+            step = replace(workload(), launch=launch_of(self.accelerator, model=self.model), compile=compiled)
             with ExitStack() as stack:
-                if self.policy is not None and self.applied is None:  # it was removed when training ended
+                if self.policy is not None and is_divided(self.model):
+                    apply_policy(step.model, self.policy, verify="never")
+                elif self.policy is not None and self.applied is None:  # it was removed when training ended
                     assert self.model is not None
                     stack.enter_context(suspended(self.model))
                     apply_policy(self.model, self.policy, verify="never")

@@ -55,10 +55,10 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
     from PIL import Image
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ckpt_ft.workloads.sample_sizes import Lengths
-    from ckpt_ft.workloads.workload import Batch, MakeBatch
+    from ckpt_ft.workloads.workload import MakeBatch
 
 
 MARK = "<image>"  # an image in a text
@@ -664,13 +664,8 @@ class DatasetRows:
     def batches(self, model: nn.Module) -> MakeBatch:
         """Returns a function (samples, length) -> a batch whose longest row has that length (None: the longest)."""
         collate = collator_of(model, self.pad_token_id)
-        of_length, lengths = rows_by_length(self.encoded)
-        assert lengths is not None, "encoded rows have tokens"
-
-        def make_batch(samples: int, length: int | None) -> Batch:
-            return collate(of_length(samples, lengths.longest if length is None else length))
-
-        return make_batch
+        rows_of = rows_by_length(self.encoded)[0]
+        return lambda samples, length: collate(rows_of(samples, length))
 
 
 def rows_with_images(

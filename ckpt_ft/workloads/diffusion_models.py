@@ -492,8 +492,9 @@ def _latent_side(config: Any, called: Kind, scale: int, resolution: int) -> int:
 
 def _adapting_attention(spec: TrainingSpec) -> TrainingSpec:
     """Returns `spec` with adapters on the attention's projections if it names no modules."""
-    targets = spec.adapter.lora_targets or ATTENTION_PROJECTIONS
-    spec = spec.edit(lora_targets=targets, lora_dropout=spec.adapter.lora_dropout or 0.0)
+    if spec.adapter.lora_r:
+        targets = spec.adapter.lora_targets or ATTENTION_PROJECTIONS
+        spec = spec.edit(lora_targets=targets, lora_dropout=spec.adapter.lora_dropout or 0.0)
     peft = spec.adapter.peft
     if peft and not peft.get("target_modules") and takes(peft, "target_modules", "the PEFT configuration"):
         spec = spec.edit(peft={**peft, "target_modules": list(ATTENTION_PROJECTIONS)})

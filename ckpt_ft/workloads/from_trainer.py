@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ckpt_ft.errors import UserError
@@ -25,6 +26,7 @@ from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.spec.launch import PRECISIONS
 from ckpt_ft.spec.trainer import check_live, spec_of_arguments
 
+from .optimizers import make_optimizer
 from .sample_sizes import rows_by_length
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from .workload import Batch, Forward
 
 TrainerLoss = Callable[..., torch.Tensor]  # as Trainer.compute_loss, without its `self`
+_MANY = 100  # steps
 _IGNORED = -100  # the label that a loss leaves out
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[str, Any]:
@@ -78,20 +82,22 @@ def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[
             return loss(model, dict(batch))
         return loss(model, dict(batch), num_items_in_batch=(batch["labels"] != _IGNORED).sum())
 
-    def make_optimizer(model: nn.Module) -> Any:
+    def create_optimizer(model: nn.Module) -> Any:
         twin: Any = copy.copy(trainer)
         twin.model = model
-        return twin.create_optimizer()
+        return _trained(twin.create_optimizer(), model, _MANY)
 
-    model: nn.Module = trainer.model
+    model = undivided(trainer.model)
     spec = spec_of_arguments(args, precision_of(args))
     return {
         "model": model,
         "make_batch": make_batch,
         "compute_loss": compute_loss,
-        "make_optimizer": make_optimizer if trainer.optimizer is None else optimizer_like(model, trainer.optimizer),
+        "make_optimizer": create_optimizer
+        if trainer.optimizer is None
+        else optimizer_like(trainer.model, trainer.optimizer),
         "device": current_gpu() or "cpu",
-        "autocast": {"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.precision.mixed_precision),
+        "autocast": _AUTOCAST.get(spec.precision.mixed_precision),
         "accumulation": spec.data.accumulation,
         "max_grad_norm": spec.optimizer.max_grad_norm,
         "auxiliary_models": auxiliary_models(trainer),
@@ -131,19 +137,49 @@ def measured_step(
 
     # Later micro-batches find the gradients of the first: the largest of them is as high as any.
     by_size = [batches[0], *sorted(batches[1:], key=lambda batch: -batch.elements)]
-    spec = spec_of_arguments(args)
+    spec = spec_of_arguments(args, precision_of(args) if is_divided(model) else "")
+    optimizer = profiler.optimizer
     return {
-        "model": model,
+        "model": undivided(model),
+        "autocast": _AUTOCAST.get(spec.precision.mixed_precision) if is_divided(model) else None,
         "make_batch": lambda samples, length: again(max(batches, key=lambda batch: batch.elements)),
         "first": profiler.fullest == 1 < profiler.sampled,
         "micro_batches": () if loss is None else tuple(partial(again, batch) for batch in by_size),
         "compute_loss": compute_loss,
-        "make_optimizer": None if profiler.optimizer is None else optimizer_like(model, profiler.optimizer),
+        "make_optimizer": optimizer and optimizer_like(model, optimizer, max(profiler.fullest - 2, 0)),
         "device": current_gpu(args.device.index) or "cpu",
         "accumulation": spec.data.accumulation if loss is None else len(batches),
         "max_grad_norm": spec.optimizer.max_grad_norm,
         "auxiliary_models": profiler.auxiliary_models,
     }
+
+
+def is_divided(model: Any) -> bool:
+    """Whether transformers has divided the weights of `model` over processes, by a DistributedConfig."""
+    return getattr(getattr(model, "config", None), "distributed_config", None) is not None
+
+
+def undivided(model: Any) -> Any:
+    """Returns a model that transformers has divided as it was before, on the meta device; any other model itself.
+
+    Raises:
+        UserError: it has adapters, which were added after it was divided.
+    """
+    if not is_divided(model):
+        return model
+    if hasattr(model, "peft_config"):
+        raise UserError("adapters on a model that DistributedConfig divides are not predicted")
+    config = copy.deepcopy(model.config)
+    config.distributed_config = None
+    kind: Any = type(model).__mro__[
+        2 if isinstance(model, FSDPModule) else 0
+    ]  # fully_shard puts two classes before it
+    with torch.device("meta"):
+        whole = kind._from_config(config, dtype=model.dtype, attn_implementation=config._attn_implementation)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return whole.train()
 
 
 def loss_of(trainer: Trainer) -> TrainerLoss:
@@ -207,8 +243,14 @@ def auxiliary_models(trainer: Trainer) -> tuple[nn.Module, ...]:
     return tuple(found)
 
 
-def optimizer_like(model: nn.Module, optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """Returns a function that creates an optimizer like `optimizer` of `model`, before its first step."""
+def optimizer_like(
+    model: nn.Module, optimizer: Any, steps: int = _MANY
+) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """Returns a function that creates an optimizer like `optimizer` of `model`, without states.
+
+    Args:
+        steps: see `_trained`.
+    """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     shard_again(model)  # after an evaluation, FSDP2's root is gathered, and its parameters are not the optimizer's
     names = {id(p): name for name, p in model.named_parameters()}
@@ -216,11 +258,24 @@ def optimizer_like(model: nn.Module, optimizer: Any) -> Callable[[nn.Module], to
     def make(model: nn.Module) -> torch.optim.Optimizer:
         named = dict(model.named_parameters())
         twin: torch.optim.Optimizer = renew(optimizer, {key: named[name] for key, name in names.items()})
-        if hasattr(twin, "train"):  # schedule-free optimizers, which an evaluation leaves in another mode
-            twin.train()
-        return twin
+        return _trained(twin, model, steps)
 
     return make
+
+
+def _trained(optimizer: Any, model: nn.Module, steps: int) -> Any:
+    """`optimizer`, or its stand-in, as in training.
+
+    Args:
+        steps: how many steps a schedule-free optimizer has taken: RAdam's first five make fewer tensors.
+    """
+    if type(optimizer).__name__ == "GrokAdamW" and current_gpu() is not None:
+        return make_optimizer(model, "grokadamw")  # its states are in host memory between steps
+    if hasattr(optimizer, "train"):  # schedule-free optimizers, which an evaluation leaves in another mode
+        optimizer.train()
+        for group in optimizer.param_groups:
+            group["k"] = steps
+    return optimizer
 
 
 def compiled_by(accelerator: Any) -> str:

@@ -22,6 +22,7 @@ from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins.float8 import to_float8
+from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.adapters import as_quantised, notes_on
 from ckpt_ft.workloads.model_config import read_config
 
@@ -70,8 +71,6 @@ def load(
     if lengths is not None:
         key = "default_seq_length" if spec.data.seq_length is None else "seq_length"
         spec = spec.edit(**{key: max(lengths.longest, 2)})
-    if spec.adapter.lora_targets and not spec.adapter.lora_r:
-        raise UserError(f"LoRA targets {','.join(spec.adapter.lora_targets)} without LoRA: give a rank, or drop them")
     gpu = gpu_of(device)
     if lengths is not None:
         if spec.data.rows == "packed":
@@ -92,6 +91,8 @@ def load(
         device = gpu = replace(gpu, context=gpu.context + int(share * gpu.memory))
     when = "while it generates alone" if sleeps else "counted with the CUDA context"
     _check_samples(name, workload, spec, own_rows=batches is not None)
+    if gpu is not None:
+        _check_scores(workload, spec, gpu)
     if lengths is not None and spec.data.images:
         raise UserError("a dataset's lengths and images in every row: leave one of them out")
     if lengths is not None and workload.kind != "language model":
@@ -153,6 +154,23 @@ def _needs_float8(gpu: GPU | None) -> None:
         had = "the CPU" if gpu is None else f"{gpu.name} (compute capability {'.'.join(map(str, gpu.arch))})"
         raise UserError(
             f"mixed precision fp8 on {had}: it needs compute capability 8.9 (L4, RTX 4090, H100); take bf16"
+        )
+
+
+def _check_scores(workload: Workload, spec: TrainingSpec, gpu: GPU) -> None:
+    """Raises UserError if eager attention's scores of one row in one layer are more than the memory of `gpu`."""
+    model: Any = workload.model
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "_attn_implementation", None) != "eager":
+        return
+    launch, tokens = spec.launch.launch, workload.shape.get("seq_length", 0)
+    heads = getattr(config.get_text_config(), "num_attention_heads", 0) // (launch.tp * launch.sp if launch else 1)
+    scores = heads * tokens**2 * model.dtype.itemsize
+    if scores > gpu.memory:
+        raise UserError(
+            f"attention 'eager' keeps {heads} heads x {tokens:,} x {tokens:,} scores, {format_bytes(scores)} for one "
+            f"row in one layer, and {gpu.name} has {format_bytes(gpu.memory)}; set attn_implementation to sdpa or "
+            "flash_attention_2"
         )
 
 

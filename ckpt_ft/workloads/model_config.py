@@ -332,8 +332,10 @@ def stretch_positions(config: Any, rope_scaling: str, length: int) -> None:
             stated |= {"original_max_position_embeddings": trained} if rope_scaling == "yarn" else {}
 
 
-def weigh_routers(config: Any, coefficient: float | None, kind: type) -> None:
+def weigh_routers(config: Any, coefficient: float | None, kind: type, by_trl: bool = False) -> None:
     """Set the weight of the routers' auxiliary loss in the configuration of a `kind`; None keeps the model's own.
+
+    by_trl: whether one of TRL's trainers asks for the routers' logits, which it does not of its reference model.
 
     Raises:
         UserError: the class adds no such loss, or weighs it by another name.
@@ -346,7 +348,7 @@ def weigh_routers(config: Any, coefficient: float | None, kind: type) -> None:
         raise UserError(
             f"router aux loss coef {coefficient:g}: {kind.__name__} has no such loss of its routers; leave it out"
         )
-    text.output_router_logits = coefficient > 0
+    text.output_router_logits = coefficient > 0 and not by_trl
     text.router_aux_loss_coef = coefficient
 
 

@@ -70,7 +70,7 @@ def notes_on(name: str) -> tuple[str, ...]:
         left = "allocated and reserved leave them out; what the card has no room for moves to it and back in a step"
         return (f"{name}: states of large parameters are in managed memory: {left}",)
     if name.startswith("ao_adamw_offload"):
-        return (f"{name}: AdamW runs on the host, at an assumed 100 GB/s, and gradients are not clipped",)
+        return (f"{name}: AdamW runs on the host, and gradients are not clipped",)
     return (f"{name}: its states wait in host memory between steps",) if name == "grokadamw" else ()
 
 

@@ -1,7 +1,7 @@
-"""Phases of a run besides the training step: the evaluation, and the generation of text.
+"""Phases of a run besides the training step: evaluation, the generation of text, and loading and saving by rules.
 
-Both run the library's own code (`Trainer.evaluation_loop`, `GenerationMixin.generate`) on a few batches or tokens.
-What the others would have left on the device, predictions or a KV cache, is allocated at once.
+The first two run the library's own code (`Trainer.evaluation_loop`, `GenerationMixin.generate`) on a few batches or
+tokens. What the others would have left on the device, predictions or a KV cache, is allocated at once.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import copy
 import dataclasses
 import functools
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -26,17 +27,21 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.measure.profiler import LargestBatch
 from ckpt_ft.spec.training_spec import DataSpec
+from ckpt_ft.standins.quantised_layers import FrozenLinear, PackedLinear
 
 from .adapters import without_adapters
 from .workload import Batch, Step, Workload
 
+if TYPE_CHECKING:
+    from ckpt_ft.memory.record.trace import StepTrace
+
 Phase = Callable[[Workload, int], Step]
 Measure = Callable[[str, bool], AbstractContextManager[Any]]  # (phase, whether it is between steps)
-_SHOWN = 256  # batches of an evaluation that a trace goes through
+_MOST_TRACED = 256  # batches of an evaluation
 Size = tuple[int, int]  # of a batch: rows, and tokens of each; 0 tokens if all batches are alike
 
 
-class Watch:
+class PhaseRecorder:
     """Notes what a live trainer evaluates and generates besides its steps, and has each phase measured.
 
     Args:
@@ -51,9 +56,9 @@ class Watch:
         self._loss_only, self._evaluating = True, False
         self._rollouts = (0, 0, 0)  # sequences, tokens of the prompts and of the answers
         for name, wrap in (
-            ("evaluation_loop", self._evaluates),
-            ("_prepare_inputs", self._prepares),
-            ("_generate_and_score_completions", self._generates),
+            ("evaluation_loop", self._around_eval),
+            ("_prepare_inputs", self._around_inputs),
+            ("_generate_and_score_completions", self._around_generation),
         ):
             if hasattr(trainer, name):
                 own = getattr(trainer, name)
@@ -74,27 +79,27 @@ class Watch:
             found["generation"] = generation(self.trainer, lambda workload, samples: self._rollouts)
         return found
 
-    def _evaluates(self, own: Callable[..., Any], loader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+    def _around_eval(self, own: Callable[..., Any], loader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         only = args[0] if args else kwargs.get("prediction_loss_only")
         self._loss_only = self.trainer.args.prediction_loss_only if only is None else only
         self._sizes, self._largest, self._evaluating = [], LargestBatch(), True
         try:
             with (
                 self._measure("evaluation", True),
-                patch.object(self.trainer.model, "generate", self._counted, create=True),
+                patch.object(self.trainer.model, "generate", self._counting_generate, create=True),
             ):
                 return own(loader, description, *args, **kwargs)
         finally:
             self._evaluating = False
 
-    def _counted(self, *args: Any, **kwargs: Any) -> Any:
+    def _counting_generate(self, *args: Any, **kwargs: Any) -> Any:
         model = self.trainer.model
         out = type(model).generate(model, *args, **kwargs)
         given = 1 if model.config.is_encoder_decoder else kwargs["input_ids"].shape[1]
         self._answers = max(self._answers, out.shape[1] - given)
         return out
 
-    def _prepares(self, own: Callable[..., Any], inputs: Any) -> Any:
+    def _around_inputs(self, own: Callable[..., Any], inputs: Any) -> Any:
         out = own(inputs)
         if self._evaluating:
             self._sizes.append(_size(out))
@@ -103,7 +108,7 @@ class Watch:
                 noted.note((), out)
         return out
 
-    def _generates(self, own: Callable[..., Any], inputs: Any) -> Any:
+    def _around_generation(self, own: Callable[..., Any], inputs: Any) -> Any:
         if self._evaluating:
             return own(inputs)
         with self._measure("generation", False):
@@ -113,8 +118,8 @@ class Watch:
         return out
 
 
-def _generates_every(trainer: Any) -> int:
-    """Micro-batches of an online trainer from one generation to the next."""
+def _micro_batches_per_generation(trainer: Any) -> int:
+    """For a trainer that generates what it trains on."""
     return int(trainer.args.steps_per_generation * trainer.num_iterations)
 
 
@@ -138,19 +143,20 @@ def evaluation(
         generated: tokens of the answers, for a trainer that generates what it evaluates.
         around: what surrounds the trainer's code.
     """
-    shown, runs = _shown(sizes, trainer.args.eval_accumulation_steps, loss_only)
-    ends = shown[-1] == sizes[-1] and not loss_only
+    traced, runs = _traced_batches(sizes, trainer.args.eval_accumulation_steps, loss_only)
+    ends = traced[-1] == sizes[-1] and not loss_only
 
     def phase(workload: Workload, samples: int) -> Step:
         def step(model: nn.Module, optimizer: Any) -> None:
             twin = _twin(trainer, model, optimizer, workload)
             if generated and hasattr(trainer, "_generate_and_score_completions"):
-                twin._prepare_inputs = partial(_generated, model, trainer.generation_config)
-            twin.prediction_step = _predicts(partial(type(trainer).prediction_step, twin), shown, runs)
-            answers = patch.object(model, "generate", partial(_answers, model, generated), create=True)
-            with around(), _in_precision(workload, model), _kept_apart(workload.device == "cpu"), answers:
+                twin._prepare_inputs = partial(_with_new_answers, model, trainer.generation_config)
+            twin.prediction_step = _prediction_step(partial(type(trainer).prediction_step, twin), traced, runs)
+            answers = patch.object(model, "generate", partial(_generate_length, model, generated), create=True)
+            kept = _valueless_predictions(workload.device == "cpu")
+            with around(), _in_precision(workload, model), kept, answers:
                 type(trainer).evaluation_loop(
-                    twin, _loader(workload, make_batch, shown, ends), "Evaluation", loss_only
+                    twin, _loader(workload, make_batch, traced, ends), "Evaluation", loss_only
                 )
             model.train()
 
@@ -165,7 +171,7 @@ def _size(batch: Any) -> Size:
     return (shapes[0][0], shapes[0][1]) if shapes else (1, 0)
 
 
-def _shown(sizes: list[Size], every: int | None, loss_only: bool) -> tuple[list[Size], set[int]]:
+def _traced_batches(sizes: list[Size], every: int | None, loss_only: bool) -> tuple[list[Size], set[int]]:
     """The batches that a trace goes through, and which of these run the model: the others leave its predictions alone.
 
     The model runs on the first batch, on the largest, and on the last two of the chunks (of `every` batches) with the
@@ -182,28 +188,28 @@ def _shown(sizes: list[Size], every: int | None, loss_only: bool) -> tuple[list[
     full = max(chunks, key=lambda chunk: (sum(cost[place] for place in chunk), chunk.start))
     known = next(chunk for chunk in chunks if largest in chunk)
     runs = {0, min(step, len(sizes) - 1), largest, *full[-2:], *known[-2:]}
-    if len(sizes) > _SHOWN and every:
+    if len(sizes) > _MOST_TRACED and every:
         chunks = [chunk for chunk in chunks if runs & {*chunk} or chunk == chunks[-1]]
-    shown: list[Size] = []
+    traced: list[Size] = []
     found: set[int] = set()
-    together = 1 if every else -(-len(sizes) // _SHOWN)
+    together = 1 if every else -(-len(sizes) // _MOST_TRACED)
     drawn = 0
     for place in (place for chunk in chunks for place in chunk):
         if place in runs:
-            found.add(len(shown))
+            found.add(len(traced))
         if place in runs or not 0 < drawn < together:
-            shown.append(sizes[place])
+            traced.append(sizes[place])
             drawn = place not in runs
         else:
-            shown[-1] = shown[-1][0] + sizes[place][0], max(shown[-1][1], sizes[place][1])
+            traced[-1] = traced[-1][0] + sizes[place][0], max(traced[-1][1], sizes[place][1])
             drawn += 1
-    return shown, found
+    return traced, found
 
 
-def _predicts(own: Callable[..., Any], shown: list[Size], runs: set[int]) -> Callable[..., Any]:
+def _prediction_step(own: Callable[..., Any], traced: list[Size], runs: set[int]) -> Callable[..., Any]:
     """`Trainer.prediction_step`; for batches that are not in `runs`, it allocates what the model would return."""
     like: Any = (None, None, None)
-    left = enumerate(shown)
+    left = enumerate(traced)
 
     def predicts(*args: Any, **kwargs: Any) -> Any:
         nonlocal like
@@ -250,7 +256,7 @@ def _twin(trainer: Any, model: nn.Module, optimizer: Any, workload: Workload) ->
 
 
 def _loader(
-    workload: Workload, make_batch: Callable[[Workload, bool], Batch], shown: list[Size], ends: bool
+    workload: Workload, make_batch: Callable[[Workload, bool], Batch], traced: list[Size], ends: bool
 ) -> Iterator[Batch]:
     """Batches as a data loader gives them, each while the next one is there; others are cut out of the largest.
 
@@ -258,9 +264,9 @@ def _loader(
     """
 
     def made(place: int) -> Batch:
-        if ends and place + 1 == len(shown):
+        if ends and place + 1 == len(traced):
             return make_batch(workload, True)
-        batch, size = make_batch(workload, False), shown[place]
+        batch, size = make_batch(workload, False), traced[place]
         old = _size(batch)
         if size in (old, (old[0], 0)):
             return batch
@@ -274,9 +280,9 @@ def _loader(
         return tree_map_only(torch.Tensor, cut, batch)
 
     ahead = made(0)
-    for place in range(len(shown)):
+    for place in range(len(traced)):
         batch = ahead
-        if place + 1 < len(shown):
+        if place + 1 < len(traced):
             ahead = made(place + 1)
             _touch(ahead)
         yield batch
@@ -290,7 +296,7 @@ def _touch(batch: Any) -> None:
 
 
 @contextmanager
-def _kept_apart(on_cpu: bool) -> Iterator[None]:
+def _valueless_predictions(on_cpu: bool) -> Iterator[None]:
     """Containers of predictions that can be read without values.
 
     on_cpu: a NumPy array shares the memory of the tensor that it was made of, until it is concatenated.
@@ -341,7 +347,7 @@ def generation(
 
         def step(model: Any, optimizer: Any) -> None:
             model.train()
-            if _generates_every(trainer) < workload.accumulation:
+            if _micro_batches_per_generation(trainer) < workload.accumulation:
                 workload.loss_of(model, workload.make_batch(samples, None)).backward()
             with around(), torch.no_grad(), _in_precision(workload, model):
                 gpu = gpu_of(workload.device)
@@ -366,7 +372,7 @@ def _score(twin: Any, model: Any, sequences: int, prompt: int, answer: int) -> N
     ids = torch.ones(sequences, prompt + answer, dtype=torch.long)
     rows = twin.args.per_device_train_batch_size
     given = ids[: 2 * rows], torch.ones_like(ids)[: 2 * rows], answer, rows  # all parts are alike
-    aligned = twin.args.gradient_accumulation_steps % _generates_every(twin) == 0
+    aligned = twin.args.gradient_accumulation_steps % _micro_batches_per_generation(twin) == 0
     corrects = twin.use_vllm and getattr(twin, "vllm_importance_sampling_correction", True)
     kept = []
     if not hasattr(twin, "loss_type") or not aligned or corrects:  # RLOO has no loss_type
@@ -377,14 +383,14 @@ def _score(twin: Any, model: Any, sequences: int, prompt: int, answer: int) -> N
             kept.append(twin._get_per_token_logps_and_entropies(twin.ref_model or model, *given)[0])
 
 
-def _generated(model: Any, settings: Any, batch: Batch) -> Batch:
+def _with_new_answers(model: Any, settings: Any, batch: Batch) -> Batch:
     """The batch of an online trainer, after its answers have been generated."""
     prompt, answer = batch["prompt_ids"], batch["completion_ids"]
     _generate(model, settings, answer.shape[1], input_ids=prompt, attention_mask=torch.ones_like(prompt))
     return dict(batch)
 
 
-def _answers(model: Any, tokens: int, **inputs: Any) -> Any:
+def _generate_length(model: Any, tokens: int, **inputs: Any) -> Any:
     """`model.generate` for answers of a known length."""
     settings = inputs.pop("generation_config", None) or model.generation_config
     return _generate(model, settings, tokens, **inputs)
@@ -466,11 +472,12 @@ def evaluation_of(data: DataSpec, model: Any, trainer: Any = None, states: Any =
             trainer = copy.copy(trainer)
         trainer.args = dataclasses.replace(trainer.args, **options)
     batches = -(-samples // rows)
+    rest = samples - rows * (batches - 1)
 
     def make_batch(workload: Workload, last: bool) -> Batch:
-        return workload.make_batch(samples - rows * (batches - 1) if last else rows, None)
+        return workload.make_batch(rest if last else rows, None)
 
-    sizes = [(rows, 0)] * (batches - 1) + [(samples - rows * (batches - 1), 0)]
+    sizes = [(rows, 0)] * (batches - 1) + [(rest, 0)]
     return evaluation(trainer, make_batch, sizes, False, around=partial(accelerate_apart, states))
 
 
@@ -484,6 +491,38 @@ def _loss_of(rows: int, workload: Workload, samples: int) -> Step:
             workload.loss_of(model, batch).detach().mean()
 
     return step
+
+
+def outside_steps(model: nn.Module, trace: StepTrace) -> dict[str, int]:
+    """Bytes allocated while the weights are loaded before the steps of `trace`, and saved after the last one.
+
+    Everything is copied as it lies, to the card or to the host, except that one weight at a time is whole on the card:
+
+    - FSDP2 shares out and gathers one (accelerate/utils/fsdp_utils.py: fsdp2_load_full_state_dict;
+      torch/distributed/checkpoint/state_dict.py: full_state_dict with cpu_offload);
+    - ZeRO-3 those of a module (deepspeed/runtime/zero/partition_parameters.py: Init; runtime/engine.py:
+      _zero3_consolidated_16bit_state_dict, with stage3_gather_16bit_weights_on_model_save);
+    - one that is quantised on its way (transformers/core_model_loading.py: has_on_the_fly_quantization).
+
+    A step has the same weight whole, and FSDP2 twice, beside as much as a checkpoint does: the step's peak is higher.
+    An adapter is saved without the weights below it; merging it is `ckpt-ft merge`, in host memory.
+    """
+    between: Counter[str] = Counter()
+    for storage, nbytes in trace.live_at(len(trace.events) - 1):
+        between[storage.category] += nbytes
+    gathered, launch = 0, trace.launch
+    if launch is not None and launch.strategy == "fsdp2":
+        weights = (max(each.nbytes, each.host) for each in trace.storages if each.category == "parameters")
+        gathered = launch.processes // launch.dp_replicate * max(weights)
+    elif launch is not None and launch.stage == 3:
+        size = 4 if launch.mixed_precision == "no" else 2
+        gathered = max(size * sum(p.numel() for p in part.parameters(recurse=False)) for part in model.modules())
+    layers = [
+        part for part in model.modules() if isinstance(part, FrozenLinear) and not isinstance(part, PackedLinear)
+    ]
+    quantised = max((each.in_features * each.out_features * each.packed_from.itemsize for each in layers), default=0)
+    loaded = between["parameters"] + between["buffers"]
+    return {"loading": loaded + max(gathered, quantised), "saving": between.total() + gathered}
 
 
 @contextmanager

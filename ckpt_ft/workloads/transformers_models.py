@@ -492,7 +492,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
     try:
         parsed = AutoConfig.for_model(config["model_type"], **values)
         stretch_positions(parsed, spec.model.rope_scaling, spec.data.tokens)
-        weigh_routers(parsed, spec.model.router_aux_loss_coef, kind)
+        weigh_routers(parsed, spec.model.router_aux_loss_coef, kind, by_trl=bool(spec.trainer.trainer))
         with torch.device("meta"):
             model = kind._from_config(parsed, dtype=DTYPES[spec.precision.dtype], attn_implementation=attention)
     except UserError:

@@ -106,7 +106,7 @@ def optimizer_step(
                 optimizer.fused_backward(loss, optimizer.lr)
             else:
                 engine.backward(loss)
-            del loss  # and with it the graph of this micro-batch
+            loss = loss.detach()  # as the Trainer, which holds the graph until the next phase
     update(model, optimizer, max_grad_norm, parameters, engine)
 
 

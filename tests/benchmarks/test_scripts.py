@@ -31,3 +31,21 @@ def test_rank_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert correlation([1.0, 2.0, 5.0], [10.0, 20.0, 21.0]) == pytest.approx(1)
     assert correlation([1.0, 2.0, 3.0, 4.0], [1.0, 3.0, 2.0, 4.0]) == pytest.approx(0.8)  # 1 - 6 * 2 / (4 * 15)
     assert correlation([1.0, 1.0, 2.0], [3.0, 1.0, 2.0]) == pytest.approx(0)  # ranks 1.5 1.5 3 and 3 1 2
+
+
+def test_rows_of_the_accuracy_page_may_have_no_seconds() -> None:
+    group = runpy.run_path(str(ROOT / "benchmarks" / "accuracy.py"))["Group"]("Title", "Text", ("row", "GiB"))
+    group.add("timed", ["1"], 2.0, 3.0, reserved=-0.25)
+    group.add("not timed", ["2"], 0.0, 4.0, reserved=0.05)
+    assert group.lines == [["timed", "1", "2", "3", "+50.00 %"], ["not timed", "2", "", "4", ""]]
+    assert group.seconds == {"timed": (2.0, 3.0)}
+    assert "|  | 15.00 / 25.00 % | 50.00 / 50.00 % |" in group.markdown()
+
+
+@pytest.mark.slow
+def test_axolotls_example_is_as_far_off_as_the_page_says() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks" / "experts.py"))
+    found = {
+        name: script["axolotl"](**more).peak_reserved / 2**30 for name, more in (("", {}), ("too", script["EXPERTS"]))
+    }
+    assert found == pytest.approx({"": 18.38, "too": 27.86}, rel=2e-3)

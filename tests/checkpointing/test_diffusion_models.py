@@ -229,6 +229,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     ),
 }
 NO_ATTENTION_MODULE = {"video vae"}
+SLOW = {"unet3d", "controlnet xs"}
 STAGELESS = {"sd3", "flux", "pixart", "dit", "sana", "wan"}
 
 
@@ -248,7 +249,9 @@ def numbers(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")  # no convolution in a transformer's blocks
 @pytest.mark.filterwarnings("ignore:policy .* no block was given:UserWarning")  # ControlNet XS hands on sums
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
+)
 def test_the_same_bits_in_train_and_eval_mode(name: str) -> None:
     model, inputs = make(name), MODELS[name][1]()
     for mode in (True, False):

@@ -372,3 +372,14 @@ def test_outputs_that_save_keeps_are_parked_too() -> None:
         kept[policy] = sum(trace.module_activations().values())
         applied.remove()
     assert kept["save:attention+matmul,offload"] < 0.01 * kept["save:attention+matmul"]
+
+
+def test_a_new_storage_never_has_the_address_of_a_weight_that_is_gone() -> None:
+    """As under ZeRO-3, which replaces gathered weights: what took their address was left on the device."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    parking = Parking(Usage(), 1)
+    parking.resident |= offload._storages(layer)
+    for parameter in layer.parameters():
+        parameter.data = torch.empty(0)
+    new = [torch.empty(WIDTH) for _ in range(100)]
+    assert all(parking.leaves(tensor) for tensor in new)

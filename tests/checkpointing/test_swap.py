@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +300,37 @@ def test_weights_share_buffers_in_host_memory() -> None:
     assert [copied.stride() for copied in copies] == [(1, 10), (1,), (1,)]
     assert [copied.storage_offset() * copied.itemsize for copied in copies] == [0, 208, 448]
     assert {copied.untyped_storage().nbytes() for copied in copies} == {700}
+
+
+_ENDLESS = """
+import torch
+from test_swap import Stack
+from ckpt_ft import apply_policy
+model = Stack(4)
+apply_policy(model, "swap:4,offload")
+while True:
+    model(torch.randn(2**16, 8)).backward()
+    print("step", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
+def test_a_killed_run_leaves_nothing_behind(number: signal.Signals) -> None:
+    """No shared segment and no process of its session; pinned memory is the process's own and goes with it."""
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    with subprocess.Popen(
+        [sys.executable, "-c", _ENDLESS], cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    ) as run:  # fmt: skip
+        assert run.stdout is not None
+        assert run.stdout.readline() == "step\n"
+        run.send_signal(number)
+        run.communicate(timeout=60)
+    assert run.returncode in (-number, 1)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(run.pid, 0)
+    left = set(os.listdir("/dev/shm")) - before if os.path.isdir("/dev/shm") else set()
+    assert not [name for name in left if str(run.pid) in name]  # others make theirs, too; torch's have the pid
 
 
 @pytest.mark.gpu

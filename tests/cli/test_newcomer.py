@@ -28,12 +28,12 @@ def test_short_names_of_models_and_dtypes() -> None:
 def test_the_precision_of_a_bare_name_is_that_of_its_publication_and_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert params._published("meta-llama/Llama-3.1-8B", False) == {"dtype": "bfloat16"}
+    assert params._published_precision("meta-llama/Llama-3.1-8B", False) == {"dtype": "bfloat16"}
     assert "the weights are bfloat16" in capsys.readouterr().err
-    assert params._published("openai-community/gpt2", False) == {}
+    assert params._published_precision("openai-community/gpt2", False) == {}
     assert capsys.readouterr().err == ""
-    assert params._published("flux", True) == {"dtype": "bfloat16", "mixed_precision": "bf16"}
-    assert params._published("sdxl", False) == {"mixed_precision": "bf16"}
+    assert params._published_precision("flux", True) == {"dtype": "bfloat16", "mixed_precision": "bf16"}
+    assert params._published_precision("sdxl", False) == {"mixed_precision": "bf16"}
     assert "the weights are float32, under bf16 autocast" in capsys.readouterr().err
 
 

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.budget import Candidate, memory_budget
-from ckpt_ft.planning.estimates import HIGH, LOW, Growth
+from ckpt_ft.planning.launches import with_experts
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
+from ckpt_ft.planning.scaled_traces import HIGH, LOW, Growth
 from ckpt_ft.planning.tracing import Tracer
 from ckpt_ft.spec.launch import Launch, accelerate_config, launches_on, read_launch
 from ckpt_ft.workloads.transformers_models import own_loss
@@ -117,6 +120,24 @@ def test_a_launch_that_does_not_suit_is_left_out(monkeypatch: pytest.MonkeyPatch
     assert "FSDP2 cannot wrap" in found.rejected[str(refuses)]
     with pytest.raises(UserError, match="FSDP2 cannot wrap"):
         plan(asked, BUDGET, launches=[refuses], policies=["none"], batch_size=2)
+
+
+def test_experts_on_as_many_gpus_as_divide_their_number() -> None:
+    def mixture(experts: int, kind: str = "qwen3_moe") -> nn.Module:
+        sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 300}
+        config = AutoConfig.for_model(kind, **sizes, num_experts=experts, moe_intermediate_size=32)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+
+    launches = launches_on(8)
+    tried = {experts: with_experts(launches, mixture(experts)) for experts in (128, 60, 7)}
+    assert tried[128] == [*launches, Launch("fsdp2", 8, ep=8)]
+    assert tried[60] == [*launches, Launch("fsdp2", 8, ep=4)]
+    assert tried[7] == with_experts(launches, workload().model) == launches
+    assert with_experts(launches_on(16), mixture(128))[-1] == Launch("fsdp2", 16, ep=8)  # within a machine
+    assert with_experts(launches_on(8, strategies=["ddp"]), mixture(128)) == [Launch("ddp", 8)]
+    adapted = get_peft_model(mixture(8), LoraConfig(target_modules=["q_proj"]))  # type: ignore[arg-type]
+    assert with_experts(launches, adapted) == launches
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.cli import app
+from ckpt_ft.planning.batch_size import predict_max_batch_size
 from ckpt_ft.planning.max_length import GRANULARITY, find_max_length, predict_max_length
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -52,6 +53,20 @@ def test_every_length_is_the_longest_whose_own_trace_fits(config: str) -> None:
         assert one.peak_reserved == _peak(config, policy, one.length, 3) <= found.room.limit
         # Reserved bytes come in segments: a few hundred tokens more may reserve as much or less.
         assert _peak(config, policy, round(1.1 * one.length), 3) > found.room.limit
+
+
+def test_one_policy_says_what_the_next_term_would_give(config: str) -> None:
+    workload = load(TrainingSpec.of(config), "t4")
+    found = predict_max_length(workload, ("full",), "260MiB", margin="0", next_term=True)
+    more = found.next_term
+    assert [one.policy for one in found.ladder] == ["full"]
+    assert more is not None
+    assert (more.term, more.longest.policy) == ("tile:16", "full,tile:16")  # `head` does not lengthen this one
+    assert more.longest.length > found.length
+    assert _peak(config, "full,tile:16", more.longest.length) == more.longest.peak_reserved <= found.room.limit
+    traced = load(TrainingSpec.of(config, seq_length=found.length), "t4")
+    apply_policy(traced.model, "full,tile:16")
+    assert more.slower == pytest.approx(traced.trace(1).seconds / found.ladder[0].seconds - 1, abs=1e-9)
 
 
 @pytest.mark.parametrize("launches", [(), (Launch("ddp", 2),)])
@@ -113,6 +128,19 @@ def test_the_command_prints_the_longest_and_how_to_train_it(
     assert answer["command"] in out
 
 
+@pytest.mark.slow
+def test_the_table_has_what_one_search_finds(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = config, "--device", "t4", "--budget", "300MiB", "--json"
+    code, out, _ = _ask(monkeypatch, capsys, *asked, "--table", "--policy", "full")
+    lengths = json.loads(out)["tokens"]
+    assert (code, list(lengths)) == (0, ["full", "LoRA", "QLoRA"])
+    for method, flags in (("full", []), ("LoRA", ["--lora", "16"])):
+        _, out, _ = _ask(monkeypatch, capsys, *asked, "--policy", "full", *flags)
+        assert lengths[method] == {"t4": json.loads(out)["length"]}
+
+
 def test_a_table_of_positions_ends_the_search(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,3 +179,18 @@ def test_of_several_launches_the_one_with_the_longest_sequence_is_first(config: 
     launched = replace(load(TrainingSpec.of(config, seq_length=first.length), "t4"), launch=first.launch)
     apply_policy(launched.model, "full")
     assert launched.trace(1).peak_reserved == first.peak_reserved <= found.room.limit
+
+
+def test_host_memory_limits_lengths_and_batches(config: str) -> None:
+    """Under `offload` what leaves the card must have room on the host."""
+    workload = load(TrainingSpec.of(config, seq_length=128), "t4")
+    whole = predict_max_length(workload, ["offload"], "300MiB").length
+    less = predict_max_length(workload, ["offload"], "300MiB", host_memory=32 * MIB).length
+    assert 0 < less < whole
+    longest, rows = (load(TrainingSpec.of(config, seq_length=length), "t4") for length in (less, 2048))
+    batch = predict_max_batch_size(rows, "offload", "300MiB", host_memory=64 * MIB).batch
+    assert 0 < batch < predict_max_batch_size(rows, "offload", "300MiB").batch
+    for workload, samples, host in ((longest, 1, 32 * MIB), (rows, batch, 64 * MIB)):
+        apply_policy(workload.model, "offload")
+        assert 0 < workload.trace(samples).peak_host <= host
+    assert predict_max_batch_size(rows, "offload", "300MiB", host_memory=MIB).batch == 0

@@ -22,9 +22,9 @@ from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.budget import Candidate, MemoryBudget, better, frontier, largest_fitting, memory_budget
 from ckpt_ft.planning.estimate import without_kept
-from ckpt_ft.planning.estimates import HIGH, LOW, Estimates, Growth
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan, Stopped, fingerprint
+from ckpt_ft.planning.scaled_traces import HIGH, LOW, Estimates, Growth
 from ckpt_ft.planning.search import _swap
 from ckpt_ft.planning.tracing import Tracer, trace_policies
 from ckpt_ft.spec.training_spec import TrainingSpec

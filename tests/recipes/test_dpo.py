@@ -46,7 +46,7 @@ def train(dpo: ModuleType, out: Path, *flags: str, **changed: object) -> list[fl
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
 
-@pytest.mark.parametrize("flags", [[], LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("flags", [pytest.param([], id="full", marks=pytest.mark.slow), pytest.param(LORA, id="lora")])
 def test_a_policy_changes_no_loss_and_its_peak_is_predicted(dpo: ModuleType, tmp_path: Path, flags: list[str]) -> None:
     plain = train(dpo, tmp_path / "plain", *flags)
     assert plain[0] == pytest.approx(math.log(2), abs=1e-6)  # the model is its reference, so neither answer is ahead

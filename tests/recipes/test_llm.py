@@ -83,7 +83,8 @@ def test_weights_and_adapters_load(llm: ModuleType, sample: tuple[Path, Path], t
     assert len(trained) == 8  # q_proj and v_proj of four layers
 
 
-@pytest.mark.parametrize(("policy", "longest"), [("none", 64), pytest.param("auto", 256, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/planning/test_max_length.py proves lengths by real steps
+@pytest.mark.parametrize(("policy", "longest"), [("none", 64), ("auto", 256)])
 def test_the_longest_sequence_is_proved_and_trained(
     llm: ModuleType, tmp_path: Path, policy: str, longest: int,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -225,11 +226,13 @@ def test_configs_parse_and_carry_their_command(llm: ModuleType, root: Path, path
     assert training_args.bf16
     header = "".join(line[1:] for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
     command = re.sub(r"\\\s+", "", header[header.index("accelerate launch") :]).split()
-    on_host = path.stem == "llama3.1_8b_full_24gb"
+    config = {
+        "llama3.1_8b_full_24gb": ["accelerate_configs/deepspeed_zero3_offload.yaml", "--num_processes", "1"],
+        "qwen3_30b_a3b_full_8x80gb": ["accelerate_configs/fsdp2.yaml"],
+    }.get(path.stem, ["accelerate_configs/single_gpu.yaml"])
     assert command[2:] == [
         "-q",
-        *(["--config_file", "accelerate_configs/deepspeed_zero3_offload.yaml", "--num_processes", "1"] if on_host
-          else ["--config_file", "accelerate_configs/single_gpu.yaml"]),
+        "--config_file", *config,
         "recipes/llm.py",
         "--config", str(path.relative_to(root)),
     ]  # fmt: skip

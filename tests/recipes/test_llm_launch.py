@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from ckpt_ft.training.checkpoints import what_is_wrong
+from ckpt_ft.training.samples.language import make_docstrings
 
 SMALL = ["--max_steps", "3", "--max_length", "64", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
 BIN = Path(sys.executable).parent
@@ -205,3 +206,43 @@ def test_ranks_that_share_sequences_or_weights_learn_the_same(
         for rank in report(tmp_path / "two")["ranks"]:
             measured = max(figures["allocated"] for figures in rank["peaks"].values())
             assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_different_experts_learn_the_same(root: Path, llm: ModuleType, tmp_path: Path) -> None:
+    """The weights are those of one process with the whole batch, and each rank's peak is the predicted one."""
+    built_in, corpus = make_docstrings()
+    tokenizer = AutoTokenizer.from_pretrained(built_in)
+    tokenizer.save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_local_experts": 4}
+    config = MixtralConfig(vocab_size=len(tokenizer), num_attention_heads=4, num_key_value_heads=2, **sizes)
+    torch.manual_seed(0)
+    # loaded in another dtype: on a CPU, shards in the dtype of the file are views of whole weights
+    MixtralForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
+    flags = [
+        *SMALL,
+        "--model_name_or_path",
+        str(tmp_path / "model"),
+        "--dataset_name",
+        str(corpus),
+        "--packing",
+        "false",
+    ]
+    flags += ["--ac_policy", "full,head", "--save_only_model", "true", "--disable_tqdm", "true", "--ac_report", "json"]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(port)]
+    command += ["tests/recipes/fsdp_on_cpu.py", "recipes/llm.py", *flags, "--ep_size", "2"]
+    finish(start(root, [*command, "--output_dir", str(tmp_path / "two")], ACCELERATE_USE_CPU="1"))
+    llm.main(["--use_cpu", *flags, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "one")])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)  # of a batch's halves
+    ours, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
+    assert all(torch.allclose(ours[name], whole[name], rtol=1e-4, atol=1e-7) for name in whole)
+    for rank in report(tmp_path / "two")["ranks"]:
+        measured = max(figures["allocated"] for figures in rank["peaks"].values())
+        assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=2e-3)
+    refused = start(
+        root, [sys.executable, "recipes/llm.py", *flags, "--ep_size", "2", "--output_dir", str(tmp_path / "no")]
+    )
+    assert "ep 2: give a multiple of tp that divides the processes" in refused.communicate()[0]

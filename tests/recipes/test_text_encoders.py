@@ -108,11 +108,12 @@ def test_the_result_loads(recipe: ModuleType, bases: dict[str, str], tmp_path: P
     assert all(np.abs(draw(loaded(f"{name}.")) - plain).max() > 1e-4 for name in parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
         ("sdxl", {"train_text_encoder": True, "rank": 2, "random_flip": True, "lora_dropout": 0.1}),
-        pytest.param("sd1", {"train_text_encoder": True, "rank": 4}, marks=pytest.mark.slow),
+        ("sd1", {"train_text_encoder": True, "rank": 4}),
     ],
 )
 def test_an_estimate_is_of_the_runs_own_step(

@@ -166,7 +166,7 @@ def test_files_of_other_trainers(tmp_path: Path) -> None:
     [
         ({"liger": True, "liger_kernel_config": "{rope}"}, "give JSON"),
         ({"liger": True, "liger_kernel_config": '{"ropes": true}'}, "no Liger kernel 'ropes'; did you mean 'rope'"),
-        ({"liger_kernel_config": '{"rope": true}'}, "give --liger too"),
+        ({"liger_kernel_config": '{"rope": true}'}, "without use liger kernel; give both"),
         ({"liger": True, "use_kernels": True}, "give --liger or --use-kernels"),
         ({"liger": True, "cut_cross_entropy": True, "liger_kernel_config": '{"cross_entropy": true}'}, "two losses"),
     ],

@@ -261,7 +261,7 @@ def test_torchaos_offloading_as_its_source_says() -> None:
     assert plain.at_peak["optimizer"] - states_away.at_peak["optimizer"] == pytest.approx(4 * large, rel=1e-2)
     assert all_away.peaks["optimizer"] == pytest.approx(states_away.peaks["optimizer"] - 2 * large, rel=1e-2)
     on_host = sum(op.nbytes for op in states_away.ops if op.stream == HOST and op.at >= states_away.start)
-    assert on_host == pytest.approx(16 * large, rel=1e-2), "AdamW reads and writes four tensors in bfloat16"
+    assert on_host == pytest.approx(14 * large, rel=1e-2), "AdamW reads four tensors in bfloat16 and writes three"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
 from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.arguments import ACArguments
@@ -603,6 +604,108 @@ def test_an_optimizer_whose_arguments_are_lost_is_predicted(tmp_path: Path) -> N
     assert not any(
         type(value).__name__ == "FakeTensor" for state in optimizer.state.values() for value in state.values()
     )
+
+
+class GrokAdamW(torch.optim.Optimizer):
+    """Keeps its states in its groups, on the host, as grokadamw's `_update_group` does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            states = group.setdefault("state", {})
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = states.setdefault(p, {name: torch.zeros_like(p, device="cpu") for name in "abc"})
+                for value in state.values():
+                    value.add_(p.grad)
+
+
+@pytest.mark.parametrize("rows", ["equal", "unlike"])
+def test_states_in_the_groups_of_an_optimizer_are_counted(tmp_path: Path, rows: str) -> None:
+    model, data = tiny(), ROWS
+    if rows == "unlike":
+        data = Dataset.from_list([{"input_ids": [5] * n, "labels": [5] * n} for n in (12, 40, 9, 31) * 4])
+    args = arguments(
+        tmp_path, per_device_train_batch_size=1, per_device_eval_batch_size=1, eval_strategy="steps", eval_steps=2
+    )
+    optimizer = GrokAdamW(model.parameters())
+    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data, optimizers=(optimizer, None))
+    callback = ACCallback(ACArguments(ac_report="json")).attach(trainer)
+    trainer.train()
+    assert callback.report is not None
+    (rank,) = callback.report.ranks
+    assert rank.predicted is not None, callback.report.notes
+    states = 3 * sum(4 * p.numel() for p in model.parameters())
+    assert rank.at_peak["optimizer"] == states
+    for phase, measured in rank.peaks.items():
+        assert rank.predicted.peaks[phase] == pytest.approx(measured["allocated"], rel=2e-3), phase
+
+
+@pytest.mark.parametrize("steps", [3, 9])
+def test_steps_of_a_schedule_free_optimizer_are_counted_on(tmp_path: Path, steps: int) -> None:
+    """RAdam makes its denominators from the sixth step on."""
+
+    class ScheduleFree(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1e-3, "k": 0})
+
+        def train(self) -> None: ...
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                _made = [p + 1 for p in group["params"]] if group["k"] >= 5 else []
+                group["k"] += 1
+
+    model = tiny()
+    optimizer, args = ScheduleFree(model.parameters()), arguments(tmp_path, max_steps=steps)
+    trainer = Trainer(model=model, args=args, train_dataset=ROWS, optimizers=(optimizer, None))
+    later = Workload.from_trainer(trainer).trace(4).peaks["optimizer"]
+    callback = ACCallback(ACArguments(ac_report="json")).attach(trainer)
+    trainer.train()
+    assert callback.report is not None
+    (rank,) = callback.report.ranks
+    assert rank.predicted is not None, callback.report.notes
+    weights = sum(4 * p.numel() for p in model.parameters())
+    assert rank.predicted.peaks["optimizer"] == pytest.approx(rank.peaks["optimizer"]["allocated"], abs=64)
+    assert later == pytest.approx(rank.predicted.peaks["optimizer"] + (weights if steps == 3 else 0), rel=5e-3)
+
+
+def test_states_that_wait_on_the_host_are_not_on_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    optimizer = GrokAdamW(model.parameters())
+    trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=ROWS, optimizers=(optimizer, None))
+    on_cpu = Workload.from_trainer(trainer).trace(1)
+    monkeypatch.setattr("ckpt_ft.workloads.from_trainer.current_gpu", lambda *index: find_gpu("a100-80gb"))
+    on_card = Workload.from_trainer(trainer).trace(1)
+    assert on_cpu.at_peak["optimizer"] == 3 * sum(4 * p.numel() for p in model.parameters())
+    assert on_card.at_peak.get("optimizer", 0) == 0
+    largest = max(4 * p.numel() for p in model.parameters())
+    assert on_card.peaks["optimizer"] >= sum(8 * p.numel() for p in model.parameters()) + 5 * largest
+
+
+def test_what_the_loss_holds_counts_after_the_backward(tmp_path: Path) -> None:
+    """As DoRA's transposed weights of GPT-2: gradients of parameters that only the graph of the loss holds."""
+
+    class Transposed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(512, 12))
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = input_ids.float() @ torch.nn.Parameter(self.weight.detach().T) @ self.weight
+            return {"loss": logits.square().mean()}
+
+    trainer = Trainer(model=Transposed(), args=arguments(tmp_path, optim="sgd"), train_dataset=ROWS)
+    callback = ACCallback(ACArguments(ac_report="json")).attach(trainer)
+    trainer.train()
+    assert callback.report is not None
+    (rank,) = callback.report.ranks
+    assert rank.predicted is not None, callback.report.notes
+    assert rank.peaks["optimizer"]["allocated"] > 3 * 4 * 512 * 12  # weight, gradient, and the gradient of the copy
+    assert rank.predicted.peaks["optimizer"] == pytest.approx(rank.peaks["optimizer"]["allocated"], abs=512)
 
 
 def test_an_error_of_a_trace_is_told_in_words(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
@@ -69,6 +70,27 @@ def test_what_accelerate_launch_passes_on(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP")
     with pytest.raises(UserError, match="wraps modules by their size is not modelled"):
         launch_of(accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()))
+
+
+@pytest.mark.usefixtures("second_of_four")
+def test_a_model_that_transformers_divides_says_how() -> None:
+    where = {"processes": 4, "machines": 2, "rank": 1}
+
+    def launch(precision: str = "no", **config: Any) -> Launch | None:
+        model = SimpleNamespace(config=SimpleNamespace(distributed_config=DistributedConfig(**config)))
+        return launch_of(accelerator(precision), model=model)
+
+    assert launch(fsdp_size=4, ep_size=2) == Launch("fsdp2", ep=2, **where)
+    assert launch(tp_size=2, fsdp_size=2, ep_size=4) == Launch("fsdp2", tp=2, ep=4, **where)
+    assert launch(tp_size=4) == launch(tp_size=4, tp_plan="auto") == Launch("ddp", tp=4, **where)
+    half = launch("bf16", fsdp_size=2, dp_replicate_size=2, ep_size=2, fsdp_mixed_precision=True)
+    assert half == Launch("fsdp2", mixed_precision="bf16", dp_replicate=2, ep=2, **where)
+    for precision, other in (
+        ("bf16", {}), ("no", {"fsdp_mixed_precision": True}), ("no", {"fsdp_cpu_offload": True}),
+        ("no", {"ep_implementation": "all_reduce"}),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="ep_size are predicted, fsdp_mixed_precision under bf16, and no others"):
+            launch(precision, fsdp_size=4, ep_size=2, **other)
 
 
 @pytest.mark.usefixtures("second_of_four")

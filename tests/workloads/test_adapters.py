@@ -301,8 +301,8 @@ def test_rows_decide_the_mask_and_flash_attention_has_none(config: str, implemen
     [
         ({"load_in_8bit": True}, "8-bit weights cannot be trained themselves"),
         ({"load_in_4bit": True, "load_in_8bit": True, "lora_r": 2}, "weights in 4 bits and in 8 bits: ask for one"),
-        ({"double_quant": True}, "double quantisation is of weights in 4 bits"),
-        ({"use_dora": True}, "DoRA is a kind of LoRA: give a rank too"),
+        ({"double_quant": True}, "double quant: it has no effect without load in 4bit"),
+        ({"use_dora": True}, "use dora: it has no effect without LoRA rank"),
         ({"lora_r": 2, "peft": {}}, "two adapters: give one of them"),
         ({"accumulation": 0}, "a step has at least 1 micro-batch"),
         ({"max_grad_norm": -1.0}, "gradients clipped to -1.0"),
@@ -409,7 +409,7 @@ def test_experts_that_axolotl_packs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(UserError, match="quantised experts: LlamaForCausalLM has no experts in 3-D parameters"):
         load(spec.edit(quantize_moe_experts=True), "cpu")
-    with pytest.raises(UserError, match="quantised experts are predicted with weights in 4 bits"):
+    with pytest.raises(UserError, match="it has no effect without load in 4bit"):
         TrainingSpec.of(str(tmp_path), lora_r=4, quantize_moe_experts=True)
 
 

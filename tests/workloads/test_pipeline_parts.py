@@ -106,5 +106,5 @@ def test_a_unets_own_pipeline_says_what_a_latent_and_a_prompt_are(tmp_path: Path
 def test_what_has_no_such_parts(name: str, asked: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         load(TrainingSpec.of(name, **asked), "t4")
-    with pytest.raises(UserError, match="text encoders are trained by LoRA"):
+    with pytest.raises(UserError, match="train text encoder: it has no effect without LoRA rank"):
         TrainingSpec.of(train_text_encoder=True)

@@ -61,6 +61,16 @@ def test_models_without_a_table_of_positions_run_at_any_length(
     )
 
 
+def test_eager_attention_ends_where_the_scores_of_a_layer_fit_no_more(tmp_path: Path) -> None:
+    """A T4 has 14.56 GiB: 2 heads x n x n in float32 are more from n = 44,210 on."""
+    model = _written(tmp_path, "llama", "LlamaForCausalLM", {})
+    load(TrainingSpec.of(model, seq_length=44_000, attn_implementation="eager"), "t4")
+    load(TrainingSpec.of(model, seq_length=45_000, attn_implementation="sdpa"), "t4")
+    says = r"2 heads x 45,000 x 45,000 scores, 15.09 GiB for one row in one layer, and t4 has 14.56 GiB; set attn_impl"
+    with pytest.raises(UserError, match=says):
+        load(TrainingSpec.of(model, seq_length=45_000, attn_implementation="eager"), "t4")
+
+
 @pytest.mark.parametrize(("kind", "named", "more"), _LIMITED)
 def test_a_table_of_positions_is_a_limit(kind: str, named: str, more: dict[str, Any], tmp_path: Path) -> None:
     model = _written(tmp_path, kind, named, more)

@@ -125,7 +125,7 @@ _QUICK = (("gemma 2", "none"), ("qwen2.5-vl", "none"), ("gemma 3", "full"), ("sd
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        pytest.param(name, policy, marks=() if (name, policy) in _QUICK[:2] else pytest.mark.slow)
+        pytest.param(name, policy, marks=() if (name, policy) in _QUICK[:1] else pytest.mark.slow)
         for name, (_, _, policies, _) in PERIODIC.items()
         for policy in policies
     ],

@@ -38,7 +38,7 @@ _NO_KERNEL = {
     "_has_compatible_shallow_copy_type",  # asked by `tensor.data = other`
 }
 # What an op reads, if that is not all of its arguments.
-_MOVES = {
+_READS = {
     # Rows of the first argument: as many bytes as the op writes.
     **dict.fromkeys(("embedding", "index_select", "gather", "index", "nll_loss_forward", "sparse_mask"), "written"),
     # Almost nothing: the gradient of the loss is zero except at the labels.
@@ -68,9 +68,7 @@ SORT_IN_ONE_PASS = 4096  # elements that one thread block sorts in shared memory
 # hf_op_latencies.csv). 20 kernels and fills sort 64 bits (CUB's onesweep: two for each of eight passes, four before
 # them), 14 do the rest.
 EMBEDDING_SORTED, EMBEDDING_PIECE, EMBEDDING_KERNELS = 3072, 10, 34
-
-
-_ON_LISTS = ("aten::_foreach", "aten::_fused_ad")
+_ON_LISTS = ("aten::_foreach", "aten::_fused_ad")  # multi-tensor ops
 
 
 class Work(NamedTuple):
@@ -86,21 +84,22 @@ class Work(NamedTuple):
 
 def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
     """The work of one call; all 0 if it launches no kernel."""
-    _, silent, moves, formula = describe(func)
-    if silent:
+    rule = work_rule(func)
+    if rule.no_kernel:
         return Work()
     written = list(tensors((out,))) or [tensor for at in mutated(func) for tensor in tensors(args[at : at + 1])]
     written = written or list(tensors((kwargs.get("out"),)))
     read = list(tensors(args))
     main = next((t for t in read if t.is_floating_point() or t.is_complex()), next(iter(read + written), None))
-    if moves == "own":
+    if rule.reads == "own":
         read = written = list(tensors(args[:1]))
-    moved = {"written": written, "none": [], "zeros": read * 2}.get(moves, read)
+    moved = {"written": written, "none": [], "zeros": read * 2}.get(rule.reads, read)
     nbytes = sum(map(footprint, moved)) + sum(map(footprint, written))
     if _adds_sparse(func, args):
         nbytes = _ADDED_SPARSE * args[0].numel() * 4
-    flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
-    if flops and causal_at(func) is not None and args[causal_at(func) :][:1] == (True,):
+    flops = 0 if rule.flops is None else int(rule.flops(*args, **kwargs, out_val=out))
+    causal = _position(func, "is_causal") if flops else None
+    if causal is not None and args[causal : causal + 1] == (True,):
         flops //= 2  # the formula counts the masked half, which is not computed
     if flops and main is not None and main.is_complex():
         flops *= 4
@@ -115,14 +114,14 @@ def _kernels(func: OpOverload, args: tuple[Any, ...]) -> int:
     name = func._schema.name
     if args and isinstance(args[0], (tuple, list)):
         if name.startswith(_ON_LISTS):
-            return _launches(args[0])
+            return _multi_tensor_kernels(args[0])
         if name == "aten::block_diag":  # zeros, and a copy for each block (ATen/native/TensorShape.cpp)
             return 1 + len(args[0])
     if name == "aten::embedding_dense_backward":
         return EMBEDDING_KERNELS if sorts_rows(args[1]) else 2
     if name == "aten::sort":
         return sort_passes(args) + 2 if sort_passes(args) else 1
-    return 2 if describe(func)[2] == "zeros" else 1
+    return 2 if work_rule(func).reads == "zeros" else 1
 
 
 def _adds_sparse(func: OpOverload, args: tuple[Any, ...]) -> bool:
@@ -147,7 +146,7 @@ def footprint(tensor: Tensor) -> int:
     return count * tensor.itemsize
 
 
-def _launches(group: Sequence[Tensor]) -> int:
+def _multi_tensor_kernels(group: Sequence[Tensor]) -> int:
     chunks = sum(-(-t.numel() // _CHUNK) for t in group)
     return max(-(-len(group) // _TENSORS_PER_LAUNCH), -(-chunks // _CHUNKS_PER_LAUNCH))
 
@@ -201,26 +200,28 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 }
 
 
+class WorkRule(NamedTuple):
+    """How the work of an op's calls follows from their arguments."""
+
+    no_kernel: bool
+    reads: str  # see `_READS`; "all" without an entry there
+    flops: Callable[..., int] | None
+
+
 @cache
-def describe(func: OpOverload) -> tuple[str, bool, str, Callable[..., int] | None]:
-    """An op's name, whether it launches no kernel, what it reads (see `_MOVES`), and its flop formula."""
-    short = func._schema.name.partition("::")[2]
-    silent = func.is_view or short in _NO_KERNEL
+def work_rule(func: OpOverload) -> WorkRule:
+    op = func._schema.name.partition("::")[2]
     formula = _FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
-    return str(func), silent, _MOVES.get(short, "read"), formula
-
-
-@cache
-def causal_at(func: OpOverload) -> int | None:
-    """The position of `is_causal` among the arguments of an attention op."""
-    names = [argument.name for argument in func._schema.arguments]
-    return names.index("is_causal") if "is_causal" in names else None
+    return WorkRule(func.is_view or op in _NO_KERNEL, _READS.get(op, "all"), formula)
 
 
 @cache
 def mutated(func: OpOverload) -> tuple[int, ...]:
-    """The positions of the arguments that an op writes to; in-place ops on lists return nothing."""
-    arguments = enumerate(func._schema.arguments)
+    """The positions of the arguments that an op writes to; in-place ops on lists return nothing.
+
+    A fused optimizer writes to gradients only if it unscales them (ATen/native/cuda/fused_adam_utils.cuh).
+    """
+    arguments = [(at, argument) for at, argument in enumerate(func._schema.arguments) if argument.name != "grads"]
     return tuple(at for at, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write)
 
 
@@ -234,7 +235,8 @@ def tensors(values: Any) -> Iterator[Tensor]:
 
 
 @cache
-def _place_of(func: OpOverload, name: str) -> int | None:
+def _position(func: OpOverload, name: str) -> int | None:
+    """The position of the argument `name` of an op; None if it has no such argument."""
     names = [argument.name for argument in func._schema.arguments]
     return names.index(name) if name in names else None
 
@@ -254,7 +256,7 @@ def is_asynchronous(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether a collective runs beside the stream that issues it, until a wait for it."""
     if func.namespace == "_c10d_functional":
         return True
-    at = _place_of(func, "async_op")
+    at = _position(func, "async_op")
     return at is not None and (len(args) <= at or args[at])  # the default is true, and defaults are not passed on
 
 
@@ -287,7 +289,7 @@ def _passes_on(args: tuple[Any, ...]) -> bool:
 def group_of(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, int]:
     """The number of ranks of a collective, and the distance between them; zeros if the op does not say."""
     functional = func.namespace == "_c10d_functional"
-    at = _place_of(func, "group_name" if functional else "process_group")
+    at = _position(func, "group_name" if functional else "process_group")
     if at is None:
         return 0, 0
     groups = torch.distributed.distributed_c10d
@@ -303,14 +305,14 @@ def group_of(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, int]:
 
 def shape_of(func: OpOverload, args: tuple[Any, ...], out: Any) -> Shape:
     """The sizes of one call that its kernels' time depends on (see kernels.py)."""
-    return _rule(func)(args, out)
+    return _shape_rule(func)(args, out)
 
 
 @cache
-def _rule(func: OpOverload) -> _ShapeRule:
+def _shape_rule(func: OpOverload) -> _ShapeRule:
     op = func._schema.name.partition("::")[2]
-    if op in _RULES:
-        return _RULES[op]
+    if op in _SHAPE_RULES:
+        return _SHAPE_RULES[op]
     if "attention" in op:
         return _attention_backward if "backward" in op else _attention
     if op in _COPIES or torch.Tag.pointwise in func.tags:
@@ -532,7 +534,7 @@ def _steps(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 _COPIES = ("clone", "copy_", "_to_copy", "contiguous")
-_RULES: dict[str, _ShapeRule] = {
+_SHAPE_RULES: dict[str, _ShapeRule] = {
     "mm": _matmul(0),
     "bmm": _matmul(0),
     "_scaled_mm": _matmul(0),

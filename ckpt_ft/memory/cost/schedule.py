@@ -9,6 +9,7 @@ Not modelled: stalls of the allocator, and Python outside of ops and checkpoints
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
@@ -42,6 +43,22 @@ _SLOW_CALLS = {
     "fsdp.all_gather_copy_in.default": 550e-6,
     "fsdp.chunk_cat.default": 270e-6,
 }
+# Bytes per second that one thread reads and writes: 16 lines of 64 bytes are on their way from memory at a time, each
+# for about 80 ns (Little's law with the L1 fill buffers of Golden Cove; Intel's optimization reference manual). One
+# thread of PyTorch's fused AdamW reached 17 to 49e9 on an EPYC of 2026.
+_OF_THREAD = 12.8e9
+# Bytes per second of a machine's memory channels, by compute capability: two sockets with 6 channels of DDR4-2933
+# (Cascade Lake), 8 of DDR4-3200 (DGX A100), 8 of DDR5-4800 (DGX H100), 8 of DDR5-5600 (DGX B200); else a desktop's two
+# channels of DDR5-5600. 8 bytes a transfer.
+_CHANNELS: dict[tuple[int, ...], float] = {(7,): 281.6e9, (8, 0): 409.6e9, (9,): 614.4e9, (10,): 716.8e9}
+_DESKTOP = 89.6e9
+_REACHED = 0.8  # share of it that a stream of reads and writes reaches (STREAM, cs.virginia.edu/stream)
+
+
+def host_threads() -> int:
+    """Threads of a process on the host: `accelerate launch` sets OMP_NUM_THREADS to 1, unless it is set."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return max(int(given), 1) if given.isdecimal() else 1
 
 
 @dataclass(frozen=True)
@@ -53,26 +70,32 @@ class Host:
     per_launch: cudaLaunchKernel, for every kernel: in a row, kernels of 2.9 µs start every 3.8 µs
         (developer.nvidia.com/blog/cuda-graphs).
     slower: how many times slower this host is than the measured one.
-    bandwidth: bytes per second that its cores read and write for one process.
+    bandwidth: bytes per second that the threads of one process read and write.
     """
 
     per_op: float = 5e-6
     per_launch: float = 3.8e-6
     slower: float = 1.0
-    bandwidth: float = 100e9
+    bandwidth: float = _OF_THREAD
 
     @classmethod
-    def beside(cls, gpu: GPU) -> Host:
+    def beside(cls, gpu: GPU, processes: int = 1) -> Host:
         """The host that clouds combine with this card, by its compute capability.
 
         A calibrated card has its own. Otherwise this is an assumption: Skylake and Cascade Lake at 2 to 2.5 GHz with
         V100 and T4, Rome and Ice Lake with A100 and A10, whose single threads are slower than the measured one by this
         factor.
+
+        processes: of the machine, which share the bandwidth of its memory.
         """
         own = gpu.calibration
+        share = _REACHED * (_CHANNELS.get(gpu.arch) or _CHANNELS.get(gpu.arch[:1], _DESKTOP)) / processes
         if own is not None and own.per_op:
-            return cls(own.per_op, own.per_launch)
-        return cls(slower={6: 1.7, 7: 1.7, 8: 1.3 if gpu.arch < (8, 9) else 1.0}.get(gpu.arch[0], 1.0))
+            return cls(
+                own.per_op, own.per_launch, bandwidth=own.host_memory or min(host_threads() * _OF_THREAD, share)
+            )
+        slower = {6: 1.7, 7: 1.7, 8: 1.3 if gpu.arch < (8, 9) else 1.0}.get(gpu.arch[0], 1.0)
+        return cls(slower=slower, bandwidth=min(host_threads() * _OF_THREAD, share))
 
     def issue(self, op: Op) -> float:
         """Seconds to issue one op."""
@@ -148,13 +171,13 @@ class Span(NamedTuple):
 
 def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Launch | None = None) -> Parts:
     """Seconds from the first op's dispatch to the end of the last kernel on `gpu`, by part."""
-    host = host or Host.beside(gpu)
-    compute = for_host = for_network = issuing = communicating = copying = issued = clock = last = 0.0
+    host = host or _host(gpu, launch)
+    compute = for_host = for_network = issuing = communicating = copying = copied = issued = clock = last = 0.0
     for op, issued, start, end, stream in schedule(ops, gpu, host, launch):
         issuing += host.issue(op)
         collective = op.wire and launch is not None
         if stream == COPIES:
-            copying = end
+            copying, copied = copying + end - start, end
             continue
         issuing += end - start if stream == HOST else 0.0
         communicating += end - start if collective else 0.0
@@ -167,9 +190,8 @@ def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: 
             clock = end
     for_host += max(issued - clock, 0.0)
     for_network += max(last - max(issued, clock), 0.0)
-    return Parts(
-        compute, for_host, for_network, max(copying - max(issued, last), 0.0), issuing, communicating, copying
-    )
+    waited = max(copied - max(issued, last), 0.0)
+    return Parts(compute, for_host, for_network, waited, issuing, communicating, copying)
 
 
 def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Launch | None = None) -> Iterator[Span]:
@@ -177,9 +199,10 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
 
     Each stream has a clock. A stream that waits for an event continues when the stream that recorded it gets there.
     Collectives of one process group run one after another, on whatever stream they are issued, and take SMs and memory
-    bandwidth from the kernels beside them. The copy engine's clock waits for nothing, so its time is a lower bound.
+    bandwidth from the kernels beside them. A copy waits for those
+    before it and for the host, and not for the kernels that make what it copies: its end is a lower bound.
     """
-    host = host or Host.beside(gpu)
+    host = host or _host(gpu, launch)
     issued = copying = network = 0.0
     free: defaultdict[str, float] = defaultdict(float)  # stream -> when its last kernel ends
     events: dict[str, float] = {}
@@ -219,10 +242,15 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
             issued = start + op.nbytes / host.bandwidth
             yield Span(op, issued, start, issued, HOST)
         elif op.nbytes:
-            start, copying = copying, copying + op.nbytes / gpu.host_bandwidth
+            start = max(copying, issued)
+            copying = start + op.nbytes / gpu.host_bandwidth
             yield Span(op, issued, start, copying, COPIES)
         else:
             yield Span(op, issued, start, start, op.stream)
+
+
+def _host(gpu: GPU, launch: Launch | None) -> Host:
+    return Host.beside(gpu, 1 if launch is None else max(launch.processes // launch.machines, 1))
 
 
 @cache

@@ -42,7 +42,9 @@ def check(model: nn.Module, launch: Launch) -> None:
     text, problem = config.get_text_config(), ""
     heads, implementation = getattr(text, "num_attention_heads", 0), text._attn_implementation
     of_keys = getattr(text, "num_key_value_heads", None) or heads
-    if launch.cp > 1 and implementation != "sdpa":
+    if (launch.cp > 1 or launch.sp > 1) and getattr(model, "main_input_name", "") != "input_ids":
+        problem = "the batches hold no sequences of tokens"
+    elif launch.cp > 1 and implementation != "sdpa":
         problem = f"attention '{implementation}': Trainer takes context parallelism with sdpa only"
     elif launch.sp > 1 and implementation == "eager":
         problem = "attention 'eager': DeepSpeed takes sdpa, flash_attention_2 or flex_attention"
@@ -54,7 +56,7 @@ def check(model: nn.Module, launch: Launch) -> None:
         problem = f"{'tensor' if launch.tp > 1 else 'expert'} parallelism of adapters is not predicted"
     elif launch.ep > 1 and not getattr(model, "ep_plan", None):
         problem = f"transformers has no expert-parallel plan for {type(model).__name__}"
-    elif launch.ep > 1 and (experts := _experts(model)) % launch.ep:
+    elif launch.ep > 1 and (experts := experts_of(model)) % launch.ep:
         problem = f"{experts} experts are no multiple of {launch.ep}"
     elif launch.tp > 1 and not getattr(model, "tp_plan", None):
         problem = f"transformers has no tensor-parallel plan for {type(model).__name__}"
@@ -66,8 +68,8 @@ def check(model: nn.Module, launch: Launch) -> None:
         raise UserError(f"launch {split} {size}: {problem}")
 
 
-def _experts(model: nn.Module) -> int:
-    """The number of experts of the model's blocks."""
+def experts_of(model: nn.Module) -> int:
+    """The number of experts of the model's blocks; 1 if it has none that transformers divides."""
     found: Any = (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
     return next((int(module.num_experts) for module in found), 1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import warnings
 from collections import OrderedDict
@@ -143,7 +142,7 @@ def by_transformers(model: Any, launch: Launch, mesh: DeviceMesh) -> None:
     others = launch.processes // launch.tp
     config = DistributedConfig(
         tp_size=launch.tp, fsdp_size=others // launch.dp_replicate, dp_replicate_size=launch.dp_replicate,
-        ep_size=launch.ep,
+        ep_size=launch.ep, fsdp_mixed_precision=launch.mixed_precision == "bf16",
     )  # fmt: skip
     head = model.get_output_embeddings()
     if head is not None and head.weight is model.get_input_embeddings().weight:  # transformers ties them afterwards
@@ -225,9 +224,7 @@ def whole_again(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        after = [_module_state_mapping.get(module) for module, *_ in before]
-        shared = hasattr(model, _SHARED) or any(map(operator.is_not, states, after))
-        for (module, kind, attributes, contents), state in zip(before, states, strict=True) if shared else ():
+        for (module, kind, attributes, contents), state in zip(before, states, strict=True):
             module.__class__ = kind
             for name in [name for name in vars(module) if name not in attributes]:
                 del module.__dict__[name]

@@ -156,8 +156,8 @@ class Shard:
         number: its index in the model.
         part: this rank's part.
         persistent: whether it is too small to be released.
-        flight: the gather in progress, if any.
-        here: whether it is gathered.
+        all_gather: the one in progress, if any.
+        gathered: whether the whole parameter is there.
         users: modules that currently run with it.
         on_host: whether the part is in host memory.
     """
@@ -167,8 +167,8 @@ class Shard:
     part: Tensor
     persistent: bool
     shape: torch.Size
-    flight: Flight | None = None
-    here: bool = False
+    all_gather: AllGather | None = None
+    gathered: bool = False
     users: set[Any] = field(default_factory=set)
     on_host: bool = False
 
@@ -179,16 +179,16 @@ class Shard:
     def free(self) -> None:
         """Release the gathered parameter."""
         self.parameter.data = torch.empty(0, dtype=self.part.dtype)
-        self.here = False
+        self.gathered = False
 
 
-class Flight:
-    """Gathers parameters of one dtype together."""
+class AllGather:
+    """An all-gather of parameters of one dtype through one buffer; it is in progress until `complete`."""
 
     def __init__(self, shards: list[Shard], group: dist.ProcessGroup, recorder: Recorder) -> None:
-        self.shards, self.over = shards, False
+        self.shards, self.done = shards, False
         for shard in shards:
-            shard.flight = self
+            shard.all_gather = self
         size = sum(shard.part.numel() for shard in shards)
         self.buffer = torch.empty(size * group.size(), dtype=shards[0].part.dtype)
         parts = [recorder.on_device(shard.part) if shard.on_host else shard.part for shard in shards]
@@ -198,15 +198,15 @@ class Flight:
             torch.cat(parts, out=part)
         group._allgather_base(self.buffer, part)
 
-    def land(self) -> None:
+    def complete(self) -> None:
         """Complete the gather: copy the parameters out of the buffer, unless there is only one."""
-        if self.over:
+        if self.done:
             return
-        self.over, at = True, 0
+        self.done, at = True, 0
         for shard in self.shards:
             whole = self.buffer.narrow(0, at, shard.numel)
             shard.parameter.data = (torch.cat([whole]) if len(self.shards) > 1 else whole).view(shard.shape)
-            shard.here, at = True, at + shard.numel
+            shard.gathered, at = True, at + shard.numel
 
 
 # -- when parameters are gathered and released ------------------------------------------------------------------------
@@ -275,41 +275,41 @@ class Fetcher:
 
     def _look(self, shard: Shard | None) -> None:
         """A forward reads a parameter that is not gathered."""
-        if self.running and shard is not None and not shard.here and shard.flight is None:
-            known = self.running[-1]
-            known.shards = sorted({*known.shards, shard}, key=lambda shard: shard.number)
-            Flight([shard], self.group, self.recorder)
-            self._land(shard)
+        if self.running and shard is not None and not shard.gathered and shard.all_gather is None:
+            module = self.running[-1]
+            module.shards = sorted({*module.shards, shard}, key=lambda shard: shard.number)
+            AllGather([shard], self.group, self.recorder)
+            self._complete(shard)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _begin(self) -> None:
         """A forward of the whole model begins (reset_step)."""
-        self._land_all()
+        self._release_in_progress()
         if not self._knows:
             self._knows, self._records = self._records, not self._records
         self._queue = deque()
         if self._knows:
-            self._queue.extend((shard, step) for step, known in enumerate(self._order) for shard in known.shards)
+            self._queue.extend((shard, step) for step, module in enumerate(self._order) for shard in module.shards)
         self._last.clear()
         self._step = self._live = 0
 
     def end_backward(self) -> None:
         """Release the parameters of modules whose backward's end was not seen (release_backward_leftovers)."""
         while self._in_backward:
-            known, _ = self._in_backward.popitem()
-            for shard in {*known.shards, *known.recomputed}:
-                shard.users.discard(known)
+            module, _ = self._in_backward.popitem()
+            for shard in {*module.shards, *module.recomputed}:
+                shard.users.discard(module)
                 if not shard.persistent:
                     self._release(shard)
-            known.recomputed.clear()
+            module.recomputed.clear()
 
     def release_all(self) -> None:
         """Release all parameters before the step (partition_all_parameters)."""
         for shard in self.shards:
-            if shard.flight is not None:
-                self._land(shard)
+            if shard.all_gather is not None:
+                self._complete(shard)
             shard.users.clear()
             self._release(shard)
 
@@ -317,8 +317,8 @@ class Fetcher:
         """Gather persistent parameters after the step, each in a buffer of its own (_post_step)."""
         for shard in self.shards:
             if shard.persistent:
-                Flight([shard], self.group, self.recorder)
-                self._land(shard)
+                AllGather([shard], self.group, self.recorder)
+                self._complete(shard)
 
     def _forget(self) -> None:
         """Forget the order: this step's differs from the step before (_invalidate_trace)."""
@@ -326,42 +326,43 @@ class Fetcher:
         self._order = []
         self._queue.clear()
         self._last.clear()
-        self._land_all()
+        self._release_in_progress()
 
-    def _land_all(self) -> None:
+    def _release_in_progress(self) -> None:
+        """Complete all-gathers whose parameters no module has asked for, and release these."""
         for shard in self.shards:
-            if shard.flight is not None:
-                self._land(shard)
+            if shard.all_gather is not None:
+                self._complete(shard)
                 self._release(shard)
 
     # -- a module ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def arrive(self, known: _Module, forward: bool) -> None:
-        """Gather the parameters of `known`, and those of the next modules (fetch_sub_module)."""
-        if self._knows and (self._step >= len(self._order) or self._order[self._step] is not known):
+    def arrive(self, module: _Module, forward: bool) -> None:
+        """Gather the parameters of `module`, and those of the next modules (fetch_sub_module)."""
+        if self._knows and (self._step >= len(self._order) or self._order[self._step] is not module):
             self._forget()
         if self._records:
-            self._order.append(known)
+            self._order.append(module)
         if not forward:
-            self._in_backward[known] = None
-        self._gather(shard for shard in known.shards if not shard.here and shard.flight is None)
+            self._in_backward[module] = None
+        self._gather(shard for shard in module.shards if not shard.gathered and shard.all_gather is None)
         runs_again = forward and _in_backward()
-        for shard in known.shards:
-            shard.users.add(known)
+        for shard in module.shards:
+            shard.users.add(module)
             if runs_again and self._in_backward and not shard.parameter.requires_grad:
                 owner = next(reversed(self._in_backward))
                 owner.recomputed.add(shard)
                 shard.users.add(owner)
-            if shard.flight is not None:
-                self._land(shard)
+            if shard.all_gather is not None:
+                self._complete(shard)
         self._streams.current_stream().wait_stream(self._stream)
         if self._knows:
-            self._gather_ahead(known)
+            self._gather_ahead(module)
         self._step += 1
 
-    def _gather_ahead(self, known: _Module) -> None:
-        needed = sum(self._last[shard] < self._step for shard in known.shards)
+    def _gather_ahead(self, module: _Module) -> None:
+        needed = sum(self._last[shard] < self._step for shard in module.shards)
         for _ in range(min(needed, len(self._queue))):
             shard, step = self._queue.popleft()
             self._last[shard] = step
@@ -371,34 +372,34 @@ class Fetcher:
         while self._queue and elements < room:
             shard, step = self._queue.popleft()
             self._last[shard] = max(self._last[shard], step)
-            if not shard.here and shard.flight is None and shard not in ahead:
+            if not shard.gathered and shard.all_gather is None and shard not in ahead:
                 ahead[shard] = None
                 elements += shard.numel
         self._gather(ahead)
 
     @torch.no_grad()
-    def leave(self, known: _Module, forward: bool) -> None:
-        """Release the parameters of `known`, unless they are used again soon (release_sub_module)."""
-        shards = set(known.shards)
-        gone = self._not_soon(known) if self._knows else set(shards)
+    def leave(self, module: _Module, forward: bool) -> None:
+        """Release the parameters of `module`, unless they are used again soon (release_sub_module)."""
+        shards = set(module.shards)
+        gone = self._not_soon(module) if self._knows else set(shards)
         if not forward:
-            gone |= {shard for shard in known.recomputed if not shard.persistent}
-            shards |= known.recomputed
-            known.recomputed.clear()
-            self._in_backward.pop(known, None)
+            gone |= {shard for shard in module.recomputed if not shard.persistent}
+            shards |= module.recomputed
+            module.recomputed.clear()
+            self._in_backward.pop(module, None)
         for shard in shards:
-            shard.users.discard(known)
+            shard.users.discard(module)
             if shard in gone:
                 self._release(shard)
 
-    def _not_soon(self, known: _Module) -> set[Shard]:
-        found = {s for s in known.shards if not s.persistent and self._last[s] <= self._step}
+    def _not_soon(self, module: _Module) -> set[Shard]:
+        found = {s for s in module.shards if not s.persistent and self._last[s] <= self._step}
         passed = 0
-        for module in self._order[self._step :] if found else ():
+        for following in self._order[self._step :] if found else ():
             if passed >= self.options.max_reuse_distance:
                 break
-            found.difference_update(module.shards)
-            passed += sum(shard.numel for shard in module.shards)
+            found.difference_update(following.shards)
+            passed += sum(shard.numel for shard in following.shards)
         return found
 
     # -- parameters -------------------------------------------------------------------------------------------------
@@ -410,16 +411,16 @@ class Fetcher:
             self._live += shard.numel
         with self._streams.stream(self._stream):
             for together in kinds.values():
-                Flight(together, self.group, self.recorder)
+                AllGather(together, self.group, self.recorder)
 
-    def _land(self, shard: Shard) -> None:
-        assert shard.flight is not None
+    def _complete(self, shard: Shard) -> None:
+        assert shard.all_gather is not None
         with self._streams.stream(self._stream):
-            shard.flight.land()
-        shard.flight = None
+            shard.all_gather.complete()
+        shard.all_gather = None
 
     def _release(self, shard: Shard) -> None:
-        if shard.here and not shard.users:
+        if shard.gathered and not shard.users:
             shard.free()
             self._live -= shard.numel
 
@@ -450,13 +451,13 @@ class Zero3(ZeroOptimizer):
     ) -> None:
         self.optimizer, self.group, self._streams, self.recorder = optimizer, group, streams, recorder
         self.synchronises = True  # False in all micro-batches of a step but the last; all of them reduce
-        self.offloads, self.offloads_parameters = launch.zero.offload_optimizer, launch.zero.offload_param
+        self.offloads = launch.zero.offload_optimizer
         self._stream = streams.Stream() if launch.zero.overlap_comm else streams.current_stream()
         self._of = _shards(model, group.size(), launch.zero)
         self._groups = [g for options in optimizer.param_groups for g in self._split(options, launch.zero)]
         trained = [shard for group in self._groups for shard in group.shards]
         sizes = [shard.part.numel() for shard in trained]
-        self._lay_out(sizes)
+        self._lay_out(trained, sizes)
         dtype = trained[0].part.dtype
         self._bucket = torch.empty(launch.zero.reduce_bucket_size or 0, dtype=dtype)
         self._filled: list[Shard] = []
@@ -473,7 +474,7 @@ class Zero3(ZeroOptimizer):
         recorder.add_resident([self._gradients], "gradients")
         if self.offloads:
             self._offload()
-        if self.offloads_parameters:
+        if launch.zero.offload_param:
             for shard in self._of.values():
                 shard.on_host = not shard.persistent or shard.parameter.requires_grad
             recorder.put_on_host((shard.part for shard in self._of.values() if shard.on_host), "parameters")
@@ -488,9 +489,8 @@ class Zero3(ZeroOptimizer):
         if together:
             yield _Group(options, together)
 
-    def _lay_out(self, sizes: list[int]) -> None:
+    def _lay_out(self, trained: list[Shard], sizes: list[int]) -> None:
         """Put the parts of trained parameters into one buffer, and make the groups' fp32 copies."""
-        trained = [shard for group in self._groups for shard in group.shards]
         buffer = torch.cat([shard.part for shard in trained])
         for shard, view in zip(trained, buffer.split(sizes), strict=True):
             shard.part = view
@@ -615,7 +615,8 @@ def _shards(model: nn.Module, ranks: int, options: ZeroOptions) -> dict[int, Sha
         persistent += size if small else 0
         part = torch.empty(-(-size // ranks), dtype=parameter.dtype)
         shards[id(parameter)] = shard = Shard(parameter, number, part, small, shape)
-        parameter.ds_id = number  # type: ignore[attr-defined]  # as DeepSpeed marks what it swaps: policies know it
+        # Policies know what DeepSpeed gathers by these attributes.
+        parameter.ds_id, parameter.ds_active_sub_modules = number, shard.users  # type: ignore[attr-defined]
         shard.free()
     return shards
 

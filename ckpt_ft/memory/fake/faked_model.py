@@ -218,6 +218,8 @@ def renew(value: Any, tensors: Mapping[int, Any]) -> Any:
     for name, held in vars(value).items():
         if not (callable(held) and hasattr(type(value), name)):  # a scheduler's `step` calls that of `value`
             vars(twin)[name] = _first_state(value, tensors) if name == "state" else renew(held, tensors)
+    for group in twin.param_groups:
+        group.pop("state", None)  # GrokAdamW's
     return twin
 
 

@@ -174,11 +174,10 @@ def torch_like(gpu: GPU | None, compiled: bool = False) -> Iterator[Fakes]:
 @contextmanager
 def faked(model: nn.Module, beside: Sequence[nn.Module], fakes: Fakes, sharding: Sharding | None) -> Iterator[None]:
     """Fake tensors in place of the models' own, and `model` unsharded. Afterwards both are as they were."""
-    with whole_again(model):
-        if sharding is not None:
-            sharding.take_off()
-        with faked_model(nn.ModuleList([model, *beside]), fakes):
-            yield
+    if sharding is not None:
+        sharding.take_off()
+    with faked_model(nn.ModuleList([model, *beside]), fakes):
+        yield
 
 
 @contextmanager
@@ -228,6 +227,9 @@ class _Trace:
         model, launch, sharding = self.model, self.launch, sharding_of(self.model)
         if launch is not None and launch.strategy != "ddp" and any(swapped_weights(model)):
             raise UserError(f"launch '{launch}': it places the weights; policy 'swap' goes with one process or ddp")
+        experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
+        if experts not in (None, "eager", "batched_mm", "grouped_mm"):
+            raise UserError(f"experts_implementation {experts}: a kernel of the Hub is not predicted; give grouped_mm")
         if compiled := is_compiled(model):
             if launch is not None and (
                 launch.strategy != "fsdp2" or launch.tp * launch.cp * launch.sp * launch.ep > 1
@@ -247,6 +249,7 @@ class _Trace:
             nullcontext() if gpu is None else liger.on_card(gpu.sms, compute_capability(gpu)),
             process_group(launch, sharding) as mesh,
             torch_like(gpu, compiled) as fakes,
+            nullcontext() if launch is None and sharding is None else whole_again(model),
             faked(model, self.beside, fakes, sharding),
             launched(model, launch, mesh, sharding) as (streams, held),
         ):

@@ -197,7 +197,7 @@ def calibrate(say: Callable[[str], object] = lambda line: None) -> GPU:
     card = _cpu() if gpu is None else replace(gpu, calibration=None)
     curves = _curves(card, device, say)
     say("timing launches and copies")
-    own = Calibration(date.today().isoformat(), curves=curves, **_copies(device))
+    own = Calibration(date.today().isoformat(), curves=curves, host_memory=host_memory(), **_copies(device))
     card = replace(card, calibration=own)
     per_launch = 0.0 if card.is_cpu else _per_launch(device)
     return replace(card, calibration=replace(own, per_op=_per_op(card, device, per_launch), per_launch=per_launch))
@@ -294,6 +294,14 @@ def _copies(device: torch.device) -> dict[str, float]:
         beside = torch.empty_like(there, device=torch.device("cuda", 1 - torch.cuda.current_device() % 2))
         rates["link"] = there.nbytes / min(timer(lambda: beside.copy_(there), 0.2).times)
     return rates
+
+
+def host_memory(elements: int = 2**24) -> float:
+    """Bytes per second of fused AdamW on the host: it reads four fp32 tensors and writes three."""
+    weight = nn.Parameter(torch.zeros(elements))
+    weight.grad = torch.zeros(elements)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    return 7 * weight.nbytes / min(timer(optimizer.step, 0.5).times)
 
 
 def _per_launch(device: torch.device) -> float:

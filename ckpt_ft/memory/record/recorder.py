@@ -24,6 +24,14 @@ from .trace import StepTrace
 _NAMELESS = ("activations", "temporary")  # categories of storages that have no more specific one
 
 
+def _host_bytes(nbytes: int, kind: str) -> int:
+    """Bytes that a tensor takes in host memory of this kind.
+
+    PyTorch's pinned allocator rounds up to a power of two (ATen/core/CachingHostAllocator.h, allocate).
+    """
+    return 1 << (nbytes - 1).bit_length() if kind == "pinned" else nbytes
+
+
 class Position(NamedTuple):
     """The length of each list of a record."""
 
@@ -194,17 +202,20 @@ class Recorder:
         if index is not None and index in self.residents:
             self.follow(tensor, self.storages[index].category, "", resident=True)
 
-    def put_on_host(self, values: Iterable[torch.Tensor], category: str, kind: str = "pageable") -> None:
+    def put_on_host(
+        self, values: Iterable[torch.Tensor], category: str, kind: str = "pageable", packed: bool = False
+    ) -> None:
         """Count tensors as host memory from here on. Those on the device are no longer, without an event for it.
 
         kind: pinned, pageable, or managed (CUDA moves it between host and device).
+        packed: they share pinned buffers, whose sizes are powers of two.
         """
         for tensor in values if self.splits_host else ():
             self.follow(tensor, category, "", resident=True)
             storage = self.storages[self.live[tensor.untyped_storage()._cdata].index]
             self.allocated -= storage.nbytes
-            storage.nbytes, storage.host, storage.category = 0, storage.nbytes + storage.host, category
-            storage.host_kind = kind
+            storage.host = _host_bytes(storage.nbytes + storage.host, "" if packed else kind)
+            storage.nbytes, storage.category, storage.host_kind = 0, category, kind
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the device of a tensor in host memory; in a step of the CPU's own, the tensor."""
@@ -269,14 +280,14 @@ class Recorder:
         seen = self.live.get(storage._cdata)
         if seen is not None:
             known = self.storages[seen.index]
-            if seen.index < 0 or known.nbytes + known.host == nbytes:
+            if seen.index < 0 or known.nbytes + known.host == _host_bytes(nbytes, known.host_kind):
                 return
             self._freed(seen)  # resized: CUDA allocates anew and frees the old
         if not nbytes:
             return
         index = self._add(0 if on_host else nbytes, category, op, module)
         if on_host:
-            self.storages[index].host, self.storages[index].host_kind = nbytes, on_host
+            self.storages[index].host, self.storages[index].host_kind = _host_bytes(nbytes, on_host), on_host
         self._hold(storage, index)
         (self.residents if resident else self.events).append(index)
 

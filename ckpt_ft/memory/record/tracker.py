@@ -22,7 +22,7 @@ from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ckpt_ft.memory.cost.op_work import Work, collective_bytes, describe, group_of, is_collective, measure, tensors
+from ckpt_ft.memory.cost.op_work import Work, collective_bytes, group_of, is_collective, measure, tensors
 from ckpt_ft.policy import IN_HOST_MEMORY
 
 from .cpu_kernels import real_kernels
@@ -72,7 +72,7 @@ _WRAPS = {torch.ops._c10d_functional._wrap_tensor_autograd.default}
 def handling_of(func: Any, rule: Rule | None, after: After | None) -> Handling:
     """How to treat an op for which there is a `rule`, or something to record `after` it."""
     kind = func.namespace
-    return Handling(describe(func)[0], rule, after, is_collective(func), kind == "profiler" or func in _WRAPS)
+    return Handling(str(func), rule, after, is_collective(func), kind == "profiler" or func in _WRAPS)
 
 
 class RealOps:
@@ -159,7 +159,7 @@ class Tracker(TorchDispatchMode):
         self.recorder.swapped = {p.untyped_storage()._cdata for p, _ in swapped_weights(model)}
         waiting = [host for _, host in swapped_weights(model)]
         self.recorder.add_resident(waiting, "parameters")
-        self.recorder.put_on_host(waiting, "parameters", "pinned")
+        self.recorder.put_on_host(waiting, "parameters", "pinned", packed=True)
         parameters = dict(model.named_parameters())
         self._owners = {id(tensor): name.rpartition(".")[0] for name, tensor in parameters.items()}
         for name, tensor in [*parameters.items(), *model.named_buffers()]:
@@ -273,7 +273,7 @@ class Tracker(TorchDispatchMode):
     def _label_state(self, optimizer: Optimizer) -> None:
         whole = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
         for own in (whole, *getattr(whole, "optimizer_dict", {}).values()):  # one for each parameter, updated in hooks
-            for parameter, state in own.state.items():
+            for parameter, state in states_of(own):
                 inside = [list(vars(value).values()) for value in state.values() if hasattr(value, "project")]
                 for tensor in tensors((list(state.values()), *inside)):  # and in projectors of GaLore and APOLLO
                     self.recorder.label(tensor, "optimizer", self._owners.get(id(parameter), ""))
@@ -345,6 +345,12 @@ class Tracker(TorchDispatchMode):
         first = sum(name == "step" for _, name in self.recorder.marks) <= 1
         category = "parameters" if isinstance(tensor, nn.Parameter) else "activations"
         self.recorder.follow(tensor, category, "", resident=first)
+
+
+def states_of(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """Each parameter and its state; GrokAdamW keeps states in its parameter groups."""
+    for states in (optimizer.state, *(group.get("state", {}) for group in optimizer.param_groups)):
+        yield from states.items()
 
 
 def swapped_weights(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

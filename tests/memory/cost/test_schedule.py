@@ -41,9 +41,9 @@ def test_attention_counts_every_head_of_the_query():
     for kernel in ("flash", "efficient", "cudnn"):
         packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
         backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward")
-        assert op_work.describe(packet.default)[3] is op_work.attention_flops
+        assert op_work.work_rule(packet.default).flops is op_work.attention_flops
         assert op_work.attention_flops(query, key, value) == flop_registry[packet](query, key, value)
-        assert op_work.describe(backward.default)[3] is op_work.attention_backward_flops
+        assert op_work.work_rule(backward.default).flops is op_work.attention_backward_flops
         assert op_work.attention_backward_flops(query, query, key, value) == flop_registry[backward](
             query, query, key, value
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from test_launch import CONFIGS, llama
 from torch import nn
 
+from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.page import StepView, step_page
 from ckpt_ft.export.timeline import HOST_COLOURS
@@ -23,6 +25,7 @@ from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.flags import Edit, fields_of
 from ckpt_ft.spec.launch import Launch, ZeroOptions, accelerate_config, read_launch
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.standins import liger
 
 OPTIMIZER, BOTH = ZeroOptions(offload_optimizer=True), ZeroOptions(offload_optimizer=True, offload_param=True)
 
@@ -67,8 +70,10 @@ def test_fsdp2_offloads_by_its_own_code(precision: str) -> None:
     kept, away = trace(launch, 2), trace(replace(launch, offload_params=True), 2)
     assert away.at_peak["parameters"] == away.at_peak["gradients"] == 0
     assert away.at_peak["optimizer"] <= 512 * len(list(llama(None).model.parameters()))  # a fused one's step counts
-    for category, nbytes in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
-        assert away.at_host_peak[category] == pytest.approx(nbytes * count / 2, rel=1e-3)
+    assert away.at_host_peak["optimizer"] == pytest.approx(8 * count / 2, rel=1e-3)
+    shards = (4 * p.numel() // 2 for p in llama(None).model.parameters())
+    pinned = sum(2 ** math.ceil(math.log2(nbytes)) for nbytes in shards)  # the pinned allocator rounds up
+    assert away.at_host_peak["parameters"] == away.at_host_peak["gradients"] == pinned > 4 * count / 2
     assert kept.peak_host == 0
     assert away.peak_allocated < kept.peak_allocated
     assert away.seconds > kept.seconds
@@ -90,15 +95,15 @@ def test_pinned_memory_and_what_is_made_of_it_is_the_hosts() -> None:
         model.zero_grad()
 
     found = trace_step(model, step, device="a100-80gb")
-    assert found.peak_host == 2 * 4000
-    assert found.host_kinds == {"pinned": 4000, "pageable": 4000}
+    assert found.peak_host == 4096 + 4000  # the pinned allocator rounds up
+    assert found.host_kinds == {"pinned": 4096, "pageable": 4000}
     assert trace_step(model, step, device="cpu").peak_host == 0
     _, section = step_page(found).sections
     view = section.data
     held = [n for n, born, life in zip(view.bytes, _moments(view), view.life, strict=True)
             if born <= view.peak and (life < 0 or view.peak < born + life)]  # fmt: skip
     assert (section.title, view.categories, view.reserved) == ("Host memory over the step", list(HOST_COLOURS), [])
-    assert sum(held) == 2 * 4000
+    assert sum(held) == 4096 + 4000
 
 
 def _moments(view: StepView) -> Iterator[int]:
@@ -160,3 +165,13 @@ def test_lion_has_no_model_on_the_host() -> None:
     asked = replace(asked, make_optimizer=lambda model: Lion(model.parameters(), lr=0.1))
     with pytest.raises(UserError, match="offload_optimizer with Lion is not modelled"):
         asked.trace(1)
+
+
+def test_ligers_loss_and_offload_under_zero3() -> None:
+    """Liger reads the head's weight without a call of the head, so it is gathered for the model; all inputs leave."""
+    asked = llama(Launch("zero3", 2, mixed_precision="bf16", zero=BOTH))
+    liger.apply(asked.model, {})
+    apply_policy(asked.model, "full,offload")
+    found = asked.trace(8)
+    assert found.at_host_peak["activations"] >= 4 * 8 * 256 * 256 * 2  # of four blocks, in bfloat16
+    assert not any("log_softmax" in op.name for op in found.ops)

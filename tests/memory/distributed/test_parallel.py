@@ -17,8 +17,11 @@ from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.max_length import predict_max_length
 from ckpt_ft.planning.plan import plan
+from ckpt_ft.spec.command import training_command
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.launch import Launch, accelerate_config, read_launch
+from ckpt_ft.spec.training_file import read_training_file
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.workload import Workload
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
@@ -32,6 +35,27 @@ def test_files() -> None:
     for launch in (Launch("fsdp2", 8, cp=4, rotation="alltoall"), Launch("fsdp2", 8, dp_replicate=2)):
         assert read_launch(yaml.safe_load(accelerate_config(launch)))[0] == launch
         assert Launch.from_dict(vars(launch) | {"zero": vars(launch.zero)}) == launch
+
+
+def test_experts_by_flags_files_and_commands(tmp_path: Path) -> None:
+    """accelerate starts the processes, and transformers divides the model."""
+    file, started = tmp_path / "run.yaml", tmp_path / "started.yaml"
+    file.write_text("model_name_or_path: m\nac_policy: full\nep_size: 4\nbf16: true\n")
+    asked = Launch("fsdp2", 8, mixed_precision="bf16", ep=4)
+    started.write_text(accelerate_config(asked))
+    assert read_launch(started)[0] == Launch("ddp", 8, mixed_precision="bf16")
+    flags = read_training_file(str(file)).flags
+    for launch in ({"launch": str(started)}, {"launch": "fsdp2", "processes": 8}):
+        assert fields_of({**flags, **launch})["launch"] == asked
+    assert fields_of(flags)["launch"] == replace(asked, processes=4, machines=1)
+    with pytest.raises(UserError, match="ep 4: accelerate would shard again what transformers has sharded"):
+        fields_of({**flags, "launch": str(CONFIGS / "fsdp2.yaml")})
+    spec = TrainingSpec.of("m", **fields_of({**flags, "launch": "fsdp2", "processes": 8}))
+    command = training_command(spec, "llm")
+    assert "launch -q --multi_gpu --num_processes 8 --num_machines 1 --mixed_precision bf16 " in command
+    assert "--ep_size 4 --save_only_model" in command
+    assert "fsdp" not in command
+    assert "YOUR_SCRIPT.py" in training_command(spec.edit(lora_r=4), "llm")
 
 
 def test_flags() -> None:
@@ -115,6 +139,27 @@ def sent(trace: StepTrace, phase: str, group: tuple[int, int], *names: str) -> i
     """Bytes that the rank sends in ops whose names contain one of `names`, within groups like `group`."""
     ops = [op for op in trace.ops if op.at >= trace.start and op.phase == phase and op.group == group]
     return sum(op.wire for op in ops if any(name in op.name for name in names))
+
+
+@pytest.mark.parametrize(
+    ("launch", "kind"),
+    [
+        (Launch("ddp", 2, tp=2), "llama"),
+        (Launch("fsdp2", 4, cp=2, tp=2), "llama"),
+        (Launch("zero1", 2, sp=2), "llama"),
+        (Launch("fsdp2", 2, ep=2), "experts"),
+    ],
+    ids=str,
+)
+def test_a_trace_leaves_the_model_undivided(launch: Launch, kind: str) -> None:
+    asked = workload(launch, "none", kind, 1)
+
+    def wrapping() -> list[tuple[type, bool, int]]:
+        return [(type(m), "forward" in vars(m), len(m._forward_hooks)) for m in asked.model.modules()]
+
+    before, first = wrapping(), asked.trace(1)
+    assert wrapping() == before
+    assert asked.trace(1).peaks == first.peaks
 
 
 def test_bytes_on_the_wire() -> None:

@@ -21,6 +21,7 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.data_dependent_ops import expert_imbalance
 from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.planning.estimate import estimate
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
 
@@ -158,6 +159,10 @@ def test_the_busiest_expert_comes_first(imbalance: float) -> None:
 
 
 FAST = {kind for kind, _ in QUICK}
+POLICIES = (
+    "full", "every:2", "first:1", "modules:mlp", "segments:2", "save:attention+matmul", "save:router", "pointwise",
+    "full,offload",
+)  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -187,7 +192,7 @@ def test_the_same_bits_where_experts_tie(kind: str) -> None:
             return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
         expected = numbers()
-        for policy in ("full", "every:2", "segments:2", "save:attention+matmul", "save:router"):
+        for policy in POLICIES:
             applied = apply_policy(model, policy, verify="never")
             assert all(map(torch.equal, numbers(), expected)), (way, policy)
             applied.remove()
@@ -263,3 +268,22 @@ def test_a_grouped_product_is_timed_by_each_experts_tokens() -> None:
         }  # fmt: skip
         found[experts] = trace.seconds
     assert found[64] > 1.5 * found[8]
+
+
+def test_experts_with_few_tokens_are_bound_by_memory(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 1, "vocab_size": 300}
+    config = AutoConfig.for_model("qwen3_moe", **sizes, architectures=["Qwen3MoeForCausalLM"])
+    config.save_pretrained(tmp_path)  # 128 experts, 8 for each token
+    said = {}
+    for tokens in (1024, 16384):
+        notes = estimate(TrainingSpec.of(str(tmp_path), dtype="bfloat16", seq_length=tokens, device="h100")).notes
+        said[tokens] = [note for note in notes if "bound by memory bandwidth" in note]
+    assert said[1024][0].startswith("each product of an expert has 64 tokens: ")
+    assert not said[16384]
+
+
+def test_kernels_of_the_hub_are_refused() -> None:
+    model: Any = AutoModelForCausalLM.from_config(tiny("mixtral"))
+    model.config._experts_implementation = "sonicmoe"
+    with pytest.raises(UserError, match="experts_implementation sonicmoe: a kernel of the Hub is not predicted"):
+        trace_step(model, lambda model, _: model(input_ids=torch.zeros(1, 8, dtype=torch.long)), device="cpu")

@@ -16,11 +16,13 @@ from ckpt_ft import trace_step
 from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.kernels import STRIDED, WINDOW, device_seconds, kind_of
+from ckpt_ft.memory.cost.schedule import HOST, Host
 from ckpt_ft.memory.gpus import GPU, Calibration, asked_gpu, calibrated, card_path, find_gpu, write_card
 from ckpt_ft.memory.measure import calibrate
 from ckpt_ft.memory.measure.report import MemoryReport, Prediction, RankMemory
 from ckpt_ft.memory.record.events import Op
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.workloads.optimizers import make_optimizer
 
 CARD = GPU("cpu (x86_64, 1 threads)", (0, 0), 1, 2**34, 0, 2e10, 5e10, 0, 5e10, 5e10, 0)
 MATMUL = (("matmul float32", ((1e-6, 8.0), (1e-4, 2.0))),)
@@ -159,3 +161,46 @@ def test_a_file_that_is_no_card(own_cache: Path) -> None:
     path.write_text("{}")
     with pytest.raises(UserError, match="not a card of `ckpt-ft calibrate`; delete it or repeat that"):
         trace().seconds  # noqa: B018
+
+
+def test_seconds_of_adam_on_the_host() -> None:
+    """The rate that is measured with one tensor, and the bytes of a trace, give the time of a real step.
+
+    CPU time of one thread, because others use the machine. 10M parameters, whose 160 MB no cache holds.
+    """
+
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(10)))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.zeros(1, 1024)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def offloaded(model: nn.Module) -> torch.optim.Optimizer:
+        return make_optimizer(model, "ao_adamw_offload")
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        own = Calibration("2026-11-24", per_op=1e-6, host_memory=calibrate.host_memory(2**22))
+        card = replace(find_gpu("h100"), calibration=own)
+        found = trace_step(model(), step, make_optimizer=offloaded, device=card)
+        predicted = sum(span.end - span.start for span in found.schedule() if span.stream == HOST)
+        real = [torch.optim.AdamW([p], fused=True) for p in model().parameters()]
+        for one in real:
+            one.param_groups[0]["params"][0].grad = torch.zeros(1024, 1024)
+        measured = min(calibrate.timer(lambda: [one.step() for one in real], 0.2).times)
+    finally:
+        torch.set_num_threads(threads)
+    assert predicted == pytest.approx(measured, rel=0.25)
+    assert predicted == pytest.approx(10 * 2**20 * 28 / own.host_memory)  # four fp32 tensors read, three written
+
+
+def test_a_host_without_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread by default, as `accelerate launch` sets it; the processes of a DGX H100 share its channels."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert Host.beside(find_gpu("h100"), 8).bandwidth == 12.8e9
+    monkeypatch.setenv("OMP_NUM_THREADS", "28")
+    assert Host.beside(find_gpu("h100"), 8).bandwidth == pytest.approx(0.8 * 2 * 8 * 4.8e9 * 8 / 8)
+    assert Host.beside(find_gpu("rtx-4090")).bandwidth == pytest.approx(0.8 * 2 * 5.6e9 * 8)

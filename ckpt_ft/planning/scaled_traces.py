@@ -173,6 +173,7 @@ def _op_keys(o: Op) -> tuple[Hashable, Hashable]:
 # Policies that a plan of a compiled step leaves out. Inductor fuses what `pointwise` rebuilds, the next two do nothing
 # in a compiled region, each block with replaced modules is compiled by itself, and `swap` was not tried with it.
 _IDLE_COMPILED = ("pointwise", "head", "offload", "modules:", "swap")
+_LOOKS = 8  # batch sizes to look at above the first that does not fit
 _SHOWN = 4  # number of listed candidates that do not fit
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
 
@@ -184,6 +185,8 @@ class Estimates:
     Attributes:
         batch: the only batch size to look at; None for all sizes up to `most`.
         tolerance: share of the largest batch that a search may miss, so that it ends after fewer traces.
+        separate: whether each anchor has a session of its own, as final traces have, with the same reserved bytes. A
+            search then also finds batch sizes that fit above one that does not.
         anchors: the trace of each policy at `batch`, or at `LOW`.
         rejected: policies that do not suit this model, each with the reason.
         scaled: candidates that were estimated from an anchor instead of traced.
@@ -197,6 +200,7 @@ class Estimates:
     batch: int | None = None
     most: int = 1024
     tolerance: float = 0.0
+    separate: bool = False
     growth: Growth = field(default_factory=lambda: Growth(LOW, HIGH))
     anchors: dict[str, StepTrace] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
@@ -215,7 +219,7 @@ class Estimates:
         extra: list[tuple[str, int]] = []
         if self.batch is None and self.tracer.parallel:  # in parallel these traces cost no waiting time
             extra = [(policy, HIGH) for policy in self._novel(fresh)]
-        traced = self.tracer.all([(policy, at) for policy in fresh], extra=extra)
+        traced = self.tracer.all([(policy, at) for policy in fresh], self.separate, extra)
         for policy, trace in zip(fresh, traced, strict=True):
             if isinstance(trace, str):
                 self.rejected[policy] = trace
@@ -239,12 +243,17 @@ class Estimates:
                 self.growth.learn(anchor, large)
 
     def _novel(self, policies: list[str]) -> list[str]:
-        """The shortest policy of each kind that no anchor has yet; kinds differ in `head` and `offload`."""
-        kinds = {frozenset(policy.split(",")) & {"head", "offload"} for policy in self.anchors}
+        """The shortest policy of each kind that no anchor has yet; kinds differ in `head`, `offload` and `tile`."""
+
+        def kind(policy: str) -> frozenset[str]:
+            return frozenset(term.partition(":")[0] for term in policy.split(",")) & {"head", "offload", "tile"}
+
         plainest: dict[frozenset[str], str] = {}
         for policy in sorted(policies, key=len):
-            plainest.setdefault(frozenset(policy.split(",")) & {"head", "offload"}, policy)
-        return [policy for kind, policy in plainest.items() if kind not in kinds]
+            plainest.setdefault(kind(policy), policy)
+        for policy in self.anchors:
+            plainest.pop(kind(policy), None)
+        return list(plainest.values())
 
     def estimate(self, policy: str, batch: int) -> Candidate:
         """The candidate of `policy` at `batch`: from its trace if there is one, else scaled from the anchor."""
@@ -253,8 +262,11 @@ class Estimates:
             return self._candidate(policy, batch, traced)
         key = (policy, batch)
         if key not in self.scaled:
-            scaled = replace(self.anchors[policy], ops=self.growth.ops(self.anchors[policy], batch))
-            self.scaled[key] = self._candidate(policy, batch, scaled, self._scaled_peaks(policy, batch))
+            anchor, at = self.anchors[policy], self.batch or LOW
+            scaled = replace(anchor, ops=self.growth.ops(anchor, batch))
+            host = anchor.peak_host + anchor.at_host_peak.get("activations", 0) * (batch - at) // at
+            made = self._candidate(policy, batch, scaled, self._scaled_peaks(policy, batch))
+            self.scaled[key] = replace(made, host=max(host, 0))
         return self.scaled[key]
 
     def over_budget(self) -> list[Candidate]:
@@ -334,7 +346,8 @@ class Estimates:
             ratio: of `reserved` to `scaled_reserved`.
         """
         limit, share = self.room.limit, reserved(near) / max(self.floor(policy, near), 1)
-        guess = largest_fitting(lambda n: round(self.floor(policy, n) * share), limit, self.most)
+        most = self._most_beside(policy)
+        guess = largest_fitting(lambda n: round(self.floor(policy, n) * share), limit, most)
         if guess and guess not in known:
             known[guess] = reserved(guess)
 
@@ -342,14 +355,35 @@ class Estimates:
             least = self.floor(policy, batch)
             return round(least * max(share, ratio)) if least * ratio > limit else reserved(batch)
 
-        return largest_fitting(needs, limit, self.most, known)
+        found = largest_fitting(needs, limit, most, known)
+        # Reserved bytes fall where the largest tensors outgrow the segments that they fragment: look further up.
+        top = largest_fitting(lambda n: self.floor(policy, n), limit, most) if self.separate else found
+        step = max((top - found) // _LOOKS, 1)
+        for batch in range(top, found, -step):
+            if batch not in known:
+                known[batch] = needs(batch)
+            if known[batch] <= limit:
+                return largest_fitting(needs, limit, min(batch + step, top), known)
+        return found
+
+    def _most_beside(self, policy: str) -> int:
+        """The most samples whose activations have room in host memory, by every trace of `policy`."""
+        most, room = self.most, self.room.host
+        for (name, at), trace in self.tracer.traced.items():
+            grows = trace.at_host_peak.get("activations", 0) if name == policy and isinstance(trace, StepTrace) else 0
+            if grows and room is not None:
+                most = min(most, max(room - trace.peak_host + grows, 0) * at // grows)  # type: ignore[union-attr]
+        return most
 
     def following(self, policy: str, batch: int) -> int | None:
         """The batch size to trace after `batch`; None if the best batch of `policy` is known, which is then stored."""
         if self.batch is None and self.target != "memory":
             ratio = self.estimate(policy, batch).reserved / self.scaled_reserved(policy, batch)
             batches = [at for name, at in self.tracer.traced if name == policy and at not in (LOW, HIGH)]
-            known = {at: self.estimate(policy, at).reserved for at in batches}
+            made = {at: self.estimate(policy, at) for at in batches}
+            known = {
+                at: one.reserved if self.room.host_holds(one.host) else self.room.limit + 1 for at, one in made.items()
+            }
             batch = self._largest(
                 policy, batch, lambda n: round(self.scaled_reserved(policy, n) * ratio), known, ratio
             )

@@ -15,7 +15,7 @@ from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning import tracing
 from ckpt_ft.planning.budget import memory_budget
-from ckpt_ft.planning.estimates import LOW, Estimates
+from ckpt_ft.planning.scaled_traces import LOW, Estimates
 from ckpt_ft.planning.tracing import Tracer, trace_policies
 
 POLICIES = ["none", "pointwise", "full", "save:attention", "modules:mlp", "full,offload"]

@@ -1,0 +1,95 @@
+"""Steps whose states, weights or activations wait in host memory, or whose states are small, beside published ones.
+
+    python benchmarks/parked.py
+
+ArcticTraining's ALST (projects/sequence-parallelism, `run-h*-sp1-llama-8b*.yml`): Llama-3.1-8B, ZeRO-3 on one GPU with
+parameters and Adam in host memory. Its lengths and bytes are those of these files. A published "GB" is 2**30 bytes,
+used on the whole device as NVML counts (arctic_training/debug/utils.py: get_mem_metrics), so the CUDA context is added
+to what the trace reserves, here with expandable segments.
+
+Hugging Face's blog on Ulysses: Qwen3-4B under ZeRO-3. torchao's README on optimizers: the ViT of compiled.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import compiled
+from ckpt_ft.planning.estimate import traced_estimate
+from ckpt_ft.planning.results import Estimate
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.units import GIB
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published run beside its prediction, in `unit`s of bytes."""
+
+    name: str
+    published: float
+    predicted: float
+    seconds: float
+    unit: str
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.published - 1
+
+
+# card, tokens, GiB of the device, policy, whether with Liger's kernels
+_ALST = (
+    ("h100", 32_000, 71.91, "full", False),
+    ("h200", 65_000, 137.36, "full", False),
+    ("h200", 300_000, 134.96, "full", True),
+    ("h200", 650_000, 126.81, "full,offload", True),
+    ("h200", 1_200_000, 136.15, "full,offload,tile:32", True),
+)
+_ULYSSES = ((1, 8192, 76.4), (4, 8192, 23.4), (4, 65536, 50.5))  # GPUs that share a sequence, tokens, GB allocated
+_VIT = (("adamw_fused", 12.23), ("adamw_8bit", 8.32), ("ao_adamw_8bit", 8.33), ("ao_adamw_4bit", 7.72))  # GB allocated
+
+
+def rows() -> Iterator[Row]:
+    """Every published run beside its prediction."""
+    for card, tokens, device, policy, liger in _ALST:
+        launch = Launch("zero3", 1, mixed_precision="bf16").with_offload("all")
+        found = _estimate("meta-llama/Llama-3.1-8B", card, tokens, policy, launch, use_liger_kernel=liger)
+        used = (found.peak_reserved + found.context) / GIB
+        name = f"Llama-3.1-8B, {card.upper()}, {tokens:,} tokens, `{policy}`{', Liger' * liger}: whole device"
+        yield Row(name, device, used, found.seconds or 0.0, "GiB")
+    for gpus, tokens, allocated in _ULYSSES:
+        launch = Launch("zero3", gpus, mixed_precision="bf16", sp=gpus)
+        found = _estimate("Qwen/Qwen3-4B", "h100", tokens, "full", launch, accumulation=8)
+        name = f"Qwen3-4B, {gpus} H100, {tokens:,} tokens, `full`, Adam on the card: allocated"
+        yield Row(name, allocated, found.peak_allocated / 1e9, found.seconds or 0.0, "GB")
+    for optimizer, allocated in _VIT:
+        trace = compiled.vit(optimizer)
+        name = f"ViT-huge, RTX 4070 Ti Super, compiled, {optimizer}: allocated"
+        yield Row(name, allocated, trace.peak_allocated / 1e9, trace.seconds, "GB")
+
+
+def _estimate(model: str, card: str, tokens: int, policy: str, launch: Launch, **more: Any) -> Estimate:
+    spec = TrainingSpec.of(
+        model, dtype="bfloat16", mixed_precision="bf16", seq_length=tokens, policy=policy, device=card, launch=launch,
+        attn_implementation="flash_attention_2", alloc_conf="expandable_segments:True", rope_scaling="none", **more
+    )  # fmt: skip
+    return traced_estimate(spec, lambda line: None, suggests=False)[0]
+
+
+def main() -> None:
+    for row in rows():
+        print(
+            f"{row.name}: {row.published} {row.unit} published, {row.predicted:.2f} predicted "
+            f"({100 * row.error:+.1f} %), {row.seconds:.4g} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
