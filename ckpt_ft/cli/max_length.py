@@ -152,7 +152,7 @@ def _print_table(spec: TrainingSpec, policies: tuple[str, ...], margin: str, as_
     cells = [(spec.edit(device=card, **changes), policies, margin) for changes in _METHODS.values() for card in cards]
     found: dict[int, int] = {}
     with progress() as say:
-        for number, length in run_tasks([partial(_length, *cell) for cell in cells]):
+        for number, length in run_tasks([partial(_length, *cell) for cell in cells], 0):
             found[number] = length
             say(f"{len(found)} of {len(cells)}: the longest sequence of each method on each card")
     by_cell = (found[number] for number in range(len(cells)))
@@ -168,6 +168,6 @@ def _print_table(spec: TrainingSpec, policies: tuple[str, ...], margin: str, as_
     print_table(Table(title, ("method", *cards), rows), stdout())
 
 
-def _length(spec: TrainingSpec, policies: tuple[str, ...], margin: str) -> int:
+def _length(spec: TrainingSpec, policies: tuple[str, ...], margin: str, tell: Callable[[str], None]) -> int:
     """The longest sequence of one cell of the table, searched for by this process alone."""
-    return _find(spec, policies, margin, lambda line: None, jobs=1)[0].length
+    return _find(spec, policies, margin, tell, jobs=1)[0].length

@@ -49,8 +49,9 @@ class Growth:
         self._storages: _Table[tuple[int]] = _Table()
         self._ops: _Table[tuple[int, ...]] = _Table()
         self._learned = 0  # how often `learn` was called: cached sizes of before are stale
-        self._sizes: dict[int, tuple[int, StepTrace, list[tuple[int, int]]]] = {}
-        self._costs: dict[int, tuple[int, StepTrace, list[tuple[int, ...]]]] = {}
+        # By the trace's list of records, which the same step on another card shares.
+        self._sizes: dict[int, tuple[int, Sequence[Storage], list[tuple[int, int]]]] = {}
+        self._costs: dict[int, tuple[int, Sequence[Op], list[tuple[int, ...]]]] = {}
 
     def learn(self, small: StepTrace, large: StepTrace) -> None:
         """Pair the records of one policy's traces at `low` and `high`, module by module and in order.
@@ -113,18 +114,18 @@ class Growth:
 
     def _grown(self, trace: StepTrace) -> list[tuple[int, int]]:
         """For each storage its bytes at `low`, and how many more it has at `high`."""
-        known = self._sizes.get(id(trace))
+        known = self._sizes.get(id(trace.storages))
         if known is None or known[0] != self._learned:
             sizes = [
                 (s.nbytes, (self._storages.get(*_storage_keys(s)) or (s.nbytes,))[0] - s.nbytes)
                 for s in trace.storages
             ]
-            known = self._sizes[id(trace)] = self._learned, trace, sizes
+            known = self._sizes[id(trace.storages)] = self._learned, trace.storages, sizes
         return known[2]
 
     def _dearer(self, trace: StepTrace) -> list[tuple[int, ...]]:
         """For each op how much its figures grow up to `high`; () if they do not."""
-        known = self._costs.get(id(trace))
+        known = self._costs.get(id(trace.ops))
         if known is None or known[0] != self._learned:
             costs: list[tuple[int, ...]] = []
             for o in trace.ops:
@@ -133,7 +134,7 @@ class Growth:
                     costs.append(())
                 else:
                     costs.append(tuple(after - before for before, after in zip(was, grown, strict=True)))
-            known = self._costs[id(trace)] = self._learned, trace, costs
+            known = self._costs[id(trace.ops)] = self._learned, trace.ops, costs
         return known[2]
 
 

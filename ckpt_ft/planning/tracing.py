@@ -10,10 +10,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise
+from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import torch
@@ -328,19 +329,44 @@ def can_fork() -> bool:
     return not (torch.cuda.is_initialized() or distributed or threading.active_count() > 2)
 
 
-def run_tasks(tasks: Sequence[Callable[[], Any]], jobs: int = 0) -> Iterator[tuple[int, Any]]:
-    """The number and result of each task, as they finish, on `jobs` forked processes (0: one for each core)."""
+def run_tasks(
+    tasks: Sequence[Callable[[Callable[[Any], None]], Any]], jobs: int, tell: Callable[[Any], None] = lambda said: None
+) -> Iterator[tuple[int, Any]]:
+    """The number and result of each task, as they finish, on `jobs` forked processes (0: one for each core).
+
+    A task is called with a function; what it passes to that function while it runs reaches `tell` in this process.
+    """
     jobs = min(jobs or cores(), len(tasks))
     if jobs < 2 or not can_fork():
-        yield from ((number, task()) for number, task in enumerate(tasks))
+        yield from ((number, task(tell)) for number, task in enumerate(tasks))
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-        running = {pool.submit(task): number for number, task in enumerate(tasks)}
+    fork = multiprocessing.get_context("fork")
+    said: SimpleQueue[Any] = fork.SimpleQueue()
+    with ProcessPoolExecutor(jobs, fork, initializer=_talks_to, initargs=(said,)) as pool:
+        running = {pool.submit(_told, task): number for number, task in enumerate(tasks)}
         try:
-            for done in as_completed(running):
-                yield running[done], done.result()
+            while running:
+                done = wait(running, timeout=_HEARD, return_when=FIRST_COMPLETED).done
+                while not said.empty():
+                    tell(said.get())
+                yield from ((running.pop(task), task.result()) for task in done)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+_HEARD = 0.5  # seconds after which at most this process hears of its tasks
+_SAID: SimpleQueue[Any] | None = None  # of a forked process
+
+
+def _talks_to(said: SimpleQueue[Any]) -> None:
+    global _SAID
+    _SAID = said
+
+
+def _told(task: Callable[[Callable[[Any], None]], Any]) -> Any:
+    """Runs a task in a forked process."""
+    assert _SAID is not None, "set by _talks_to"
+    return task(_SAID.put)
 
 
 def on_card(trace: Any, card: GPU) -> Any:

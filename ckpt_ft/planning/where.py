@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from ckpt_ft.workloads.load import load
 from . import depth
 from .budget import Candidate, MemoryBudget, largest_fitting, memory_budget
 from .launches import SHARDED
-from .scaled_traces import Estimates
+from .scaled_traces import HIGH, LOW, Estimates
 from .search import search
 from .tracing import Key, Report, Traced, Tracer, on_card, run_tasks
 
@@ -145,18 +145,26 @@ def where(
         for same in kinds.values()
     ]
     report = report or (lambda line: None)
-    found, refused, unit = {}, {}, "tokens"
-    for number, (task, answer) in enumerate(run_tasks([run for *_, run in tasks], jobs)):
+    found: dict[tuple[str, int | None, str], Place] = {}
+    refused: dict[str, str] = {}
+    alone: list[Place] = []  # the places found so far that need one card
+    total, count = len(lengths) * len(methods) * len(cards), 0
+
+    def tell(place: Place) -> None:
+        nonlocal count
+        count += 1
+        alone.extend([place] if place.gpus == 1 else [])
+        best = max(alone, key=lambda place: place.speed, default=None)
+        so_far = f", fastest so far {best.method} on {best.card}" if best else ""
+        report(f"{count} of {total}: {len(alone)} fit one card{so_far}")
+
+    for task, answer in run_tasks([run for *_, run in tasks], jobs, tell):
         method, length, _ = tasks[task]
         if isinstance(answer, str):
             refused[method] = answer
         else:
             found.update({(method, length, place.card): place for place in answer})
-            unit = "tokens" if all(place.tokens for place in answer) else "samples"
-        fits = [place for place in found.values() if place.gpus == 1]
-        best = max(fits, key=lambda place: place.speed, default=None)
-        so_far = f", fastest so far {best.method} on {best.card}" if best else ""
-        report(f"{number + 1} of {len(tasks)}: {len(fits)} places with one card{so_far}")
+    unit = "tokens" if all(place.tokens for place in found.values()) else "samples"
     if not found:
         raise UserError("; ".join(dict.fromkeys(refused.values())))
     rows = [
@@ -179,15 +187,20 @@ def _priced(place: Place, prices: dict[str, float]) -> Place:
 
 
 def _on_cards(
-    method: str, spec: TrainingSpec, cards: Sequence[GPU], policies: Sequence[str], most_gpus: int
-) -> list[Place] | str:
-    """The places of one method on these cards; the reason if the model refuses the method."""
+    method: str, spec: TrainingSpec, cards: Sequence[GPU], policies: Sequence[str], most_gpus: int,
+    tell: Callable[[Place], None],
+) -> list[Place] | str:  # fmt: skip
+    """The places of one method on these cards, each also told at once; the reason if the model refuses the method."""
     gc.disable()  # traces are millions of small objects without cycles
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             method_on = _Method(method, spec, cards[0], list(policies))
-            return [method_on.place(card, most_gpus) for card in cards]
+            found = []
+            for card in cards:
+                found.append(method_on.place(card, most_gpus))
+                tell(found[-1])
+            return found
         except UserError as error:
             return str(error)
 
@@ -202,7 +215,9 @@ class _Method:
         self.traces: dict[tuple[Any, int], tuple[TrainingSpec, Tracer]] = {}  # by kernels and number of cards
         self.shallow: dict[tuple[Any, int], tuple[list[ShortenedRun], list[Tracer]]] = {}  # if the model is deep
         self.added: dict[str, tuple[int, int]] = {}  # policy -> bytes that sharding over that many cards adds
-        self.first = Estimates(self._traces(card, 1)[1], self._room(card), most=MOST_BATCH)
+        tracer = self._traces(card, 1)[1]
+        tracer.all((policy, batch) for batch in (LOW, HIGH) for policy in policies)  # a session for each batch
+        self.first = Estimates(tracer, self._room(card), most=MOST_BATCH)
         self.first.trace_candidates(policies)
         if not self.first.anchors:
             raise UserError("; ".join(self.first.rejected.values()))
@@ -238,24 +253,29 @@ class _Method:
         A further sample adds as many bytes as in one process. Traces under FSDP2 are slow: what sharding adds to one
         process is taken from the first of them, and batches are rounded down, so that cards have traces in common.
         """
-        tracer = self._on(card, gpus)
-        room = self._room(card, tracer.workload.launch)
-
-        def traced(batch: int) -> Candidate | None:
-            found = self._shared(card, gpus, policy, batch)
-            self.added.setdefault(policy, (found.reserved - alone.reserved(policy, batch), gpus))
-            return found if room.fits(found) else None
-
-        if policy not in self.added and traced(1) is None:
-            return None
+        room = self._room(card, self._on(card, gpus).workload.launch)
+        if policy not in self.added:
+            one = self._shared(card, gpus, policy, 1)
+            self.added[policy] = one.reserved - alone.reserved(policy, 1), gpus
+            if not room.fits(one):
+                return None
         added, of = self.added[policy]
         added += int(shared / gpus - shared / of)
-        if added + alone.reserved(policy, 1) > _SLACK * room.limit:
-            return None
-        limit = int(_CAUTION * room.limit)
-        batch = largest_fitting(lambda n: added + alone.reserved(policy, n), limit, MOST_BATCH)
-        larger = traced(max(size for size in _BATCHES if size <= batch)) if batch > 1 else None
-        return larger or traced(1)
+        limit, most = int(_CAUTION * room.limit), MOST_BATCH
+
+        def needs(samples: int) -> int:
+            return added + alone.reserved(policy, samples)
+
+        while most:
+            most = max(largest_fitting(needs, limit, most), 1)
+            if needs(most) > _SLACK * room.limit:
+                return None
+            batch = max(size for size in _BATCHES if size <= most)
+            found = self._shared(card, gpus, policy, batch)
+            if room.fits(found):
+                return found
+            added, most = max(added, found.reserved - alone.reserved(policy, batch)), batch - 1
+        return None
 
     def _shared(self, card: GPU, gpus: int, policy: str, batch: int) -> Candidate:
         """The candidate on several cards, extended from shallow models if the model is deep."""
@@ -310,6 +330,6 @@ class _CardTracer(Tracer):
     def _missing(self, wanted: Iterable[Key], alone: bool, extra: Iterable[Key] = ()) -> list[list[Key]]:
         return super()._missing(wanted, True)
 
-    def run_tasks(self, sessions: list[list[Key]], typical: bool = False) -> Iterator[list[Traced]]:
+    def _run(self, sessions: list[list[Key]], typical: bool = False) -> Iterator[list[Traced]]:
         for keys in sessions:
             yield [on_card(trace, self.card) for trace in self.tracer.all(keys, alone=True)]

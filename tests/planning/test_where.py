@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 
@@ -16,14 +18,15 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.dispatcher import compute_capability
 from ckpt_ft.memory.gpus import GPUS, find_gpu
 from ckpt_ft.memory.rules import cuda, sdpa
-from ckpt_ft.planning import depth
+from ckpt_ft.planning import depth, tracing
 from ckpt_ft.planning.budget import Candidate
 from ckpt_ft.planning.estimate import estimate
 from ckpt_ft.planning.tracing import Tracer
-from ckpt_ft.planning.where import Place, Places, where
+from ckpt_ft.planning.where import MOST_BATCH, Place, Places, where
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.workload import Workload
 
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 512,
@@ -69,6 +72,34 @@ def test_each_row_is_the_answer_of_estimate(config: str, places: Places) -> None
         assert told.headroom is not None
         assert told.headroom >= 0
         assert place.speed == pytest.approx(place.batch * 128 / place.seconds)
+
+
+def test_cards_with_the_same_kernels_share_traces(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, session = [], tracing._session
+
+    def counted(workload: Workload, keys: list[tracing.Key], typical: bool) -> list[tracing.Traced]:
+        made.extend(keys)
+        return session(workload, keys, typical)
+
+    monkeypatch.setattr(tracing, "_session", counted)
+    spec, said = TrainingSpec.of(config, dtype="bfloat16", seq_length=64), []
+    cards = [find_gpu(name) for name in ("rtx-4090", "rtx-3090", "l4")]
+    found = where(spec, cards, methods=("full",), policies=("full",), most_gpus=1, jobs=1, report=said.append)
+    assert len({place.seconds for place in found.rows}) == 3
+    assert made == [("full", 5), ("full", 7), ("full", MOST_BATCH)]  # two for the growth, one at the best batch of all
+    assert [line.partition(":")[0] for line in said] == ["1 of 3", "2 of 3", "3 of 3"]
+
+
+def _tenfold(number: int, tell: Callable[[int], None]) -> int:
+    tell(number)
+    return 10 * number
+
+
+def test_tasks_tell_what_they_find_while_they_run() -> None:
+    heard: list[int] = []
+    done = dict(tracing.run_tasks([partial(_tenfold, number) for number in range(3)], 2, heard.append))
+    assert done == {0: 0, 1: 10, 2: 20}
+    assert sorted(heard) == [0, 1, 2]
 
 
 def test_a_step_too_large_for_one_card_is_shared_by_the_fewest_that_hold_it(config: str, places: Places) -> None:
