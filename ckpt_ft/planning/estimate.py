@@ -26,7 +26,7 @@ from torch import nn
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.collectives import nccl_bytes
-from ckpt_ft.memory.cost.kernels import bound_by_memory, device_seconds
+from ckpt_ft.memory.cost.kernels import as_issued, bound_by_memory, device_seconds
 from ckpt_ft.memory.cost.schedule import HOST, host_threads
 from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
@@ -151,7 +151,7 @@ def _starved(trace: StepTrace, gpu: GPU | None) -> list[str]:
     products = [op for op in trace.ops if op.at >= trace.start and op.flops and "expert" in op.module.lower()]
     if gpu is None or gpu.is_cpu or not products:
         return []
-    took = [(device_seconds(op, gpu), bound_by_memory(op, gpu)) for op in products]
+    took = [(device_seconds(op, gpu), bound_by_memory(op, gpu)) for op in as_issued(products, gpu) if op.flops]
     total, waiting = sum(seconds for seconds, _ in took), sum(seconds for seconds, waits in took if waits)
     if waiting < total / 2:
         return []

@@ -23,6 +23,7 @@ _TRAINER = {
     "mixed_precision": "",  # --bf16 or --fp16
     "compile": "torch_compile",
     "attn_implementation": "attn_implementation",
+    "experts_implementation": "experts_implementation",
     "max_grad_norm": "max_grad_norm",
     "optimizer": "optim",
     "use_liger_kernel": "use_liger_kernel",

@@ -221,6 +221,7 @@ class _Entries:
             **self._trainer(),
             **self._evaluation(),
             "attn_implementation": self.get("attn_implementation"),
+            "experts_implementation": self.get("experts_implementation"),
             **self._kernels(),
             "policy": self._policy(),
             "device": "cpu" if self.get("use_cpu") else None,

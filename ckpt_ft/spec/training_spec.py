@@ -340,6 +340,9 @@ class KernelSpec(Part):
         "sdpa, eager, flash_attention_2 or flex_attention; default: the model's own choice",
         label="attention implementation",
     )
+    experts_implementation: Literal["", "grouped_mm", "batched_mm", "eager"] = setting(
+        "", "grouped_mm, batched_mm or eager (a loop over the experts); default: transformers' own, grouped_mm"
+    )
     compile: Literal["", "whole", "regional"] = setting(
         "",
         "torch.compile: the whole model, or regional for each of its blocks; default: nothing is compiled",

@@ -12,6 +12,7 @@ what Liger's own do (liger-kernel 0.8.5, src/liger_kernel/ops):
 | `Rotation` | rope.py: LigerRopeFunction |
 | `CrossEntropy` | cross_entropy.py: LigerCrossEntropyFunction |
 | `FusedLinearCrossEntropy` | fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward |
+| `FusedExperts` | fused_moe.py: LigerFusedMoEFunction |
 """
 
 from __future__ import annotations
@@ -53,21 +54,27 @@ class _Card:
 _card = _Card()
 
 
-def kernel(name: str, matmuls: int = 0) -> Any:
+def kernel(name: str, flops: Callable[[list[Tensor]], int] | None = None) -> Any:
     """Define the operator `ckpt_ft::<name>`(given, out=...): one kernel that reads `given` and writes `out`.
 
-    matmuls: how often it multiplies matrices of the sizes of the first given one and the second one transposed.
+    flops: of its matrix products, from what is given.
     """
     _LIBRARY.define(f"{name}(Tensor[] given, *, Tensor(a!)[] out) -> ()")
     _LIBRARY.impl(name, lambda given, *, out: None, "Meta")
     operator = getattr(torch.ops.ckpt_ft, name)
-    if matmuls:
-
-        @register_flop_formula(operator, get_raw=True)
-        def _flops(given: list[Any], *args: Any, **kwargs: Any) -> int:
-            return 2 * matmuls * given[0].numel() * given[1].shape[0]
-
+    if flops is not None:
+        register_flop_formula(operator, get_raw=True)(lambda given, *args, **kwargs: flops(given))
     return operator.default
+
+
+def _product(given: list[Tensor]) -> int:
+    """Flops of the product of the first matrix and the second one transposed."""
+    return 2 * given[0].numel() * given[1].shape[0]
+
+
+def _routed_product(given: list[Tensor]) -> int:
+    """Flops of products of routed rows, whose indices are the third tensor, and a matrix of the second for each."""
+    return 2 * given[2].numel() * given[1].shape[1] * given[1].shape[2]
 
 
 @contextmanager
@@ -84,8 +91,12 @@ liger_gated_product_backward = kernel("liger_gated_product_backward")
 liger_rope = kernel("liger_rope")
 liger_cross_entropy = kernel("liger_cross_entropy")  # writes gradients over the logits, which it reads twice
 liger_scale = kernel("liger_scale")
-cut_cross_entropy = kernel("cut_cross_entropy", matmuls=1)
-cut_cross_entropy_backward = kernel("cut_cross_entropy_backward", matmuls=3)
+liger_route, liger_unroute = kernel("liger_route"), kernel("liger_unroute")
+liger_count_tiles = kernel("liger_count_tiles")  # the host waits for their number
+liger_experts = kernel("liger_experts", _routed_product)
+liger_experts_weight_gradient = kernel("liger_experts_weight_gradient", _routed_product)
+cut_cross_entropy = kernel("cut_cross_entropy", _product)
+cut_cross_entropy_backward = kernel("cut_cross_entropy_backward", lambda given: 3 * _product(given))
 
 
 # -- autograd functions -----------------------------------------------------------------------------------------------
@@ -197,16 +208,17 @@ class CrossEntropy(torch.autograd.Function):
 class FusedLinearCrossEntropy(torch.autograd.Function):
     """Cross entropy of hidden (N, H) @ weight (V, H).T; forward computes the gradients, one chunk of logits at a time.
 
-    The chunks hold about as many bytes as `hidden`. The gradient of the weight is added up in the weight's dtype,
-    with a temporary of its size in fp32 if cuBLAS cannot add to it (below compute capability 8.0, in mixed dtypes).
+    The chunks hold about `times` as many bytes as `hidden`. The gradient of the weight is added up in the weight's
+    dtype, with a temporary of its size in fp32 if cuBLAS cannot add to it (below compute capability 8.0, in mixed
+    dtypes).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str, times: int = 1
     ) -> Tensor:
         (tokens, width), vocabulary = hidden.shape, len(weight)
-        chunk = _chunk(tokens, width, vocabulary)
+        chunk = _chunk(tokens, times * width, vocabulary)
         grads = hidden.requires_grad
         to_hidden = torch.zeros_like(hidden)
         to_weight = torch.zeros_like(weight) if grads and weight.requires_grad else None
@@ -251,7 +263,57 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             if gradient is not None:
                 liger_scale([gradient, grad], out=[gradient])
         to_hidden, to_weight, to_bias = made
-        return to_hidden, to_weight, None, to_bias, None
+        return to_hidden, to_weight, None, to_bias, None, None
+
+
+class FusedExperts(torch.autograd.Function):
+    """Experts in fused parameters, for rows x (N, H), the experts of each row (N, K) and their weights (N, K).
+
+    It saves the routed rows before the activation, and computes the gradients of all weights, frozen ones too. The
+    tiles of 64 rows are those of an even routing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        x, gate_up, down, index, weights = (t.contiguous() for t in (x, gate_up, down, index, weights))
+        routed, (experts, twice, _), chosen = index.numel(), gate_up.shape, index.shape[1]
+        empty = functools.partial(x.new_empty, dtype=torch.int32)
+        of_tiles = empty(experts, -(-len(x) * _power_of_2(chosen) // 1024))
+        liger_route([index], out=[of_tiles])
+        counts = of_tiles.sum(1, dtype=torch.int32)
+        starts, tiles = empty(experts + 1), empty(experts + 1)
+        liger_count_tiles([counts], out=[starts, tiles, of_tiles])
+        number = experts * -(-routed // (experts * 64))
+        maps = [empty(n) for n in (number, number, routed, routed, routed)]
+        liger_route([index, of_tiles, starts, tiles], out=maps)
+        del of_tiles, tiles
+        rows = maps[-1]
+        before, after = x.new_empty(routed, twice), x.new_empty(routed, twice // 2)
+        liger_experts([x, gate_up, rows], out=[before, after])
+        y = x.new_empty(routed, x.shape[1])
+        liger_experts([after, down, rows], out=[y])
+        flat, out = weights.flatten(), torch.empty_like(x)
+        liger_unroute([y, flat, rows], out=[out])
+        ctx.save_for_backward(x, gate_up, down, before, flat, starts, *maps)
+        ctx.routing = index.shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, gate_up, down, before, flat, _, *maps = ctx.saved_tensors
+        dy, rows = dy.contiguous(), maps[-1]
+        to_before, after = torch.empty_like(before), before.new_empty(len(before), before.shape[1] // 2)
+        to_weights = dy.new_zeros(len(before))
+        liger_experts([dy, down, rows, before, flat], out=[to_before, after, to_weights])
+        to_down = torch.zeros_like(down)
+        liger_experts_weight_gradient([after, down, rows, dy], out=[to_down])
+        of_rows = dy.new_empty(len(before), x.shape[1])
+        liger_experts([to_before, gate_up, rows], out=[of_rows])
+        to_x = torch.zeros_like(x)
+        liger_unroute([of_rows, rows], out=[to_x])
+        to_gate_up = torch.zeros_like(gate_up)
+        liger_experts_weight_gradient([x, gate_up, rows, to_before], out=[to_gate_up])
+        return to_x, to_gate_up, to_down, None, to_weights.view(ctx.routing)
 
 
 class CutCrossEntropy(torch.autograd.Function):
@@ -299,8 +361,11 @@ def _count_labels(target: Tensor, reduction: str) -> None:
 
 
 def _chunk(tokens: int, width: int, vocabulary: int) -> int:
-    wanted = -(-tokens // -(-vocabulary // width))
-    return min(1 << (wanted - 1).bit_length(), tokens)
+    return min(_power_of_2(-(-tokens // -(-vocabulary // width))), tokens)
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
@@ -330,10 +395,11 @@ class Family:
     Attributes:
         in_place: whether its RMS norms overwrite the gradient that backward gives them.
         plain_norms: names of norms that stay as they are.
-        product: the gated product of its MLPs: "swiglu" or "geglu".
+        product: the gated product of its MLPs and experts: "swiglu" or "geglu"; "" if they stay as they are.
         fused_gate: whether gate and up come from one projection.
         rope: whether the rotation is replaced.
         loss: the replaced loss.
+        times: bytes of the logits that the fused loss holds at a time, over those of the hidden states.
     """
 
     in_place: bool = True
@@ -342,6 +408,7 @@ class Family:
     fused_gate: bool = False
     rope: bool = True
     loss: str = "fused_linear_cross_entropy"
+    times: int = 1
 
 
 _GEMMA = Family(product="geglu")
@@ -356,6 +423,10 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO),
     "gemma": _GEMMA,
     **dict.fromkeys(("gemma2", "gemma3_text"), _LATER_GEMMA),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), Family()),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), Family(rope=False)),
+    "qwen3_next": Family(in_place=False, rope=False),
+    "gpt_oss": Family(product="", times=8),
 }
 KERNELS = ("rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
 
@@ -381,6 +452,7 @@ def apply(model: Any, asked: Mapping[str, bool]) -> None:
         raise UserError(f"no Liger kernel '{strange[0]}'{meant(strange[0], KERNELS)} ({', '.join(KERNELS)})")
     _check_language_model(model, "Liger's kernels")
     on = dict.fromkeys(("rms_norm", family.product, family.loss), True) | {"rope": family.rope} | dict(asked)
+    replaces = bool(family.product) and on[family.product]
     if on.get("cross_entropy") and on.get("fused_linear_cross_entropy"):
         raise UserError("Liger's cross_entropy and fused_linear_cross_entropy: turn one of them off")
     if on["rope"] and not family.rope:
@@ -390,14 +462,25 @@ def apply(model: Any, asked: Mapping[str, bool]) -> None:
         own = type(module).__name__
         if on["rms_norm"] and own.endswith("RMSNorm") and name.rpartition(".")[2] not in family.plain_norms:
             module.__class__ = _norm(type(module), family.in_place)
-        elif on[family.product] and own.endswith("MLP"):
+        elif replaces and own.endswith("MLP"):
             module.__class__ = _mlp(type(module), family.fused_gate)
+        elif replaces and own.endswith("Experts"):
+            module.__class__ = _experts(type(module))
         elif on["rope"] and own.endswith("Attention") and hasattr(modelling, "apply_rotary_pos_emb"):
             module.__class__ = _attention(type(module), modelling)
     if on.get("fused_linear_cross_entropy"):
-        model.__class__ = _language_model(type(model), FusedLinearCrossEntropy)
+        model.__class__ = _language_model(type(model), FusedLinearCrossEntropy, family.times)
     elif on.get("cross_entropy"):
         model.__class__ = _language_model(type(model), CrossEntropy)
+    check_experts(model)
+
+
+def check_experts(model: nn.Module, divided: bool = False) -> None:
+    """Raises UserError if Liger's kernel would run experts that have adapters, or that ranks have `divided`."""
+    whose = "experts of other ranks" if divided else "adapters of experts"
+    around = (module for module in model.modules() if divided or type(module).__name__ == "ParamWrapper")
+    if any(hasattr(module, "liger_experts") for above in around for module in above.modules()):
+        raise UserError(f"Liger's experts know no {whose}; give --liger-kernel-config '{{\"swiglu\": false}}'")
 
 
 @contextmanager
@@ -451,7 +534,7 @@ def _live_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Any = None, classes: Any = None, ignored: int = IGNORED,
     square: float = 0.0, smoothing: float = 0.0, reduction: str = "mean", *args: Any,
 ) -> Any:  # fmt: skip
-    return FusedLinearCrossEntropy.apply(hidden, weight, target, bias, reduction), None, None, None
+    return FusedLinearCrossEntropy.apply(hidden, weight, target, bias, reduction, *args[8:9]), None, None, None
 
 
 _LIVE: dict[str, Any] = {
@@ -462,6 +545,7 @@ _LIVE: dict[str, Any] = {
     "LigerRopeFunction": lambda *args: rotate(*args),
     "LigerCrossEntropyFunction": _live_cross_entropy,
     "LigerFusedLinearCrossEntropyFunction": _live_linear_cross_entropy,
+    "LigerFusedMoEFunction": FusedExperts.apply,
 }
 
 
@@ -537,6 +621,17 @@ def _mlp(kind: Any, fused_gate: bool) -> type[Any]:
 
 
 @_once
+def _experts(kind: Any) -> type[Any]:
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        x, index = hidden_states.view(-1, hidden_states.shape[-1]), top_k_index.view(-1, top_k_index.shape[-1])
+        weights = top_k_weights.view(index.shape)
+        out = FusedExperts.apply(x, self.gate_up_proj, self.down_proj, index.to(torch.int32), weights)
+        return out.view(hidden_states.shape)
+
+    return _like(kind, forward, liger_experts=True)
+
+
+@_once
 def _attention(kind: Any, modelling: Any) -> type[Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with patch.object(modelling, "apply_rotary_pos_emb", rotate):
@@ -556,7 +651,7 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = IGNORED, r
 
 
 @_once
-def _language_model(kind: Any, loss_function: Any) -> Any:
+def _language_model(kind: Any, loss_function: Any, times: int = 1) -> Any:
     """A language model whose loss is fused.
 
     In training the loss is computed from the hidden states and the output layer's weight, which the model reads
@@ -585,7 +680,8 @@ def _language_model(kind: Any, loss_function: Any) -> Any:
                 target = F.pad(labels, (0, 1), value=ignored)[..., 1:].contiguous()
             reduction = "mean" if counted is None else "sum"
             flat = hidden.view(-1, hidden.shape[-1])
-            loss = loss_function.apply(flat, head.weight, target.view(-1), head.bias, reduction)
+            more = () if times == 1 else (times,)
+            loss = loss_function.apply(flat, head.weight, target.view(-1), head.bias, reduction, *more)
             losses.append(loss if counted is None else loss / counted)
             return hidden.new_empty(*hidden.shape[:-1], 0)
 
@@ -595,6 +691,8 @@ def _language_model(kind: Any, loss_function: Any) -> Any:
         with patch.dict(above._modules, {name: layer}):
             out = kind.forward(self, *args, labels=None, **kwargs)
         out.loss, out.logits = losses[0], None
+        if getattr(out, "aux_loss", None) is not None:
+            out.loss = out.loss + self.router_aux_loss_coef * out.aux_loss
         return out
 
     name = "cut cross entropy" if loss_function is CutCrossEntropy else "Liger's fused loss"

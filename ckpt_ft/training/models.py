@@ -59,6 +59,7 @@ class ModelArguments:
         "float32", "Dtype that the weights are loaded in.", choices=["auto", "bfloat16", "float16", "float32"]
     )
     attn_implementation: str | None = flag(None, "sdpa, eager, flash_attention_2, flex_attention, ...")
+    experts_implementation: str | None = flag(None, "How experts run: grouped_mm, batched_mm, eager, ...")
     trust_remote_code: bool = flag(False, "Run code that comes with the model; without it none is run.")
     use_peft: bool = flag(False, "Train LoRA adapters instead of the weights.")
     peft_config: str | None = flag(None, PEFT_CONFIG)
@@ -213,8 +214,9 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
     kwargs: dict[str, Any] = {**args.source, "dtype": args.dtype, **more}
     if args.rope_scaling is not None:
         stretch_positions(kwargs.setdefault("config", _config(args)), args.rope_scaling, max_length)
-    if args.attn_implementation is not None:
-        kwargs["attn_implementation"] = args.attn_implementation
+    for name in ("attn_implementation", "experts_implementation"):
+        if getattr(args, name) is not None:
+            kwargs[name] = getattr(args, name)
     if args.load_in_4bit:
         from accelerate import PartialState
 

@@ -242,10 +242,14 @@ def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
     bitsandbytes packs linear layers. [transformers/integrations/bitsandbytes.py, replace_with_bnb_linear]
 
     Raises:
-        UserError: 8 bits over fused experts, or experts are to be packed and the model has none.
+        UserError: 8 bits over fused experts, or settings of experts and the model has none.
     """
     quantised = spec.quantisation
     nbytes = sum(p.nbytes for _, p in fused_experts(model))
+    asked = "expert imbalance" if spec.data.expert_imbalance != 1 else ""
+    asked = "experts implementation" if spec.kernels.experts_implementation else asked
+    if asked and not any("expert" in f"{at} {type(module).__name__}".lower() for at, module in model.named_modules()):
+        raise UserError(f"{asked}: {type(model).__name__} has no experts; leave it out")
     if not nbytes and quantised.quantize_moe_experts:
         raise UserError(f"quantised experts: {type(model).__name__} has no experts in 3-D parameters; leave it out")
     if not nbytes or not quantised.bits:

@@ -395,7 +395,9 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
         said = (*said, f"a backbone alone has no loss: {kind.__name__} is trained")
     notes = (*said, *notes_on(built, task, spec), *notes_on_experts(built, spec))
     loss = partial(_loss, task.loss, refusals(spec))
-    return Workload(adapt(built, spec), make_batch, loss, kind=task.kind, shape=shape, notes=notes)
+    adapted = adapt(built, spec)
+    liger.check_experts(adapted)
+    return Workload(adapted, make_batch, loss, kind=task.kind, shape=shape, notes=notes)
 
 
 def _lengthened(
@@ -494,7 +496,10 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
         stretch_positions(parsed, spec.model.rope_scaling, spec.data.tokens)
         weigh_routers(parsed, spec.model.router_aux_loss_coef, kind, by_trl=bool(spec.trainer.trainer))
         with torch.device("meta"):
-            model = kind._from_config(parsed, dtype=DTYPES[spec.precision.dtype], attn_implementation=attention)
+            model = kind._from_config(
+                parsed, dtype=DTYPES[spec.precision.dtype], attn_implementation=attention,
+                experts_implementation=spec.kernels.experts_implementation or None,
+            )  # fmt: skip
     except UserError:
         raise
     except Exception as error:

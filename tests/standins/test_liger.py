@@ -68,9 +68,27 @@ def _gradients(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return found
 
 
-_KINDS = {kind: {} for kind in liger.FAMILIES} | {"granite": {"logits_scaling": 2.0}}
+_ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT = {
+    "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
+}  # fmt: skip
+_LINEAR = {
+    "num_hidden_layers": 4, "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+_KINDS: dict[str, dict[str, Any]] = {kind: {} for kind in liger.FAMILIES} | {
+    "granite": {"logits_scaling": 2.0},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "output_router_logits": True, **_ROUTED},
+    "qwen3_next": {"num_experts": 4, **_ROUTED, **_LINEAR},
+    "deepseek_v2": {**_ROUTED, **_LATENT},
+    "deepseek_v3": {**_ROUTED, **_LATENT},
+}
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_patched_model_trains_the_same_parameters(kind: str) -> None:
     plain = _model(kind, **_KINDS[kind])
@@ -79,7 +97,49 @@ def test_a_patched_model_trains_the_same_parameters(kind: str) -> None:
     assert _gradients(plain) == _gradients(fused)
     assert len(_gradients(fused)) == len(list(plain.parameters()))
     replaced = sum(type(a) is not type(b) for a, b in zip(plain.modules(), fused.modules(), strict=True))
-    assert replaced >= 1 + 2 * 4  # the model; in each block two norms, the MLP and attention or more norms
+    least = 3 if kind == "gpt_oss" else 4  # its experts stay as they are
+    assert replaced >= 1 + 2 * least  # the model; in each block two norms, the MLP and attention or more norms
+
+
+def test_fused_experts_hold_what_their_source_does(config: str) -> None:
+    """Bytes of one call by liger_kernel/ops/fused_moe.py: 4 experts of (2 x 48, 32), 64 rows, two experts each."""
+    experts, width, inner, rows, chosen = 4, 32, 48, 64, 2
+    kinds = {"gate_up": (experts, 2 * inner, width), "down": (experts, width, inner), "x": (rows, width)}
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, shape in kinds.items():
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")))
+            self.register_buffer("index", torch.zeros(rows, chosen, dtype=torch.int32, device="meta"))
+            scores = torch.empty(rows, chosen, dtype=torch.bfloat16, device="meta")
+            self.scores = nn.Parameter(scores)
+
+    def step(model: Any, optimizer: None) -> None:
+        out = liger.FusedExperts.apply(model.x, model.gate_up, model.down, model.index, model.scores)
+        out.backward(out.detach())
+
+    trace = trace_step(Experts(), step, device="a100-80gb", warmup_steps=0)
+    routed = rows * chosen
+    weights = [experts * 2 * inner * width, experts * width * inner]
+    half = [*weights, rows * width, routed]  # and as many gradients
+    passed = [rows * width, routed * 2 * inner, routed * 2 * inner, routed * inner, routed * width]
+    indices = [routed, experts + 1, experts, experts, *[routed] * 3]
+    sizes = [2 * size for size in (*half, *half, *passed)] + [4 * size for size in indices]
+    assert trace.peak_allocated == sum(-(-size // 512) * 512 for size in sizes)
+    assert sum(op.flops for op in trace.ops) == 2 * routed * inner * width * (2 + 1 + 1 + 1 + 2 + 2)
+    assert sum("liger_count_tiles" in op.name for op in trace.ops) == 1
+
+
+def test_experts_that_ligers_kernel_cannot_run(tmp_path: Path) -> None:
+    _model("qwen3_moe", **_KINDS["qwen3_moe"]).config.save_pretrained(tmp_path)
+    flags = {"liger": True, "lora_r": 4, "lora_target_parameters": "mlp.experts.down_proj", "bf16": True}
+    with pytest.raises(UserError, match="Liger's experts know no adapters of experts; give --liger-kernel-config"):
+        load(TrainingSpec.of(str(tmp_path), **fields_of(flags)), "h100")
+    load(TrainingSpec.of(str(tmp_path), **fields_of({**flags, "liger_kernel_config": '{"swiglu": false}'})), "h100")
+    spec = TrainingSpec.of(str(tmp_path), **fields_of({"liger": True, "launch": "fsdp2", "processes": 2, "ep": 2}))
+    with pytest.raises(UserError, match="Liger's experts know no experts of other ranks"):
+        load(spec, "h100").trace(1)
 
 
 @pytest.mark.parametrize("patch", [liger.apply_cut_cross_entropy, liger.apply_hub_kernels])

@@ -14,7 +14,10 @@ multiply for each byte that is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import repeat
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -90,6 +93,22 @@ _ONE = 128, 128
 _WIDE = 512  # narrower results, as adapters have, are split or have narrow tiles: an assumption, as above
 _SPLITS = (1, 2, 4, 8, 16)
 _UNEVEN_SHARE = 0.6  # share of the rate if rows in memory are no multiple of 16 bytes
+
+
+def as_issued(ops: Iterable[Op], gpu: GPU) -> Iterator[Op]:
+    """The ops that the host issues: one matmul for each group of a grouped product if the card has no kernel for all.
+
+    Before them it reads how many rows each group has. torch has such kernels for bfloat16 on compute capability 9 and
+    10. [ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda; ATen/native/GroupedMMUtils.h, _grouped_mm_fallback]
+    """
+    for op in ops:
+        if "grouped_mm" not in op.name or gpu.is_cpu or (op.dtype == "bfloat16" and gpu.arch[0] in (9, 10)):
+            yield op
+            continue
+        groups = op.shape[0] * (2 if "backward" in op.name else 1)
+        yield replace(op, name="aten._local_scalar_dense.default", flops=0, nbytes=4 * op.shape[0], shape=())
+        share = op.flops // groups, op.nbytes // groups
+        yield from repeat(replace(op, flops=share[0], nbytes=share[1], shape=(1, *op.shape[1:])), groups)
 
 
 def device_seconds(op: Op, gpu: GPU, memory_left: float = 1.0) -> float:

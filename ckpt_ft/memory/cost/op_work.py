@@ -6,7 +6,7 @@ kernels.py turns the work into seconds. Only this module needs torch: the second
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from math import ceil, exp, prod
 from typing import Any, NamedTuple
 
@@ -183,6 +183,11 @@ def grouped_matmul_flops(left: Tensor, right: Tensor, *args: Any, **kwargs: Any)
     return 2 * left[0 if left.dim() == 3 else slice(None)].numel() * right.size(-1)
 
 
+def grouped_matmul_backward_flops(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Flops of both gradients, which transformers computes in one op."""
+    return 2 * grouped_matmul_flops(left, right)
+
+
 # In torch 2.11, torch's own formulas refuse grouped heads (fewer of the key than of the query) and count the gradient
 # of a grouped convolution's weight as if it were not grouped.
 _FLOPS: dict[Any, Callable[..., int]] = {
@@ -198,6 +203,9 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_efficient_attention_backward: attention_backward_flops,
     aten._scaled_dot_product_cudnn_attention_backward: attention_backward_flops,
 }
+_FLOPS_BY_NAME = {  # of cards without grouped products (transformers/integrations/moe.py)
+    "grouped_mm_fallback": grouped_matmul_flops, "grouped_mm_fallback_backward": grouped_matmul_backward_flops,
+}  # fmt: skip
 
 
 class WorkRule(NamedTuple):
@@ -211,7 +219,8 @@ class WorkRule(NamedTuple):
 @cache
 def work_rule(func: OpOverload) -> WorkRule:
     op = func._schema.name.partition("::")[2]
-    formula = _FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+    packet = func._overloadpacket
+    formula = _FLOPS.get(packet) or _FLOPS_BY_NAME.get(op) or flop_registry.get(packet)
     return WorkRule(func.is_view or op in _NO_KERNEL, _READS.get(op, "all"), formula)
 
 
@@ -314,29 +323,26 @@ def _shape_rule(func: OpOverload) -> _ShapeRule:
     if op in _SHAPE_RULES:
         return _SHAPE_RULES[op]
     if "attention" in op:
-        return _attention_backward if "backward" in op else _attention
+        return partial(_attention, 1 if "backward" in op else 0)
     if op in _COPIES or torch.Tag.pointwise in func.tags:
         return _elementwise
-    return _nothing
+    return lambda args, out: ()
 
 
-def _matmul(first: int) -> _ShapeRule:
-    """The rule for two matrices, or two batches of them, from argument `first` on."""
-
-    def shape(args: tuple[Any, ...], out: Any) -> Shape:
-        left, right = args[first], args[first + 1]
-        *batch, rows, terms = left.shape
-        uneven = any(_row_bytes(t) % VECTOR for t in (left, right))
-        along = left.stride(-1) == 1 and right.stride(-2) == 1
-        flag = (UNEVEN if uneven else 0) + (0 if along else ACROSS)
-        return prod(batch), rows, right.shape[-1], terms, flag
-
-    return shape
+def _matmul(first: int, args: tuple[Any, ...], out: Any) -> Shape:
+    """Two matrices, or two batches of them, from argument `first` on."""
+    left, right = args[first : first + 2]
+    *batch, rows, terms = left.shape
+    uneven = any(_row_bytes(t) % VECTOR for t in (left, right))
+    along = left.stride(-1) == 1 and right.stride(-2) == 1
+    flag = (UNEVEN if uneven else 0) + (0 if along else ACROSS)
+    return prod(batch), rows, right.shape[-1], terms, flag
 
 
 def _grouped_matmul(args: tuple[Any, ...], out: Any) -> Shape:
     """A product for each expert, of its share of the tokens: experts with few tokens fill tiles partly."""
     left, right = args[:2]
+    out = out if isinstance(out, Tensor) else args[3]  # both gradients: products of the same sizes
     if right.dim() == 2 and left.dim() == 2:  # the weights' gradient: (columns, tokens) by (tokens, columns)
         groups, rows, columns = out.shape
         terms = -(-left.shape[1] // groups)
@@ -345,6 +351,18 @@ def _grouped_matmul(args: tuple[Any, ...], out: Any) -> Shape:
         rows = -(-out.shape[-2] // (groups if out.dim() == 2 else 1))
     uneven = any(_row_bytes(t) % VECTOR for t in (left, right))
     return groups, rows, columns, terms, UNEVEN if uneven else 0
+
+
+def _fused_experts(args: tuple[Any, ...], out: Any) -> Shape:
+    """Products of one fused kernel, which is given rows, a matrix for each group, and the indices of routed rows."""
+    _, matrices, indices = args[0][:3]
+    rows = -(-indices.numel() // len(matrices))
+    return len(matrices), rows, *matrices.shape[1:], 0
+
+
+def _fused_experts_weights(args: tuple[Any, ...], out: Any) -> Shape:
+    groups, rows, columns, terms, flag = _fused_experts(args, out)
+    return groups, columns, terms, rows, flag
 
 
 def _row_bytes(matrix: Tensor) -> int:
@@ -423,26 +441,15 @@ def _as_matmul(
     return groups, prod(pixels.shape) // pixels.shape[1], channels, terms, flag, first
 
 
-def _attention(args: tuple[Any, ...], out: Any) -> Shape:
-    query, key = args[0], args[1]
+def _attention(first: int, args: tuple[Any, ...], out: Any) -> Shape:
+    query, key = args[first : first + 2]
     return prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]
 
 
-def _attention_backward(args: tuple[Any, ...], out: Any) -> Shape:
-    return _attention(args[1:], out)
-
-
-def _nothing(args: tuple[Any, ...], out: Any) -> Shape:
-    return ()
-
-
-def _indexed(args: tuple[Any, ...], out: Any) -> Shape:
-    return (out.numel() if isinstance(out, Tensor) else 0), INDEXED
-
-
-def _indexed_from(at: int) -> _ShapeRule:
-    """The rule for ops that add the tensor at argument `at` to rows by index."""
-    return lambda args, out: (args[at].numel() if isinstance(args[at], Tensor) else 0, INDEXED)
+def _indexed(at: int | None, args: tuple[Any, ...], out: Any) -> Shape:
+    """Rows that are fetched by index, or to which the tensor at argument `at` is added."""
+    moved = out if at is None else args[at]
+    return (moved.numel() if isinstance(moved, Tensor) else 0), INDEXED
 
 
 def sorts_rows(indices: Tensor) -> bool:
@@ -474,30 +481,21 @@ def _sort(args: tuple[Any, ...], out: Any) -> Shape:
     return (3 * passes,) if passes else ()
 
 
-def _rows(at: int) -> _ShapeRule:
-    return lambda args, out: (args[at].shape[0] if args[at].dim() > 1 else 1,)
+def _rows(at: int, args: tuple[Any, ...], out: Any) -> Shape:
+    return (args[at].shape[0] if args[at].dim() > 1 else 1,)
 
 
-def _softmax(at: int) -> _ShapeRule:
-    """The rule for a softmax over the dimension in argument `at`."""
-
-    def shape(args: tuple[Any, ...], out: Any) -> Shape:
-        given = args[0]
-        size = given.shape[args[at]] if given.dim() else 1
-        return given.numel() // max(size, 1), size * given.itemsize
-
-    return shape
+def _softmax(at: int, args: tuple[Any, ...], out: Any) -> Shape:
+    """A softmax over the dimension in argument `at`."""
+    given = args[0]
+    size = given.shape[args[at]] if given.dim() else 1
+    return given.numel() // max(size, 1), size * given.itemsize
 
 
-def _norm(first: int) -> _ShapeRule:
-    """The rule for a norm with its input in argument `first` and the normalised sizes in the next one."""
-
-    def shape(args: tuple[Any, ...], out: Any) -> Shape:
-        given, sizes = args[first], args[first + 1]
-        length = prod(sizes)
-        return given.numel() // max(length, 1), length * given.itemsize
-
-    return shape
+def _norm(first: int, args: tuple[Any, ...], out: Any) -> Shape:
+    """A norm with its input in argument `first` and the normalised sizes in the next one."""
+    given, length = args[first], prod(args[first + 1])
+    return given.numel() // max(length, 1), length * given.itemsize
 
 
 def _fft(args: tuple[Any, ...], out: Any) -> Shape:
@@ -535,38 +533,23 @@ def _steps(tensor: Tensor) -> list[tuple[int, int]]:
 
 _COPIES = ("clone", "copy_", "_to_copy", "contiguous")
 _SHAPE_RULES: dict[str, _ShapeRule] = {
-    "mm": _matmul(0),
-    "bmm": _matmul(0),
-    "_scaled_mm": _matmul(0),
-    "addmm": _matmul(1),
-    "baddbmm": _matmul(1),
-    "_grouped_mm": _grouped_matmul,
+    **dict.fromkeys(("mm", "bmm", "_scaled_mm"), partial(_matmul, 0)),
+    **dict.fromkeys(("addmm", "baddbmm"), partial(_matmul, 1)),
+    **dict.fromkeys(("_grouped_mm", *_FLOPS_BY_NAME), _grouped_matmul),
+    "liger_experts": _fused_experts,
+    "liger_experts_weight_gradient": _fused_experts_weights,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    "_softmax": _softmax(1),
-    "_log_softmax": _softmax(1),
-    "_softmax_backward_data": _softmax(2),
-    "_log_softmax_backward_data": _softmax(2),
-    "native_layer_norm": _norm(0),
-    "native_layer_norm_backward": _norm(1),
-    "_fused_rms_norm": _norm(0),
-    "_fused_rms_norm_backward": _norm(1),
-    "embedding": _indexed,
-    "index_select": _indexed,
-    "index": _indexed,
-    "gather": _indexed,
+    **dict.fromkeys(("_softmax", "_log_softmax"), partial(_softmax, 1)),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), partial(_softmax, 2)),
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), partial(_norm, 0)),
+    **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), partial(_norm, 1)),
+    **dict.fromkeys(("embedding", "index_select", "index", "gather"), partial(_indexed, None)),
+    **dict.fromkeys(("index_put", "index_put_", "scatter", "scatter_"), partial(_indexed, 2)),
+    **dict.fromkeys(("index_add", "scatter_add", "scatter_add_"), partial(_indexed, 3)),
     "embedding_dense_backward": _embedding_backward,
-    "index_add": _indexed_from(3),
-    "index_put": _indexed_from(2),
-    "index_put_": _indexed_from(2),
-    "scatter": _indexed_from(2),
-    "scatter_": _indexed_from(2),
-    "scatter_add": _indexed_from(3),
-    "scatter_add_": _indexed_from(3),
-    "nll_loss_forward": _rows(0),
-    "nll_loss_backward": _rows(1),
+    "nll_loss_forward": partial(_rows, 0),
+    "nll_loss_backward": partial(_rows, 1),
     "sort": _sort,
-    "_fft_c2c": _fft,
-    "_fft_r2c": _fft,
-    "_fft_c2r": _fft,
+    **dict.fromkeys(("_fft_c2c", "_fft_r2c", "_fft_c2r"), _fft),
 }

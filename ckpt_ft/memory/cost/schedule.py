@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt_ft.memory.gpus import GPU
 
 from .collectives import collective_seconds, memory_left, network_share
-from .kernels import device_seconds
+from .kernels import as_issued, device_seconds
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.events import Op
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 COPIES = "copies"  # the name of the copy engine's stream
 HOST = "host"  # the name of the stream of what the host computes, such as an optimizer whose states are there
 # Ops that give Python a value, or whose result has a size that depends on values: the host waits for the device.
-_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten.equal")
+_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten.equal", "liger_count_tiles")
 READ_BACK = 10e-6  # seconds from the end of a kernel until the host has its result and issues again
 # Seconds of Python around an op: saved-tensor hooks and a checkpoint's own, or the dispatch mode of SAC
 # (benchmarks/results/host_overhead.json, minus the plain step and the ops that run twice: 8 to 11 and 16 to 20 µs on
@@ -208,7 +208,7 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
     events: dict[str, float] = {}
     busy: deque[tuple[float, float]] = deque()  # when collectives run, from and to
     slower, left = network_share(gpu), memory_left(launch, gpu) if launch is not None else 1.0
-    for op in ops:
+    for op in as_issued(ops, gpu):
         if op.name.startswith("prim."):
             continue  # a query of a fake tensor, not work
         if op.name == "event.record":

@@ -230,6 +230,7 @@ class _Trace:
         experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
         if experts not in (None, "eager", "batched_mm", "grouped_mm"):
             raise UserError(f"experts_implementation {experts}: a kernel of the Hub is not predicted; give grouped_mm")
+        liger.check_experts(model, divided=launch is not None and launch.ep > 1)
         if compiled := is_compiled(model):
             if launch is not None and (
                 launch.strategy != "fsdp2" or launch.tp * launch.cp * launch.sp * launch.ep > 1

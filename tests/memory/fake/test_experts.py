@@ -16,12 +16,18 @@ import torch
 from test_peft_traces import peak_of_a_second_step
 from trace_models import adamw, training_step
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.integrations import moe
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.cost.kernels import device_seconds
+from ckpt_ft.memory.cost.schedule import READ_BACK, Host, schedule, step_seconds
 from ckpt_ft.memory.fake.data_dependent_ops import expert_imbalance
 from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.estimate import estimate
+from ckpt_ft.spec.flags import fields_of
+from ckpt_ft.spec.training_file import read_training_file
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
 
@@ -268,6 +274,45 @@ def test_a_grouped_product_is_timed_by_each_experts_tokens() -> None:
         }  # fmt: skip
         found[experts] = trace.seconds
     assert found[64] > 1.5 * found[8]
+    # an A100 has no grouped kernel: the host reads the tokens of each expert and issues a product for each
+    ops, a100 = [products[0]], find_gpu("a100-80gb")
+    spans = list(schedule(ops, a100))
+    assert [span.op.name for span in spans] == ["aten._local_scalar_dense.default", *[products[0].name] * 64]
+    assert sum(span.op.flops for span in spans) == products[0].flops
+    host = Host.beside(a100)
+    least = 65 * (host.per_op + host.per_launch) * host.slower + READ_BACK * host.slower
+    assert least < step_seconds(ops, a100).total < least + device_seconds(products[0], a100) + 64 * 5e-6
+    assert step_seconds(ops, find_gpu("h100")).total < least / 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_cards_without_grouped_products(frozen: bool) -> None:
+    """transformers computes them in turn on a T4, and the gradient of a frozen weight with that of the rows."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(tiny("granitemoe"), attn_implementation="eager").train()
+    model.requires_grad_(not frozen).get_input_embeddings().requires_grad_(True)
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    step = training_step(lambda model: model(input_ids=ids, labels=ids, use_cache=False).loss)
+    with patch.object(moe, "_can_use_grouped_mm", lambda *tensors: False):
+        trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
+        with patch.object(torch.Tensor, "topk", in_turn(torch.Tensor.topk)):
+            real = peak_of_a_second_step(step, model)
+    assert trace.peak_allocated - trace.replay.allocated[trace.start - 1] == pytest.approx(real, rel=2e-3)
+    tokens, up, down = 2 * 64 * 2, (2 * 96, 64), (64, 96)
+    for card in ("t4", "a100-80gb"):
+        trace = trace_step(model, step, make_optimizer=adamw, device=card)
+        ops = [
+            op for op in trace.ops if op.at >= trace.start and op.flops and "0.block_sparse_moe.experts" in op.module
+        ]
+        flops = [2 * tokens * rows * columns for rows, columns in (up, down)]
+        assert [op.flops for op in ops[:2]] == flops
+        assert [op.shape for op in ops[:2]] == [(EXPERTS, tokens // EXPERTS, *sizes, 0) for sizes in (up, down)]
+        if card == "t4":
+            assert [op.flops for op in ops[2:]] == [2 * flops[1], 2 * flops[0]]
+        else:
+            assert {op.flops for op in ops[2:]} == set(flops)
+            assert len(ops[2:]) == (2 if frozen else 4)
 
 
 def test_experts_with_few_tokens_are_bound_by_memory(tmp_path: Path) -> None:
@@ -280,6 +325,25 @@ def test_experts_with_few_tokens_are_bound_by_memory(tmp_path: Path) -> None:
         said[tokens] = [note for note in notes if "bound by memory bandwidth" in note]
     assert said[1024][0].startswith("each product of an expert has 64 tokens: ")
     assert not said[16384]
+
+
+def test_settings_of_experts(tmp_path: Path) -> None:
+    """How experts run, from a flag or a file; refused for models without experts."""
+    kinds = {}
+    for kind in ("mixtral", "llama"):
+        kinds[kind] = str(tmp_path / kind)
+        AutoConfig.for_model(kind, **{n: SIZES[n] for n in ("hidden_size", "vocab_size")}).save_pretrained(kinds[kind])
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name_or_path: m\nmax_length: 64\nmodel_init_kwargs: {experts_implementation: eager}\n")
+    for given in (read_training_file(str(file)).flags, {"experts_implementation": "batched_mm"}):
+        spec = TrainingSpec.of(kinds["mixtral"], **fields_of(given))
+        assert load(spec, "cpu").model.config._experts_implementation == spec.kernels.experts_implementation
+    for setting, problem in (
+        ({"experts_implementation": "eager"}, "experts implementation: LlamaForCausalLM has no experts"),
+        ({"expert_imbalance": 1.5}, "expert imbalance: LlamaForCausalLM has no experts; leave it out"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            load(TrainingSpec.of(kinds["llama"], **setting), "cpu")
 
 
 def test_kernels_of_the_hub_are_refused() -> None:
