@@ -188,7 +188,7 @@ def _from_string(cls: type[Policy], text: str) -> Policy:
         if colon and not detail:
             raise UserError(f"policy '{text}': nothing after '{name}:' ({_FORMS})")
         if at and name in _WHOLE:
-            raise UserError(f"policy '{text}': '{name}' is of the whole model, not of a tower; write '{term}'")
+            raise UserError(f"policy '{text}': '{name}' applies to the whole model, not to a tower; write '{term}'")
         if at and tower not in TOWERS:
             raise UserError(f"policy '{text}': no tower '{tower}'{meant(tower, TOWERS)} ({', '.join(TOWERS)})")
         for key, new in _fields_of(name, detail, text).items():

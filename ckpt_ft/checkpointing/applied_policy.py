@@ -269,14 +269,14 @@ def refuse_overlap(applied: AppliedPolicy) -> None:
     for other in made:
         if other.standing and model in modules_in(other.model):
             raise UserError(
-                f"policy '{applied.policy}': {kind} is part of a {type(other.model).__name__} on which "
-                f"'{other.policy}' stands; remove() that one first, or apply one policy to the whole"
+                f"policy '{applied.policy}': {kind} is part of a {type(other.model).__name__} that "
+                f"has the policy '{other.policy}'; remove() that one first, or apply one policy to the whole"
             )
     for module in modules_in(model):
         forward = module.__dict__.get("forward")
         if MARK in module.__dict__ or (isinstance(forward, StandIn) and forward.acts):
             name = next(name for name, inner in model.named_modules() if inner is module)
             raise UserError(
-                f"policy '{applied.policy}': a policy stands on a part of {kind} already ({name}, "
+                f"policy '{applied.policy}': a part of {kind} has a policy already ({name}, "
                 f"{type(module).__name__}); remove() that one first, or apply policies to separate parts"
             )

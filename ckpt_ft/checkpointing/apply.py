@@ -41,7 +41,7 @@ def apply_policy(
 
     `model` is any transformers, PEFT-wrapped or diffusers model, or an `nn.Module` that holds a list of repeated
     blocks, on any device. Parameters, buffers and state-dict keys stay as they are. The library's own checkpointing is
-    switched off as long as the policy stands.
+    switched off as long as the policy is applied.
 
     In a verified step, backward proves that each tensor it puts back has the bits that forward saved; a difference
     raises `VerificationError` at the end of backward, before an optimizer can step (see verify.py).
@@ -58,8 +58,8 @@ def apply_policy(
         AppliedPolicy: what is covered, `explain()`, `remove()`.
 
     Raises:
-        UserError: the policy is malformed, matches nothing in this model, or meets one that stands on a part of the
-            model or on a model that this is part of. Later, in forward with gradients: the library's own
+        UserError: the policy is malformed, matches nothing in this model, or overlaps with one that is applied to a
+            part of the model or to a model that this is part of. Later, in forward with gradients: the library's own
             checkpointing has been switched on as well.
     """
     policy, schedule = Policy.parse(policy), Schedule.parse(verify)
@@ -93,13 +93,13 @@ def apply_policy(
 
 
 def remove_policy(model: nn.Module) -> None:
-    """Take off every policy that stands on `model` or on a part of it."""
+    """Remove every policy that is applied to `model` or to a part of it."""
     for applied in policies_on(model):
         applied.remove()
 
 
 def applied_policy(model: nn.Module) -> AppliedPolicy | None:
-    """The policy that stands on `model` or on a part of it, if any."""
+    """The policy that is applied to `model` or to a part of it, if any."""
     return next(iter(policies_on(model)), None)
 
 

@@ -160,8 +160,8 @@ class Inputs:
             written.add(given.key)
             if given.copy is None and not given.fixed:
                 raise UserError(
-                    f"{self.kind} wrote in place into its {given} and had not in its first call; its second run "
-                    "would start from what it wrote: clone that input in the block's forward"
+                    f"{self.kind} modified its {given} in place and did not in its first call; "
+                    "recomputation would start from the modified values: clone that input in the block's forward"
                 )
         if self.written is None:
             self.written = written

@@ -349,7 +349,7 @@ class Logits:
         """Compute all logits as a tensor, for an operation that has no chunked form."""
         if self.tensor is None:
             warnings.warn(
-                f"policy 'head': the logits are computed whole, as the model's loss calls {reason}", stacklevel=3
+                f"policy 'head': the logits are computed whole, because the model's loss calls {reason}", stacklevel=3
             )
             self.tensor = self.projection.whole(self.positions(), self.version)
             self.computed.append((self.tensor, self.tensor._version))

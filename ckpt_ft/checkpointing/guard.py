@@ -69,7 +69,7 @@ class Guard(StandIn):
 
     def _refuse(self, module: nn.Module) -> None:
         raise UserError(
-            f"policy '{self.policy}' stands on {type(self.module).__name__}, and its library's own gradient "
+            f"policy '{self.policy}' is applied to {type(self.module).__name__}, and its library's own gradient "
             f"checkpointing was switched on afterwards (in {type(module).__name__}): leave out "
             "gradient_checkpointing_enable() or gradient_checkpointing=True (TRL's configs turn it on by default), or "
             "remove the policy"

@@ -68,7 +68,7 @@ class Deferring(StandIn):
             self.warned = True
             warnings.warn(
                 f"policy 'head': the forward of {type(self.module).__name__} does not call its output layer as a "
-                "module; its logits are computed as ever",
+                "module; its logits are computed whole",
                 stacklevel=2,
             )
         return _without_logits(output)
@@ -98,7 +98,7 @@ class OutputLayer(StandIn):
         reason = "it is given more than hidden states" if len(given) != 1 else _hooked(self.module)
         if reason:
             warn_once(
-                f"policy 'head': the logits of {type(self.module).__name__}, the output layer, are computed whole, as "
+                f"policy 'head': the logits of {type(self.module).__name__}, the output layer, are computed whole: "
                 f"{reason}"
             )
             return self.forward(*args, **kwargs)

@@ -284,8 +284,8 @@ class StateBeforeFirstRun:
         ):
             changed = next(i for i, version in enumerate(versions) if version != self._versions[i])
             raise UserError(
-                f"{self._described(self._parameters[changed])} is written in forward, and a second run would write it "
-                "once more; write it outside of the checkpointed block, or take 'pointwise' or 'offload'"
+                f"{self._described(self._parameters[changed])} is modified in forward, and recomputation would modify "
+                "it again; modify it outside of the checkpointed block, or use 'pointwise' or 'offload'"
             )
         self._values = _values(self._parameters)
         for tensor in self._tensors:
@@ -351,8 +351,8 @@ class StateBeforeFirstRun:
             else:
                 continue
             raise UserError(
-                f"{self._described(value)} was {change} between forward and backward, so its second run cannot repeat "
-                "the first; do that after backward"
+                f"{self._described(value)} was {change} between forward and backward, so recomputation cannot repeat "
+                "the first run; change it after backward"
             )
 
     def _described(self, parameter: nn.Parameter) -> str:
@@ -457,9 +457,9 @@ class _HeldTensor:
                 owner, table, key = self.place
                 kind = "buffer" if table == "_buffers" else "attribute"
                 raise UserError(
-                    f"{type(owner).__name__} wrote its {kind} '{key if table in ('', '_buffers') else table}' "
-                    f"({format_bytes(self.value.nbytes)}) as it did not in its first call, and its second run must "
-                    "find it as it was: repeat the step, it is copied from now on"
+                    f"{type(owner).__name__} modified its {kind} '{key if table in ('', '_buffers') else table}' "
+                    f"({format_bytes(self.value.nbytes)}) and did not in its first call; recomputation "
+                    "needs the old values. Repeat the step: they are copied from now on"
                 )
         elif self.value.nbytes > _TINY:
             self.copy = None

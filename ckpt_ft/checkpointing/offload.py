@@ -72,7 +72,7 @@ def host_tensor(like: torch.Tensor, device: torch.device | None = None) -> torch
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError as error:  # a limit on locked memory, or none is left
             warn_once(
-                f"no pinned host memory ({one_line(error)}): pageable memory takes its place, and copies are slow"
+                f"no pinned host memory ({one_line(error)}): pageable memory is used instead, and copies are slow"
             )
     return torch.empty_strided(size, stride, dtype=dtype, device="meta" if device.type == "meta" else "cpu")
 

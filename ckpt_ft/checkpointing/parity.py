@@ -181,9 +181,9 @@ def _causes(model: nn.Module, rows: list[Row], plain: Outcome, other: Outcome) -
     missing = [name for name in plain.gradients if name not in other.gradients]
     if missing:
         causes.append(
-            f"frozen front: {len(missing)} parameters ({missing[0]}, ...) train without it and not with it. A "
-            "reentrant checkpoint whose inputs need no gradient trains nothing and looks fast, and so does no_grad "
-            "inside a region; use use_reentrant=False. Or what they train through, a KV cache say, was taken away"
+            f"frozen front: {len(missing)} parameters ({missing[0]}, ...) receive a gradient without it "
+            "and none with it. Possible causes: a reentrant checkpoint whose inputs need no gradient (use "
+            "use_reentrant=False), no_grad inside a region, or a KV cache that is switched off"
         )
     gained = [name for name in other.gradients if name not in plain.gradients]
     if gained:
@@ -200,8 +200,8 @@ def _causes(model: nn.Module, rows: list[Row], plain: Outcome, other: Outcome) -
         generators = rng.own_generators(model)
         if generators:
             causes.append(
-                f"random numbers of one's own: recomputation draws from {', '.join(generators)} once more, which no "
-                "checkpointing sets back; draw from PyTorch's own generator, or outside of the blocks"
+                f"own random generators: recomputation draws from {', '.join(generators)} again, and checkpointing "
+                "does not restore them; draw from PyTorch's default generator, or outside of the blocks"
             )
         elif model.training and rng.has_dropout(model):
             causes.append(

@@ -60,8 +60,8 @@ class SegmentMember(Checkpointed):
             return super().run(args, kwargs)
         if forward_ad._current_level >= 0:
             raise UserError(
-                f"{type(self.module).__name__}: forward-mode AD (torch.func.jvp, dual tensors) does not go through "
-                "'segments' or 'sqrt': a segment's second run is given no tangents; take 'offload', or remove the "
+                f"{type(self.module).__name__}: forward-mode AD (torch.func.jvp, dual tensors) does not work with "
+                "'segments' or 'sqrt', because a segment is recomputed without tangents; use 'offload', or remove the "
                 "policy"
             )
         contexts = runs(self, args, kwargs)

@@ -61,4 +61,4 @@ class AnswerCache(Generic[T]):
         try:
             write(self.path, text)
         except OSError as error:
-            logger.warning("the %s is not kept for the next time: %s", self.kind, one_line(error))
+            logger.warning("the %s could not be cached: %s", self.kind, one_line(error))

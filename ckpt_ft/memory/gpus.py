@@ -260,7 +260,7 @@ def _read_card(path: Path, changed: int) -> GPU:
         card = GPU(**json.loads(path.read_text(encoding="utf-8")))
         assert card.calibration is not None
     except (OSError, ValueError, TypeError, AssertionError) as error:
-        raise UserError(f"{path}: not a card of `ckpt-ft calibrate`; delete it or repeat that") from error
+        raise UserError(f"{path}: not a file that `ckpt-ft calibrate` wrote; delete it, or calibrate again") from error
     return card
 
 
@@ -307,7 +307,7 @@ def asked_gpu(device: str = "", gpu_memory: str = "", gpu_like: str = "") -> GPU
         given = [("--device", device), ("--gpu-memory", gpu_memory), ("--gpu-like", gpu_like)]
         said = " ".join(f"{option} {value}" for option, value in given if value)
         raise UserError(
-            f"{said}: a card that is in no table is --gpu-memory 24GiB with --gpu-like rtx-4090, one that is --device"
+            f"{said}: describe an unknown card by --gpu-memory 24GiB --gpu-like rtx-4090, a known one by --device"
         )
     nbytes, like = parse_budget(gpu_memory), find_gpu(gpu_like)
     if nbytes <= like.context:

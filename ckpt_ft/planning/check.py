@@ -64,7 +64,7 @@ def _check_room(name: str, model: nn.Module, device: torch.device) -> None:
     free = _free(device)
     if needed > free:
         raise UserError(
-            f"{name}: a check takes {format_bytes(needed)} for weights and gradients alone, {format_bytes(free)} are "
+            f"{name}: a check needs {format_bytes(needed)} for weights and gradients alone, {format_bytes(free)} are "
             "free; check a config with fewer layers: the blocks are alike"
         )
 

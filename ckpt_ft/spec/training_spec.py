@@ -67,7 +67,7 @@ class ModelSpec(Part):
     )
     router_aux_loss_coef: Annotated[float, Interval(ge=0, lt=float("inf"))] | None = setting(
         None,
-        "weight of the auxiliary loss of a mixture's routers, which keeps their logits; 0 for no such loss",
+        "weight of the auxiliary router loss of a mixture of experts, which keeps router logits; 0 for none",
         label="router aux loss coef",
         rule="a weight, or 0 for no such loss",
         default_text="as the model's configuration says; with --trainer TRL's",
@@ -137,7 +137,9 @@ class DataSpec(Part):
         0, "seconds of sound in a sample; 0 for 10", rule="a number of them, or 0 for 10"
     )
     images: CountOrNone = setting(
-        0, "images in each row of text, for models that see", rule="a number of them in each row, or 0 for text alone"
+        0,
+        "images in each row of text (vision-language models)",
+        rule="a number of them in each row, or 0 for text alone",
     )
     image_size: tuple[int, int] = setting(
         IMAGE_SIZE,
@@ -228,7 +230,7 @@ class AdapterSpec(Part):
     )
     lora_modules_to_save: tuple[str, ...] = setting(
         (),
-        "comma-separated names of modules that are trained whole beside the adapters",
+        "comma-separated names of modules that are fully trained, next to the adapters",
         flag_type=str,
         read=names_of_text("--lora-modules-to-save"),
         needs="lora_r",
@@ -252,9 +254,7 @@ class AdapterSpec(Part):
     )
     use_dora: bool = setting(False, "DoRA in place of LoRA", flag="dora", needs="lora_r")
     peft: Mapping[str, Any] | None = setting(None, "a configuration of PEFT, as adapter_config.json has it", flag=None)
-    peft_config: str = setting(
-        "", "an adapter_config.json of any kind of PEFT, or the directory with that file: what `peft` was read from"
-    )
+    peft_config: str = setting("", "an adapter_config.json of any PEFT method, or the directory that contains it")
     train_text_encoder: bool = setting(False, "with LoRA: adapters on a U-Net's text encoders, too", needs="lora_r")
 
     def __post_init__(self) -> None:
@@ -289,7 +289,7 @@ class QuantisationSpec(Part):
     )
     quantize_moe_experts: bool = setting(
         False,
-        "with 4 bits: experts in 3-D parameters, too, as axolotl packs them; transformers does not",
+        "with 4 bits: also pack experts in 3-D parameters, as axolotl does; transformers does not",
         needs="load_in_4bit",
     )
     packed: Mapping[str, Any] | None = setting(
@@ -299,7 +299,7 @@ class QuantisationSpec(Part):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.load_in_4bit and self.load_in_8bit:
-            raise UserError("weights in 4 bits and in 8 bits: ask for one of them")
+            raise UserError("weights in 4 bits and in 8 bits: choose one of them")
         if self.prepare_kbit and not self.bits:
             raise UserError(
                 "k-bit preparation is of a model that is loaded in 4 bits (or 8): ask for both, or leave it out"
@@ -421,9 +421,9 @@ class HostSpec(Part):
         "", "a GPU by name, cpu, or here (ckpt-ft calibrate); default: the GPU at hand, or a100-80gb"
     )
     gpu_memory: str = setting(
-        "", "memory of a GPU that is in no table, with --gpu-like", read=memory_text("--gpu-memory")
+        "", "memory of a GPU that `ckpt-ft gpus` does not list; needs --gpu-like", read=memory_text("--gpu-memory")
     )
-    gpu_like: str = setting("", "a GPU that is as fast as that one")
+    gpu_like: str = setting("", "with --gpu-memory: a listed GPU with the same speed")
     budget: Annotated[int, Interval(ge=0, le=2**62)] | None = setting(
         None,
         "memory that the process may take, e.g. 24GiB; default: all of the device's",
@@ -434,14 +434,14 @@ class HostSpec(Part):
     )
     host_memory: Annotated[int, Interval(ge=0, le=2**62)] | None = setting(
         None,
-        "host memory that the process may take, e.g. 64GiB: swapped weights and what is offloaded must fit, too",
+        "host memory that the process may take, e.g. 64GiB: swapped weights and offloaded tensors must fit in it",
         flag_type=str,
         read=bytes_of_text("--host-memory"),
         write=text_of_bytes,
     )
     ignored: tuple[str, ...] = setting(
         (),
-        "a setting that is refused, to go on without it; more than once for several",
+        "a refused setting to leave out of the answer; may be given several times",
         flag="ignore",
         flag_type=list[str],
         read=lambda names: tuple(dict.fromkeys(name for text in names for name in text.split(",") if name)),

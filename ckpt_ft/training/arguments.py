@@ -55,7 +55,7 @@ class ACArguments:
     ac_policy: str | None = flag(
         None,
         "What to keep for backward and what to recompute, e.g. full, every:2, save:attention+matmul, modules:mlp; "
-        "none switches it off, and without this flag the model is left as it is.",
+        "none switches checkpointing off; without this flag the model is unchanged.",
     )
     ac_budget: str | None = flag(
         None, "Memory that --ac_policy auto or --find_max_batch_size may use, with its unit, e.g. 24GiB."

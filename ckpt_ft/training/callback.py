@@ -77,7 +77,7 @@ class ACCallback(TrainerCallback):
             name = None if policy is None else str(Policy.parse(policy))
             policy = ACArguments(ac_policy=name, ac_verify=str(verify or "first"))
         elif verify is not None:
-            raise UserError("ACCallback(verify=...) is for a policy; settings have theirs in ac_verify")
+            raise UserError("ACCallback(verify=...) goes with a policy; ACArguments have ac_verify instead")
         self.session = Session(policy)
         self._loss: Callable[..., torch.Tensor] | None = None  # the trainer's
         self._micro_batch: tuple[dict[str, Any], dict[str, Any]] | None = None  # the last one, and the loss's options
@@ -224,7 +224,7 @@ class ACCallback(TrainerCallback):
         name = _own_name(args)
         if not getattr(args, name):
             return args
-        logger.warning("policy '%s' takes the place of %s, which is switched off", self.session.policy, name)
+        logger.warning("policy '%s' replaces %s, which is switched off", self.session.policy, name)
         names = {old for old in (name, "gradient_checkpointing") if hasattr(args, old)}
         return changed(args, **dict.fromkeys(names, False))
 
@@ -308,8 +308,8 @@ def _refuse_no_batch(trainer: Trainer) -> None:
     rows, batch = trainer.train_dataset, args.train_batch_size * args.world_size
     if args.dataloader_drop_last and hasattr(rows, "__len__") and len(rows) < batch:
         raise UserError(
-            f"--dataloader_drop_last: the {len(rows)} rows make no whole batch of {batch}, and nothing would be "
-            "trained; drop it, or make the batch smaller"
+            f"--dataloader_drop_last: the {len(rows)} rows do not fill a batch of {batch}, so nothing would be "
+            "trained; drop the flag, or use a smaller batch"
         )
 
 
@@ -317,7 +317,7 @@ def _first_batch(loader: Any, args: TrainingArguments, session: Session) -> dict
     """Returns the first rows as a batch; the order of the data does not change."""
     if args.deepspeed_plugin is not None:
         raise UserError(
-            "--ac_check: DeepSpeed's engine takes each gradient away as it comes, so there is nothing to compare; "
+            "--ac_check: DeepSpeed's engine frees each gradient once it is reduced, so there is nothing to compare; "
             f"drop --ac_check, and run `ckpt-ft check MODEL --policy {session.policy}` in one process"
         )
     rows = rows_of(loader, "--ac_check")

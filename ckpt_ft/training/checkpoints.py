@@ -110,12 +110,12 @@ def what_is_wrong(checkpoint: Path) -> str | None:
     except OSError as error:
         return one_line(error)
     for name in found.keys() - manifest.files.keys():
-        return f"{name} in it is none of its files"
+        return f"it contains {name}, which is not one of its files"
     for name, size in manifest.files.items():
         if name not in found:
             return f"{name} is missing"
         if found[name] != size:
-            return f"{name} has {found[name]} bytes and not {size}"
+            return f"{name} has {found[name]} bytes instead of {size}"
     return None
 
 
@@ -169,7 +169,7 @@ def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | No
     assert manifest is not None
     if not any(name.startswith(("optimizer", "global_step")) for name in manifest.files):  # of a Trainer, of DeepSpeed
         raise UserError(
-            f"{given}: {chosen} holds weights alone (--save_only_model), without what training goes on with"
+            f"{given}: {chosen} has weights only (--save_only_model), and resuming needs the optimizer state"
         )
     return chosen
 
@@ -184,7 +184,7 @@ def unfit(checkpoint: str) -> str:
 def check_output_dir(output_dir: str) -> None:
     """Raises UserError if `output_dir` or a parent of it is a file, or if it is not a valid path."""
     if not output_dir.strip():
-        raise UserError("--output_dir is empty; give a directory ('.' for the one that you are in)")
+        raise UserError("--output_dir is empty; give a directory ('.' for the current one)")
     path = Path(output_dir)
     try:
         first = next((place for place in (path, *path.parents) if place.exists()), None)
@@ -205,7 +205,7 @@ def check_same_kind(output_dir: str, lora: bool) -> None:
             if (place / name).is_file():
                 raise UserError(
                     f"--output_dir {output_dir} holds {theirs} of an earlier run ({place / name}) and this one trains "
-                    f"{ours}: the folder would load as a mixture; give another directory, or move that one away"
+                    f"{ours}: the folder would be loaded as a mixture; give another directory, or move that one away"
                 )
 
 
@@ -229,8 +229,8 @@ class RunDirectory:
         self.checkpoint = resume_path(resume, output_dir)
         if overwrite and self.checkpoint is not None:
             raise UserError(
-                "--overwrite_output_dir throws the earlier run away and --resume_from_checkpoint goes on with it: "
-                "give one of them"
+                "--overwrite_output_dir deletes the earlier run and --resume_from_checkpoint continues it; "
+                "give only one of them"
             )
         if overwrite:
             return
@@ -303,8 +303,8 @@ class RunDirectory:
         free = shutil.disk_usage(self.path).free
         if PartialState().num_processes == 1 and free < needed:
             raise WorkFailed(
-                f"--output_dir {self.path}: a checkpoint takes {format_bytes(needed)}, {format_bytes(free)} are free; "
-                "nothing was trained: make room, or give a directory on another disk"
+                f"--output_dir {self.path}: a checkpoint needs {format_bytes(needed)} and {format_bytes(free)} are "
+                "free; nothing was trained: free some space, or give a directory on another disk"
             )
 
     def finish(self, step: int, limit: int | None, best: str | None = None) -> None:
@@ -329,7 +329,8 @@ class RunDirectory:
         """Returns an error with the reason why `what` was not written, the free space and the last complete
         checkpoint."""
         latest = self.last_complete()
-        intact = f"; {Path(latest).name} is whole: --resume_from_checkpoint latest goes on from it" if latest else ""
+        resume = "is complete: --resume_from_checkpoint latest continues from it"
+        intact = f"; {Path(latest).name} {resume}" if latest else ""
         free = format_bytes(shutil.disk_usage(self.path).free)
         return WorkFailed(f"writing {what} to {self.path} failed: {reason} ({free} free on the disk){intact}")
 
@@ -408,17 +409,17 @@ class Stop:
         if self.signal is None:
             self.signal, self._came = number, time.monotonic()
             name = signal.Signals(number).name
-            os.write(2, f"\n{name}: finishing this step and a checkpoint; once more stops at once\n".encode())
+            os.write(2, f"\n{name}: finishing this step and a checkpoint; a second signal stops at once\n".encode())
         elif time.monotonic() - self._came > _SAME:
             raise Interrupted(
-                "stopped at once; --resume_from_checkpoint latest goes on from the last checkpoint", number
+                "stopped at once; --resume_from_checkpoint latest continues from the last checkpoint", number
             )
 
 
 def stopped(number: int | None, checkpoint: str | None) -> Interrupted:
     """Returns the error for a run that stopped and left `checkpoint`; the main process says how to resume."""
     number = signal.SIGTERM if number is None else number  # another rank got the signal
-    said = f"stopped by {signal.Signals(number).name}; {checkpoint} is whole. To go on:\n{resuming_command()}"
+    said = f"stopped by {signal.Signals(number).name}; {checkpoint} is complete. To continue:\n{resuming_command()}"
     return Interrupted(said if PartialState().is_main_process else "", number)
 
 
@@ -622,6 +623,6 @@ def explained_full_disk() -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise WorkFailed(
-            f"the disk is full: {error}; checkpoints written before are whole: make room, then "
+            f"the disk is full: {error}; earlier checkpoints are complete: free some space, then "
             "--resume_from_checkpoint latest"
         ) from error

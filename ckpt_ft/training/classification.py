@@ -45,8 +45,8 @@ class VisionArguments(SplitArguments):
 
     dataset_name: str | None = flag(
         None,
-        "Hub id, or a local folder with a folder of images per class, perhaps below folders named as the splits; "
-        "without it, drawn shapes.",
+        "Hub id, or a local folder with a folder of images per class, optionally inside a folder per split; without "
+        "it, drawn shapes.",
     )
     image_column: str = flag("image", "Column of images of a Hub dataset.")
     label_column: str = flag("label", "Column of classes of a Hub dataset.")
@@ -327,7 +327,7 @@ def own_resolution(processor: Any) -> int:
     for key in ("height", "shortest_edge"):
         if size.get(key):
             return int(size[key])
-    raise UserError("the model's image processor says no size; give --resolution")
+    raise UserError("the model's image processor has no size; give --resolution")
 
 
 def position_arguments(model: Any, resolution: int | None) -> dict[str, Any]:

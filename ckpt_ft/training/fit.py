@@ -233,7 +233,7 @@ def fit(
     if settings.ac_on_oom == "replan" and processes > 1:
         raise UserError(
             f"--ac_on_oom replan on {processes} processes: one runs out of memory while the others wait for it, so "
-            "all must be started anew; leave it out, and resume with a smaller --ac_budget"
+            "all must be restarted; leave it out, and resume with a smaller --ac_budget"
         )
     fitted = Fitted(workload, args, settings)
     if settings.plan is not None:

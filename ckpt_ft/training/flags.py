@@ -127,7 +127,7 @@ def check_offloaded(what: str | None, other: str, norm: float, fp16: bool, accum
         return
     said = f"--offload_optimizer {what}"
     if what not in OFFLOADING:
-        raise UserError(f"{said}: choose states, or gradients, which then leave the card, too")
+        raise UserError(f"{said}: choose states, or gradients to offload both")
     require_package("torchao", said)
     check_offloading(what, norm, fp16, accumulation, int(os.environ.get("WORLD_SIZE", 1)) > 1, other)
 
@@ -136,9 +136,7 @@ def check_trackers(names: Iterable[str], here: Sequence[str]) -> None:
     """Raises UserError if `--report_to` names a tracker that is not in `here`."""
     for name in names:
         if name not in here:
-            raise UserError(
-                f"--report_to {name}: not installed; of trackers there are here: {', '.join(here) or 'none'}"
-            )
+            raise UserError(f"--report_to {name}: not installed; installed trackers: {', '.join(here) or 'none'}")
 
 
 def load_split(name: str, config: str | None, split: str, asked: str = "--dataset_name") -> Dataset:

@@ -62,8 +62,8 @@ def check_host_room(tokens: Iterable[str], recipe: str) -> None:
     needed, free = found.peak_host * processes, free_host_memory()
     if needed > free:
         raise UserError(
-            f"{' and '.join(waits)}: {format_bytes(needed)} are to wait in host memory, and {format_bytes(free)} are "
-            "free there; keep more on the card, or take a larger host"
+            f"{' and '.join(waits)}: {format_bytes(needed)} of host memory are needed, and {format_bytes(free)} are "
+            "free; keep more on the card, or use a larger host"
         )
 
 

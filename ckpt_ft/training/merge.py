@@ -42,7 +42,7 @@ def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Pat
     """
     source, target = Path(adapter), Path(output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"--output {output} is there already; give a directory that is not")
+        raise UserError(f"--output {output} exists already; give a new directory")
     if (source / PIPELINE_LORA).is_file():
         merged = _merged_pipeline(source, base, dtype)
     elif (source / NAME).is_file():
@@ -106,7 +106,7 @@ def _merged_part(source: Path, name: str, dtype: str, part: str) -> list[Any]:
         if type(model).__name__ == part:
             setattr(pipeline, component, _merged(model, source, name))
             return [pipeline]
-    raise UserError(f"{source} is an adapter of a {part}, which {name} has not; give the pipeline with --base")
+    raise UserError(f"{source} is an adapter of a {part}, which {name} does not have; give the pipeline with --base")
 
 
 def _merged(model: Any, source: Path, base: str) -> Any:
@@ -116,7 +116,7 @@ def _merged(model: Any, source: Path, base: str) -> Any:
     config = tuned.active_peft_config
     if config.is_prompt_learning or config.is_adaption_prompt:
         raise UserError(
-            f"{source} is {config.peft_type.value}, which is no change of weights that could be merged; load it with "
+            f"{source} is {config.peft_type.value}, which does not change weights and cannot be merged; load it with "
             "peft.PeftModel.from_pretrained"
         )
     _check_whole(tuned, source, base)
@@ -240,8 +240,8 @@ def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         foreign = next((name for name in weights if name.partition(".")[0] not in _COMPONENTS), None)
         if foreign is not None:
             raise UserError(
-                f"{source}: {foreign} is of no U-Net, which alone diffusers has kohya's names for; a transformer's "
-                "LoRA is loaded by those tools under the names that it has"
+                f"{source}: {foreign} does not belong to a U-Net, and diffusers has kohya's names for U-Nets only; "
+                "kohya's tools load a transformer's LoRA under its own names"
             )
         weights = {
             new: value
@@ -251,10 +251,10 @@ def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         }
     other = next((name for name in weights if not name.endswith((".lora_A.weight", ".lora_B.weight"))), None)
     if other is not None:
-        raise UserError(f"{source}: {other} is more than LoRA (DoRA?), for which diffusers has no name of kohya's")
+        raise UserError(f"{source}: {other} is not plain LoRA (DoRA?), and diffusers has no kohya name for it")
     lone = next((name for name in weights if _other_half(name) not in weights), None)
     if lone is not None or not weights:
-        raise UserError(f"{source} is no whole LoRA: it lacks {_other_half(lone) if lone else 'all of it'}")
+        raise UserError(f"{source} is an incomplete LoRA: it lacks {_other_half(lone) if lone else 'all of it'}")
     return weights, settings
 
 

@@ -313,7 +313,7 @@ def check_peft_flag(path: str | None, beside: Mapping[str, object]) -> None:
     given = [f"--{name}" for name, value in beside.items() if value]
     if given:
         raise UserError(
-            f"--peft_config {path} says all of an adapter, {' and '.join(given)} of another one: give one or the other"
+            f"--peft_config {path} and {' and '.join(given)} describe two different adapters: give one or the other"
         )
     asked = f"--peft_config {path}"
     content = read_peft(path, asked)

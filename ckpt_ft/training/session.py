@@ -331,7 +331,7 @@ def never_fatal(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning("%s failed, training is not touched by it: %s: %s", what, type(error).__name__, one_line(error))
+        logger.warning("%s failed; training is not affected: %s: %s", what, type(error).__name__, one_line(error))
 
 
 def write_report(report: MemoryReport, kinds: Sequence[str], output_dir: str) -> None:

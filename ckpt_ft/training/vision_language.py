@@ -167,13 +167,13 @@ def conversation(row: Mapping[str, Any], place: str) -> Conversation:
                     raise UserError(f"{place}: an assistant's turn holds an image; models answer in text")
                 own = part.pop("image", None)
                 if own is None and not unused:
-                    raise UserError(f"{place}: its messages speak of more images than the {count} of 'images'")
+                    raise UserError(f"{place}: its messages mention more images than the {count} of 'images'")
                 images.append(unused.pop(0) if own is None else _cell(own, place))
             parts.append(part)
         messages.append({"role": turn["role"], "content": parts})
     if unused:
         raise UserError(
-            f"{place}: {count} images, and its messages speak of {count - len(unused)}; put a part "
+            f"{place}: {count} images, and its messages mention {count - len(unused)}; put a part "
             f'{{"type": "image"}}, or {MARK} in the text, where each belongs'
         )
     return Conversation(messages, images)
@@ -253,7 +253,7 @@ class ImageLoader:
             inside = self.folder is None or file.resolve().is_relative_to(self.folder.resolve())
             exists = file.is_file()
         except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a null byte
-            raise UserError(f"{place}: image {path!r:.80} is no file's path: {one_line(error, 80)}") from error
+            raise UserError(f"{place}: image {path!r:.80} is not a file path: {one_line(error, 80)}") from error
         if not inside:
             raise UserError(
                 f"{place}: image {path} lies outside of the data folder {self.folder}; name theirs, --image_folder"

@@ -261,7 +261,7 @@ def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
     left = f"bitsandbytes packs linear layers only, and {format_bytes(nbytes)} of experts in fused parameters are in "
     left += dtype + (", to which PEFT's k-bit preparation casts what is not packed" if quantised.prepare_kbit else "")
     if quantised.load_in_8bit:
-        raise UserError(f"8 bits over fused experts: {left}; leave 8 bits out, or take --load-in-4bit, which tells so")
+        raise UserError(f"8 bits over fused experts: {left}; leave 8 bits out, or use --load-in-4bit")
     return (f"4 bits: {left}; axolotl's quantize_moe_experts packs them (--quantize-moe-experts predicts it)",)
 
 

@@ -188,7 +188,7 @@ def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: 
     for budget in ("max_pixels", "longest_side"):
         if (given := spec.get(budget)) and not spec.data.images and not own_rows:
             raise UserError(
-                f"{budget.replace('_', ' ')} {given}: it is of images; say how many each row has, 1 for example"
+                f"{budget.replace('_', ' ')} {given}: it applies to images; give their number too, such as --images 1"
             )
     if spec.data.buckets and "height" not in workload.shape:
         raise UserError(f"aspect ratio buckets: {held} images in buckets")

@@ -345,9 +345,7 @@ def weigh_routers(config: Any, coefficient: float | None, kind: type, by_trl: bo
     text = config.get_text_config()
     known = hasattr(sys.modules[kind.__module__], "load_balancing_loss_func") and hasattr(text, "router_aux_loss_coef")
     if coefficient and not known:
-        raise UserError(
-            f"router aux loss coef {coefficient:g}: {kind.__name__} has no such loss of its routers; leave it out"
-        )
+        raise UserError(f"router aux loss coef {coefficient:g}: {kind.__name__} has no router loss; leave it out")
     text.output_router_logits = coefficient > 0 and not by_trl
     text.router_aux_loss_coef = coefficient
 

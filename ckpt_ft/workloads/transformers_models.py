@@ -127,7 +127,7 @@ def _log_mel(model: Any) -> Field:
     """A log-mel window of 30 seconds, the only length that Whisper accepts."""
     config = model.config
     if not (hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions")):
-        raise UserError(f"no batch is known for {type(model).__name__}: of speech, Whisper's log-mel windows are")
+        raise UserError(f"no batch is known for {type(model).__name__}; of speech inputs, only Whisper's are")
     return Field((config.num_mel_bins, 2 * config.max_source_positions))
 
 

@@ -376,4 +376,4 @@ def or_loop(function: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 def _unknown(*args: Any) -> Any:
-    raise UserError("this workload is a loop of one's own: it has no batch and no loss apart from its step")
+    raise UserError("this workload is a user-defined loop: it has no batch or loss outside of its step")

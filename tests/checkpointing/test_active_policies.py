@@ -170,7 +170,7 @@ def test_a_policy_on_a_model_with_one_on_a_part_is_refused(policy: str) -> None:
     model = make("llama")
     before = state(model)
     applied = apply_policy(model.model, policy)
-    with pytest.raises(UserError, match=r"stands on a part of LlamaForCausalLM already \(model, LlamaModel\)"):
+    with pytest.raises(UserError, match=r"a part of LlamaForCausalLM has a policy already \(model, LlamaModel\)"):
         apply_policy(model, "pointwise")
     assert applied_policy(model) is applied
     applied.remove()
@@ -181,7 +181,7 @@ def test_two_models_that_share_blocks_are_refused() -> None:
     first = _stack()
     second = nn.Sequential(*first, nn.Linear(8, 8))
     apply_policy(first, "every:2")
-    with pytest.raises(UserError, match=r"stands on a part of Sequential already \(0, Linear\)"):
+    with pytest.raises(UserError, match=r"a part of Sequential has a policy already \(0, Linear\)"):
         apply_policy(second, "full")
 
 

@@ -267,7 +267,7 @@ def test_an_input_that_is_written_in_a_later_call_first_is_an_error(policy: str)
     apply_policy(model, policy)
     numbers(model)
     model.layers[1].writes = True
-    with pytest.raises(UserError, match="Late wrote in place into its argument 0 and had not in its first call"):
+    with pytest.raises(UserError, match="Late modified its argument 0 in place and did not in its first call"):
         numbers(model)
 
 

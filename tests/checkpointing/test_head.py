@@ -230,7 +230,7 @@ def test_hooks_of_the_output_layer_act_once(add_hook: Any, before: bool) -> None
         add_hook(treated.lm_head)
     loss, grads, _ = step(model, inputs)
     standin._said.clear()
-    with pytest.warns(UserWarning, match="logits of Linear, the output layer, are computed whole, as it has a hook"):
+    with pytest.warns(UserWarning, match="logits of Linear, the output layer, are computed whole: it has a hook"):
         ours, our_grads, output = step(treated, inputs)
     assert output.logits.shape == (2, 12, VOCABULARY)
     assert ours.equal(loss)

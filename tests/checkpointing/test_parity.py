@@ -118,7 +118,7 @@ def test_says_which_parameters_lost_their_gradient_or_have_a_new_one() -> None:
         model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0].detach(),))
 
     lost = check_parity(Stack(), X, detached)
-    assert "2 parameters (blocks.0.linear.weight, ...) train without it and not with it" in causes(lost)
+    assert "2 parameters (blocks.0.linear.weight, ...) receive a gradient without it and none with it" in causes(lost)
     assert lost.rows[1].what == "parameters that received a gradient (2 lost theirs, 0 have a new one)"
     assert (lost.rows[1].plain, lost.rows[1].policy, lost.rows[1].same) == ("8", "6", False)
 
@@ -220,7 +220,7 @@ def test_a_generator_of_ones_own_is_named() -> None:
 
     result = check_parity(model, torch.ones(2, 4), "full", loss=loss)
     assert not result.ok
-    assert any("random numbers of one's own" in cause and "0.noise, 1.noise" in cause for cause in result.causes)
+    assert any("own random generators" in cause and "0.noise, 1.noise" in cause for cause in result.causes)
 
 
 def test_a_loss_is_one_number() -> None:

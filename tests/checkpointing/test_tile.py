@@ -191,7 +191,7 @@ def test_the_policy_reads_and_prints() -> None:
         assert Policy.parse(json.loads(json.dumps(policy.to_dict()))) == policy
     for text, says in (
         ("tile:0", "'tile' needs a whole number of at least 1 after it"),
-        ("tile@language", "'tile' is of the whole model"),
+        ("tile@language", "'tile' applies to the whole model"),
         ("tile:2,tile:4", "tiles 2 and 4 contradict each other"),
         ("save:matmul,tile", "'tile' recomputes the matmuls of each MLP, and save:matmul keeps them"),
     ):

@@ -284,7 +284,7 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("estimate", "CONFIG", "--policy", "stages"), "has no stages"),
         (("estimate", "CONFIG", "--policy", "full\nerror: none\x1b[2J"), "full\\nerror: none\\x1b[2J"),
         (("estimate", "CONFIG", "--device", "t5"), "no GPU 't5'"),
-        (("estimate", "CONFIG", "--gpu-memory", "20GiB"), "--gpu-memory 20GiB: a card that is in no table is"),
+        (("estimate", "CONFIG", "--gpu-memory", "20GiB"), "--gpu-memory 20GiB: describe an unknown card by"),
         (("estimate", "CONFIG", "--gpu-memory", "1MiB", "--gpu-like", "t4"), "the CUDA context alone takes"),
         (("estimate", "CONFIG", "--packing", "--padding"), "--packing and --padding: give one of them"),
         (("estimate", "CONFIG", "--peft-config", "CONFIG"), "no configuration of PEFT: it names no peft_type"),

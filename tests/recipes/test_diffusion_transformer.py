@@ -237,7 +237,7 @@ def test_pipelines_that_are_not_of_the_table(recipe: ModuleType, tiny: dict[str,
     shutil.copytree(tiny["flux"], base)
     index = json.loads((base / "model_index.json").read_text())
     (base / "model_index.json").write_text(json.dumps({**index, "_class_name": "StableDiffusionPipeline"}))
-    with pytest.raises(UserError, match="its pipeline is StableDiffusionPipeline; of transformers are supported FLUX"):
+    with pytest.raises(UserError, match="its pipeline is StableDiffusionPipeline; supported transformers: FLUX"):
         train(recipe, str(base), tmp_path / "out")
     (base / "model_index.json").write_text(json.dumps(index))
     (base / "transformer" / "config.json").unlink()

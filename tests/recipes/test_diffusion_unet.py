@@ -276,7 +276,7 @@ def test_a_validation_that_fails_costs_a_warning(
         assert len(train(recipe, tiny["sd1"], tmp_path, *flags)) == 4
     assert (tmp_path / "pytorch_lora_weights.safetensors").is_file()
     said = [record.message for record in caplog.records if record.name == "ckpt_ft.training.session"]
-    assert said == ["validation failed, training is not touched by it: ValueError: no such sampler"] * 3
+    assert said == ["validation failed; training is not affected: ValueError: no such sampler"] * 3
 
 
 def test_a_yaml_and_a_folder(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_memory_runs_out_while_drawing(
         return images(self, *args, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Sampler, "images", once)
-    with pytest.raises(WorkFailed, match="those that are done are kept: give less than --sample_batch_size 2"):
+    with pytest.raises(WorkFailed, match="finished ones are kept: give a --sample_batch_size below 2"):
         train(recipes, bases, "sd1", tmp_path / "out", *subject, "--ac_policy", "auto", "--ac_budget", "1GiB")
     assert len(list((tmp_path / "class").iterdir())) == 2
 

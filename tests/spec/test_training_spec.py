@@ -32,7 +32,7 @@ from ckpt_ft.units import parse_budget
         ({"max_grad_norm": float("nan")}, "gradients clipped to nan: a norm, or 0 for no clipping"),
         ({"lora_r": 4, "lora_dropout": 1}, "LoRA dropout 1: a share from 0 up to, but not including, 1"),
         ({"image_size": (0, 4)}, "image size 0x4: each side has 1 to 8192 pixels"),
-        ({"lora_r": 4, "load_in_4bit": True, "load_in_8bit": True}, "weights in 4 bits and in 8 bits: ask for one"),
+        ({"lora_r": 4, "load_in_4bit": True, "load_in_8bit": True}, "weights in 4 bits and in 8 bits: choose one"),
         ({"load_in_8bit": True}, "8-bit weights cannot be trained themselves: give a LoRA rank too"),
         ({"dtpye": "float16"}, "no setting 'dtpye'; did you mean 'dtype'?"),
     ],

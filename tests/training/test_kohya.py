@@ -93,14 +93,14 @@ def test_what_has_no_such_names(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"transformer.blocks.0.to_q.lora_A.weight is of no U-Net"):
         to_kohya(str(lora), out)
     save_file({"unet.q.lora_A.weight": weight, "unet.q.lora_magnitude_vector.weight": torch.ones(4)}, lora)
-    with pytest.raises(UserError, match="is more than LoRA"):
+    with pytest.raises(UserError, match="is not plain LoRA"):
         to_kohya(str(lora), out)
     for half, other in (("A", "B"), ("B", "A")):
         save_file({f"unet.q.lora_{half}.weight": weight}, lora)
-        with pytest.raises(UserError, match=f"no whole LoRA: it lacks unet.q.lora_{other}.weight"):
+        with pytest.raises(UserError, match=f"an incomplete LoRA: it lacks unet.q.lora_{other}.weight"):
             to_kohya(str(lora), out)
     save_file({}, lora)
-    with pytest.raises(UserError, match="no whole LoRA: it lacks all of it"):
+    with pytest.raises(UserError, match="an incomplete LoRA: it lacks all of it"):
         to_kohya(str(lora), out)
     with pytest.raises(UserError, match=r"give a new file, NAME.safetensors"):
         to_kohya(str(lora), str(lora))

@@ -50,7 +50,7 @@ def test_what_it_cannot_be(tmp_path: Path, content: dict[str, Any], says: str, k
     ],
 )
 def test_flags_of_lora_beside_it(tmp_path: Path, kind: Any, flags: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=f"{named} of another one: give one or the other"):
+    with pytest.raises(UserError, match=f"{named} describe two different adapters: give one or the other"):
         kind(peft_config=file(tmp_path, peft_type="LOKR"), **flags)
 
 

@@ -300,7 +300,7 @@ def test_rows_decide_the_mask_and_flash_attention_has_none(config: str, implemen
     ("asked", "says"),
     [
         ({"load_in_8bit": True}, "8-bit weights cannot be trained themselves"),
-        ({"load_in_4bit": True, "load_in_8bit": True, "lora_r": 2}, "weights in 4 bits and in 8 bits: ask for one"),
+        ({"load_in_4bit": True, "load_in_8bit": True, "lora_r": 2}, "weights in 4 bits and in 8 bits: choose one"),
         ({"double_quant": True}, "double quant: it has no effect without load in 4bit"),
         ({"use_dora": True}, "use dora: it has no effect without LoRA rank"),
         ({"lora_r": 2, "peft": {}}, "two adapters: give one of them"),

@@ -98,7 +98,7 @@ def test_a_budget_of_pixels_makes_images_smaller(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"max_pixels": 784}, "max pixels 784: it is of images; say how many each row has"),
+        ({"max_pixels": 784}, "max pixels 784: it applies to images; give their number too"),
         ({"images": 1, "longest_side": 64}, "longest side 64: Qwen2VLImageProcessorPil does not go by it"),
         ({"images": 1, "max_pixels": 7}, "max pixels 7: Qwen2VLImageProcessorPil makes no image of less than 784"),
         ({"images": 1, "max_pixels": -1}, "max pixels -1: a number, or 0 for the processor's own"),

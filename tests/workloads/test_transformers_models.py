@@ -145,7 +145,7 @@ def test_the_class_that_is_named_trains_on_its_own_batch(name: str, tmp_path: Pa
         (
             {"model_type": "speech_to_text"},
             ["Speech2TextForConditionalGeneration"],
-            "no batch is known for Speech2TextForConditionalGeneration: of speech, Whisper's log-mel windows are",
+            "no batch is known for Speech2TextForConditionalGeneration; of speech inputs, only Whisper's are",
         ),
         (WHISPER, ["WhisperForConditionalGeneration"], "sequence length 50: .* has 40 positions"),
     ],

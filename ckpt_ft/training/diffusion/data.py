@@ -217,7 +217,7 @@ def cache_latents(
         encoded = encoders.encode(torch.utils.data.default_collate([images[0, row] for row in rows]))
         if not encoded["moments"].isfinite().all():
             raise WorkFailed(
-                f"the VAE makes no numbers of images {rows[0] + 1} to {rows[-1] + 1}; give "
+                f"the VAE returns NaN or infinity for images {rows[0] + 1} to {rows[-1] + 1}; give "
                 "--mixed_precision bf16, or --pretrained_vae_model_name_or_path of one that is stable in fp16"
             )
         for row, *values in zip(rows, *(tensor.cpu() for tensor in encoded.values()), strict=True):

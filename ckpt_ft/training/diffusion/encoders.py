@@ -182,7 +182,7 @@ def _load_text_parts(args: PipelineArguments, family: Family, dtype: torch.dtype
             continue
         if tokenizer("a").input_ids == tokenizer("b").input_ids:
             raise UserError(
-                f"{source}: its tokenizer knows no words; are its files (tokenizer.json, vocab.json) all there?"
+                f"{source}: its tokenizer has no vocabulary; are its files (tokenizer.json, vocab.json) complete?"
             )
         positions = getattr(getattr(encoder, "config", None), "max_position_embeddings", None)
         if not family.tokens and positions is not None and tokenizer.model_max_length > positions:
@@ -222,7 +222,7 @@ def load_denoiser(args: PipelineArguments, family: Family, dtype: torch.dtype) -
 def _check_unet(args: PipelineArguments, config: Any) -> None:
     if config.addition_embed_type not in (None, "text_time"):
         raise UserError(
-            f"{args.pretrained_model_name_or_path}: its U-Net wants '{config.addition_embed_type}' conditions; "
+            f"{args.pretrained_model_name_or_path}: its U-Net expects '{config.addition_embed_type}' conditions; "
             "SD 1.x, 2.x and SDXL are supported"
         )
     if config.in_channels != config.out_channels and not inpaints(config):
@@ -245,13 +245,11 @@ def family_of(args: PipelineArguments) -> tuple[Family, Any]:
         name = index["_class_name"]
     if unet:
         if not isinstance(name, str):  # saving the result needs it
-            raise UserError(
-                f"{pipeline_flag(args)}: its pipeline is code of its own; SD 1.x, 2.x and SDXL are supported"
-            )
+            raise UserError(f"{pipeline_flag(args)}: its pipeline is custom code; SD 1.x, 2.x and SDXL are supported")
         return (UNET_XL if config["addition_embed_type"] == "text_time" else UNET), config
     if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join(f"{family.name} ({pipeline})" for pipeline, family in FAMILIES.items())
-        raise UserError(f"{pipeline_flag(args)}: its pipeline is {name}; of transformers are supported {known}")
+        raise UserError(f"{pipeline_flag(args)}: its pipeline is {name}; supported transformers: {known}")
     family = FAMILIES[name]
     return family, _load_config(family, args, f"no usable {family.part.component}")
 

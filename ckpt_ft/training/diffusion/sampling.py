@@ -275,6 +275,6 @@ def _advise_on_class_images(batch: int) -> Iterator[None]:
         if not is_oom(error):
             raise
         raise WorkFailed(
-            f"out of memory while class images were drawn: {one_line(error, 200)}; those that are done are kept: give "
-            f"less than --sample_batch_size {batch}"
+            f"out of memory while class images were drawn: {one_line(error, 200)}; finished ones are kept: give "
+            f"a --sample_batch_size below {batch}"
         ) from None  # without the cause: a cheaper policy would not help

@@ -159,7 +159,7 @@ def test_a_file_that_is_no_card(own_cache: Path) -> None:
     path = card_path("cpu")
     path.parent.mkdir(parents=True)
     path.write_text("{}")
-    with pytest.raises(UserError, match="not a card of `ckpt-ft calibrate`; delete it or repeat that"):
+    with pytest.raises(UserError, match="not a file that `ckpt-ft calibrate` wrote; delete it, or calibrate again"):
         trace().seconds  # noqa: B018
 
 

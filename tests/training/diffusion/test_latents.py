@@ -167,6 +167,6 @@ def test_latents_that_are_no_numbers_are_not_kept(
         return {**encoded, "moments": encoded["moments"] * float("inf")}
 
     monkeypatch.setattr(encoders, "encode", overflowing)
-    with pytest.raises(WorkFailed, match="the VAE makes no numbers of images 1 to 4"):
+    with pytest.raises(WorkFailed, match="the VAE returns NaN or infinity for images 1 to 4"):
         cache_latents(framed(4), encoders, tmp_path, batch_size=4)
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -48,7 +48,7 @@ def test_a_card_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, "ckpt_ft"):
         card(Pushing(tmp_path, fails=UnicodeEncodeError("ascii", "\u00b7", 0, 1, "ordinal not in range(128)")))
     [said] = [record.message for record in caplog.records]
-    assert said.startswith("writing the model card failed, training is not touched by it: UnicodeEncodeError: ")
+    assert said.startswith("writing the model card failed; training is not affected: UnicodeEncodeError: ")
 
 
 def test_an_upload_that_fails_is_one_line_that_says_where_the_weights_are(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_trainer(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch)
         (["--lr_scheduler", "cosin"], "invalid choice: 'cosin'"),
         (["--use_8bit_adam"], "--use_8bit_adam needs bitsandbytes"),
         (["--seed", str(2**32)], f"--seed {2**32}: give a number from 0 to {2**32 - 1}"),
-        (["--report_to", "nope"], "--report_to nope: not installed; of trackers there are here: "),
+        (["--report_to", "nope"], "--report_to nope: not installed; installed trackers: "),
     ],
 )
 def test_the_loop(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:

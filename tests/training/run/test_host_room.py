@@ -62,7 +62,7 @@ def test_a_host_that_is_too_small(
     has(least - 1, monkeypatch)
     with pytest.raises(UserError, match=r"GiB|MiB|KiB|bytes") as error:
         said(flags, "llm")
-    assert "are to wait in host memory" in str(error.value)
+    assert "of host memory are needed" in str(error.value)
     assert "\n" not in str(error.value)
 
 

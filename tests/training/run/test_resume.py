@@ -79,7 +79,7 @@ def test_a_checkpoint_that_lost_something_is_not_resumed(run: Path, file: str, f
 
 def test_what_a_checkpoint_does_not_name_is_refused(run: Path) -> None:
     (run / "checkpoint-10" / "custom_checkpoint_0.pkl").write_bytes(b"code")
-    with pytest.raises(UserError, match=r"custom_checkpoint_0\.pkl in it is none of its files"):
+    with pytest.raises(UserError, match=r"it contains custom_checkpoint_0\.pkl, which is not one of its files"):
         resume_path(str(run / "checkpoint-10"), str(run))
 
 
@@ -156,7 +156,7 @@ def test_a_disk_that_is_too_full_is_said_first(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed))
     directory.check_space(model, optimizer)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed - 1))
-    with pytest.raises(WorkFailed, match="a checkpoint takes .* nothing was trained: make room"):
+    with pytest.raises(WorkFailed, match="a checkpoint needs .* nothing was trained: free some space"):
         directory.check_space(model, optimizer)
 
 
