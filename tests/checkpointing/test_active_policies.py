@@ -153,7 +153,7 @@ def test_a_policy_on_a_part_of_a_model_that_has_one_is_refused(policy: str, inne
     applied = apply_policy(model, policy)
     for part in (model.model, model.model.layers, model.model.layers[0].mlp):
         with pytest.raises(
-            UserError, match=f"{type(part).__name__} is part of a LlamaForCausalLM on which '{policy}'"
+            UserError, match=f"{type(part).__name__} is part of a LlamaForCausalLM that has the policy '{policy}'"
         ):
             apply_policy(part, inner)
     twin = copy.deepcopy(model)
@@ -208,7 +208,7 @@ def test_gradient_checkpointing_switched_on_afterwards_is_one_line(policy: str, 
     applied = apply_policy(model, policy)
     getattr(model, spelling)()
     with pytest.raises(
-        UserError, match=f"policy '{policy}' stands on LlamaForCausalLM, and its library's own"
+        UserError, match=f"policy '{policy}' is applied to LlamaForCausalLM, and its library's own"
     ) as error:
         model(**batch())
     assert "\n" not in str(error.value)
@@ -247,7 +247,7 @@ def test_diffusers_own_checkpointing_switched_on_afterwards_is_noticed() -> None
     sample = torch.randn(1, 3, 8, 8)
     unet(sample, 1).sample.sum().backward()
     unet.enable_gradient_checkpointing()
-    with pytest.raises(UserError, match="stands on UNet2DModel, and its library's own gradient checkpointing"):
+    with pytest.raises(UserError, match="is applied to UNet2DModel, and its library's own gradient checkpointing"):
         unet(sample, 1)
     unet.disable_gradient_checkpointing()
     unet(sample, 1)

@@ -164,7 +164,7 @@ def test_stopped_and_resumed(
 
     with monkeypatch.context() as patch:
         patch.setattr(Session, "step", step)
-        with pytest.raises(Interrupted, match="checkpoint-2 is whole"):
+        with pytest.raises(Interrupted, match="checkpoint-2 is complete"):
             train(recipe, tiny["flux2"], out, *flags)
     assert train(recipe, tiny["flux2"], out, *flags, "--resume_from_checkpoint", "latest") == whole
     assert_same_weights(out / ADAPTERS, tmp_path / "whole" / ADAPTERS)

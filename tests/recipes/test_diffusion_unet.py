@@ -394,7 +394,7 @@ def test_a_signal_is_waited_out(
 
     with monkeypatch.context() as patch:
         patch.setattr(Session, "step", step)
-        with pytest.raises(Interrupted, match=r"checkpoint-2 is whole\. To go on:\n.* --resume_from") as stopped:
+        with pytest.raises(Interrupted, match=r"checkpoint-2 is complete\. To continue:\n.* --resume_from") as stopped:
             train(recipe, tiny["sd1"], out, *flags)
     assert stopped.value.number == number
     assert not (out / "pytorch_lora_weights.safetensors").exists()

@@ -139,7 +139,7 @@ def test_a_signal_is_waited_out(
             run(lambda: train(llm, out))
     assert stopped.value.code == 128 + number
     said = capfd.readouterr().err
-    assert f"stopped by {signal.Signals(number).name}; {out / 'checkpoint-3'} is whole" in said
+    assert f"stopped by {signal.Signals(number).name}; {out / 'checkpoint-3'} is complete" in said
     assert said.rstrip().endswith("python llm.py --hub_token '***' --resume_from_checkpoint latest")
     assert (out / "memory_report.json").is_file()
     assert not (out / WEIGHTS).exists()
@@ -174,7 +174,7 @@ def test_a_checkpoint_that_cannot_be_written(
     try:
         with monkeypatch.context() as patch:
             at_step(4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1])), patch)
-            with pytest.raises(WorkFailed, match=r"free on the disk\); checkpoint-2 is whole") as failed:
+            with pytest.raises(WorkFailed, match=r"free on the disk\); checkpoint-2 is complete") as failed:
                 train(llm, out, *QUIET)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -230,7 +230,7 @@ def test_the_librarys_own_checkpointing_gives_way_to_a_policy(
     assert losses(trainer) == losses(plain)
     assert len(runs) == 3 * (3 + 2)  # the first and the third of three blocks are re-run, in three steps
     assert getattr(args, flag)  # the user's own object stays as it is
-    assert f"policy 'every:2' takes the place of {_OWN}_checkpointing, which is switched off" in caplog.text
+    assert f"policy 'every:2' replaces {_OWN}_checkpointing, which is switched off" in caplog.text
     with pytest.raises(UserError, match="are both on: blocks would be re-run twice"):
         check_conflicts(args, callback.policy)  # two flags of a recipe
     check_conflicts(args, None)

@@ -106,7 +106,7 @@ def test_what_cannot_be_merged_is_one_line(sample: tuple[Path, Path], tmp_path: 
     (tmp_path / "broken" / "adapter_config.json").write_text("[")
     for adapter, output, message in (
         (str(sample[0]), "new", "holds no adapter"),
-        ("nameless", "taken", "is there already"),
+        ("nameless", "taken", "exists already"),
         ("nameless", "new", "names no base model; give it with --base"),
         ("broken", "new", "cannot be read"),
     ):

@@ -4,6 +4,9 @@ The warm-up step and the measured step run the same code. What differs in the se
 optimizer, whose state exists by then, and workspaces, which stay. So forward and backward are copied in the record,
 the model gets the gradients that they leave, and only the optimizer's part runs. If the first step leaves anything
 else (a table that the model keeps, say), which the second one would find, then nothing is copied.
+
+A step ends its backward with `loss.detach()`, as a Trainer does. It is the first operator of the optimizer's phase; the
+graph of the loss dies behind it, before the update begins.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ckpt_ft.memory.record.recorder import Position
 from ckpt_ft.memory.record.tracker import Tracker
 
 from .faked_model import Fakes
@@ -39,6 +43,7 @@ class ReplayStep:
         self._start = self.recorder.position
         self._repeatable = False  # one optimizer phase, before which each gradient has a storage of its own
         self._seen = False
+        self._mark = 0  # the one with which the optimizer's phase begins
         tracker.context.phase_listeners.append(self._phase_begins)
 
     def _phase_begins(self, phase: str) -> None:
@@ -46,9 +51,8 @@ class ReplayStep:
             return
         given = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
         indices = {self.recorder.index_of(gradient): (p, gradient) for p, gradient in given if is_whole(gradient)}
-        begins_here = self.recorder.marks[-1] == (len(self.recorder.events), phase)
-        self._repeatable = begins_here and not self._seen and len(indices) == len(given) and None not in indices
-        self._seen = True
+        self._repeatable = not self._seen and len(indices) == len(given) and None not in indices
+        self._seen, self._mark = True, len(self.recorder.marks) - 1
         self.recorder.attached = {
             index: _Gradient(parameter, gradient.shape, gradient.stride(), gradient.dtype)
             for index, (parameter, gradient) in indices.items()
@@ -61,23 +65,30 @@ class ReplayStep:
         gradients, self.recorder.attached = self.recorder.attached, {}
         if not self._repeatable:
             return False
-        marks = range(self._start.marks, len(self.recorder.marks))
-        stop = next(mark for mark in marks if self.recorder.marks[mark][1] == "optimizer")
-        held = self._held_until_return(self.recorder.marks[stop][0], gradients)
+        begins = self._where_update_begins()
+        held = self._held_until_return(begins.events, gradients)
         if held is None:
             return False
-        number = self._copy(stop, gradients)
-        self.tracker.resume_after_backward()
+        number = self._copy(begins, gradients)
+        self.tracker.resume_before_update()
         self.update()
         self.recorder.events.extend(~number[index] for index in held)
         return True
+
+    def _where_update_begins(self) -> Position:
+        """Behind `loss.detach()` and what dies with the graph of the loss."""
+        recorder = self.recorder
+        later = range(self._start.ops, len(recorder.ops))
+        detach = next((at for at in later if recorder.ops[at].phase == "optimizer"), len(recorder.ops))
+        events = recorder.ops[detach + 1].at if detach + 1 < len(recorder.ops) else recorder.marks[self._mark][0]
+        return Position(min(detach + 1, len(recorder.ops)), len(recorder.storages), events, self._mark + 1)
 
     def _held_until_return(self, stop: int, gradients: dict[int, Any]) -> list[int] | None:
         """The storages, besides gradients, that live until the step returns (loss, batch), in the order of frees.
 
         None if something else is left behind, or something older was freed.
 
-        stop: event with which the optimizer's part begins.
+        stop: event with which the update begins.
         """
         events = self.recorder.events
         made = {event for event in events[self._start.events : stop] if event >= 0}
@@ -91,16 +102,12 @@ class ReplayStep:
             return None
         return last
 
-    def _copy(self, stop: int, gradients: dict[int, Any]) -> dict[int, int]:
-        """Append forward and backward to the record; returns the new index of each storage.
-
-        stop: the mark with which the optimizer's part begins.
-        """
+    def _copy(self, stop: Position, gradients: dict[int, Any]) -> dict[int, int]:
+        """Append the step up to `stop`, where the update begins; returns the new index of each storage."""
         recorder, start = self.recorder, self._start
-        events = recorder.events[start.events : recorder.marks[stop][0]]
-        optimizer = (at for at in range(start.ops, len(recorder.ops)) if recorder.ops[at].phase == "optimizer")
-        ops = recorder.ops[start.ops : next(optimizer, len(recorder.ops))]
-        marks = recorder.marks[start.marks : stop]
+        events = recorder.events[start.events : stop.events]
+        ops = recorder.ops[start.ops : stop.ops]
+        marks = recorder.marks[start.marks : stop.marks]
         freed = {~event for event in recorder.events[start.events :] if event < 0}
         number: dict[int, int] = {}
         for index in sorted(event for event in events if event >= 0):

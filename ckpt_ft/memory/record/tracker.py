@@ -191,9 +191,9 @@ class Tracker(TorchDispatchMode):
         self._between = None
         self.recorder.mark(phase)
 
-    def resume_after_backward(self) -> None:
-        """Continue as if a backward had just ended: its record was copied from an earlier step."""
-        self.context.enter_phase("backward")
+    def resume_before_update(self) -> None:
+        """Continue in the optimizer's phase: what comes before the update was copied from an earlier step."""
+        self.context.enter_phase("optimizer")
         self.context.zone += 1
         self._between = None
 

@@ -85,7 +85,7 @@ def test_what_a_checkpoint_does_not_name_is_refused(run: Path) -> None:
 
 def test_weights_alone_are_not_resumed(run: Path) -> None:
     make_checkpoint(run, 20, state="model.safetensors")
-    with pytest.raises(UserError, match="checkpoint-20 holds weights alone"):
+    with pytest.raises(UserError, match="checkpoint-20 has weights only"):
         resume_path("latest", str(run))
 
 
@@ -106,7 +106,7 @@ def test_a_used_directory_is_refused_with_both_ways_out(run: Path) -> None:
     assert "--overwrite_output_dir" in said
     assert "\n" not in said
     assert RunDirectory(str(run), "latest", lora=False).run == "run"
-    with pytest.raises(UserError, match="give one of them"):
+    with pytest.raises(UserError, match="give only one of them"):
         RunDirectory(str(run), "latest", overwrite=True, lora=False)
 
 
