@@ -90,7 +90,7 @@ def test_what_has_no_such_names(tmp_path: Path) -> None:
         to_kohya(str(tmp_path), out)
     lora, weight = tmp_path / "lora.safetensors", torch.zeros(4, 4)
     save_file({"transformer.blocks.0.to_q.lora_A.weight": weight}, lora)
-    with pytest.raises(UserError, match=r"transformer.blocks.0.to_q.lora_A.weight is of no U-Net"):
+    with pytest.raises(UserError, match=r"transformer.blocks.0.to_q.lora_A.weight does not belong to a U-Net"):
         to_kohya(str(lora), out)
     save_file({"unet.q.lora_A.weight": weight, "unet.q.lora_magnitude_vector.weight": torch.ones(4)}, lora)
     with pytest.raises(UserError, match="is not plain LoRA"):
