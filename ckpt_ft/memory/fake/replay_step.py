@@ -5,8 +5,8 @@ optimizer, whose state exists by then, and workspaces, which stay. So forward an
 the model gets the gradients that they leave, and only the optimizer's part runs. If the first step leaves anything
 else (a table that the model keeps, say), which the second one would find, then nothing is copied.
 
-A step ends its backward with `loss.detach()`, as a Trainer does. It is the first operator of the optimizer's phase; the
-graph of the loss dies behind it, before the update begins.
+A step ends its backward with `loss.detach()`, as a Trainer does. It is the first operator of the optimizer's phase.
+The graph of the loss is freed after it, before the update begins.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ReplayStep:
         return True
 
     def _where_update_begins(self) -> Position:
-        """Behind `loss.detach()` and what dies with the graph of the loss."""
+        """Where the graph of the loss has been freed."""
         recorder = self.recorder
         later = range(self._start.ops, len(recorder.ops))
         detach = next((at for at in later if recorder.ops[at].phase == "optimizer"), len(recorder.ops))

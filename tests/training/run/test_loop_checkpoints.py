@@ -127,7 +127,7 @@ def test_disk_full(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(accelerator, "save_state", full)
-    with pytest.raises(WorkFailed, match=r"checkpoint-2 .*No space left.* free on the disk\); checkpoint-1 is complete"):
+    with pytest.raises(WorkFailed, match=r"checkpoint-2 .*No space left.* on the disk\); checkpoint-1 is complete"):
         save_checkpoint(accelerator, directory(tmp_path), 2, STATE)
     assert names(tmp_path) == ["checkpoint-1"]
 
