@@ -51,6 +51,7 @@ _FORMS = (
 LEAST_SWAPPED = 3  # two are on the device at a time
 # Attributes that `swap` sets: on a model, its weights in host memory by name; on a block, what fetches its weights.
 IN_HOST_MEMORY, SWAPPED = "_ckpt_ft_in_host_memory", "_ckpt_ft_swapped"
+STREAMS = "_ckpt_ft_streams"  # attribute of a trace's fake mode: what stands for torch.cuda's streams there
 _OP_NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 _GROUP = re.compile(r"(\w+)/(\d+)")
 
@@ -246,7 +247,10 @@ def _add(fields: dict[str, Any], key: str, new: Any, text: str) -> None:
 def _number(name: str, detail: str, text: str) -> int:
     number = whole_number(detail)
     if not number:
-        raise UserError(f"policy '{text}': '{name}' needs a whole number of at least 1 after it, as in {name}:2")
+        least, some = (LEAST_SWAPPED, 8) if name == "swap" else (1, 2)
+        raise UserError(
+            f"policy '{text}': '{name}' needs a whole number of at least {least} after it, as in {name}:{some}"
+        )
     return number
 
 

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from ckpt_ft.errors import one_line
+from ckpt_ft.policy import STREAMS
 from ckpt_ft.units import MIB, format_bytes
 
 from .standin import Installed, StandIn, Treated, warn_once
@@ -42,22 +43,6 @@ from .verify import TensorComparison
 _PARKED = "_ckpt_ft_parked"
 
 
-class Usage:
-    """Host bytes of offloaded tensors, summed over all forward passes of one model."""
-
-    def __init__(self) -> None:
-        self.host_bytes = self.peak_host_bytes = 0
-
-    def take(self, nbytes: int) -> None:
-        """Add allocated host bytes."""
-        self.host_bytes += nbytes
-        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-
-    def give_back(self, nbytes: int) -> None:
-        """Subtract freed host bytes."""
-        self.host_bytes -= nbytes
-
-
 def host_tensor(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """An empty tensor in host memory with the shape, strides and dtype of `like`, pinned for copies to a GPU.
 
@@ -77,46 +62,72 @@ def host_tensor(like: torch.Tensor, device: torch.device | None = None) -> torch
     return torch.empty_strided(size, stride, dtype=dtype, device="meta" if device.type == "meta" else "cpu")
 
 
+class CopyStream:
+    """Copies between host memory and the device of a tensor, on a stream of their own; on a CPU they are made at once.
+
+    streams: torch.cuda, or a trace's streams in its place; None on a CPU.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.streams, self.device = self.of(tensor), tensor.device
+        self.side: Any = None if self.streams is None else self.streams.Stream(self.device)
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Any:
+        """The `streams` for this tensor."""
+        if isinstance(tensor, FakeTensor):
+            return getattr(tensor.fake_mode, STREAMS, None)
+        return torch.cuda if tensor.is_cuda else None
+
+    def start(self, *copies: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        """Start copies, each given as destination and source, behind what the current stream has to do so far.
+
+        Returns the event that ends them, None on a CPU.
+        """
+        if self.streams is None:
+            for to, source in copies:
+                to.copy_(source)
+            return None
+        self.side.wait_stream(self.streams.current_stream(self.device))
+        with self.streams.stream(self.side):
+            for to, source in copies:
+                to.copy_(source, non_blocking=True)
+        return self.side.record_event()
+
+    def wait(self, ended: Any) -> None:
+        """Have the current stream wait for the event that ends copies; None is none."""
+        if ended is not None:
+            self.streams.current_stream(self.device).wait_event(ended)
+
+
 class Parked:
     """A copy of a storage in host memory; it is freed when no autograd node refers to it."""
 
     def __init__(self, flat: torch.Tensor, block: int, parking: Parking) -> None:
         self.block, self.parking = block, parking
+        self.copies = parking.copies = parking.copies or CopyStream(flat)
         self.device: torch.Tensor | None = None
-        self.ready: torch.Event | None = None
+        self.ready: Any = None
         self.host = host_tensor(flat)
-        self.side = side = parking.side_stream(flat.device)
-        self.flat_device = flat.device
-        if side is None:
-            self.host.copy_(flat)
-        else:
-            side.wait_stream(torch.cuda.current_stream(flat.device))
-            with torch.cuda.stream(side):
-                self.host.copy_(flat, non_blocking=True)
-            flat.record_stream(side)
-        weakref.finalize(self, parking.usage.give_back, flat.nbytes)
+        if (copied := self.copies.start((self.host, flat))) is not None:
+            parking.leaving.append((flat, copied))
+
+    def __del__(self) -> None:
+        self.copies.wait(self.ready)  # its memory belongs to the current stream, and the copy may still write to it
 
     def fetch(self) -> None:
         """Start the copy from host to device."""
         if self.device is not None:
             return
-        self.device = torch.empty_like(self.host, device=self.flat_device)
-        if self.side is None:
-            self.device.copy_(self.host)
-            return
-        self.side.wait_stream(torch.cuda.current_stream(self.flat_device))
-        with torch.cuda.stream(self.side):
-            self.device.copy_(self.host, non_blocking=True)
-            self.ready = self.side.record_event()
-        self.device.record_stream(self.side)  # it may be freed before any stream waits for the copy
+        self.device = torch.empty_like(self.host, device=self.copies.device)
+        self.ready = self.copies.start((self.device, self.host))
 
     def get(self) -> torch.Tensor:
         """Return the storage on the device as a flat tensor, and start fetching the preceding block."""
         self.fetch()
         self.parking.fetch_block(self.block - 1)
-        if self.ready is not None:
-            torch.cuda.current_stream(self.flat_device).wait_event(self.ready)
-            self.ready = None
+        self.copies.wait(self.ready)
+        self.ready = None
         assert self.device is not None
         return self.device
 
@@ -219,23 +230,28 @@ class HostCopy:
 
 
 class Parking:
-    """One forward pass: the storages that it copied to the host, by block."""
+    """One forward pass: the storages that it copied to the host, by block.
 
-    def __init__(self, usage: Usage, min_bytes: int, comparison: TensorComparison | None = None) -> None:
-        self.usage, self.min_bytes, self.comparison = usage, min_bytes, comparison
+    A storage that is copied is kept until the computation has waited for the copy, when the next block begins. Then
+    its memory can be used again at once; `Tensor.record_stream` would leave it until the host sees that the copy has
+    ended, and the host is far ahead (cf. torchtune's OffloadActivations).
+
+    leaving: what is copied to the host, each with the event that ends the copy.
+    """
+
+    def __init__(self, min_bytes: int, comparison: TensorComparison | None = None) -> None:
+        self.min_bytes, self.comparison = min_bytes, comparison
         self.resident: dict[int, Any] = {}  # storages that stay on the device, as `_storages` returns them
         self.block = 0
         self.blocks: dict[int, list[weakref.ref[Parked]]] = {}
-        self.side: torch.cuda.Stream | None = None
-        self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.leaving: list[tuple[torch.Tensor, Any]] = []
+        self.copies: CopyStream | None = None
 
-    def side_stream(self, device: torch.device) -> Any:
-        """Return the stream for copies; None if copies are synchronous."""
-        if device.type != "cuda":
-            return None
-        if self.side is None:
-            self.side = torch.cuda.Stream(device)
-        return self.side
+    def let_go(self) -> None:
+        """Have the current stream wait for the copies to the host so far, and free what they copied."""
+        for _, copied in self.leaving:
+            self.copies.wait(copied)  # type: ignore[union-attr]
+        self.leaving.clear()
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """The pack hook."""
@@ -277,7 +293,6 @@ class Parking:
             copy = HostCopy()
             setattr(storage, _PARKED, copy)
         if not copy.still_holds(counters) or parked is None:
-            self.usage.take(storage.nbytes())
             parked = Parked(flat(as_stored(tensor)), self.block, self)
             self.blocks.setdefault(self.block, []).append(weakref.ref(parked))
             copy.made(parked)
@@ -314,15 +329,15 @@ def keep(tensor: torch.Tensor) -> Saved:
 class Offloading(StandIn):
     """Replaces the model's forward and runs it inside the saved-tensor hooks."""
 
-    def __init__(self, module: nn.Module, usage: Usage, min_bytes: int) -> None:
+    def __init__(self, module: nn.Module, min_bytes: int) -> None:
         super().__init__(module)
-        self.usage, self.min_bytes = usage, min_bytes
+        self.min_bytes = min_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _local.running is not None:
             return self.forward(*args, **kwargs)
         comparison = self.verification.region(self.name, self.module) if self.verification.active else None
-        _local.running = running = Parking(self.usage, self.min_bytes, comparison)
+        _local.running = running = Parking(self.min_bytes, comparison)
         try:
             with torch.autograd.graph.saved_tensors_hooks(running.pack, unpack):
                 running.resident = _storages(self.module)
@@ -330,6 +345,7 @@ class Offloading(StandIn):
         finally:
             _local.running = None
             running.resident = {}
+            running.let_go()
 
 
 class Block(StandIn):
@@ -338,6 +354,7 @@ class Block(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = None if torch.compiler.is_compiling() else _local.running
         if running is not None:
+            running.let_go()
             running.block += 1
             running.resident |= _storages(self.module)  # FSDP has gathered them by now
         return self.forward(*args, **kwargs)
@@ -349,7 +366,7 @@ def install(model: nn.Module, blocks: Mapping[str, nn.Module], *, min_bytes: int
     Install this engine last, because it handles the tensors that `pointwise` and checkpoints leave.
     """
     stand_ins: list[StandIn] = [Block(block) for block in blocks.values()]
-    stand_ins.append(Offloading(model, Usage(), min_bytes))
+    stand_ins.append(Offloading(model, min_bytes))
     dropped = f"saved tensors of {format_bytes(min_bytes)} and more"
     row = Treated(type(model).__name__, 1, dropped, "in host memory")
     return Installed("offload", stand_ins, [row])

@@ -28,7 +28,7 @@ from ckpt_ft.policy import IN_HOST_MEMORY, LEAST_SWAPPED, SWAPPED
 from ckpt_ft.units import GIB, format_bytes
 
 from .arguments import leaves
-from .offload import host_tensor
+from .offload import CopyStream, host_tensor
 from .standin import Installed, StandIn, Treated
 from .tensor_identity import is_dtensor
 
@@ -74,11 +74,11 @@ class Swapper:
         self.last = 0  # number of the block that was used last
         self.present: set[int] = set()
         self.running: set[int] = set()  # blocks that are in their forward
-        self.side: torch.cuda.Stream | None = None
-        self.copied: dict[int, torch.cuda.Event] = {}
+        self.copies: CopyStream | None = None
+        self.copied: dict[int, tuple[CopyStream, Any]] = {}  # where a block's copies run, and the event that ends them
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "side": None, "copied": {}}  # streams and events have no copies
+        return {**self.__dict__, "copies": None, "copied": {}}  # streams and events have no copies
 
     @property
     def waiting(self) -> dict[str, torch.Tensor]:
@@ -131,24 +131,19 @@ class Swapper:
         self.present.add(number)
         for name, parameter in missing:  # on the current stream, which also frees them
             parameter.untyped_storage().resize_(self.waiting[name].nbytes)
-        on_gpu = missing and missing[0][1].is_cuda and torch.cuda.is_available()
-        if not on_gpu:  # `.data` has a version counter of its own: the weight itself is not written to
-            for name, parameter in missing:
-                parameter.data.copy_(self.waiting[name])
+        if not missing:
             return
-        device = missing[0][1].device
-        self.side = side = self.side or torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))  # kernels that still use the memory
-        with torch.cuda.stream(side):
-            for name, parameter in missing:
-                parameter.data.copy_(self.waiting[name], non_blocking=True)
-            self.copied[number] = side.record_event()
+        if self.copies is None or self.copies.streams is not CopyStream.of(missing[0][1]):
+            self.copies = CopyStream(missing[0][1])
+        # `.data` has a version counter of its own: the weight itself is not written to
+        ended = self.copies.start(*((parameter.data, self.waiting[name]) for name, parameter in missing))
+        self.copied[number] = self.copies, ended
 
     def wait(self, number: int) -> None:
         """Make the current stream wait for the copies of a block."""
-        event = self.copied.pop(number, None)
-        if event is not None:
-            event.wait()
+        copies, ended = self.copied.pop(number, (None, None))
+        if copies is not None:
+            copies.wait(ended)
 
     def stay(self, number: int, layer: nn.Module, args: Any = None) -> None:
         """Pre-hook of a layer that has swapped weights: outside of its block's forward, they stay on the device.

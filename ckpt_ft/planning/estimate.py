@@ -162,16 +162,22 @@ def _starved(trace: StepTrace, gpu: GPU | None) -> list[str]:
 
 
 def _of_host(step: StepTrace, gpu: GPU | None) -> list[str]:
-    """How long the host computes what is left to it."""
-    if gpu is None or not any(op.stream == HOST for op in step.ops):
+    """How long copies to and from the host take, and the host to compute what is left to it."""
+    if gpu is None or not step.timed:
         return []
+    own, parts, said = gpu.calibration, step.seconds_parts, []
+    measured = "as `ckpt-ft calibrate` measured"
+    if parts.copying:
+        rate = f"{gpu.host_bandwidth / 1e9:.3g} GB/s {measured if own and own.host_bandwidth else '(assumed)'}"
+        waits = f"{parts.copies:.2g} s" if parts.copies > 1e-3 else "no time"
+        said.append(
+            f"copies between host and card take {parts.copying:.2g} s at {rate}; the step waits {waits} for them"
+        )
     took = sum(span.end - span.start for span in step.schedule() if span.stream == HOST)
-    if gpu.calibration is not None and gpu.calibration.host_memory:
-        return [f"the host computes for {took:.2g} s, at the speed that `ckpt-ft calibrate` measured"]
-    return [
-        f"the host computes for {took:.2g} s with OMP_NUM_THREADS={host_threads()}; `accelerate launch` sets 1 unless "
-        "it is set, and more threads are faster"
-    ]
+    if took:
+        threads = f"with OMP_NUM_THREADS={host_threads()}; `accelerate launch` sets 1, and more threads are faster"
+        said.append(f"the host computes for {took:.2g} s {measured if own and own.host_memory else threads}")
+    return said
 
 
 def _command(spec: TrainingSpec, workload: Workload) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
+from ckpt_ft.checkpointing.offload import CopyStream
 from ckpt_ft.standins.optimizers import LAYOUTS, MINIMUM, RANK, Tabulated
 from ckpt_ft.validation import require_package
 
@@ -100,7 +101,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 class HostAdamW(torch.optim.Optimizer):
     """The ops of torchao's CPUOffloadOptimizer over AdamW (torchao 0.18, optim/cpu_offload.py).
 
-    Each gradient is copied to pinned memory as soon as it is computed, and each parameter has an AdamW on the host.
+    Each gradient is copied to pinned memory as soon as it is computed, and each parameter has an AdamW on the host,
+    which begins when the copy has ended. Copies run on one stream of their own.
 
     frees: whether a gradient leaves the card with its copy (`offload_gradients`).
     """
@@ -108,6 +110,8 @@ class HostAdamW(torch.optim.Optimizer):
     def __init__(self, parameters: list[nn.Parameter], frees: bool) -> None:
         super().__init__(parameters, {"lr": 1e-4})
         self.frees = frees
+        self.copies = CopyStream(parameters[0])
+        self.sent: dict[torch.Tensor, Any] = {}  # events that end the gradients' copies, in their order
         self.on_host: dict[nn.Parameter, torch.optim.AdamW] = {}
         for p in (p for p in parameters if p.numel() >= MINIMUM):
             host = nn.Parameter(torch.empty_like(p, pin_memory=True).copy_(p.detach()))
@@ -118,8 +122,9 @@ class HostAdamW(torch.optim.Optimizer):
         self.on_card = torch.optim.AdamW(small, lr=1e-4, fused=True) if small else None
 
     @torch.no_grad()
-    def _send(self, p: torch.Tensor) -> None:
-        self._host(p).grad.copy_(p.grad)
+    def _send(self, p: Any) -> None:
+        self.sent.pop(p, None)
+        self.sent[p] = self.copies.start((self._host(p).grad, p.grad))
         if self.frees:
             p.grad = None
 
@@ -131,9 +136,12 @@ class HostAdamW(torch.optim.Optimizer):
         """The step of the small parameters, then of one after another on the host, each copied back."""
         if self.on_card is not None:
             self.on_card.step()
-        for p, optimizer in self.on_host.items():
-            optimizer.step()
-            p.copy_(self._host(p))
+        for p, sent in self.sent.items():
+            sent.synchronize()
+            self.on_host[p].step()  # type: ignore[index]
+            self.copies.start((p, self._host(p)))
+        self.copies.side.synchronize()
+        self.sent.clear()
 
 
 def _decayed_first(model: nn.Module) -> list[dict[str, Any]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
+import weakref
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,9 +15,10 @@ from torch import nn
 
 from ckpt_ft import apply_policy, check_parity
 from ckpt_ft.checkpointing import offload
-from ckpt_ft.checkpointing.offload import Parked, Parking, Usage
+from ckpt_ft.checkpointing.offload import CopyStream, Parked, Parking
 from ckpt_ft.checkpointing.pointwise import install as pointwise
 from ckpt_ft.checkpointing.recompute import Checkpointed
+from ckpt_ft.memory.distributed.streams import Streams
 
 WIDTH, ROWS = 8, 16
 NBYTES = WIDTH * ROWS * 4
@@ -37,9 +37,12 @@ class Stack(nn.Module):
         return x.sum()
 
 
-def treat(model: nn.Module, blocks: Any, **options: Any) -> tuple[offload.Installed, Usage]:
-    installed = offload.install(model, {str(i): block for i, block in enumerate(blocks)}, **options)
-    return installed, installed.stand_ins[-1].usage  # type: ignore[attr-defined]
+def treat(model: nn.Module, blocks: Any, **options: Any) -> offload.Installed:
+    return offload.install(model, {str(i): block for i, block in enumerate(blocks)}, **options)
+
+
+def parked_bytes() -> int:
+    return sum(one.host.nbytes for one in gc.get_objects() if type(one) is Parked)
 
 
 @pytest.mark.parametrize("also", ["", "full", "pointwise"])
@@ -53,26 +56,27 @@ def test_same_gradients(name: str, also: str) -> None:
             Checkpointed(block, None)
     if also == "pointwise":
         pointwise.install(treated, {"": treated})
-    installed, usage = treat(treated, blocks, min_bytes=256)
+    installed = treat(treated, blocks, min_bytes=256)
     for m in (model, treated):
         torch.manual_seed(3)
-        loss_of(m(**inputs)).backward()
+        loss = loss_of(m(**inputs))
+        assert (parked_bytes() > 0) == (m is treated)
+        loss.backward()
     assert all(g.equal(gradients(treated)[key]) for key, g in gradients(model).items())
-    assert usage.peak_host_bytes > 0
-    assert usage.host_bytes == 0
+    assert parked_bytes() == 0
     installed.remove()
 
 
 def test_what_is_parked() -> None:
     """Each block's Tanh output serves two nodes and is parked once; weights and small tensors stay."""
     model = Stack(4)
-    _, usage = treat(model, model.blocks, min_bytes=NBYTES)
+    treat(model, model.blocks, min_bytes=NBYTES)
     x = torch.randn(ROWS, WIDTH)
     loss = model(x)
-    assert usage.host_bytes == 5 * NBYTES  # the input, and the outputs of four blocks
+    assert parked_bytes() == 5 * NBYTES  # the input, and the outputs of four blocks
     assert not any(type(t) is torch.Tensor and t.shape == x.shape and t.requires_grad for t in gc.get_objects())
     loss.backward()
-    assert (usage.host_bytes, usage.peak_host_bytes) == (0, 5 * NBYTES)
+    assert parked_bytes() == 0
 
 
 class ByName(Stack):
@@ -91,11 +95,11 @@ def test_inputs_given_by_name_are_parked() -> None:
     plain = gradients(model)
     for block in model.blocks:
         Checkpointed(block, None)
-    _, usage = treat(model, model.blocks, min_bytes=NBYTES)
+    treat(model, model.blocks, min_bytes=NBYTES)
     for parked in (0, 3 * NBYTES):
         model.zero_grad()
         loss = model(x)
-        assert usage.host_bytes == parked
+        assert parked_bytes() == parked
         loss.backward()
     assert all(plain[name].equal(gradient) for name, gradient in gradients(model).items())
 
@@ -118,11 +122,11 @@ def test_fetched_a_block_ahead() -> None:
 
 def test_graph_that_is_dropped_frees_the_host() -> None:
     model, inputs = build("llama")
-    _, usage = treat(model, [], min_bytes=256)
+    treat(model, [], min_bytes=256)
     output = model(**inputs)
-    assert usage.host_bytes > 0
+    assert parked_bytes() > 0
     del output
-    assert usage.host_bytes == 0
+    assert parked_bytes() == 0
 
 
 class Runs(nn.Module):
@@ -263,14 +267,14 @@ def test_dtensors() -> None:
             plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
             parallelize_module(model, mesh, plan)
             if offloaded:
-                _, usage = treat(model, [], min_bytes=NBYTES)
+                treat(model, [], min_bytes=NBYTES)
             loss = model(torch.randn(ROWS, WIDTH)).square().sum()
             if offloaded:
-                assert usage.host_bytes == (WIDTH + 32) * ROWS * 4
+                assert parked_bytes() == (WIDTH + 32) * ROWS * 4
             loss.backward()
             results.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
         assert all(g.equal(results[1][name]) for name, g in results[0].items())
-        assert usage.host_bytes == 0
+        assert parked_bytes() == 0
     finally:
         dist.destroy_process_group()
 
@@ -280,9 +284,9 @@ def test_other_wrapper_subclasses_stay() -> None:
 
     x = TwoTensor(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)).requires_grad_()
     model = Runs(lambda linear, x: (x.sin() * x).sum())
-    _, usage = treat(model, [], min_bytes=1)
+    treat(model, [], min_bytes=1)
     loss = model(x)
-    assert usage.peak_host_bytes == 0
+    assert parked_bytes() == 0
     loss.backward()
     assert x.grad.a.equal(x.a.cos() * x.a + x.a.sin())
 
@@ -318,26 +322,44 @@ def test_kept_outside_of_hooks() -> None:
             return x.sum()
 
     model = Keeps()
-    _, usage = treat(model, [], min_bytes=NBYTES)
+    treat(model, [], min_bytes=NBYTES)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     model(x)
-    assert usage.host_bytes == NBYTES
+    assert parked_bytes() == NBYTES
     assert model.kept.get().equal(x)
     assert offload.keep(x).get().data_ptr() == x.data_ptr()  # outside of a model's forward nothing is parked
 
 
-def test_a_fetched_buffer_is_recorded_on_the_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It belongs to the compute stream: dropped before anything waited for the copy, it must not be handed out."""
-    recorded: list[Any] = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda side: contextlib.nullcontext())
-    parking = Parking(Usage(), 1)
-    side = parking.side_stream = Mock()
-    parked = Parked(torch.randn(4), 0, parking)
-    recorded.clear()
+class Listener:
+    """What happens on the streams of a GPU that is not there."""
+
+    def __init__(self) -> None:
+        self.stream, self.said = "", []
+
+    def synchronise(self, what: str, stream: str, back: int = 0) -> None:
+        self.said.append((what, stream, back))
+
+
+def test_what_is_copied_is_kept_until_the_computation_waits_for_the_copy() -> None:
+    """Then its memory may be used again; what came back and was never used must be waited for, too."""
+    parking = Parking(1)
+    source = torch.randn(4)
+    parking.copies = CopyStream(source)
+    parking.copies.streams = streams = Streams()
+    parking.copies.side, streams.recorder = streams.Stream(), (heard := Listener())
+    freed = weakref.ref(source)
+    parked = Parked(source, 0, parking)
+    del source
+    gc.collect()
+    begins_late, copied = [("record", "", 0), ("wait", "stream 1", 0)], ("record", "stream 1", 0)
+    assert (heard.said, freed() is None) == ([*begins_late, copied], False)
+    heard.said.clear()
+    parking.let_go()
+    assert (heard.said, freed() is None) == ([("wait", "", 0)], True)
+    heard.said.clear()
     parked.fetch()
-    assert [(tensor is parked.device, stream) for tensor, stream in recorded] == [(True, side())]
+    del parked
+    assert heard.said == [*begins_late, copied, ("wait", "", 0)]
 
 
 @pytest.mark.gpu
@@ -345,7 +367,7 @@ def test_on_a_gpu() -> None:
     model = Stack(6).cuda()
     plain = copy.deepcopy(model)
     x = torch.randn(4096, WIDTH, device="cuda")
-    _, usage = treat(model, model.blocks, min_bytes=1024)
+    treat(model, model.blocks, min_bytes=1024)
     before = torch.cuda.memory_allocated()
     loss = model(x)
     assert torch.cuda.memory_allocated() - before < x.nbytes
@@ -353,7 +375,7 @@ def test_on_a_gpu() -> None:
     plain(x).backward()
     torch.cuda.synchronize()
     assert all(g.equal(gradients(model)[key]) for key, g in gradients(plain).items())
-    assert usage.host_bytes == 0
+    assert parked_bytes() == 0
 
 
 @pytest.mark.slow
@@ -377,7 +399,7 @@ def test_outputs_that_save_keeps_are_parked_too() -> None:
 def test_a_new_storage_never_has_the_address_of_a_weight_that_is_gone() -> None:
     """As under ZeRO-3, which replaces gathered weights: what took their address was left on the device."""
     layer = nn.Linear(WIDTH, WIDTH)
-    parking = Parking(Usage(), 1)
+    parking = Parking(1)
     parking.resident |= offload._storages(layer)
     for parameter in layer.parameters():
         parameter.data = torch.empty(0)

@@ -1,8 +1,9 @@
 """Seconds of a step on a GPU: the schedule of the host that issues ops, the device, collectives and copies.
 
 The host issues one op after another. The device starts a kernel when the host has issued it and the kernel before it
-has ended, so a step of many small kernels takes the host's time. Collectives and copies between host and device run
-beside the computation, which waits for them when it needs their result. kernels.py has the seconds of a kernel.
+on its stream has ended, so a step of many small kernels takes the host's time. Collectives and copies between host and
+device on streams of their own run beside the computation, which waits for them where the code lets it wait. kernels.py
+has the seconds of a kernel.
 
 Not modelled: stalls of the allocator, and Python outside of ops and checkpoints (data, logging).
 """
@@ -172,53 +173,66 @@ class Span(NamedTuple):
 def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Launch | None = None) -> Parts:
     """Seconds from the first op's dispatch to the end of the last kernel on `gpu`, by part."""
     host = host or _host(gpu, launch)
-    compute = for_host = for_network = issuing = communicating = copying = copied = issued = clock = last = 0.0
+    compute = for_host = for_network = for_copies = issuing = communicating = copying = 0.0
+    copied = issued = clock = last = 0.0
+    ends = set()  # of copies
     for op, issued, start, end, stream in schedule(ops, gpu, host, launch):
         issuing += host.issue(op)
         collective = op.wire and launch is not None
         if stream == COPIES:
             copying, copied = copying + end - start, end
+            ends.add(end)
             continue
         issuing += end - start if stream == HOST else 0.0
         communicating += end - start if collective else 0.0
         last = max(last, end)
         if stream == "" and end > start:
             late = start - clock
-            for_host += late if start <= issued else 0.0
-            for_network += (late if start > issued else 0.0) + (end - start if collective else 0.0)
+            if start <= issued:
+                for_host += late
+            elif start in ends:
+                for_copies += late
+            else:
+                for_network += late
+            for_network += end - start if collective else 0.0
             compute += 0.0 if collective else end - start
             clock = end
     for_host += max(issued - clock, 0.0)
     for_network += max(last - max(issued, clock), 0.0)
-    waited = max(copied - max(issued, last), 0.0)
-    return Parts(compute, for_host, for_network, waited, issuing, communicating, copying)
+    for_copies += max(copied - max(issued, last), 0.0)
+    return Parts(compute, for_host, for_network, for_copies, issuing, communicating, copying)
 
 
 def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Launch | None = None) -> Iterator[Span]:
     """When each op of a step runs, in the order in which they are issued.
 
-    Each stream has a clock. A stream that waits for an event continues when the stream that recorded it gets there.
-    Collectives of one process group run one after another, on whatever stream they are issued, and take SMs and memory
-    bandwidth from the kernels beside them. A copy waits for those
-    before it and for the host, and not for the kernels that make what it copies: its end is a lower bound.
+    Each stream has a clock. A stream or host that waits for an event continues when the stream that recorded it gets
+    there. Collectives of one process group run one after another, on whatever stream they are issued, and take SMs and
+    memory bandwidth from the kernels beside them. Copies between host and device run one after another, too: a slot
+    has both directions at once, which is not counted on.
     """
     host = host or _host(gpu, launch)
     issued = copying = network = 0.0
     free: defaultdict[str, float] = defaultdict(float)  # stream -> when its last kernel ends
-    events: dict[str, float] = {}
+    events: list[float] = []  # when each recorded one happens
     busy: deque[tuple[float, float]] = deque()  # when collectives run, from and to
     slower, left = network_share(gpu), memory_left(launch, gpu) if launch is not None else 1.0
     for op in as_issued(ops, gpu):
         if op.name.startswith("prim."):
             continue  # a query of a fake tensor, not work
         if op.name == "event.record":
-            events[op.module] = free[op.stream]
-            continue
-        if op.name == "event.wait":
-            free[op.stream] = max(free[op.stream], events.get(op.module, 0.0))
+            events.append(free[op.stream])
             continue
         if op.name == "event.await":
             issued = max([issued, *free.values()]) + READ_BACK * host.slower
+            continue
+        if op.name in ("event.wait", "event.sync"):
+            back = 1 + sum(op.shape)
+            happens = events[-back] if back <= len(events) else 0.0
+            if op.name == "event.wait":
+                free[op.stream] = max(free[op.stream], happens)
+            else:
+                issued = max(issued, happens + READ_BACK * host.slower)
             continue
         issued += host.issue(op)
         start = max(free[op.stream], issued)
@@ -237,13 +251,12 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
                 issued = start + seconds
             elif _is_read_back(op.name):
                 issued = max(issued, start + seconds + READ_BACK * host.slower)
-        elif op.stream == HOST:  # it waits for the device, and for the copies that it reads
-            start = max([issued, copying, *free.values()])
-            issued = start + op.nbytes / host.bandwidth
+        elif op.stream == HOST:
+            start, issued = issued, issued + op.nbytes / host.bandwidth
             yield Span(op, issued, start, issued, HOST)
         elif op.nbytes:
-            start = max(copying, issued)
-            copying = start + op.nbytes / gpu.host_bandwidth
+            start = max(start, copying)
+            free[op.stream] = copying = start + op.nbytes / gpu.host_bandwidth
             yield Span(op, issued, start, copying, COPIES)
         else:
             yield Span(op, issued, start, start, op.stream)

@@ -154,11 +154,11 @@ def offloaded_parameters(model: nn.Module) -> Iterator[Tensor]:
 
 
 @contextmanager
-def host_copies(recorder: Recorder) -> Iterator[None]:
+def host_copies(recorder: Recorder, streams: Any) -> Iterator[None]:
     """Records FSDP2's copies between host and device, which fake tensors leave out: all of them are on the CPU.
 
-    Offloaded parameters are copied to the device before each gather, and their gradients to the host
-    (_fsdp_param.py: all_gather_inputs; _fsdp_collectives.py: foreach_reduce).
+    Offloaded parameters are copied to the device before each gather, and their gradients to the host, which waits for
+    them at the end of backward (_fsdp_param.py: all_gather_inputs; _fsdp_collectives.py: foreach_reduce).
     """
     shard: Any = _fsdp_param.FSDPParam
     inputs, sharded = shard.all_gather_inputs.fget, shard.to_sharded_dtensor
@@ -172,6 +172,7 @@ def host_copies(recorder: Recorder) -> Iterator[None]:
     def placed(parameter: Any, tensor: Tensor) -> Tensor:
         if parameter.offload_to_cpu and recorder.splits_host and not recorder.is_on_host(tensor):
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+            parameter.grad_offload_event = streams.current_stream().record_event()
         return sharded(parameter, tensor)
 
     with (

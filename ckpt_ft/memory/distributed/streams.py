@@ -2,8 +2,9 @@
 
 FSDP2 gathers and reduces on its own streams, which it gets from `torch.<device type>`; on "cpu" they do nothing. Here
 it gets streams that report to the recorder. So the caching allocator's pools per stream, and the overlap of
-communication with computation, follow from FSDP2's own code. An asynchronous collective (of DDP's buckets) runs on the
-process group's stream; waiting for it makes the current stream wait.
+communication with computation, follow from FSDP2's own code. `offload` and `swap` find the same streams on the fake
+mode. An asynchronous collective (of DDP's buckets) runs on the process group's stream; waiting for it makes the
+current stream wait.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -34,8 +34,8 @@ class Listener(Protocol):
 
     stream: str
 
-    def synchronise(self, what: str, number: int, stream: str) -> None:
-        """Event `number` is recorded in `stream`, or `stream` waits for it."""
+    def synchronise(self, what: str, stream: str, back: int = 0) -> None:
+        """See `Recorder.synchronise`."""
 
 
 class _Stream:
@@ -46,8 +46,8 @@ class _Stream:
 
     def wait_event(self, event: _Event) -> None:
         """Kernels issued to this stream from now on start after `event`."""
-        if event is not None and event.number >= 0:
-            self.streams.note("wait", event.number, self.name)
+        if event is not None:
+            event.awaited("wait", self.name)
 
     def wait_stream(self, other: _Stream) -> None:
         """Kernels issued to this stream from now on start after those issued to `other` so far."""
@@ -60,23 +60,31 @@ class _Stream:
         return event
 
     def synchronize(self) -> None:
-        """The host's wait is not modelled: in a step, only the optimizer comes after it."""
+        """The host waits for the kernels issued so far."""
+        self.record_event().synchronize()
 
 
 class _Event:
     """A CUDA event."""
 
     def __init__(self, streams: Streams) -> None:
-        self.streams, self.number = streams, -1
+        self.streams, self.number = streams, 0
 
     def record(self, stream: _Stream | None = None) -> None:
         """Mark the kernels issued to `stream` (None: the current one) so far."""
         stream = stream or self.streams.current_stream()
-        self.number = next(self.streams.numbers)
-        self.streams.note("record", self.number, stream.name)
+        self.streams.recorded += 1
+        self.number = self.streams.recorded
+        self.streams.note("record", stream.name)
+
+    def awaited(self, what: str, stream: str) -> None:
+        """`stream` waits for this event ("wait"), or the host does ("sync")."""
+        if self.number:
+            self.streams.note(what, stream, self.streams.recorded - self.number)
 
     def synchronize(self) -> None:
-        """See `_Stream.synchronize`."""
+        """The host waits for this event."""
+        self.awaited("sync", "")
 
     def query(self) -> bool:
         """Whether the event has passed; never called in a step."""
@@ -84,11 +92,15 @@ class _Event:
 
 
 class Streams:
-    """Replaces `torch.cuda` in FSDP2's code; the names are torch's."""
+    """Replaces `torch.cuda` in FSDP2's code; the names are torch's.
+
+    recorded: how many events were recorded. The record names an event by how many came after it, so that equal blocks
+        have equal records.
+    """
 
     def __init__(self) -> None:
         self.recorder: Listener | None = None  # set once the model is wrapped
-        self.numbers = count()
+        self.recorded = 0
         self._made = 0
         self._default = _Stream(self, "")
         self._group = _Stream(self, "collectives")
@@ -124,10 +136,10 @@ class Streams:
         """Make the current stream wait for every asynchronous collective so far."""
         self.current_stream().wait_stream(self._group)
 
-    def note(self, what: str, event: int, stream: str) -> None:
-        """Tell the recorder that an event is recorded in `stream`, or that `stream` waits for it."""
+    def note(self, what: str, stream: str, back: int = 0) -> None:
+        """Tell the recorder, see `Listener.synchronise`."""
         if self.recorder is not None:
-            self.recorder.synchronise(what, event, stream)
+            self.recorder.synchronise(what, stream, back)
 
     def _enter(self, stack: list[_Stream]) -> None:
         self._stack = stack

@@ -331,6 +331,7 @@ class Zero(ZeroOptimizer):
             self.group._allgather_base(flat.buffer, flat.part)
 
     def _step_on_host(self) -> None:
+        self.recorder.await_device()
         groups = self.optimizer.param_groups
         for flat, options in zip(self.flats, groups, strict=True):
             assert flat.master.grad is not None

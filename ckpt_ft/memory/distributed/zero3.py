@@ -579,6 +579,8 @@ class Zero3(ZeroOptimizer):
         self.fetcher.release_all()
         self._adds = False
         norm: Any = 1.0 if self.offloads else self._norm()
+        if self.offloads:
+            self.recorder.await_device()
         for options in self.optimizer.param_groups:
             options["params"] = []
         for group in self._groups:

@@ -44,6 +44,7 @@ from ckpt_ft.memory.record.splice import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker, swapped_weights
 from ckpt_ft.memory.rules import cuda
+from ckpt_ft.policy import STREAMS
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention, fused_head, liger
 from ckpt_ft.standins.library_layers import left_on_host, swap_library_layers
@@ -259,13 +260,15 @@ class _Trace:
                 dispatcher=partial(FakeOps, fakes=fakes, gpu=gpu, interrupts=interrupts, streams=streams)
             )
             streams.recorder = tracker.recorder
+            if gpu is not None:
+                setattr(fakes.mode, STREAMS, streams)
             for weight in left_on_host(model) if gpu else ():
                 tracker.recorder.ignore(weight)
             tracker.add_model(model)
             tracker.add_resident(held or (), "communication")
             tracker.add_beside(self.beside)
             lowering = compiled_steps(model, tracker, fakes, gpu) if compiled else nullcontext()
-            with lowering as describe, self._tracking(tracker), interrupts.passing_on():
+            with lowering as describe, self._tracking(tracker, streams), interrupts.passing_on():
                 optimizer: Any = self.make_optimizer(model) if self.make_optimizer else None
                 if launch is not None and launch.by_transformers:
                     separate_meshes(optimizer)
@@ -285,7 +288,7 @@ class _Trace:
                 return replace(trace, launch=launch, alloc_conf=self.alloc_conf)
 
     @contextmanager
-    def _tracking(self, tracker: Tracker) -> Iterator[None]:
+    def _tracking(self, tracker: Tracker, streams: Streams) -> Iterator[None]:
         """The tracker sees ops, and what the step asks of its device by Python functions."""
         ops = tracker.dispatcher
         assert isinstance(ops, FakeOps)
@@ -297,7 +300,7 @@ class _Trace:
         try:
             with (
                 tracker, device_calls(recorder), triton_launches(recorder), lists_of_fakes(recorder, ops.values),
-                host_copies(recorder),
+                host_copies(recorder, streams),
             ):  # fmt: skip
                 yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -94,7 +94,7 @@ class Prediction:
     """The figures of a traced step. Bytes and seconds; `reserved` is None for device "cpu", and so
     is `seconds` before it is calibrated.
 
-    host: peak bytes in host memory.
+    host: peak bytes in host memory. pinned: of them, as PyTorch rounds them.
     """
 
     device: str
@@ -105,6 +105,7 @@ class Prediction:
     seconds_parts: dict[str, Seconds] = field(default_factory=dict)
     bound: str = ""
     host: Bytes = 0
+    pinned: Bytes = 0
 
     @classmethod
     def from_trace(cls, trace: StepTrace, phases: Mapping[str, StepTrace] = MappingProxyType({})) -> Prediction:
@@ -115,7 +116,8 @@ class Prediction:
             return cls(trace.device, allocated, peaks, seconds=trace.seconds if trace.timed else None)
         took = trace.seconds_parts
         reserved = max(trace.peak_reserved, *(phase.peak_reserved for phase in phases.values()), 0)
-        return cls(trace.device, allocated, peaks, reserved, took.total, took.parts, took.bound, trace.peak_host)
+        host = trace.peak_host, trace.host_kinds.get("pinned", 0)
+        return cls(trace.device, allocated, peaks, reserved, took.total, took.parts, took.bound, *host)
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,8 @@ class RankMemory:
         at_peak: category -> bytes at the moment of the peak. Empty if unknown.
         holders: the largest groups of allocations at that moment. Empty if unknown.
         seconds: per step, without the steps that the measurement slowed down; None if there were no others.
-        host: bytes in host memory at most: "resident" of the process (ru_maxrss), and on CUDA "pinned" of it, as
-            requested and as rounded up by PyTorch ("pinned blocks").
+        host: bytes in host memory at most: "resident" of the process (ru_maxrss), and on CUDA "pinned" of it, in
+            blocks as PyTorch rounds them, and with the blocks that it keeps for later ("pinned blocks").
         retries, ooms: CUDA allocations that first had to free cached memory, and those that failed.
         history: peaks over the measured steps.
         predicted: the figures of a trace of this process's step.

@@ -157,15 +157,18 @@ class Recorder:
         phase = self.context.phase
         self.ops.append(Op(name, flops, nbytes, dtype, phase, module, at, kernels, stream, wire, shape, around))
 
-    def synchronise(self, what: str, number: int, stream: str) -> None:
-        """Record what happens to CUDA event `number`: "record" in `stream`, or a "wait" of `stream` for it."""
+    def synchronise(self, what: str, stream: str, back: int = 0) -> None:
+        """Record a CUDA event in `stream` ("record"), or that `stream` ("wait") or the host ("sync") waits for one.
+
+        back: how many events were recorded after that one.
+        """
         if self.keeps_ops:
             at, phase = len(self.events), self.context.phase
-            self.ops.append(Op(f"event.{what}", 0, 0, "", phase, str(number), at, 0, stream))
+            self.ops.append(Op(f"event.{what}", 0, 0, "", phase, "", at, 0, stream, shape=(back,)))
 
     def await_device(self, device: Any = None) -> None:
         """Record that the host waits until the device has finished everything issued to it."""
-        self.synchronise("await", 0, "")
+        self.synchronise("await", "")
 
     # -- memory that no tensor holds --------------------------------------------------------------------------------
 

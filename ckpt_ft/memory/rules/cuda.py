@@ -356,7 +356,9 @@ def fakes_are_tensors() -> Iterator[None]:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=True).copy_(tensor)
+    host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=True).copy_(tensor)
+    torch.cuda.synchronize()  # the copy is not asynchronous
+    return host
 
 
 def _to_device(host: Tensor) -> Tensor:

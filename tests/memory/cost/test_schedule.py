@@ -30,6 +30,10 @@ def op(name="aten.mm.default", flops=0, nbytes=0, dtype="float16", kernels=1, sh
     return Op(name, flops, nbytes, dtype, "forward", "", 0, kernels, stream, wire, shape, around)
 
 
+def event(what, stream, back=0):
+    return Op(f"event.{what}", 0, 0, "", "", "", 0, 0, stream, shape=(back,))
+
+
 def test_attention_counts_every_head_of_the_query():
     """What torch's formulas count where heads are not grouped; grouped ones do as much."""
     query, grad = torch.empty(2, 4, 6, 8), torch.empty(2, 4, 6, 16)
@@ -145,21 +149,58 @@ def test_a_collective_takes_of_the_memorys_bandwidth():
 def test_what_computes_waits_for_an_event():
     launch = Launch("ddp", 8, link=1e9)
     gather = op("c10d.allgather_.default", wire=10**6, stream="gather")
-    record, wait = (
-        Op(f"event.{what}", 0, 0, "", "", "1", 0, 0, at) for what, at in (("record", "gather"), ("wait", ""))
+    parts = seconds(
+        [
+            gather,
+            event("record", "gather"),
+            event("record", ""),
+            event("wait", "", back=1),
+            op("aten.add.Tensor", nbytes=10**9),
+        ],
+        launch=launch,
     )
-    parts = seconds([gather, record, wait, op("aten.add.Tensor", nbytes=10**9)], launch=launch)
     took = collective_seconds(10**6, launch, ROUND, "c10d.allgather_.default")
     assert parts.network == pytest.approx(took)
     assert parts.total == pytest.approx(took + 1e-3 + BETWEEN)
 
 
 def test_copies_to_the_host_bound_the_step():
+    """It begins when the kernel before it has ended."""
     copy = op("aten.copy_.default", nbytes=10**9, kernels=0)
     parts = seconds([op("aten.add.Tensor", nbytes=10**9), copy])
     assert parts.copying == pytest.approx(10**9 / ROUND.host_bandwidth)
-    assert parts.total == pytest.approx(parts.copying)
-    assert (parts.copies, parts.bound) == (pytest.approx(parts.total - parts.compute), "copies")
+    assert parts.total == pytest.approx(parts.copying + parts.compute)
+    assert (parts.copies, parts.bound) == (pytest.approx(parts.copying), "copies")
+
+
+def test_copies_run_beside_the_computation_until_it_waits():
+    """Weights come in 2 ms, one block ahead: blocks of 1 ms wait for them, blocks of 3 ms do not."""
+    copy = op("aten.copy_.default", nbytes=int(2e-3 * ROUND.host_bandwidth), kernels=0, stream="side")
+    millisecond = op("aten.add.Tensor", nbytes=10**9)
+
+    def blocks(work, count=4):
+        for _ in range(count):  # the weights that came are awaited, and those of the next block leave
+            yield from (event("wait", ""), event("record", ""), event("wait", "side"), copy, event("record", "side"))
+            yield from [millisecond] * work
+
+    forward, backward = seconds(blocks(1)), seconds(blocks(3))
+    assert (forward.copies, forward.network) == (pytest.approx(4 * 1e-3, rel=1e-2), 0)
+    assert forward.total == pytest.approx(8e-3, rel=1e-2)
+    assert (backward.copies, backward.total) == (0, pytest.approx(12e-3, rel=1e-2))
+    assert forward.copying == backward.copying == pytest.approx(8e-3)
+
+
+def test_the_hosts_optimizer_begins_with_the_first_gradient():
+    """Each gradient is copied after its kernel, and the host computes with it beside the kernels that follow."""
+    copy = op("aten.copy_.default", nbytes=int(1e-3 * ROUND.host_bandwidth), kernels=0, stream="side")
+    kernel = op("aten.add.Tensor", nbytes=2 * 10**9)
+    sent = [kernel, event("record", ""), event("wait", "side"), copy, event("record", "side")]
+    host = dataclasses.replace(NO_HOST, bandwidth=1e12)
+    adam = op("aten._fused_adamw_.default", nbytes=2 * 10**9, kernels=0, stream=schedule.HOST)
+    update = [part for back in (4, 2, 0) for part in (event("sync", "", back), adam)]
+    parts = seconds([*sent * 3, *update], host=host)
+    assert parts.total == pytest.approx(3 * 2e-3 + 1e-3 + 2e-3, rel=1e-2)
+    assert seconds([*sent * 3, event("await", ""), *[adam] * 3], host=host).total == pytest.approx(13e-3, rel=1e-2)
 
 
 def test_a_tensor_that_is_given_other_data_takes_no_kernel():

@@ -236,7 +236,7 @@ def test_a_trace_draws_itself(tmp_path, monkeypatch):
 
 def test_the_hosts_memory_is_beside_the_devices(tmp_path: Path) -> None:
     """Measured: the process and what is pinned of it. Predicted: what the step has there."""
-    predicted = Prediction("t4", GIB, {"backward": GIB}, reserved=2 * GIB, host=3 * GIB)
+    predicted = Prediction("t4", GIB, {"backward": GIB}, reserved=2 * GIB, host=3 * GIB, pinned=2 * GIB)
     rank = RankMemory(
         0, "Tesla T4", 4, 4, {"backward": {"allocated": GIB, "reserved": 2 * GIB}}, predicted=predicted,
         host={"resident": 5 * GIB, "pinned": 3 * GIB, "pinned blocks": 4 * GIB},
@@ -246,5 +246,6 @@ def test_the_hosts_memory_is_beside_the_devices(tmp_path: Path) -> None:
     assert peaks.header[-2:] == ("host, resident", "host, pinned")
     assert peaks.rows[0][-2:] == ("5.00 GiB", "3.00 GiB")
     assert ("peak in host memory", "3.00 GiB", DASH, DASH) in compared.rows
+    assert ("  of it pinned", "2.00 GiB", "3.00 GiB", "-33.3%") in compared.rows
     report.to_json(tmp_path / "report.json")
     assert MemoryReport.from_json(tmp_path / "report.json").ranks[0] == rank
