@@ -104,7 +104,7 @@ class AppliedPolicy:
         made.add(self)
 
     @property
-    def standing(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the policy is active; False after it is removed or replaced, and while it is suspended."""
         return self.model.__dict__.get(MARK) is self
 
@@ -132,7 +132,7 @@ class AppliedPolicy:
 
     def remove(self) -> None:
         """Restore the model exactly as it was before `apply_policy`; a second call does nothing."""
-        if self.standing:
+        if self.is_active:
             self.pause()
         for hook in self.hooks:
             hook.remove()
@@ -140,7 +140,7 @@ class AppliedPolicy:
         self.removed = True
 
     def pause(self) -> None:
-        """Deactivate the policy until `resume` (see `suspended`). Hooks stay registered: they check `standing`."""
+        """Deactivate the policy until `resume` (see `suspended`). Hooks stay registered: they check `is_active`."""
         for one in reversed((*self.installed, *self.engines, *self.around)):
             one.remove()
         for module in self.switched_off:
@@ -168,7 +168,7 @@ class AppliedPolicy:
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
         """Forward pre-hook of a transformers model."""
-        if not self.standing:
+        if not self.is_active:
             return None
         if self.tied and module.training and torch.is_grad_enabled() and _wants_cache(module, kwargs):
             raise UserError(
@@ -180,7 +180,7 @@ class AppliedPolicy:
 
     def _before_inner(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Forward pre-hook of a nested model: keeps a KV cache if the outer model requests or passes one."""
-        if not (self.standing and module.training and torch.is_grad_enabled()):
+        if not (self.is_active and module.training and torch.is_grad_enabled()):
             return None
         wanted = bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
         inside = set(module.modules())
@@ -192,7 +192,7 @@ class AppliedPolicy:
     def _warn_once(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the model: after the first forward pass, warn about terms of the policy with no effect."""
         compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if compiled or not torch.is_grad_enabled() or not self.standing:
+        if compiled or not torch.is_grad_enabled() or not self.is_active:
             return
         self.hooks.pop().remove()
         for group in self.never_fired():
@@ -250,15 +250,15 @@ def suspended(model: nn.Module) -> Iterator[None]:
 
     Policies applied meanwhile are removed on exit. Policies that are removed meanwhile are not restored.
     """
-    standing = policies_on(model)
-    for applied in reversed(standing):
+    policies = policies_on(model)
+    for applied in reversed(policies):
         applied.pause()
     try:
         yield
     finally:
         for other in policies_on(model):
             other.remove()
-        for applied in standing:
+        for applied in policies:
             if not applied.removed:
                 applied.resume()
 
@@ -267,7 +267,7 @@ def refuse_overlap(applied: AppliedPolicy) -> None:
     """Raise UserError if a policy is applied to a model that contains `applied.model`, or to a part of it."""
     model, kind = applied.model, type(applied.model).__name__
     for other in made:
-        if other.standing and model in modules_in(other.model):
+        if other.is_active and model in modules_in(other.model):
             raise UserError(
                 f"policy '{applied.policy}': {kind} is part of a {type(other.model).__name__} that "
                 f"has the policy '{other.policy}'; remove() that one first, or apply one policy to the whole"

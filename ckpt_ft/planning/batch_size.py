@@ -258,8 +258,8 @@ def find_max_batch_size(
         raise UserError(f"{type(model).__name__} has no parameters: nothing of it is trained")
     gpu = current_gpu(device.index) if device.type == "cuda" else None
     workload = replace(workload, device=gpu or "cpu")  # the model's device
-    standing = applied_policy(model)
-    policy = str(standing.policy) if standing is not None else "none"
+    applied = applied_policy(model)
+    policy = str(applied.policy) if applied is not None else "none"
     room = memory_budget(budget, gpu, margin, workload.launch)
     room = replace(room, budget=room.budget - room.limit + agreed(room.limit))  # all ranks try the same batches
     estimates, predicted, _ = largest_in_room(workload, policy, room, max_batch_size, report)

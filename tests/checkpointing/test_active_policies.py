@@ -39,7 +39,7 @@ def test_the_replaced_policys_remove_does_nothing(first: str) -> None:
     b = apply_policy(model, "every:2")
     a.remove()
     assert applied_policy(model) is b
-    assert b.standing
+    assert b.is_active
     assert b.covered == ["model.layers.0", "model.layers.2"]
     assert "forward" in vars(model.model.layers[0])
     assert differing(numbers(model), plain) == []
