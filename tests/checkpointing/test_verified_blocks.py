@@ -233,7 +233,7 @@ class WrittenThroughData(Block):
 def test_parameters_that_are_written_in_forward_are_refused() -> None:
     model = Net(Written)
     apply_policy(model, "full")
-    with pytest.raises(UserError, match=r"Written: its parameter 'up.weight' is written in forward"):
+    with pytest.raises(UserError, match=r"Written: its parameter 'up.weight' is modified in forward"):
         numbers(model)
     model = Net(WrittenThroughData)
     apply_policy(model, "full")
