@@ -13,6 +13,7 @@ A suggestion is an edit of the spec. It is offered only if the edited spec is va
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -148,7 +149,8 @@ def _slow(spec: TrainingSpec, gpu: GPU | None) -> list[str]:
 
 def _starved(trace: StepTrace, gpu: GPU | None) -> list[str]:
     """A sentence about experts with so few tokens that most of their products' time goes into reading weights."""
-    products = [op for op in trace.ops if op.at >= trace.start and op.flops and "expert" in op.module.lower()]
+    routed = re.compile(r"(?<!shared_)experts\b")  # each product of shared experts has all tokens
+    products = [op for op in trace.ops if op.at >= trace.start and op.flops and routed.search(op.module)]
     if gpu is None or gpu.is_cpu or not products:
         return []
     took = [(device_seconds(op, gpu), bound_by_memory(op, gpu)) for op in as_issued(products, gpu) if op.flops]

@@ -4,7 +4,8 @@ It calls torch's flash backend of scaled dot product attention, which saves the 
 flash-attn does. Grouped heads are passed as they are, and packed rows are recognised by their positions, so no mask of
 pairs is allocated. Approximations: the predicted time of packed rows, and of a vision tower's windows, is that of full
 attention over the whole sequence; padded rows, from which flash-attn removes the padding, are traced with their
-padding; FlexAttention's block mask (one number for each 128 x 128 pairs) is left out.
+padding; FlashAttention-3 and the Hub's builds, which save the same, are timed as FlashAttention-2, and are faster on
+Hopper; FlexAttention's block mask (one number for each 128 x 128 pairs) is left out.
 """
 
 from __future__ import annotations

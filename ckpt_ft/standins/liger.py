@@ -29,6 +29,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
@@ -658,6 +659,7 @@ def _language_model(kind: Any, loss_function: Any, times: int = 1) -> Any:
     without a call of that layer. Logits have no width, so that the rest of the model's forward allocates nothing.
     """
     takes = inspect.signature(kind.forward).parameters
+    name = "cut cross entropy" if loss_function is CutCrossEntropy else "Liger's fused loss"
 
     def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         if args and "labels" in takes and list(takes).index("labels") <= len(args):
@@ -680,6 +682,12 @@ def _language_model(kind: Any, loss_function: Any, times: int = 1) -> Any:
                 target = F.pad(labels, (0, 1), value=ignored)[..., 1:].contiguous()
             reduction = "mean" if counted is None else "sum"
             flat = hidden.view(-1, hidden.shape[-1])
+            if isinstance(
+                head.weight, DTensor
+            ):  # accelerate shards a head beside adapters alone, and it is not called
+                raise UserError(
+                    f"{name}: the output layer is divided over GPUs where it reads it; leave one of them out"
+                )
             more = () if times == 1 else (times,)
             loss = loss_function.apply(flat, head.weight, target.view(-1), head.bias, reduction, *more)
             losses.append(loss if counted is None else loss / counted)
@@ -695,5 +703,4 @@ def _language_model(kind: Any, loss_function: Any, times: int = 1) -> Any:
             out.loss = out.loss + self.router_aux_loss_coef * out.aux_loss
         return out
 
-    name = "cut cross entropy" if loss_function is CutCrossEntropy else "Liger's fused loss"
     return _like(kind, forward, fused_loss="" if loss_function is CrossEntropy else name)

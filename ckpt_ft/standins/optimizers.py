@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 BLOCK, MINIMUM = 256, 4096
 PAGED = 100_000  # bitsandbytes, optim/optimizer.py: get_state_buffer
@@ -145,6 +146,11 @@ LAYOUTS |= {
 }
 
 
+def _own(p: Tensor) -> Tensor:
+    """This rank's shard of a parameter that FSDP2 divides."""
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
 def _tensors(
     kind: str, p: Tensor, whole: bool, group: Sequence[Tensor]
 ) -> Iterator[tuple[Sequence[int], torch.dtype]]:
@@ -241,7 +247,7 @@ class Tabulated(torch.optim.Optimizer):
                 self._keep(p)
                 self._make(p, "" if whole_group else self._update_of(p), held)
             if whole_group and params:
-                self._make(params[0], self.layout.update, held, params)
+                self._make(params[0], self.layout.update, held, [_own(p) for p in params])
         return loss
 
     def _fused_backward(self, loss: Tensor, lr: float) -> None:
@@ -265,14 +271,14 @@ class Tabulated(torch.optim.Optimizer):
 
     def _keep(self, p: Tensor) -> None:
         """Allocate the missing states of `p`; all are written."""
-        low, state = id(p) in self.low, self.state[p]
+        low, whole, state, p = id(p) in self.low, id(p) in self.whole, self.state[p], _own(p)
         if not state:
             kept = self.layout.cpu_states if self.on_cpu else None
             kinds = (self.layout.low_states if low else self.layout.states if kept is None else kept).split()
             small = torch.empty(next(iter(_projected("low", p)))[0], device="meta") if low else p
             for number, kind in enumerate(kinds):
                 like = small if kind in ("q", "2q", "row", "col") else p
-                for part, (shape, dtype) in enumerate(_tensors(kind, like, id(p) in self.whole, ())):
+                for part, (shape, dtype) in enumerate(_tensors(kind, like, whole, ())):
                     state[f"{kind}{number}.{part}"] = made = torch.zeros(shape, dtype=dtype, device=p.device)
                     if self.layout.paged and not part and p.numel() >= PAGED:
                         made.is_paged = True  # type: ignore[attr-defined]  # bitsandbytes' mark, which a trace reads
@@ -287,7 +293,7 @@ class Tabulated(torch.optim.Optimizer):
             if assigns:
                 held[name] = [
                     torch.zeros(shape, dtype=dtype, device=p.device)
-                    for shape, dtype in _tensors(kind, p, False, group)
+                    for shape, dtype in _tensors(kind, _own(p), False, group)
                 ]
             elif name == "grad" and p.dtype in _HALF:
                 p.grad = None

@@ -212,7 +212,7 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
             if "lora_dropout != 0" not in str(error):
                 raise
             raise UserError(
-                f"LoRA dropout {config.lora_dropout}: PEFT adapts fused experts without; give 0"
+                f"LoRA dropout {config.lora_dropout}: PEFT adapts fused experts and routers without; give 0"
             ) from error
     if on_meta:
         _train_rank_numbers(adapted)
@@ -376,7 +376,9 @@ def _read_anew(adapted: Any) -> None:
             del self.get_base_layer().parametrizations[self.parameter_name][-1]
 
     for module in adapted.modules():
-        if type(module) is ParamWrapper:
+        if type(module) is not ParamWrapper:
+            continue
+        if parametrize.is_parametrized(module.get_base_layer(), module.parameter_name):  # a router is not packed
             module.__class__ = Fresh
 
 

@@ -248,6 +248,11 @@ def notes_on(model: Any, task: Task, spec: TrainingSpec) -> tuple[str, ...]:
     if senses:
         said = f"rows are text alone: what takes {', '.join(sorted(senses))} is resident and does not run"
         return (said,)
+    if "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        return (
+            "linear attention runs as without flash-linear-attention and causal-conv1d; with these packages a step "
+            "needs less memory and far less time",
+        )
     return ("sources and targets are of the same length",) if model.config.is_encoder_decoder else ()
 
 

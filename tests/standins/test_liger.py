@@ -175,6 +175,14 @@ def test_estimates_with_and_without(config: str) -> None:
     assert 0 < kept.seconds < plain.seconds
 
 
+@pytest.mark.parametrize("flag", ["liger", "cut_cross_entropy"])
+def test_a_fused_loss_does_not_gather_the_head_beside_adapters(config: str, flag: str) -> None:
+    sharded = {flag: True, "launch": "fsdp2", "processes": 2}
+    assert _trace(config, **sharded).peak_allocated < _trace(config, **{flag: True}).peak_allocated
+    with pytest.raises(UserError, match="the output layer is divided over GPUs where it reads it"):
+        _trace(config, lora_r=4, **sharded)
+
+
 def test_a_live_trainer_is_planned_with_the_kernels_that_it_will_get(config: str, tmp_path: Path) -> None:
     rows = [{"input_ids": torch.zeros(64, dtype=torch.long), "labels": torch.zeros(64, dtype=torch.long)}] * 4
     model = LlamaForCausalLM(AutoConfig.from_pretrained(config))

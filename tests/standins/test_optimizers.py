@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from ckpt_ft.checkpointing.offload import CopyStream
@@ -18,8 +18,11 @@ from ckpt_ft.memory.cost.schedule import HOST
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.optimizers import NAMES, OFFLOADING, OPTIM_OF_TRAINER, OPTIMIZERS, OptimizerName
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins.optimizers import LAYOUTS, Tabulated
+from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.optimizers import make_optimizer, notes_on, optimizer_maker
 from ckpt_ft.workloads.workload import optimizer_step
 
@@ -316,3 +319,17 @@ def states_of_8bit(model: nn.Module) -> int:
         2 * (p.numel() + 4 * p.numel() // 256) for p in model.parameters() if p.numel() >= 4096 and p is not embedding
     )
     return small + large  # without the two maps of levels, which all tensors share
+
+
+def test_states_of_shards(tmp_path: Path) -> None:
+    """torchao keeps a byte for each element of a rank's own shard, and a scale for 256 of them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config = AutoConfig.for_model("llama", vocab_size=2048, **sizes, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    for ranks in (2, 4):
+        spec = TrainingSpec.of(
+            str(tmp_path), optimizer="adamw_torch_8bit", seq_length=16, launch=Launch("fsdp2", ranks), device="h100"
+        )
+        asked = load(spec, "h100")
+        weights = sum(p.numel() for p in asked.model.parameters()) // ranks
+        assert asked.trace(1).at_peak["optimizer"] == pytest.approx(2 * weights * (1 + 4 / 256), rel=0.03)

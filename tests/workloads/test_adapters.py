@@ -354,7 +354,7 @@ def test_quantised_and_adapted_experts_are_told(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(mixtral))
     common: dict[str, Any] = {"lora_r": 4, "dtype": "bfloat16", "seq_length": 32}
-    with pytest.raises(UserError, match="LoRA dropout 0.05: PEFT adapts fused experts without; give 0"):
+    with pytest.raises(UserError, match="LoRA dropout 0.05: PEFT adapts fused experts and routers without; give 0"):
         load(TrainingSpec.of(str(tmp_path), lora_dropout=0.05, **common), "cpu")
     adapted = load(TrainingSpec.of(str(tmp_path), **common), "cpu").model  # no dropout by default, as in the recipes
     trained = {name.partition("layers.0.")[2].partition(".lora_")[0] for name, p in adapted.named_parameters()
@@ -406,6 +406,9 @@ def test_experts_that_axolotl_packs(tmp_path: Path) -> None:
     assert sizes(adapted.model)[0] - sizes(packed.model)[0] == 3 * 8 * 4 * (128 + 256 + 256 + 256)
     trace = adapted.trace(2)
     assert trace.at_peak["optimizer"] >= 8 * sizes(adapted.model)[0]  # every adapter of an expert has a gradient
+    routed = load(spec.edit(quantize_moe_experts=True, lora_targets=("q_proj", "mlp.gate")), "cpu")
+    assert sizes(routed.model)[0] - sizes(packed.model)[0] == 3 * 4 * (8 + 256)  # routers are not packed
+    assert routed.trace(2).at_peak["optimizer"] >= 8 * sizes(routed.model)[0]
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(UserError, match="quantised experts: LlamaForCausalLM has no experts in 3-D parameters"):
         load(spec.edit(quantize_moe_experts=True), "cpu")
