@@ -20,6 +20,7 @@ from ckpt_ft.spec.peft_file import read_peft
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.model_config import read_config
 
 HOLDER = Holder("layers.0.mlp", "aten.mm", "activations", 2**20, 3)
 PLAN = Plan(
@@ -143,3 +144,31 @@ def test_sizes_are_checked_before_anything_is_built(tmp_path: Path, key: str) ->
     path.write_text(json.dumps({**LLAMA, key: 10**15}))
     with pytest.raises(UserError, match=f"{key} 1000000000000000 is no size of a model"):
         load(TrainingSpec.of(str(path), seq_length=16), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vocab_size": 0}, "vocab_size 0 is no size of a model; at least 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers -1 is no size of a model; at least 1"),
+        ({"head_dim": -1}, "head_dim -1 is no size of a model; at least 0"),
+        ({"num_key_value_heads": 3}, "its forward refuses a batch of input_ids, labels: .*size of tensor"),
+        ({"attention_dropout": 3}, "its forward refuses a batch of input_ids, labels: .*dropout probability"),
+    ],
+)
+def test_numbers_that_make_no_sense_together(changes: dict[str, int], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | changes))
+    with pytest.raises(UserError, match=says):
+        load(TrainingSpec.of(str(path), seq_length=16), "cpu").trace(1)
+
+
+def test_sizes_of_images_and_numbers_of_experts(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": "x"})
+    )
+    with pytest.raises(UserError, match="image_size 'x' of the model's config is no number of pixels"):
+        load(TrainingSpec.of(str(path)), "cpu")
+    path.write_text(json.dumps({"num_experts": 16384}))  # as Doge's
+    assert read_config(str(path)) == {"num_experts": 16384}

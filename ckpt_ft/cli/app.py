@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import sys
 import warnings
 from typing import Annotated, Any
@@ -35,8 +36,8 @@ _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of clic
 
 def main() -> None:
     """The console script."""
-    for library in ("transformers", "diffusers"):
-        logging.getLogger(library).setLevel(logging.ERROR)
+    for library in ("TRANSFORMERS", "DIFFUSERS"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
     logging.getLogger("DeepSpeed").addFilter(lambda record: False)  # it would write into our standard output
     logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # the error that follows is one line of ours
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {one_line(message)}", file=sys.stderr)

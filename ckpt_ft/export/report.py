@@ -74,6 +74,9 @@ def lines(report: MemoryReport) -> list[str]:
     said = [
         f"Highest of {sampled} measured steps, of {steps} in all." if sampled < steps else f"Highest of {steps} steps."
     ]
+    rank = report.fullest
+    if rank.predicted is not None and any(rank.peaks[p]["allocated"] > now for p, now in rank.fullest.items()):
+        said.append("Predicted phases are those of the step with the highest peak; others rose higher in other steps.")
     batch = report.max_batch
     if batch is not None:
         proved = "" if batch.proved is None else f", proved {batch.proved}"
@@ -219,7 +222,7 @@ def _compared(measured: RankMemory, predicted: Prediction) -> Iterator[tuple[str
         ("peak allocated", predicted.allocated, measured.peak()),
         ("peak reserved", predicted.reserved, measured.peak("reserved")),
         *(
-            (f"peak {p}", predicted.peaks.get(p), measured.peaks.get(p, {}).get("allocated"))
+            (f"peak {p}", predicted.peaks.get(p), measured.fullest.get(p, measured.peaks.get(p, {}).get("allocated")))
             for p in _names([measured])
         ),
         ("peak in host memory", predicted.host or None, None),

@@ -78,9 +78,9 @@ def _check_batch(name: str, workload: Workload, batch_size: int, device: torch.d
     step = replace(workload, device=current_gpu() or find_gpu(_CARD), make_optimizer=None)
     try:
         trace = step.trace(batch_size)
-    except UserError:
-        raise
     except Exception as error:  # errors of any library: a check can run steps that a trace cannot
+        if isinstance(error, UserError) and not isinstance(error.__cause__, NotImplementedError):
+            raise
         return [f"note: a step cannot be traced, so whether it fits is not known: {one_line(error, 200)}"]
     gradients = sum(p.numel() * p.element_size() for p in workload.model.parameters() if p.requires_grad)
     needed, free = trace.peak_allocated + gradients, _free(device)

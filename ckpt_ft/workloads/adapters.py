@@ -305,17 +305,12 @@ def by_task(spec: TrainingSpec) -> bool:
     return spec.adapter.peft is not None and spec.adapter.peft.get("peft_type") in ("MULTITASK_PROMPT_TUNING", "POLY")
 
 
-def refusals(spec: TrainingSpec) -> dict[type[Exception], str]:
-    """Exceptions that a forward raises for unsupported input, with a message for each; "" if the batch is the cause.
-
-    Adapters that compute with the weight itself fail on packed bits. Others fail on missing input (X-LoRA without
-    adapters to mix).
-    """
-    refused = dict.fromkeys((AttributeError, TypeError, ValueError), "")
-    if spec.adapter.peft is not None:
-        over = f" over weights in {spec.quantisation.bits} bits" if spec.quantisation.bits else ""
-        refused[RuntimeError] = f"{spec.adapter.peft.get('peft_type')} does not run{over}"
-    return refused
+def adapters_of(spec: TrainingSpec) -> str:
+    """The adapters of `spec`, for errors of the forward: those that compute with the weight fail on packed bits."""
+    if spec.adapter.peft is None:
+        return ""
+    over = f" over weights in {spec.quantisation.bits} bits" if spec.quantisation.bits else ""
+    return f" with {spec.adapter.peft.get('peft_type')}{over}"
 
 
 def _quantise(model: Any, spec: TrainingSpec) -> None:

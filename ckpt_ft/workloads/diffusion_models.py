@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError
 from ckpt_ft.spec.peft_file import takes
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import Valueless, adapt
 from ckpt_ft.workloads.model_config import read_parts
 from ckpt_ft.workloads.sample_sizes import Lengths, Size, sizes_of
@@ -208,13 +209,10 @@ def build_text_encoder(name: str, config: Mapping[str, Any], dtype: torch.dtype)
     """
     import transformers
 
-    try:
+    with library_reads(f"{name}: its config makes no text encoder"), torch.device("meta"):
         kind = getattr(transformers, config["architectures"][0])
-        with torch.device("meta"):
-            built = kind(kind.config_class.from_dict(dict(config)))
+        built = kind(kind.config_class.from_dict(dict(config)))
         return nn.Module.to(built, dtype).requires_grad_(False).eval()
-    except Exception as error:
-        raise UserError(f"{name}: its config makes no text encoder: {one_line(error, 200)}") from error
 
 
 def build_vae(name: str, config: Mapping[str, Any]) -> Any:
@@ -225,12 +223,8 @@ def build_vae(name: str, config: Mapping[str, Any]) -> Any:
     """
     import diffusers
 
-    try:
-        with torch.device("meta"):
-            built = getattr(diffusers, config["_class_name"]).from_config(dict(config))
-        return built.requires_grad_(False).eval()
-    except Exception as error:
-        raise UserError(f"{name}: its config makes no VAE: {one_line(error, 200)}") from error
+    with library_reads(f"{name}: its config makes no VAE"), torch.device("meta"):
+        return getattr(diffusers, config["_class_name"]).from_config(dict(config)).requires_grad_(False).eval()
 
 
 class Encoding:
@@ -463,13 +457,9 @@ def _build(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> tuple[An
         raise UserError(f"{name}: no training step is known for {kind} ({', '.join(KINDS)})")
     if not hasattr(diffusers, kind):
         raise UserError(f"{name}: diffusers {diffusers.__version__} has no {kind}")
-    try:
-        with torch.device("meta"):
-            model = getattr(diffusers, kind).from_config(dict(config))
-            # diffusers' own `to` warns about modules that want float32.
-            nn.Module.to(model, DTYPES[spec.precision.dtype])
-    except Exception as error:
-        raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
+    with library_reads(f"{name}: its config does not make a model"), torch.device("meta"):
+        model = getattr(diffusers, kind).from_config(dict(config))
+        nn.Module.to(model, DTYPES[spec.precision.dtype])  # diffusers' own `to` warns about what wants float32
     return model.train(), KINDS[kind]
 
 

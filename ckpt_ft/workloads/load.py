@@ -15,6 +15,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError
@@ -23,7 +24,8 @@ from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins.float8 import to_float8
 from ckpt_ft.units import format_bytes
-from ckpt_ft.workloads.adapters import as_quantised, notes_on
+from ckpt_ft.validation import library_reads
+from ckpt_ft.workloads.adapters import adapters_of, as_quantised, notes_on
 from ckpt_ft.workloads.model_config import read_config
 
 from .optimizers import notes_on as notes_on_optimizer
@@ -31,7 +33,7 @@ from .optimizers import optimizer_maker
 from .phases import evaluation_of
 from .sample_sizes import Lengths
 from .trl_trainers import as_reward_model, trainer_step, vllm_share
-from .workload import MIXED_PRECISION, MakeBatch, Workload
+from .workload import MIXED_PRECISION, Batch, Forward, Loss, MakeBatch, Workload
 
 _FALLBACK = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"([\w-]+)"')
 
@@ -107,6 +109,7 @@ def load(
         phases = phases | {"evaluation": evaluation_of(spec.data, workload.model)}
     return replace(
         workload,
+        compute_loss=_refusing(workload.compute_loss, adapters_of(spec)),
         name=_with_code(spec.title, workload.model) if gpu else spec.title,
         make_optimizer=optimizer_maker(spec.optimizer.name, spec.optimizer.ema, workload.model, str(device)),
         device=device,
@@ -129,6 +132,19 @@ def load(
             *([gpu.note] if gpu and gpu.note else []),
         ),
     )
+
+
+def _refusing(loss: Loss, adapters: str) -> Loss:
+    """`loss` of a model that never ran, whose configuration may make no sense: an error of its forward in one line."""
+
+    def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
+        with library_reads(f"its forward refuses a batch of {', '.join(batch)}{adapters}"):
+            lost = loss(model, batch)
+        if torch.is_grad_enabled() and not lost.requires_grad:
+            raise UserError(f"nothing that is trained has a part in the loss{adapters}")
+        return lost
+
+    return compute_loss
 
 
 def _with_code(title: str, model: nn.Module) -> str:

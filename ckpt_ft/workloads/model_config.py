@@ -106,6 +106,8 @@ _MOST = 2**40
 _MOST_LAYERS = 10_000
 _PARTS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")  # parts of a pipeline
 _REPEATS = re.compile(r"layers|depth|blocks|stages|experts")  # in names of numbers of parts
+_AT_LEAST_1 = ("vocab_size", "hidden_size", "d_model", "n_embd", "num_hidden_layers", "n_layer")
+_AT_LEAST_0 = re.compile(r"(image|sample|patch|intermediate)_size$|channels$|_dim$")  # -1 is a value of other names
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -259,7 +261,7 @@ def _number(part: dict[str, Any]) -> Any:
 
 
 def check_sizes(source: str, value: Any, key: str = "") -> None:
-    """Raises UserError for absurdly large numbers: building a billion layers would never end."""
+    """Raises UserError for sizes of no model: building a billion layers would never end, and 0 tokens are no words."""
     if isinstance(value, dict):
         for name, part in value.items():
             check_sizes(source, part, str(name))
@@ -267,9 +269,11 @@ def check_sizes(source: str, value: Any, key: str = "") -> None:
         for part in value[:_MOST_LAYERS]:
             check_sizes(source, part, key)
     elif isinstance(value, (int, float)) and value not in (float("inf"), float("-inf")):  # Mamba-2's time limits
-        most = _MOST_LAYERS if _REPEATS.search(key) else _MOST
-        if not -most <= value <= most:
-            raise UserError(f"{source}: {key} {str(value)[:20]} is no size of a model; at most {most}")
+        most = _MOST_LAYERS * (10 if "experts" in key else 1) if _REPEATS.search(key) else _MOST
+        least = 1 if key in _AT_LEAST_1 else 0 if _AT_LEAST_0.search(key) else -most
+        if not least <= value <= most:
+            allowed = f"at least {least}" if value < least else f"at most {most}"
+            raise UserError(f"{source}: {key} {str(value)[:20]} is no size of a model; {allowed}")
 
 
 STRETCHES = ("linear", "dynamic", "yarn")  # `rope_type` of transformers that need nothing but a factor

@@ -10,7 +10,6 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from ckpt_ft.errors import UserError, is_oom, one_line
+from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins import flash_attention, liger
-from ckpt_ft.workloads.adapters import adapt, by_task, notes_on_experts, refusals
+from ckpt_ft.validation import library_reads
+from ckpt_ft.workloads.adapters import adapt, by_task, notes_on_experts
 from ckpt_ft.workloads.images import Pictured, pictured
 from ckpt_ft.workloads.model_config import (
     beyond_note,
@@ -399,10 +399,9 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     if kind.__name__ not in (config.get("architectures") or [kind.__name__]):
         said = (*said, f"a backbone alone has no loss: {kind.__name__} is trained")
     notes = (*said, *notes_on(built, task, spec), *notes_on_experts(built, spec))
-    loss = partial(_loss, task.loss, refusals(spec))
     adapted = adapt(built, spec)
     liger.check_experts(adapted)
-    return Workload(adapted, make_batch, loss, kind=task.kind, shape=shape, notes=notes)
+    return Workload(adapted, make_batch, task.loss, kind=task.kind, shape=shape, notes=notes)
 
 
 def _lengthened(
@@ -449,23 +448,6 @@ def _packed_positions(ids: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.arange(first), torch.arange(tokens - first)]).expand(samples, -1).clone()
 
 
-def _loss(loss: Loss, refused: Mapping[type[Exception], str], model: Forward, batch: Batch) -> torch.Tensor:
-    """Computes `loss` of a model that was never called before; turns errors about missing input into a UserError."""
-    try:
-        lost = loss(model, batch)
-        if torch.is_grad_enabled() and not lost.requires_grad:
-            raise UserError(refused.get(RuntimeError, "nothing that is trained has a part in the loss"))
-        return lost
-    except UserError:
-        raise
-    except tuple(refused) as error:
-        if is_oom(error) or "overflow" in str(error):  # the batch is too large for memory, which the trace reports
-            raise
-        said = next(said for kind, said in refused.items() if isinstance(error, kind))
-        said = said or f"its forward refuses a batch of {', '.join(batch)}"
-        raise UserError(f"{said}: {one_line(error, 200)}") from error
-
-
 def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, Task]:
     """The class to build and its task. A bare backbone is replaced by the class that adds a head to it."""
     import transformers
@@ -496,7 +478,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
             raise UserError(f"{name}: transformers has no {attention} for {kind.__name__}")
         attention = flash_attention.NAME if attention == "flash_attention_2" else attention
     values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
-    try:
+    with library_reads(f"{name}: its config does not make a model"):
         parsed = AutoConfig.for_model(config["model_type"], **values)
         stretch_positions(parsed, spec.model.rope_scaling, spec.data.tokens)
         weigh_routers(parsed, spec.model.router_aux_loss_coef, kind, by_trl=bool(spec.trainer.trainer))
@@ -505,10 +487,6 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
                 parsed, dtype=DTYPES[spec.precision.dtype], attn_implementation=attention,
                 experts_implementation=spec.kernels.experts_implementation or None,
             )  # fmt: skip
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     if config.get("tie_word_embeddings") is False:
         _untie(model)
     _keep_in_float32(model, spec.precision.dtype)
@@ -556,4 +534,7 @@ def _image_size(config: Mapping[str, Any], task: Task) -> int:
     usual = 512 if task.table == "FOR_SEMANTIC_SEGMENTATION_" else 224  # ADE20K's crops, ImageNet's
     tower = config.get("vision_config") or {}
     size = config.get("image_size") or tower.get("image_size") or usual
-    return int(size[0] if isinstance(size, (list, tuple)) else size)
+    side = size[0] if isinstance(size, (list, tuple)) else size
+    if not isinstance(side, (int, float)):
+        raise UserError(f"image_size {str(size)[:50]!r} of the model's config is no number of pixels")
+    return int(side)

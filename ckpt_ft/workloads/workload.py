@@ -315,14 +315,13 @@ class Workload:
                     update=partial(update, max_grad_norm=self.max_grad_norm) if again and self.loop is None else None,
                     phase=phase,
                 )
-        except ValueError as error:
-            if "Expected more than 1" not in str(error):  # torch's message for a norm's statistics of one value
-                raise
-            raise UserError(f"a batch of 1: {one_line(error, 200)}; give at least 2, or a larger budget") from error
-        except RuntimeError as error:
-            if "overflow" not in str(error):  # torch's message
-                raise
-            raise UserError(f"no memory holds such a batch ({one_line(error, 200)}); give a smaller one") from error
+        except (ValueError, RuntimeError) as error:  # by torch's messages
+            said = one_line(error, 200)
+            if "Expected more than 1" in said:  # for a norm's statistics
+                raise UserError(f"a batch of 1: {said}; give at least 2, or a larger budget") from error
+            if "overflow" in said:
+                raise UserError(f"no memory holds such a batch ({said}); give a smaller one") from error
+            raise
         finally:
             expert_imbalance.reset(routing)
 

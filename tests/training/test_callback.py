@@ -643,6 +643,34 @@ def test_states_in_the_groups_of_an_optimizer_are_counted(tmp_path: Path, rows: 
         assert rank.predicted.peaks[phase] == pytest.approx(measured["allocated"], rel=2e-3), phase
 
 
+def test_phases_are_compared_with_the_step_that_is_predicted(tmp_path: Path) -> None:
+    """The first step is the highest, as GaLore's, which decomposes gradients; later ones begin with states."""
+
+    class Starting(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1e-3})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in (p for group in self.param_groups for p in group["params"] if not self.state[p]):
+                self.state[p]["kept"] = torch.zeros_like(p)
+                _decomposed = p.new_zeros(2**20)
+
+    model = tiny()
+    trainer = Trainer(
+        model=model, args=arguments(tmp_path), train_dataset=ROWS, optimizers=(Starting(model.parameters()), None)
+    )
+    callback = ACCallback(ACArguments(ac_report="md")).attach(trainer)
+    trainer.train()
+    assert callback.report is not None
+    (rank,) = callback.report.ranks
+    assert rank.predicted is not None, callback.report.notes
+    assert rank.predicted.peaks["forward"] == pytest.approx(rank.fullest["forward"], abs=64)
+    later = rank.fullest["forward"] + sum(4 * p.numel() for p in model.parameters())
+    assert rank.peaks["forward"]["allocated"] == pytest.approx(later, abs=64)
+    assert "others rose higher in other steps" in (tmp_path / "memory_report.md").read_text()
+
+
 @pytest.mark.parametrize("steps", [3, 9])
 def test_steps_of_a_schedule_free_optimizer_are_counted_on(tmp_path: Path, steps: int) -> None:
     """RAdam makes its denominators from the sixth step on."""

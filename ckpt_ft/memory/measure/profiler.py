@@ -287,6 +287,7 @@ class MemoryProfiler:
         self.history = History()
         self.batch = self._batch = LargestBatch()  # of the step with the highest peak, and of the current step
         self.fullest = 0
+        self._of_fullest: Peaks = {}
         self.loss_batches: list[LargestBatch] = []
         self._loss_batches: list[LargestBatch] = []
         self._resident: dict[str, int] = {}
@@ -396,7 +397,7 @@ class MemoryProfiler:
             if self.device.type == "cuda" and not self._resident and self.model is not None:
                 self._resident = resident_bytes(nn.ModuleList([self.model, *self.auxiliary_models]), self.optimizer)
             if self._batch.elements and _of_step(peaks) >= _of_step(self.peaks):
-                self.fullest = self.steps
+                self.fullest, self._of_fullest = self.steps, peaks
                 self.batch, self.loss_batches = self._batch, self._loss_batches
             merge_peaks(self.peaks, peaks)
             self.history.add(self.steps, peaks)
@@ -473,6 +474,7 @@ class MemoryProfiler:
             seconds=self._timed_seconds / self._timed_steps if self._timed_steps else None,
             history=self.history,
             predicted=predicted,
+            fullest={phase: figures["allocated"] for phase, figures in self._of_fullest.items()},
             host=_host_bytes(self.device),
             **figures,
         )

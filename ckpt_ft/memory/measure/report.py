@@ -137,6 +137,7 @@ class RankMemory:
         retries, ooms: CUDA allocations that first had to free cached memory, and those that failed.
         history: peaks over the measured steps.
         predicted: the figures of a trace of this process's step.
+        fullest: phase -> bytes allocated in the measured step with the highest peak, which is the predicted one.
     """
 
     rank: Bytes
@@ -152,6 +153,7 @@ class RankMemory:
     history: History = field(default_factory=History)
     predicted: Prediction | None = None
     host: dict[str, Bytes] = field(default_factory=dict)
+    fullest: dict[str, Bytes] = field(default_factory=dict)
 
     def peak(self, figure: str = "allocated") -> int | None:
         """The maximum over all phases in bytes; None for a figure that was not measured."""
