@@ -101,7 +101,8 @@ def run(drawn: dict[str, Any]) -> tuple[int, int | None, list[str]]:
         adapter = IA3Config(task_type=task, target_modules="all-linear", feedforward_modules=[])
     elif drawn["adapter"] != "none":
         dora = drawn["adapter"] == "dora"
-        adapter = LoraConfig(task_type=task, r=8, target_modules="all-linear", use_dora=dora, lora_dropout=0.05)
+        dropout = 0.0 if drawn["model"] == "mixtral" else 0.05  # PEFT adapts fused experts without
+        adapter = LoraConfig(task_type=task, r=8, target_modules="all-linear", use_dora=dora, lora_dropout=dropout)
     with tempfile.TemporaryDirectory() as out:
         options: dict[str, Any] = {
             "use_cpu": True, "disable_tqdm": True, "max_steps": 4, "save_strategy": "no", "report_to": "none",

@@ -125,9 +125,9 @@ def test_what_is_checked_does_not_depend_on_what_memory_held(tmp_path: Path) -> 
     """The loss is against a target that is the same each time."""
     config, _ = TINY["SanaTransformer2DModel"]
     workload = load(TrainingSpec.of(written(tmp_path, "SanaTransformer2DModel", config), resolution=64), "t4")
-    prediction = torch.full((2, 3), 2.0)
+    prediction = torch.full((2, 3), 2.0, requires_grad=True)
     loss = workload.compute_loss(lambda **inputs: (prediction,), {})
-    assert math.isclose(float(loss), 4.0)
+    assert math.isclose(loss.item(), 4.0)
 
 
 @pytest.mark.parametrize(
