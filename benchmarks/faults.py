@@ -98,7 +98,7 @@ class Chain:
         return (
             f"{self.recipe}: {self.kills} kills, {self.within_a_write} of them within a write; {self.half_written} "
             f"left a checkpoint half-written; of {sum(self.again)} steps made again at most "
-            f"{max(self.again, default=0)} at once; steps lost: {len(self.lost)}; torn checkpoints taken for whole: "
+            f"{max(self.again, default=0)} at once; steps lost: {len(self.lost)}; incomplete checkpoints used: "
             f"{len(self.torn)}; unequal losses and weights: {', '.join(self.unequal) or 0}"
         )
 
