@@ -12,6 +12,7 @@ Hugging Face's blog on Ulysses: Qwen3-4B under ZeRO-3. torchao's README on optim
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ def rows() -> Iterator[Row]:
 
 
 def _estimate(model: str, card: str, tokens: int, policy: str, launch: Launch, **more: Any) -> Estimate:
+    os.environ["OMP_NUM_THREADS"] = "1"  # as `accelerate launch` sets it: the seconds of Adam on the host
     spec = TrainingSpec.of(
         model, dtype="bfloat16", mixed_precision="bf16", seq_length=tokens, policy=policy, device=card, launch=launch,
         attn_implementation="flash_attention_2", alloc_conf="expandable_segments:True", rope_scaling="none", **more

@@ -111,6 +111,8 @@ class Parked:
         self.host = host_tensor(flat)
         if (copied := self.copies.start((self.host, flat))) is not None:
             parking.leaving.append((flat, copied))
+            if not parking.inside:
+                parking.let_go()
 
     def __del__(self) -> None:
         self.copies.wait(self.ready)  # its memory belongs to the current stream, and the copy may still write to it
@@ -232,17 +234,18 @@ class HostCopy:
 class Parking:
     """One forward pass: the storages that it copied to the host, by block.
 
-    A storage that is copied is kept until the computation has waited for the copy, when the next block begins. Then
-    its memory can be used again at once; `Tensor.record_stream` would leave it until the host sees that the copy has
-    ended, and the host is far ahead (cf. torchtune's OffloadActivations).
+    A storage that is copied is kept until the computation has waited for the copy, when its block ends; outside of
+    blocks at once. Then its memory can be used again; `Tensor.record_stream` would leave it until the host sees that
+    the copy has ended, and the host is far ahead (cf. torchtune's OffloadActivations).
 
+    inside: whether a block runs.
     leaving: what is copied to the host, each with the event that ends the copy.
     """
 
     def __init__(self, min_bytes: int, comparison: TensorComparison | None = None) -> None:
         self.min_bytes, self.comparison = min_bytes, comparison
         self.resident: dict[int, Any] = {}  # storages that stay on the device, as `_storages` returns them
-        self.block = 0
+        self.block, self.inside = 0, False
         self.blocks: dict[int, list[weakref.ref[Parked]]] = {}
         self.leaving: list[tuple[torch.Tensor, Any]] = []
         self.copies: CopyStream | None = None
@@ -353,11 +356,14 @@ class Block(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = None if torch.compiler.is_compiling() else _local.running
-        if running is not None:
-            running.let_go()
-            running.block += 1
-            running.resident |= _storages(self.module)  # FSDP has gathered them by now
-        return self.forward(*args, **kwargs)
+        if running is None:
+            return self.forward(*args, **kwargs)
+        running.block, running.inside = running.block + 1, True
+        running.resident |= _storages(self.module)  # FSDP has gathered them by now
+        out = self.forward(*args, **kwargs)
+        running.inside = False
+        running.let_go()
+        return out
 
 
 def install(model: nn.Module, blocks: Mapping[str, nn.Module], *, min_bytes: int = MIN_BYTES) -> Installed:

@@ -348,6 +348,7 @@ def test_what_is_copied_is_kept_until_the_computation_waits_for_the_copy() -> No
     parking.copies.streams = streams = Streams()
     parking.copies.side, streams.recorder = streams.Stream(), (heard := Listener())
     freed = weakref.ref(source)
+    parking.inside = True  # of a block
     parked = Parked(source, 0, parking)
     del source
     gc.collect()
