@@ -1,58 +1,64 @@
 """Seconds of training steps of timm's models on an RTX 3090, beside those that timm publishes.
 
-    pip install timm                          # it needs torchvision
-    python benchmarks/timm_steps.py           # prints, and writes its section of docs/vision.md; about ten minutes
-    python benchmarks/timm_steps.py --no-write --only resnet
+    pip install --target DIR --no-deps timm==0.6.7 torchvision     # the models as they were when they were timed
+    PYTHONPATH=DIR python benchmarks/timm_steps.py                  # half an hour of one core
+    PYTHONPATH=DIR python benchmarks/timm_steps.py --no-write --only resnet
+    python benchmarks/timm_steps.py --from-results                  # docs/vision.md from results/timm_steps.csv
 
-The step is that of timm's benchmark.py: fp32 weights under fp16 autocast, cross entropy, SGD with Nesterov momentum
-and one kernel for each tensor (torch 1.12's default), attention by matmuls (torch 1.12 had no fused attention). The
-rules of convolutions were looked at on a third of one half of the models; the other half was not looked at.
+The step is that of timm's benchmark.py under torch 1.12: fp32 weights under fp16 autocast, cross entropy, gradients
+that are set to zero and not dropped, SGD with Nesterov momentum and one kernel for each tensor, attention by matmuls.
+Later versions of timm have other models under these names: since 0.8 the queries are scaled in place of the scores,
+which is a pass over the scores less, and 1.0 builds ig_resnext101_32x8d for ig_resnext101_32x32d.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import os
 import statistics
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vision import table, write_section  # type: ignore[import-not-found]
 
 from ckpt_ft import trace_step
-from ckpt_ft.errors import run
+from ckpt_ft.errors import UserError, run
 
-ROWS = Path(__file__).parent / "data" / "timm_steps_rtx3090.csv"
-DEVICE = "rtx-3090"
+HERE = Path(__file__).parent
+ROWS, RESULTS = HERE / "data" / "timm_steps_rtx3090.csv", HERE / "results" / "timm_steps.csv"
+DEVICE, TIMM = "rtx-3090", "0.6.7"
 TITLE = """## timm's models on an RTX 3090
 
 Seconds of a training step, predicted by `trace_step` and published by timm (benchmark-train-amp, torch 1.12, CUDA
-11.3, cuDNN's benchmark mode; fp16 autocast). {count} steps; the models that today's timm does not have are left out.
-"Grouped": some convolution has several groups of more than one channel (ResNeXt, RegNet). The rules were looked at on
-a third of the first half of the models (by a hash of the name), the second half not before this table was made.
+11.3, cuDNN's benchmark mode; fp16 autocast). {count} steps of the models as timm {timm} has them, which was current
+then; the rows are in benchmarks/results/timm_steps.csv. "Seen" are the models whose name has an even CRC-32: rules
+were chosen and constants read with these in view, and never with the others. "Grouped": some convolution has several
+groups of more than one channel (ResNeXt, RegNet). The target is 8 % in the median and 25 % at worst.
 """
-GROUPED = """
-The steps with grouped convolutions in channels last are far too fast here: cuDNN of that time ran most of them at 1
-to 4 TFLOP/s, slower than in channels first (`repvgg_b2g4`: 3.8 s against 1.3 s), but those of ResNeXt's 32 narrow
-groups at full speed. Nothing is fitted to that.
+LEFT = """
+{left}
 """
+
+
+def seen(model: str) -> bool:
+    """Whether rules may be chosen with this model's rows in view: half of the models, by their names."""
+    return zlib.crc32(model.encode()) % 2 == 0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published step, and its prediction. `half`: 0 if its model is of the first half, else 1."""
+    """One published step, and its prediction."""
 
     model: str
     layout: str
-    half: int
     grouped: bool
     published: float
     predicted: float
@@ -62,15 +68,21 @@ class Row:
         return self.predicted / self.published - 1
 
 
-def build(name: str, side: int) -> nn.Module:
-    """The model on "meta" for images of `side` pixels. Raises RuntimeError if timm does not have it."""
+def build(name: str) -> nn.Module:
+    """The model on "meta", or on the CPU if it needs values. Raises RuntimeError if this timm does not have it."""
     import timm  # type: ignore[import-not-found]
 
-    with torch.device("meta"):
+    linspace = torch.linspace
+
+    def on_cpu(*args: Any, **kwargs: Any) -> Tensor:  # rates of stochastic depth, which are read as numbers
+        return linspace(*args, **{"device": "cpu", **kwargs})
+
+    with torch.device("meta"), patch.object(torch, "linspace", on_cpu):
         try:
-            return timm.create_model(name, img_size=side).train()
-        except TypeError:  # a CNN
             return timm.create_model(name).train()
+        except NotImplementedError:  # positions that a buffer is computed from
+            pass
+    return timm.create_model(name).train()
 
 
 def is_grouped(model: nn.Module) -> bool:
@@ -86,7 +98,7 @@ def seconds(model: nn.Module, batch: int, side: int, last: bool) -> float:
     labels = torch.zeros(batch, dtype=torch.long, device="meta")
 
     def step(model: nn.Module, optimizer: Any) -> None:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         with torch.autocast("cuda", torch.float16):
             output = model(images)
         output = output[0] if isinstance(output, tuple) else output
@@ -101,24 +113,47 @@ def seconds(model: nn.Module, batch: int, side: int, last: bool) -> float:
 
 
 def rows(only: str) -> Iterator[Row]:
+    """Every published step whose model has `only` in its name, traced."""
+    import timm
+
+    if timm.__version__ != TIMM:
+        raise UserError(f"timm {timm.__version__}: the steps were timed with {TIMM}, and its models differ")
     with ROWS.open(encoding="utf-8") as file:
         for published in csv.DictReader(file):
-            name, side = published["model"], int(published["image"])
+            name, layout = published["model"], published["layout"]
             if only not in name:
                 continue
             try:
-                model = build(name, side)
+                model = build(name)
             except RuntimeError as error:
                 print(f"{name}: left out ({error})", file=sys.stderr)
                 continue
-            predicted = seconds(model, int(published["batch"]), side, published["layout"] == "nhwc")
-            half, measured = zlib.crc32(name.encode()) % 2, float(published["step_ms"]) / 1000
-            row = Row(name, published["layout"], half, is_grouped(model), measured, predicted)
+            predicted = seconds(model, int(published["batch"]), int(published["image"]), layout == "nhwc")
+            row = Row(name, layout, is_grouped(model), float(published["step_ms"]) / 1000, predicted)
             print(
-                f"{name:34s} {row.layout} {measured:7.3f} s, predicted {predicted:7.3f} s ({row.error:+.1%})",
+                f"{name:34s} {layout} {row.published:7.3f} s, predicted {predicted:7.3f} s ({row.error:+.1%})",
                 flush=True,
             )
             yield row
+
+
+def write(found: Iterable[Row]) -> None:
+    """Writes the rows to `RESULTS`."""
+    with RESULTS.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([field.name for field in fields(Row)])
+        writer.writerows((*astuple(row)[:3], *(f"{s:.6g}" for s in astuple(row)[3:])) for row in found)
+
+
+def results() -> list[Row]:
+    """The rows of `RESULTS`."""
+    with RESULTS.open(encoding="utf-8") as file:
+        return [
+            Row(
+                row["model"], row["layout"], row["grouped"] == "True", float(row["published"]), float(row["predicted"])
+            )
+            for row in csv.DictReader(file)
+        ]
 
 
 def summary(found: list[Row]) -> str:
@@ -126,38 +161,50 @@ def summary(found: list[Row]) -> str:
     lines = []
     for layout, order in (("nchw", "channels first"), ("nhwc", "channels last")):
         for grouped in (False, True):
-            for half, called in enumerate(("first", "second")):
-                some = [row for row in found if (row.layout, row.grouped, row.half) == (layout, grouped, half)]
-                if not some:
-                    continue
-                errors = sorted(abs(row.error) for row in some)
-                worst = max(some, key=lambda row: abs(row.error))
-                within = sum(error <= 0.25 for error in errors) / len(errors)
-                lines.append(
-                    [
-                        f"{order}{', grouped' if grouped else ''}, {called} half",
-                        str(len(some)),
-                        f"{statistics.median(row.error for row in some):+.1%}",
-                        f"{statistics.median(errors):.1%}",
-                        f"{within:.0%}",
-                        f"{worst.error:+.0%} ({worst.model})",
-                    ]
-                )
+            for looked, called in ((True, "seen"), (False, "unseen")):
+                kind = layout, grouped, looked
+                some = [row for row in found if (row.layout, row.grouped, seen(row.model)) == kind]
+                if some:
+                    lines.append([f"{order}{', grouped' if grouped else ''}, {called}", *figures(some)])
+    lines += [[f"all, {called}", *figures(half)] for called, half in halves(found).items()]
     return table(["steps", "n", "median", "median, absolute", "within 25 %", "worst"], lines)
+
+
+def halves(found: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of the models that rules were chosen with, and the others."""
+    split: dict[str, list[Row]] = {"seen": [], "unseen": []}
+    for row in found:
+        split["seen" if seen(row.model) else "unseen"].append(row)
+    return {called: half for called, half in split.items() if half}
+
+
+def figures(some: list[Row]) -> list[str]:
+    """Count, median, absolute median, share within 25 %, worst."""
+    errors = [abs(row.error) for row in some]
+    worst = max(some, key=lambda row: abs(row.error))
+    within = sum(error <= 0.25 for error in errors) / len(errors)
+    middle = statistics.median(row.error for row in some)
+    return [
+        str(len(some)), f"{middle:+.1%}", f"{statistics.median(errors):.1%}", f"{within:.0%}",
+        f"{worst.error:+.0%} ({worst.model})",
+    ]  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--only", default="", help="models whose name contains this; writes nothing")
     parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--from-results", action="store_true", help="trace nothing, read results/timm_steps.csv")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    os.environ.setdefault("TIMM_FUSED_ATTN", "0")
-    found = list(rows(given.only))
-    text = TITLE.format(count=len(found)) + "\n" + summary(found) + GROUPED
+    found = results() if given.from_results else list(rows(given.only))
+    text = TITLE.format(count=len(found), timm=TIMM) + "\n" + summary(found) + LEFT
     print(text)
-    if not given.no_write:
-        write_section("timm", text)
+    if given.no_write or given.only:
+        return
+    if not given.from_results:
+        write(found)
+    write_section("timm", text)
 
 
 if __name__ == "__main__":

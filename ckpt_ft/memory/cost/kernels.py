@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 #   matmul: (batch, rows, columns, terms of each sum, flags): UNEVEN if rows in memory are no multiple of 16 bytes,
 #       ACROSS unless the terms of a sum are adjacent in both operands, as in the forward of a linear layer
 #   convolution: the shape of the equivalent matmul with groups as batch. The fifth entry is the sum of UNEVEN, for
-#       pixels whose channels are no multiple of 16 bytes, and WINOGRAD, for a 3 x 3 window of stride 1. The sixth is
-#       the bytes of images in channels first, which tensor cores can neither read nor write
-#   depthwise convolution: (values under all windows, WINDOW); a value counts more than once if a kernel is slower
+#       pixels whose channels are no multiple of 16 bytes, WINOGRAD, for a 3 x 3 window of stride 1, and DIRECT, for
+#       groups in channels last that cuDNN multiplies without tensor cores. The sixth is the bytes of images in
+#       channels first, which tensor cores can neither read nor write
+#   depthwise convolution: (values under all windows and pixels, WINDOW); they count more often if a kernel is slower
 #   attention: (batch x heads, queries, keys, head size)
 #   norm, softmax: (rows, bytes of a row)
 #   transform, sort: (half passes over the data,)
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 #       bytes at once; (elements, INDEXED) for elements that are fetched or added to by index
 #   nll loss: (rows,)
 Shape = tuple[int, ...]
-UNEVEN, WINOGRAD, ACROSS = 1, 2, 4
+UNEVEN, WINOGRAD, ACROSS, DIRECT = 1, 2, 4, 8
 CAST, STRIDED, INDEXED, WINDOW = 1, 2, 3, 4
 TF32 = "tf32"  # `Op.dtype` of fp32 operands that may be rounded to TF32
 
@@ -59,9 +60,9 @@ _NARROW_HEAD = 0.88  # heads of 64 and fewer (the same figures)
 _BLOCK = 64
 
 # Cycles of an SM for each element whose address a thread computes, or which it casts; twice as many for an element
-# that is fetched or added to by index (A100: RoPE, RMSNorm and embedding in hf_op_latencies.csv); a fifth for each
-# value under a window of a depthwise convolution (A100, 3 x 3: pytorch/pytorch#18631).
-_CYCLES = {STRIDED: 0.9, CAST: 0.9, INDEXED: 2.0, WINDOW: 0.2}
+# that is fetched or added to by index (A100: RoPE, RMSNorm and embedding in hf_op_latencies.csv); for each value under
+# a window of a depthwise convolution, 1.8 for a pixel of 3 x 3 (A100: pytorch/pytorch#18631).
+_CYCLES = {STRIDED: 0.9, CAST: 0.9, INDEXED: 2.0, WINDOW: 0.12}
 _BLOCKS = {"softmax": 1024, "norm": 128}  # threads that work on a row (ATen's SoftMax.cu, layer_norm_kernel.cu)
 # Bytes of the rows in work over the bytes of the caches that hold them: from the first value on some rows are read
 # from memory again, from the second on all. Softmax reads a row three times in succession, also from the SM's own
@@ -80,8 +81,9 @@ _NLL_ROWS, _NLL_SECONDS = 32, 0.75e-6  # one block of 32 threads processes all r
 # shared memory gives each lane per cycle: 2 on V100 and A100, 1 on a T4 (arXiv:1903.07486: 108 and 59 bytes per cycle
 # for 64 lanes) and on SMs with 128 lanes (CUDA C++ programming guide).
 _LOADS, _LOADS_TENSOR = {2: 8.0, 1: 16.0}, 30.0
-# Tensor cores? -> seconds to fill a tile's pipeline from memory.
-_TILE_SECONDS = {False: 0.5e-6, True: 1.5e-6}
+# Tensor cores? -> seconds to fill a tile's pipeline from memory, and the terms it holds: with them 3 to 5 times 32, as
+# the names of kernels say (ampere_..._128x128_32x5).
+_FILL = {False: (0.5e-6, 1), True: (1.5e-6, 128)}
 # Lanes of an SM -> share of the time to store the result that no other tile's arithmetic hides: twice the lanes finish
 # a tile in half the time. Tensor cores (0) are used well where sums are long enough to hide it.
 _STORES = {64: 0.3, 128: 0.65, 0: 0.0}
@@ -91,8 +93,11 @@ _STORES = {64: 0.3, 128: 0.65, 0: 0.0}
 # (benchmarks/data/fp32_steps.csv).
 _ONE = 128, 128
 _WIDE = 512  # narrower results, as adapters have, are split or have narrow tiles: an assumption, as above
-_SPLITS = (1, 2, 4, 8, 16)
+_SPLITS, _MORE_SPLITS = (1, 2, 4, 8, 16), (32, 64, 128)  # the latter on tensor cores
 _UNEVEN_SHARE = 0.6  # share of the rate if rows in memory are no multiple of 16 bytes
+# Share of the fp32 rate that cuDNN's direct kernel for grouped convolutions reaches, which it still runs on an H200
+# (tile-ai/TileOPs#1568); from timm's steps on an RTX 3090 that are seen (benchmarks/timm_steps.py).
+_DIRECT_SHARE = 0.16
 
 
 def as_issued(ops: Iterable[Op], gpu: GPU) -> Iterator[Op]:
@@ -216,11 +221,11 @@ def _reread(name: str, nbytes: int, shape: Shape, gpu: GPU) -> int:
     Softmax reads a row for the maximum, the sum and the result; its backward for a sum and the result; a norm for the
     statistics and the result.
     """
-    kind = "softmax" if "softmax" in name else "norm"
-    if len(shape) != 2:  # batch and group norms: a channel's planes, or a group
-        return nbytes // 2 if nbytes > gpu.l2 else 0
+    kind, backward = "softmax" if "softmax" in name else "norm", "backward" in name
+    if len(shape) != 2:  # batch and group norms: a channel's planes, or a group; backward reads two tensors for one
+        return nbytes * (4 if backward else 3) // 6 if nbytes > gpu.l2 else 0
     rows, width = shape
-    again = 2 if kind == "softmax" and "backward" not in name else 1
+    again = 2 if kind == "softmax" and not backward else 1
     if not gpu.l2:
         return rows * width * again
     in_work = gpu.sms * max(gpu.threads // _BLOCKS[kind], 1) * width
@@ -239,6 +244,8 @@ def _arithmetic(name: str, flops: int, dtype: str, shape: Shape, gpu: GPU) -> fl
         padded = prod(-(-n // _BLOCK) * _BLOCK / max(n, 1) for n in shape[1:3])
         return flops * padded / (rate * _attention_share(name, shape, gpu, tensor_cores))
     shape = shape or cube(flops)
+    if tensor_cores and len(shape) > 5 and shape[4] & DIRECT:
+        return flops / (gpu.matmul_rate("float32") * gpu.sustained * _DIRECT_SHARE)
     alone = 2 * shape[0] * shape[1] * shape[2] * shape[3]
     seconds = matmul_seconds(shape[:5], rate, tensor_cores, gpu, 1.0 if tensor_cores else gpu.power_share)
     if not tensor_cores:
@@ -280,8 +287,8 @@ def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU, powe
     narrow = gpu.lanes == 128 or gpu.arch == (7, 5)
     loads = _LOADS_TENSOR if tensor_cores else _LOADS[1 if narrow else 2]
     choice = _tiles(tensor_cores, tensor_cores or gpu.lanes == 128)
-    full = sum(1 / edge for edge in choice[0])
-    memory = gpu.bandwidth * gpu.bandwidth_efficiency
+    full, splits = sum(1 / edge for edge in choice[0]), _SPLITS + _MORE_SPLITS * tensor_cores
+    memory, (fill, held) = gpu.bandwidth * gpu.bandwidth_efficiency, _FILL[tensor_cores]
     one = not tensor_cores and gpu.arch[0] == 8 and batch > 1
     if batch == 1 and not tensor_cores and flag & ACROSS and gpu.arch[0] in (8, 9):
         one = min(rows, columns) >= _WIDE
@@ -289,11 +296,12 @@ def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU, powe
     for high, wide in [_ONE] if one else choice:
         tiles = batch * -(-rows // high) * -(-columns // wide)
         share = 1 / (1 + loads * max(1 / high + 1 / wide - full, 0.0))
-        for split in _SPLITS if batch == 1 and not one else (1,):
+        for split in splits if batch == 1 and not one else (1,):
             if split > 1 and not tensor_cores and tiles * split > gpu.sms:
                 break
             waves = max(-(-tiles * split // gpu.sms), tiles * split / gpu.sms / power)
-            seconds = waves * (2 * high * wide * -(-terms // split) / (each * share) + _TILE_SECONDS[tensor_cores])
+            sums = -(-terms // split)
+            seconds = waves * (2 * high * wide * sums / (each * share) + fill * min(sums / held, 1.0))
             if split > 1:  # the parts are written and read in fp32
                 seconds += 2 * 4 * rows * columns * split / memory
             best = min(best, seconds)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from .kernels import ACROSS, CAST, INDEXED, STRIDED, TF32, UNEVEN, WINDOW, WINOGRAD, Shape
+from .kernels import ACROSS, CAST, DIRECT, INDEXED, STRIDED, TF32, UNEVEN, WINDOW, WINOGRAD, Shape
 
 aten = torch.ops.aten
 
@@ -60,6 +60,11 @@ VECTOR = 16  # bytes that a thread loads at once
 # gradient of the input finds the windows over each value; in that of the weight, each value is one block's sum over
 # all images (ATen/native/cuda/DepthwiseConv2d.cu; timings: pytorch/pytorch#3265, #18631, 3 x 3 with stride 1 and 2).
 OWN_INPUT, OWN_WEIGHT = 5, 9
+PIXEL = 6  # values under a window that take as long as a pixel's address and store (timm's steps that are seen)
+# cuDNN's kernels on tensor cores for grouped convolutions in channels last: groups of a multiple of this, of at most
+# as many channels. Others run directly (RTX 3090: ResNeXt and RegNet-Z with 32 to 192 groups of 4 to 32 channels are
+# fast, groups of 8 to 160 channels in other numbers slow; pytorch/pytorch#70954 and, on a V100, #34977).
+TOGETHER = 32
 FFT_IN_ONE_PASS = 4096  # points that one thread block transforms in shared memory
 SORT_IN_ONE_PASS = 4096  # elements that one thread block sorts in shared memory (ATen/native/cuda/Sort.cpp)
 # Gradients of an embedding: from this many tokens on they are sorted by row, the gradients of a row are summed in
@@ -372,10 +377,10 @@ def _row_bytes(matrix: Tensor) -> int:
 
 
 def _convolution(args: tuple[Any, ...], out: Any) -> Shape:
-    given, weight, transposed = args[0], args[1], args[6]
+    given, weight = args[:2]
     if _depthwise(given, weight, args[8]):
         return _windows(out, weight), WINDOW
-    return _as_matmul(given, weight, out, args[3], args[5], args[8], transposed, 1)
+    return _as_matmul(given, weight, out, args[3:9], 1)
 
 
 def _convolution_backward(args: tuple[Any, ...], out: Any) -> Shape:
@@ -387,7 +392,7 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> Shape:
             return (to_input + to_weight) * _windows(gradient, weight), WINDOW
         own = to_input * OWN_INPUT * _windows(given, weight) + to_weight * OWN_WEIGHT * _windows(gradient, weight)
         return own, WINDOW
-    return _as_matmul(given, weight, gradient, args[4], args[6], args[9], args[7], sum(args[10][:2]))
+    return _as_matmul(given, weight, gradient, args[4:10], sum(args[10][:2]))
 
 
 def _depthwise(given: Tensor, weight: Tensor, groups: int) -> bool:
@@ -396,8 +401,8 @@ def _depthwise(given: Tensor, weight: Tensor, groups: int) -> bool:
 
 
 def _windows(result: Tensor, weight: Tensor) -> int:
-    """The number of values under the windows of all pixels of a result."""
-    return result.numel() * prod(weight.shape[2:])
+    """The number of values under the windows of all pixels of a result, and what a pixel costs in values."""
+    return result.numel() * (PIXEL + prod(weight.shape[2:]))
 
 
 def _cudnn_depthwise(given: Tensor, weight: Tensor, stride: Any) -> bool:
@@ -414,22 +419,14 @@ def _channels_last(given: Tensor) -> bool:
     return given.shape[1] > 1 and given.stride(1) == 1 and not given.is_contiguous()
 
 
-def _as_matmul(
-    given: Tensor,
-    weight: Tensor,
-    result: Tensor,
-    stride: Any,
-    dilation: Any,
-    groups: int,
-    transposed: bool,
-    passes: int,
-) -> Shape:
+def _as_matmul(given: Tensor, weight: Tensor, result: Tensor, how: tuple[Any, ...], passes: int) -> Shape:
     """The matmul of a convolution: pixels of the result by its channels, over the values under the window.
 
     Tensor cores read and write channels last, in vectors of 16 bytes. cuDNN transposes images of another layout in
     each of the `passes` (the result, or the gradients of input and weight), also for a window of one pixel
     (docs.nvidia.com/deeplearning/performance/dl-performance-convolutional).
     """
+    stride, _, dilation, transposed, _, groups = how
     pixels, channels = (given, weight.shape[1]) if transposed else (result, weight.shape[0] // groups)
     window = prod(weight.shape[2:])
     terms = (given.shape[1] // groups if transposed else weight.shape[1]) * window
@@ -437,7 +434,11 @@ def _as_matmul(
     flag = WINOGRAD if plain and tuple(weight.shape[2:]) == (3, 3) else 0
     if any(image.shape[1] * image.itemsize % VECTOR for image in (given, result)):
         flag += UNEVEN
-    first = 0 if _channels_last(given) else passes * (given.nbytes + result.nbytes)
+    last = _channels_last(given)
+    together = groups == 1 or (groups % TOGETHER == 0 and max(weight.shape[1], channels) <= TOGETHER)
+    if last and given.itemsize == 2 and not together:
+        flag += DIRECT
+    first = 0 if last else passes * (given.nbytes + result.nbytes)
     return groups, prod(pixels.shape) // pixels.shape[1], channels, terms, flag, first
 
 

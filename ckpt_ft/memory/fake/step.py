@@ -251,7 +251,7 @@ class _Trace:
             nullcontext() if gpu is None else liger.on_card(gpu.sms, compute_capability(gpu)),
             process_group(launch, sharding) as mesh,
             torch_like(gpu, compiled) as fakes,
-            nullcontext() if launch is None and sharding is None else whole_again(model),
+            whole_again(model) if launch or sharding or torch.distributed.is_initialized() else nullcontext(),
             faked(model, self.beside, fakes, sharding),
             launched(model, launch, mesh, sharding) as (streams, held),
         ):

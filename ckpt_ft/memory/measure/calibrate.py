@@ -15,7 +15,8 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 from itertools import cycle, groupby
-from math import exp, log, prod
+from math import log, prod
+from statistics import geometric_mean
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # also required by accelerate
@@ -73,12 +74,8 @@ class _Cases:
         return torch.randint(1000, (rows,), device=self.device)
 
     def __iter__(self) -> Iterator[Make]:
-        products: tuple[tuple[Callable[..., Case], tuple[tuple[int, ...], ...]], ...] = (
-            (self.product, _PRODUCTS),
-            (self.batched, _BATCHED),
-        )
-        for make, sizes in products:
-            yield from (partial(make, *size) for size in sizes if prod(size) <= self.most)
+        yield from (partial(self.product, *size) for size in _PRODUCTS if prod(size) <= self.most)
+        yield from (partial(self.batched, *size) for size in _BATCHED if prod(size) <= self.most)
         for images, channels, side, groups in _IMAGES:
             if 9 * images * channels**2 // groups * side**2 <= self.most:
                 yield partial(self.convolution, images, channels, side, groups)
@@ -277,10 +274,8 @@ def _curves(card: GPU, device: torch.device, say: Callable[[str], object]) -> tu
 def _merged(points: list[tuple[float, float]]) -> Curve:
     """The points by predicted seconds; those within a tenth of a decade become their geometric mean."""
     groups = groupby(sorted(points), lambda point: round(10 * log(point[0], 10)))
-    means = (
-        tuple(exp(sum(map(log, column)) / len(column)) for column in zip(*group, strict=True)) for _, group in groups
-    )
-    return tuple((seconds, share) for seconds, share in means)
+    columns = (zip(*group, strict=True) for _, group in groups)
+    return tuple((geometric_mean(seconds), geometric_mean(shares)) for seconds, shares in columns)
 
 
 def _copies(device: torch.device) -> dict[str, float]:

@@ -296,7 +296,7 @@ def test_a_model_that_is_sharded_already_is_traced_as_it_stands() -> None:
 
 
 def test_a_loop_of_ones_own_that_shards_the_model_holds_no_whole_parameter() -> None:
-    """The trace itself once held the last parameter that it had made, whole."""
+    """The trace itself once held the last parameter that it had made, whole. Afterwards the model is not sharded."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
 
@@ -314,6 +314,7 @@ def test_a_loop_of_ones_own_that_shards_the_model_holds_no_whole_parameter() -> 
             return torch.optim.SGD(model.parameters(), lr=0.1)
 
         trace = trace_step(model, step, make_optimizer=make_optimizer, device="h100")
+    assert {type(module) for module in model.modules()} == {nn.Sequential, nn.Linear}
     resident = sum(s.nbytes for s, _ in trace.live_at(trace.start) if s.category == "parameters")
     assert resident == 3 * 64 * 64 * 4 // 4
 
