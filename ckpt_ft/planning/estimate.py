@@ -307,7 +307,7 @@ def suggest(
         rungs.append(misfit.suggestion(trace, {"policy": name, "batch_size": 1}))
     if hopeless and not rungs:
         needed = min(needed, _trace_alone(workload, leanest, 1).peak_reserved)
-    return Suggestions(rungs, 0 if rungs else room.context + room.margin + needed)
+    return Suggestions(sorted(rungs, key=lambda way: way.slower), 0 if rungs else room.context + room.margin + needed)
 
 
 def _kept_by_all_policies(trace: StepTrace) -> dict[str, int]:

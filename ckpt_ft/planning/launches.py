@@ -60,11 +60,11 @@ def with_experts(launches: Sequence[Launch], model: nn.Module) -> list[Launch]:
 
 def search_shared(
     tracer: Tracer, launches: Sequence[Launch], room: MemoryBudget, target: str, batch: int | None, most: int,
-    tolerance: float = 0.0,
+    tolerance: float = 0.0, policies: Sequence[str] = OF_LONG,
 ) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:  # fmt: skip
     """The candidates under each of `launches`, which share sequences, and those that do not suit the model.
 
-    Few policies are looked at: what such sequences need is known.
+    Few policies are looked at by default: what such sequences need is known.
     """
     found, rejected = [], {}
     for launch in launches:
@@ -72,7 +72,7 @@ def search_shared(
             beside = tracer.under(launch)
             limit = limited_by_phases(beside.workload, room, most, batch)
             estimates = Estimates(beside, room, target, batch, limit, tolerance)
-            estimates.trace_candidates(OF_LONG)
+            estimates.trace_candidates(policies)
             trace_final_batches([(estimates, candidate) for candidate in estimates.candidates()])
             found.append((estimates, sorted(estimates.candidates(), key=better(target), reverse=True)))
         except UserError as error:

@@ -23,7 +23,7 @@ from ckpt_ft.workloads.workload import Step, Workload, or_loop
 
 from .batch_size import Trial, find_max_batch_size
 from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
-from .launches import Launches, apart, search_shared
+from .launches import OF_LONG, Launches, apart, search_shared
 from .plan import searching
 from .scaled_traces import HIGH, Estimates
 from .search import trace_final_batches, with_term
@@ -170,7 +170,8 @@ def predict_max_length(
         workload: its model may be on meta; its `make_batch(samples, length)` makes sequences of any length.
         most: tokens of the longest sequence to consider.
         launches: launches to choose from, in place of the workload's own. Those that hold more than another of them
-            are left out, as DDP beside FSDP2, and so are the first rungs of `LADDER`: they are never the longest.
+            are left out, as DDP beside FSDP2, and so are the first rungs of `LADDER`: they are never the longest. If
+            sequences fit that the GPUs share, launches in which each GPU has its own are not looked at.
         next_term: also look at what one more term of the first policy would give, unless there are several launches.
         host_memory: bytes of host memory that each process may take; None without a limit.
 
@@ -181,21 +182,24 @@ def predict_max_length(
     gpu = gpu_of(workload.device)
     launch = launches[0] if launches else workload.launch
     room = memory_budget(budget, gpu, margin, launch, host_memory)
-    if launches:
-        policies = LEAN if tuple(policies) == LADDER else policies
-        launches = [one for one in launches if one.reshard_after_forward and one.strategy != "ddp"] or launches
+    of_several = LEAN if tuple(policies) == LADDER else policies
     policies = [str(Policy.parse(policy)) for policy in policies]
     with searching(replace(pieces, launch=None) if launches else pieces, jobs, report) as tracer:
         if launches:
-            alone = memory_budget(budget, gpu, margin, host=host_memory)
-            own, sharing = apart(launches)
-            several = Launches(tracer, own, (room, alone), _TARGET, None, most_pieces, _TOLERANCE)
-            candidates = several.search(policies)
-            estimates = several.of(candidates[0].launch) if candidates else several.leanest()
-            shared, refused = search_shared(tracer, sharing, room, _TARGET, None, most_pieces, _TOLERANCE)
-            rejected = {**estimates.rejected, **several.rejected, **refused}
-            candidates = sorted([*candidates, *(one for _, each in shared for one in each)], key=better(_TARGET))[::-1]
-            estimates = next((each for each, own in shared if candidates[:1] == own[:1] != []), estimates)
+            own, sharing = apart(
+                [one for one in launches if one.reshard_after_forward and one.strategy != "ddp"] or launches
+            )
+            of_long = OF_LONG if of_several is LEAN else policies
+            shared, rejected = search_shared(tracer, sharing, room, _TARGET, None, most_pieces, _TOLERANCE, of_long)
+            candidates = sorted((one for _, each in shared for one in each), key=better(_TARGET), reverse=True)
+            if candidates:  # longer than any sequence that one GPU has for itself
+                estimates = next(each for each, found in shared if candidates[0] in found)
+            else:
+                alone = memory_budget(budget, gpu, margin, host=host_memory)
+                several = Launches(tracer, own, (room, alone), _TARGET, None, most_pieces, _TOLERANCE)
+                candidates = several.search([str(Policy.parse(policy)) for policy in of_several])
+                estimates = several.of(candidates[0].launch) if candidates else several.leanest()
+                rejected = {**rejected, **estimates.rejected, **several.rejected}
         else:
             most_pieces = limited_by_phases(pieces, room, most_pieces)
             estimates = Estimates(tracer, room, _TARGET, most=most_pieces, tolerance=_TOLERANCE, separate=True)

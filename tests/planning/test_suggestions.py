@@ -107,7 +107,7 @@ def test_what_a_library_refuses_is_not_offered(config: str) -> None:
     """Adapters of a PEFT configuration stay as they are; those that do not run over 4 bits are not put there."""
     spec = TrainingSpec.of(config, seq_length=128, peft=REFUSED)
     limit = traced(spec.edit(dtype="bfloat16"), "full,head").peak_reserved
-    way, swap = suggested(spec, "full,head", limit).ways
+    swap, way = suggested(spec, "full,head", limit).ways  # the quickest first
     assert (way.edits, way.reserved) == ({"dtype": "bfloat16"}, limit)
     assert swap.edits == {"policy": "full,head,swap:4"}
 
