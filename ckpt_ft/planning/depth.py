@@ -7,6 +7,7 @@ so does the time of the step. Two depths show by how much.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,14 @@ def shallow(workloads: list[Workload]) -> list[ShortenedRun] | None:
     """Remove blocks from two copies of a model until UNITS are left; None if it has few blocks, or unlike ones."""
     runs = [shorten(workload.model, units) for workload, units in zip(workloads, UNITS, strict=True)]
     return [run for run in runs if run] if all(runs) else None
+
+
+def with_few_blocks(workload: Workload) -> Workload | None:
+    """A copy of `workload` with the fewest of UNITS; None if its model has few or unlike blocks, or real weights."""
+    if not all(parameter.is_meta for parameter in workload.model.parameters()):
+        return None
+    few = replace(workload, model=copy.deepcopy(workload.model))
+    return few if shorten(few.model, UNITS[0]) else None
 
 
 def suits(policy: str) -> bool:

@@ -22,6 +22,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.workload import MIXED_PRECISION
 
+from . import depth
 from .budget import Candidate, MemoryBudget, better, limited_by_phases
 from .scaled_traces import LOW, Estimates
 from .search import ends, pick_first, search, timed, trace_final_batches
@@ -71,7 +72,9 @@ def search_shared(
         try:
             beside = tracer.under(launch)
             limit = limited_by_phases(beside.workload, room, most, batch)
-            estimates = Estimates(beside, room, target, batch, limit, tolerance)
+            few = depth.with_few_blocks(beside.workload) if all(map(depth.suits, policies)) else None
+            shallow = None if few is None else Tracer(few, report=tracer.report)
+            estimates = Estimates(beside, room, target, batch, limit, tolerance, few=shallow)
             estimates.trace_candidates(policies)
             trace_final_batches([(estimates, candidate) for candidate in estimates.candidates()])
             found.append((estimates, sorted(estimates.candidates(), key=better(target), reverse=True)))

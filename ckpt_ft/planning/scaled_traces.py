@@ -186,6 +186,7 @@ class Estimates:
     Attributes:
         batch: the only batch size to look at; None for all sizes up to `most`.
         tolerance: share of the largest batch that a search may miss, so that it ends after fewer traces.
+        few: traces the same model with fewer blocks, if the growth with the batch is to be learned from it.
         separate: whether each anchor has a session of its own, as final traces have, with the same reserved bytes. A
             search then also finds batch sizes that fit above one that does not.
         anchors: the trace of each policy at `batch`, or at `LOW`.
@@ -202,6 +203,7 @@ class Estimates:
     most: int = 1024
     tolerance: float = 0.0
     separate: bool = False
+    few: Tracer | None = None
     growth: Growth = field(default_factory=lambda: Growth(LOW, HIGH))
     anchors: dict[str, StepTrace] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
@@ -218,7 +220,9 @@ class Estimates:
         fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
         at = self.batch or LOW
         extra: list[tuple[str, int]] = []
-        if self.batch is None and self.tracer.parallel:  # in parallel these traces cost no waiting time
+        if (
+            self.batch is None and self.tracer.parallel and self.few is None
+        ):  # in parallel these traces cost no waiting time
             extra = [(policy, HIGH) for policy in self._novel(fresh)]
         traced = self.tracer.all([(policy, at) for policy in fresh], self.separate, extra)
         for policy, trace in zip(fresh, traced, strict=True):
@@ -228,9 +232,10 @@ class Estimates:
                 self.anchors[policy] = trace
         for policy in fresh if self.batch is None else ():  # in order, because a trace may make later ones unnecessary
             if policy in self.anchors and not self.growth.knows(self.anchors[policy]):
-                large = self.tracer.trace(policy, HIGH)
+                small, large = (self.few or self.tracer).all([(policy, LOW), (policy, HIGH)])
+                assert not isinstance(small, str), "its policy has an anchor"
                 assert not isinstance(large, str), "it was traced at LOW"
-                self.growth.learn(self.anchors[policy], large)
+                self.growth.learn(small, large)
 
     def absorb_cached_traces(self) -> None:
         """Use the traces that were made before `trace_candidates` was interrupted."""

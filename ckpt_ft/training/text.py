@@ -123,7 +123,7 @@ def _load_file(path: Path, split: str, skip: bool) -> Dataset:
 
 def _good_lines(path: Path) -> list[dict[str, Any]]:
     """The rows of a .jsonl file, without the lines that are none, which are printed."""
-    rows = []
+    rows, kinds = [], dict[str, str]()
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             line, place = (line.removeprefix(_BOM) if number == 1 else line).strip(), f"dataset {path}: line {number}"
@@ -131,7 +131,7 @@ def _good_lines(path: Path) -> list[dict[str, Any]]:
                 continue
             try:
                 row = _parsed(line, place)
-                _check_row(row, place)
+                _check_row(row, place, kinds)
                 rows.append({**row, ROW_NUMBER: number})
             except UserError as error:
                 print(f"skipped: {error}", flush=True)
@@ -143,19 +143,20 @@ def _check_json(path: Path) -> None:
 
     A file .json may be lines, one array, or one object over several lines, which is left to the readers.
     """
+    kinds: dict[str, str] = {}
     with path.open("rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), start=1):
             line = (line.removeprefix(_BOM) if number == 1 else line).strip()
             if number == 1 and path.suffix == ".json" and line[:1] in b"[{" and not line.endswith(b"}"):
                 content = _parsed(path.read_bytes().removeprefix(_BOM), f"dataset {path}")
                 for row, value in enumerate(content if isinstance(content, list) else (), start=1):
-                    _check_row(value, f"dataset {path}: row {row}")
+                    _check_row(value, f"dataset {path}: row {row}", kinds)
                 return
             place = f"dataset {path}: line {number}"
             if len(line) > LONGEST:
                 raise UserError(f"{place} is longer than {LONGEST >> 20} MiB; a row is a text, split it")
             if line:
-                _check_row(_parsed(line, place), place)
+                _check_row(_parsed(line, place), place, kinds)
 
 
 def _parsed(text: bytes, place: str) -> Any:
@@ -167,9 +168,14 @@ def _parsed(text: bytes, place: str) -> Any:
         raise UserError(f"{place} is not valid JSON ({one_line(error, 200)})") from None
 
 
-def _check_row(row: Any, place: str) -> None:
+def _check_row(row: Any, place: str, kinds: dict[str, str]) -> None:
+    """Checks that a row is an object, and its columns of the kinds that they have in the rows before it."""
     if not isinstance(row, dict):
         raise UserError(f"{place} is a JSON {type(row).__name__}, expected an object")
+    for column, value in row.items():
+        kind = "float" if type(value) is int else type(value).__name__  # a column may hold both
+        if value is not None and kinds.setdefault(column, kind) != kind:
+            raise UserError(f"{place}: '{column}' is {type(value).__name__}, and {kinds[column]} in rows before it")
 
 
 def known_columns(rows: Dataset, text_field: str) -> Dataset:

@@ -27,6 +27,11 @@ def read(path: Path) -> list[str]:
         ("a.jsonl", ROW + b'{"text": ' + b"[" * 100_000 + b"\n", "line 2 is not valid JSON"),
         ("a.jsonl", b"9" * 5000 + b"\n", "line 1 is not valid JSON"),
         ("a.jsonl", ROW + b'{"text": "' + b"a" * 3000 + b'"}\n', "line 2 is longer than"),
+        (
+            "a.jsonl",
+            b'{"n": 1, "text": null}\n{"n": 0.5, "text": "a"}\n{"text": 1}\n',
+            "line 3: 'text' is int, and str in",
+        ),
         ("a.json", b"[null, {}]", "row 1 is a JSON NoneType"),
         ("a.json", b"[" * 100_000, "is not valid JSON"),
         ("a.json", b"null", "line 1 is a JSON NoneType"),
@@ -60,10 +65,14 @@ def test_good_rows_pass(tmp_path: Path, name: str, content: bytes) -> None:
 
 
 def test_bad_lines_are_left_out_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.jsonl").write_bytes(ROW + b"[1]\n\n{oops\n" + ROW)
+    (tmp_path / "a.jsonl").write_bytes(ROW + b"[1]\n\n{oops\n" + ROW + b'{"text": {}}')
     args = DataArguments(dataset_name=str(tmp_path / "a.jsonl"), skip_bad_rows=True, test_split_size=0.5)
     rows, held_out = load_rows(args, evaluate=True, seed=0)
     assert held_out is not None
     assert sorted([*rows[text.ROW_NUMBER], *held_out[text.ROW_NUMBER]]) == [1, 5]
     said = capsys.readouterr().out.splitlines()
-    assert [line.partition(" is ")[0].rpartition("a.jsonl: ")[2] for line in said] == ["line 2", "line 4"]
+    assert [line.partition(" is ")[0].rpartition("a.jsonl: ")[2] for line in said] == [
+        "line 2",
+        "line 4",
+        "line 6: 'text'",
+    ]
