@@ -53,7 +53,8 @@ def holders_table(holders: Sequence[Holder], peak: int) -> Table:
     """The table of holders in a report, an estimate and a plan; a last row makes it add up to `peak` bytes."""
     rows = [
         (
-            h.module or ("loss" if "loss" in h.op or "softmax" in h.op else _OUTSIDE.get(h.category, DASH)),
+            h.module
+            or ("loss" if "loss" in h.op or "softmax" in h.op else _OUTSIDE.get(h.category, "outside of modules")),
             short_op(h.op) or DASH,
             h.category,
             str(h.count),

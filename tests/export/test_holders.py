@@ -40,7 +40,7 @@ def test_the_table_adds_up_to_the_peak() -> None:
         ]
     )
     whole = holders_table(trace().grouped_holders(), trace().peak_allocated)
-    assert [row[0] for row in whole.rows] == ["layers.*.mlp", "weights", "-"]
+    assert [row[0] for row in whole.rows] == ["layers.*.mlp", "weights", "outside of modules"]
 
 
 def test_one_line() -> None:

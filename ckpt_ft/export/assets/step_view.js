@@ -114,7 +114,7 @@ function stepTables(step, chart) {
   const number = (name, show) => ({ name, numbers: true, show });
   const text = (name) => ({ name });
   const all = Array.from(step.bytes.keys(), (i) => [
-    step.bytes[i], step.categories[step.category[i]], step.places[step.place[i]], step.ops[step.op[i]],
+    step.bytes[i], step.categories[step.category[i]], step.placeOf(i), step.ops[step.op[i]],
     step.phase_names[step.phase[i]], step.made[i], step.lasts[i] ? "" : step.freed[i], i,
   ]);
   const allocations = new DataTable(
@@ -138,7 +138,8 @@ function stepTables(step, chart) {
 function holders(step, moment) {
   const groups = new Map();
   for (const i of step.alive(moment)) {
-    const row = [step.groups[step.group[step.place[i]]], step.ops[step.op[i]], step.categories[step.category[i]]];
+    const place = step.groups[step.group[step.place[i]]] || "outside of modules";
+    const row = [place, step.ops[step.op[i]], step.categories[step.category[i]]];
     const key = JSON.stringify(row);
     const group = groups.get(key) || groups.set(key, [...row, 0, 0]).get(key);
     group[3] += 1;
