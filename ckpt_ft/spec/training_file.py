@@ -133,6 +133,8 @@ def read_training(
         flags["images"] = entries.get("images") or 1
     if not recipe and (kind != "llm" or not any(key.startswith("ac_") for key in content)):
         entries.notes.append(f"{path} is read with the defaults of {_NAMES.get(kind, kind)}; --recipe names others")
+    if kind in _POLICY_BY:
+        entries.notes.append(f"a run of this file takes a policy by {_POLICY_BY[kind]} (docs/integrations.md)")
     stated = {name: value for name, value in flags.items() if value is not None and value is not False and value != ""}
     return TrainingFile(str(entries.get("model")), stated, tuple(entries.notes))
 
@@ -164,6 +166,12 @@ _NAMES = {
     **{kind: f"TRL's {kind.upper()} trainer" for kind in TRL if kind != "trl"},
     "llama_factory": "LLaMA-Factory",
     "diffusers": "diffusers' scripts",
+}
+_POLICY_BY = {  # how the runs of other libraries get one
+    "axolotl": "plugins: [ckpt_ft.integrations.axolotl.Plugin] and ac_policy",
+    **dict.fromkeys(TRL, "ACCallback(policy).attach(trainer)"),
+    "llama_factory": "run_exp(args, callbacks=[ACCallback(policy)])",
+    "diffusers": "apply_policy(unet or transformer, policy)",
 }
 
 
