@@ -247,7 +247,7 @@ def notes_on(model: Any, task: Task, spec: TrainingSpec) -> tuple[str, ...]:
     senses = _OTHER_SENSES & set(inspect.signature(model.forward).parameters)
     if senses:
         said = f"rows are text alone: what takes {', '.join(sorted(senses))} is resident and does not run"
-        return (f"{said}; --images 1 gives each row an image" if "pixel_values" in senses else said,)
+        return (f"{said}; --images 1 gives rows one" if "pixel_values" in senses else said,)
     if "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         return (
             "linear attention runs as without flash-linear-attention and causal-conv1d; with these packages a step "

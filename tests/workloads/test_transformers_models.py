@@ -172,7 +172,7 @@ def test_without_a_name_the_model_type_decides(config: dict[str, Any], named: st
 def test_text_for_a_model_that_sees_is_said(tmp_path: Path) -> None:
     workload = load(TrainingSpec.of(written(tmp_path, GEMMA, "Gemma3ForConditionalGeneration"), seq_length=24), "cpu")
     assert workload.notes == (
-        "rows are text alone: what takes pixel_values is resident and does not run; --images 1 gives each row an image",
+        "rows are text alone: what takes pixel_values is resident and does not run; --images 1 gives rows one",
     )
     assert workload.trace(1).notes[0] == workload.notes[0]
 
