@@ -27,5 +27,7 @@ def test_a_fake_rank_needs_what_real_ones_need(few: bool, tmp_path: Path) -> Non
                 traced.setdefault(name, []).append(trace.peak_allocated)
             assert trace.peaks == pytest.approx(rank[name], rel=1e-3), (name, number)
     assert traced["fsdp2 uneven LoRA"][0] > traced["fsdp2 uneven LoRA"][1]  # what is estimated is the fullest rank
+    busy, idle = traced["ep uneven"]
+    assert idle < 0.9 * traced["ep"][0] < 0.9 * busy  # a half, and half more, of the tokens that a rank has evenly
     for rank in ranks:
         assert rank["predicted by hand"] == pytest.approx(rank["by hand"], rel=1e-3)

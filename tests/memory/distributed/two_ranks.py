@@ -45,6 +45,7 @@ FEW = (
     "cp alltoall",
     "tp",
     "ep",
+    "ep uneven",
 )
 Case = tuple[str, Launch, str, str, int]
 
@@ -78,6 +79,7 @@ def _all() -> Iterator[Case]:
     yield "tp", replace(ddp, tp=2), "full", "llama", 1
     yield "tp tied", replace(ddp, tp=2), "none", "tied", 1
     yield "ep", replace(fsdp, ep=2), "full", "experts", 1
+    yield "ep uneven", replace(fsdp, ep=2), "full", "experts, unevenly", 1
     yield "ep tp", replace(ddp, tp=2, ep=2), "none", "experts", 1
     yield "ddp viewed", viewed, "none", "llama", 1
     yield "ddp viewed accumulated", viewed, "none", "llama", 3
@@ -121,7 +123,10 @@ class Convolutions(nn.Module):
 
 
 def workload(launch: Launch | None, policy: str, kind: str | bool, accumulation: int) -> Workload:
-    """kind: what `build` takes; "in step" synchronises after each micro-batch. Of a bool: whether it is LoRA."""
+    """kind: what `build` takes; "in step" synchronises after each micro-batch. Of a bool: whether it is LoRA.
+
+    "unevenly": the experts of rank 0 get three quarters of the tokens (`EXPERTS`).
+    """
     kind = kind if isinstance(kind, str) else "lora" if kind else "llama"
     model = build(kind.partition(",")[0])
     apply_policy(model.train(), policy, verify="never")
@@ -143,6 +148,7 @@ def workload(launch: Launch | None, policy: str, kind: str | bool, accumulation:
     return Workload(
         model, make_batch, own_loss, make_optimizer, "cpu", accumulation=accumulation, max_grad_norm=1.0,
         launch=launch, loop=in_step if kind.endswith("in step") else None,
+        expert_imbalance=(1.5, 0.5)[launch.rank] if launch is not None and kind.endswith("unevenly") else 1.0,
     )  # fmt: skip
 
 
@@ -204,15 +210,21 @@ def measured(asked: Workload, model: nn.Module, steps: int) -> dict[str, int]:
     return {phase: min(step[phase] for step in found) for phase in found[0]}
 
 
+# Experts that routers choose, over and over: in turn, or those of rank 0 (0 and 1) more often.
+EXPERTS = {False: [0, 1, 2, 3], True: [0, 1, 0, 2, 1, 0, 1, 3]}
+
+
 @contextmanager
-def even_routing() -> Iterator[None]:
-    """Routers choose the four experts in turn, which is what a trace assumes: each rank gets as many tokens."""
+def routing(uneven: bool = False) -> Iterator[None]:
+    """Routers choose `EXPERTS`; evenly is what a trace assumes: each rank gets as many tokens."""
     choose = torch.topk
 
     def in_turn(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = choose(x, *args, **kwargs)
         if x.shape[-1] == 4:
-            found.indices.data.copy_((torch.arange(found.indices.numel()) % 4).view(found.indices.shape))
+            numbers = torch.tensor(EXPERTS[uneven])
+            chosen = numbers.repeat(found.indices.numel() // len(numbers) + 1)[: found.indices.numel()]
+            found.indices.data.copy_(chosen.view(found.indices.shape))
         return found
 
     with patch.object(torch, "topk", in_turn):
@@ -274,7 +286,7 @@ def main(out: str, few: str = "") -> None:
             asked = replace(asked, launch=replace(launch, find_unused_parameters=False))  # it copies outputs itself
         else:
             share(model, launch, mesh)
-        with library_patches(model, launch, mesh), even_routing():
+        with library_patches(model, launch, mesh), routing(uneven=kind.endswith("unevenly")):
             peaks[name] = measured(asked, model, STEPS)
         dist.barrier()
         del model, asked
