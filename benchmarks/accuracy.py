@@ -202,7 +202,7 @@ def mixtures(most: int | None) -> Group:
         found = trace()
         error = found.peak_reserved / 2**30 / gib - 1
         cells = [f"{gib:g}", f"{found.peak_reserved / 2**30:.2f}", percent(error)]
-        group.add(name, cells, seconds, found.seconds, reserved=error)
+        group.add(name, cells, seconds, found.seconds or 0.0, reserved=error)
     return group
 
 

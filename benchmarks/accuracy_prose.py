@@ -106,11 +106,10 @@ parameters, gradients and Adam states, bf16 computation, FlashAttention-2, a red
 micro-batch, the loss of ordinary training under the policy `head`, without what reinforcement learning adds, and
 tokens spread evenly over the experts.
 
-axolotl's example of QLoRA for GLM-4.7-Flash with `quantize_moe_experts` is published in whole GiB. Both rows miss the
-target of 4 % by far, by the same 6 GiB, and the cause was not found. The example's file turns on Cut Cross Entropy;
-with the plain loss 26.09 and 33.25 GiB are predicted (+8.7 and -2.2 %), and which loss was measured is not published.
-axolotl 0.19 pins PEFT 0.20, which makes what an adapter adds to experts whole before it adds it: with it, the second
-row is 28.24 GiB."""
+axolotl's example of QLoRA for GLM-4.7-Flash with `quantize_moe_experts` is published in whole GiB. It is estimated
+from the example's file, with its evaluation, whose logits are assumed to be whole; without one, 18.38 and 30.11 GiB
+are predicted. The second row is computed as by PEFT 0.20, which axolotl 0.19 pins and which multiplies the factors of
+an adapter on experts out before it adds them; as by PEFT 0.21, 32.23 GiB are predicted."""
 
 LONG = """\
 TRL's guide on long contexts (full fine-tuning, batch 1, sdpa, weights in bf16). The cards of the first two rows have

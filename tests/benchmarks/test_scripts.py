@@ -43,9 +43,8 @@ def test_rows_of_the_accuracy_page_may_have_no_seconds() -> None:
 
 
 @pytest.mark.slow
-def test_axolotls_example_is_as_far_off_as_the_page_says() -> None:
-    script = runpy.run_path(str(ROOT / "benchmarks" / "experts.py"))
-    found = {
-        name: script["axolotl"](**more).peak_reserved / 2**30 for name, more in (("", {}), ("too", script["EXPERTS"]))
-    }
-    assert found == pytest.approx({"": 18.38, "too": 27.86}, rel=2e-3)
+def test_axolotls_example_needs_what_is_published() -> None:
+    """Within 4 %: with its evaluation, and for adapters on experts as the PEFT computes them that axolotl pins."""
+    rows = runpy.run_path(str(ROOT / "benchmarks" / "experts.py"))["ROWS"]
+    found = {gib: trace().peak_reserved / 2**30 for gib, seconds, trace in rows.values() if not seconds}
+    assert found == pytest.approx({24: 24.27, 34: 34.48}, rel=2e-3)
