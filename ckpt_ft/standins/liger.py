@@ -519,35 +519,28 @@ def for_live_models() -> Iterator[None]:
         yield
 
 
-def _live_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, casting: Any = "llama",
-               in_place: bool = True, *args: Any) -> Any:  # fmt: skip
-    return RMSNorm.apply(x, weight, casting, in_place)
+def _reduction(args: tuple[Any, ...], at: int) -> Any:
+    return args[at] if len(args) > at else "mean"
 
 
-def _live_cross_entropy(
-    logits: Tensor, target: Tensor, weight: Any = None, ignored: int = IGNORED, square: float = 0.0,
-    smoothing: float = 0.0, reduction: str = "mean", *args: Any,
-) -> Any:  # fmt: skip
-    return CrossEntropy.apply(logits, target, reduction), None, None, None
-
-
-def _live_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Any = None, classes: Any = None, ignored: int = IGNORED,
-    square: float = 0.0, smoothing: float = 0.0, reduction: str = "mean", *args: Any,
-) -> Any:  # fmt: skip
-    return FusedLinearCrossEntropy.apply(hidden, weight, target, bias, reduction, *args[8:9]), None, None, None
-
-
+# Liger's functions -> stand-ins with the same positional arguments; of losses Liger takes four results
 _LIVE: dict[str, Any] = {
-    "LigerRMSNormFunction": _live_norm,
+    "LigerRMSNormFunction": lambda x, weight, eps, offset=0.0, casting="llama", in_place=True, *args: RMSNorm.apply(
+        x, weight, casting, in_place
+    ),
     "LigerLayerNormFunction": lambda x, weight, bias, eps: LayerNorm.apply(x, weight, bias),
     "LigerSiLUMulFunction": lambda gate, up, *scales: GatedProduct.apply(gate, up),
     "LigerGELUMulFunction": GatedProduct.apply,
     "LigerRopeFunction": lambda *args: rotate(*args),
-    "LigerCrossEntropyFunction": _live_cross_entropy,
-    "LigerFusedLinearCrossEntropyFunction": _live_linear_cross_entropy,
+    "LigerCrossEntropyFunction": lambda logits, target, *args: (
+        CrossEntropy.apply(logits, target, _reduction(args, 4)), None, None, None,
+    ),
+    "LigerFusedLinearCrossEntropyFunction": lambda hidden, weight, target, bias=None, *args: (
+        FusedLinearCrossEntropy.apply(hidden, weight, target, bias, _reduction(args, 4), *args[13:14]),
+        None, None, None,
+    ),
     "LigerFusedMoEFunction": FusedExperts.apply,
-}
+}  # fmt: skip
 
 
 def apply_cut_cross_entropy(model: Any) -> None:
