@@ -162,9 +162,6 @@ class ParkedLocal:
         return tensor
 
 
-Held = ParkedView | ParkedLocal
-
-
 class Saved:
     """A saved tensor: an alias if it stays on the device, otherwise its version counter and its host copy.
 
@@ -178,7 +175,7 @@ class Saved:
         self,
         counter: torch.Tensor,
         version: int,
-        held: Held | None = None,
+        held: ParkedView | ParkedLocal | None = None,
         proof: tuple[TensorComparison, int] | None = None,
     ) -> None:
         self.counter, self.version, self.held, self.proof = counter, version, held, proof
@@ -308,11 +305,6 @@ class Parking:
                 parked.fetch()
 
 
-def unpack(packed: Saved) -> torch.Tensor:
-    """The unpack hook."""
-    return packed.get()
-
-
 MIN_BYTES = 1 * MIB  # for smaller storages the launch overhead is not worth the memory
 
 
@@ -342,7 +334,7 @@ class Offloading(StandIn):
         comparison = self.verification.region(self.name, self.module) if self.verification.active else None
         _local.running = running = Parking(self.min_bytes, comparison)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(running.pack, unpack):
+            with torch.autograd.graph.saved_tensors_hooks(running.pack, Saved.get):
                 running.resident = _storages(self.module)
                 return self.forward(*args, **kwargs)
         finally:

@@ -89,20 +89,14 @@ def _passed_over(flags: Mapping[str, Any], recipe: str) -> list[str]:
 
 def _values(tokens: Iterable[str]) -> dict[str, Any]:
     """The words of a command line by the flags' names, typed as in a YAML file."""
-    found: dict[str, Any] = {}
-    name = ""
+    found: dict[str, list[Any]] = {}
     for token in tokens:
         if token.startswith("--"):
             name, equals, word = token[2:].partition("=")
-            found[name] = yaml.safe_load(word) if equals else True
-        elif name:
-            value = yaml.safe_load(token)
-            found[name] = value if found[name] is True else [*_listed(found[name]), value]
-    return found
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+            found[name] = [yaml.safe_load(word)] if equals else []
+        elif found:
+            found[name].append(yaml.safe_load(token))
+    return {name: values[0] if len(values) == 1 else values or True for name, values in found.items()}
 
 
 def _waits(policy: str) -> bool:

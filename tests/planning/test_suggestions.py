@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.budget import MemoryBudget
-from ckpt_ft.planning.estimate import suggest
+from ckpt_ft.planning.estimate import suggest, traced_estimate
 from ckpt_ft.planning.results import Suggestion, Suggestions
 from ckpt_ft.planning.search import blocks_to_swap
 from ckpt_ft.planning.tracing import trace_policies
@@ -110,6 +110,18 @@ def test_what_a_library_refuses_is_not_offered(config: str) -> None:
     swap, way = suggested(spec, "full,head", limit).ways  # the quickest first
     assert (way.edits, way.reserved) == ({"dtype": "bfloat16"}, limit)
     assert swap.edits == {"policy": "full,head,swap:4"}
+
+
+def test_an_estimate_says_what_copies_take(config: str) -> None:
+    """Three of four blocks come in forward, and three in backward, over a T4's x16 slot of PCIe 3.0."""
+    spec = TrainingSpec.of(
+        config, seq_length=128, lora_r=4, dtype="bfloat16", load_in_4bit=False, policy="full,swap:4", device="t4"
+    )
+    found, _ = traced_estimate(spec, lambda line: None, suggests=False)
+    took = 6 / 4 * found.peak_host / 12.6e9
+    said = f"copies between host and card take {took:.2g} s at 12.6 GB/s (assumed); the step waits no time for them"
+    assert said in found.notes  # the host issues slowly
+    assert found.bound == "host"
 
 
 def test_adapters_over_too_many_weights_swap_as_few_blocks_as_will_do(config: str) -> None:

@@ -86,10 +86,6 @@ class _Event:
         """The host waits for this event."""
         self.awaited("sync", "")
 
-    def query(self) -> bool:
-        """Whether the event has passed; never called in a step."""
-        return True
-
 
 class Streams:
     """Replaces `torch.cuda` in FSDP2's code; the names are torch's.
