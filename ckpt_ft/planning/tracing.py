@@ -340,9 +340,10 @@ def run_tasks(
     if jobs < 2 or not can_fork():
         yield from ((number, task(tell)) for number, task in enumerate(tasks))
         return
+    global _SAID
     fork = multiprocessing.get_context("fork")
-    said: SimpleQueue[Any] = fork.SimpleQueue()
-    with ProcessPoolExecutor(jobs, fork, initializer=_talks_to, initargs=(said,)) as pool:
+    said = _SAID = fork.SimpleQueue()
+    with ProcessPoolExecutor(jobs, fork) as pool:
         running = {pool.submit(_told, task): number for number, task in enumerate(tasks)}
         try:
             while running:
@@ -355,17 +356,12 @@ def run_tasks(
 
 
 _HEARD = 0.5  # seconds after which at most this process hears of its tasks
-_SAID: SimpleQueue[Any] | None = None  # of a forked process
-
-
-def _talks_to(said: SimpleQueue[Any]) -> None:
-    global _SAID
-    _SAID = said
+_SAID: SimpleQueue[Any] | None = None  # what forked processes say; they inherit it
 
 
 def _told(task: Callable[[Callable[[Any], None]], Any]) -> Any:
     """Runs a task in a forked process."""
-    assert _SAID is not None, "set by _talks_to"
+    assert _SAID is not None, "set by run_tasks"
     return task(_SAID.put)
 
 
