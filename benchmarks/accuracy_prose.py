@@ -126,12 +126,11 @@ torch's `parallelize_module`: norms and residuals are divided along the sequence
 rows with and without tensor parallelism state neither checkpointing nor card; traced are its defaults of then
 (selective op, expandable segments) and an H100 of 700 W. No rule was changed after they were first traced.
 
-The targets are 4 % in bytes and 15 % in seconds; the third row misses the first. The second row's description says
-that 4 of 38 inputs of blocks stay on the card; transformers 5.23 moves all of them (`save_on_cpu`), and `offload`
-fetches one ahead.
-
-torchtitan's tensor parallelism is not predicted: it divides norms and residuals along the sequence, which
-transformers' plan does not."""
+The targets are 4 % in bytes and 15 % in seconds. The third row misses the first if its unit is 2**30 bytes, as that of
+the rows above must be; its script prints "56.2 GB per GPU", and predicted are 56.25e9 bytes. The guide's 288 GB of the
+same step with whole logits and inputs on the card does not decide it: predicted are 295.6e9 bytes, or 275.3 GiB. The
+row without tensor parallelism is at the edge. The second row's description says that 4 of 38 inputs of blocks stay on
+the card; transformers 5.23 moves all of them (`save_on_cpu`), and `offload` fetches one ahead."""
 
 HOST = """\
 `python benchmarks/parked.py`. No rule or constant was fitted to these rows. Llama's rows are ALST's for one GPU

@@ -107,6 +107,7 @@ class Launched(Estimates):
 
     alone: Estimates = field(kw_only=True)
     lines: dict[str, _Line] = field(default_factory=dict, kw_only=True)
+    ratios: dict[str, float] = field(default_factory=dict, kw_only=True)  # of bytes traced to those of the line
 
     @property
     def launch(self) -> Launch:
@@ -163,10 +164,13 @@ class Launched(Estimates):
         return replace(one, peak=round(peak), reserved=round(reserved), seconds=seconds, launch=self.launch)
 
     def scaled_reserved(self, policy: str, batch: int) -> int:
-        return round(self.lines["reserved"](self.alone.reserved(policy, batch)))
+        return round(self.ratios.get(policy, 1.0) * self.lines["reserved"](self.alone.reserved(policy, batch)))
 
     def floor(self, policy: str, batch: int) -> int:
-        return round(self.lines["reserved"](self.alone.floor(policy, batch)))
+        return round(self.ratios.get(policy, 1.0) * self.lines["reserved"](self.alone.floor(policy, batch)))
+
+    def _correct(self, policy: str, batch: int, trace: StepTrace) -> None:
+        self.ratios[policy] = self.ratios.get(policy, 1.0) * trace.peak_reserved / self.scaled_reserved(policy, batch)
 
 
 class Launches:
@@ -235,7 +239,8 @@ class Launches:
         self, estimates: Estimates, found: dict[int, list[Candidate]], policies: list[str] | None, known: list[str]
     ) -> list[Candidate]:
         """The settled best candidate of another launch; if it beats the leader, all that a search finds there."""
-        best = self._best(estimates, known)
+        while (best := self._best(estimates, known)) and (best.policy, best.batch) not in estimates.tracer.traced:
+            trace_final_batches([(estimates, best)])
         leader = max((c for each in found.values() for c in each), key=self.key, default=None)
         if best is not None and leader is not None and self.key(best) > self.key(leader):
             return search(estimates, policies, _SHOWN)

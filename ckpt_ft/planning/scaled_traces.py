@@ -2,8 +2,9 @@
 
 A trace is scaled to another batch size: the order of events stays, and the sizes of storages and ops grow. How much
 each grows with the batch is learned once, from two traces of one policy. It holds for every policy, because policies
-change what is kept and what runs twice, but no sizes. These estimates only steer the search: every candidate that a
-plan shows has been traced at its own batch size.
+change what is kept and what runs twice, but no sizes. Once a policy was traced at a batch size that may be the best,
+that trace is resized. These estimates only steer the search: every candidate that a plan shows has been traced at its
+own batch size.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 from ckpt_ft.memory.record.events import Op, Storage
@@ -42,16 +44,19 @@ class _Table(Generic[Value]):
 
 
 class Growth:
-    """How traces grow from batch size `low` to `high`; linear between and beyond them."""
+    """How traces grow from batch size `low` to `high`, and beyond them.
+
+    Figures are linear in the batch. Bytes and flops that grow about as its square are quadratic: the scores or the
+    mask of attention, if a sample is a piece of each sequence.
+    """
 
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = low, high
         self._storages: _Table[tuple[int]] = _Table()
         self._ops: _Table[tuple[int, ...]] = _Table()
-        self._learned = 0  # how often `learn` was called: cached sizes of before are stale
         # By the trace's list of records, which the same step on another card shares.
-        self._sizes: dict[int, tuple[int, Sequence[Storage], list[tuple[int, int]]]] = {}
-        self._costs: dict[int, tuple[int, Sequence[Op], list[tuple[int, ...]]]] = {}
+        self._sizes: dict[int, tuple[Sequence[Storage], list[tuple[int, int]]]] = {}
+        self._costs: dict[int, tuple[Sequence[Op], list[tuple[int, ...]]]] = {}
 
     def learn(self, small: StepTrace, large: StepTrace) -> None:
         """Pair the records of one policy's traces at `low` and `high`, module by module and in order.
@@ -59,7 +64,7 @@ class Growth:
         If a module made more records for the larger batch (a loss in chunks), their size stays and their number grows.
         Records that only the warm-up made (the optimizer's state) keep their size, too.
         """
-        self._learned += 1
+        self._sizes, self._costs = {}, {}
         for one, other in _paired(_measured(small), _measured(large), lambda s: (s.module, s.phase, s.op)):
             for before, after in zip(one, other if len(one) == len(other) else one, strict=True):
                 self._storages.learn(*_storage_keys(before), (after.nbytes,))
@@ -71,12 +76,10 @@ class Growth:
                 for op, grown in zip(ones, others, strict=True):
                     self._ops.learn(*_op_keys(op), _figures(grown))
                 continue
-            more = len(others) / len(ones)
+            more = self.high / self.low  # the chunks are as long as the batch, however many they are
             for op in ones:
-                grown = replace(
-                    op, flops=int(op.flops * more), nbytes=int(op.nbytes * more), kernels=round(op.kernels * more)
-                )
-                self._ops.learn(*_op_keys(op), _figures(grown))
+                work = int(op.flops * more), int(op.nbytes * more), round(op.kernels * more)
+                self._ops.learn(*_op_keys(op), (*work, *op.shape))
 
     def knows(self, trace: StepTrace) -> bool:
         """Whether the growth of all but 0.1 % of the bytes that `trace` (at `low`) allocates and moves is known."""
@@ -94,48 +97,62 @@ class Growth:
 
     def ops(self, trace: StepTrace, batch: int) -> list[Op]:
         """The ops of `trace`, scaled to `batch`."""
-        share = (batch - self.low) / (self.high - self.low)
         scaled = []
-        for o, more in zip(trace.ops, self._dearer(trace), strict=True):
-            if not more:
+        for o, dearer in zip(trace.ops, self._dearer(trace), strict=True):
+            if not dearer:
                 scaled.append(o)
                 continue
-            grew = [max(0, round(was + extra * share)) for was, extra in zip(_figures(o), more, strict=True)]
-            flops, nbytes, kernels, *shape = grew
+            work, moved, *counts = zip(_figures(o), dearer, strict=True)
+            flops, nbytes = self.at(batch, *work), self.at(batch, *moved)
+            kernels, *shape = (self._on_a_line(batch, *count) for count in counts)
             here = o.dtype, o.phase, o.module, o.at
             scaled.append(Op(o.name, flops, nbytes, *here, kernels, o.stream, o.wire, tuple(shape), o.around, o.group))
         return scaled
 
     def sizes(self, trace: StepTrace, batch: int) -> list[int]:
-        """The bytes of each storage of `trace`, scaled to `batch`."""
-        share = (batch - self.low) / (self.high - self.low)
-        grown = self._grown(trace)
-        return [max(0, round(before + more * share)) if more else before for before, more in grown]
+        """The bytes of each storage of `trace` (at `low`), scaled to `batch`."""
+        return [self.at(batch, *ends) if ends[0] != ends[1] else ends[0] for ends in self._grown(trace)]
+
+    def at(self, batch: int, low: int, high: int) -> int:
+        """A figure at `batch` whose values at the batch sizes `low` and `high` are given."""
+        times = self.high / self.low
+        if high <= low * times**1.5:
+            return self._on_a_line(batch, low, high)
+        square = (high - low * times) / (self.high * (self.high - self.low))
+        return round(square * batch * batch + (low / self.low - square * self.low) * batch)
+
+    def _on_a_line(self, batch: int, low: int, high: int) -> int:
+        return max(0, round(low + (high - low) * (batch - self.low) / (self.high - self.low)))
+
+    def like(self, anchor: StepTrace, trace: StepTrace) -> list[tuple[int, int] | None]:
+        """For each storage of `trace`, at any batch size, its bytes at `low` and `high` as in `anchor`.
+
+        None for a storage that does not grow, or that has no counterpart.
+        """
+        table: _Table[tuple[int, int]] = _Table()
+        grown = dict(zip(map(id, anchor.storages), self._grown(anchor), strict=True))
+        for ones, others in _paired(_measured(anchor), _measured(trace), lambda s: (s.module, s.phase, s.op)):
+            for one, other in zip(ones, others, strict=True) if len(ones) == len(others) else ():
+                table.learn(*_storage_keys(other), grown[id(one)])
+        found = (table.get(*_storage_keys(s)) for s in trace.storages)
+        return [ends if ends and ends[0] != ends[1] else None for ends in found]
 
     def _grown(self, trace: StepTrace) -> list[tuple[int, int]]:
-        """For each storage its bytes at `low`, and how many more it has at `high`."""
-        known = self._sizes.get(id(trace.storages))
-        if known is None or known[0] != self._learned:
-            sizes = [
-                (s.nbytes, (self._storages.get(*_storage_keys(s)) or (s.nbytes,))[0] - s.nbytes)
-                for s in trace.storages
-            ]
-            known = self._sizes[id(trace.storages)] = self._learned, trace.storages, sizes
-        return known[2]
+        """For each storage of `trace` (at `low`) its bytes at `low` and `high`."""
+        records = trace.storages
+        if id(records) not in self._sizes:
+            sizes = [(s.nbytes, (self._storages.get(*_storage_keys(s)) or (s.nbytes,))[0]) for s in records]
+            self._sizes[id(records)] = records, sizes
+        return self._sizes[id(records)][1]
 
     def _dearer(self, trace: StepTrace) -> list[tuple[int, ...]]:
-        """For each op how much its figures grow up to `high`; () if they do not."""
-        known = self._costs.get(id(trace.ops))
-        if known is None or known[0] != self._learned:
-            costs: list[tuple[int, ...]] = []
-            for o in trace.ops:
-                was, grown = _figures(o), self._ops.get(*_op_keys(o)) or ()
-                if len(grown) != len(was) or grown == was:
-                    costs.append(())
-                else:
-                    costs.append(tuple(after - before for before, after in zip(was, grown, strict=True)))
-            known = self._costs[id(trace.ops)] = self._learned, trace.ops, costs
-        return known[2]
+        """For each op of `trace` (at `low`) its figures at `high`; () if they do not grow."""
+        records = trace.ops
+        if id(records) not in self._costs:
+            grown = [(_figures(o), self._ops.get(*_op_keys(o)) or ()) for o in records]
+            dearer = [at_high if len(at_high) == len(was) and at_high != was else () for was, at_high in grown]
+            self._costs[id(records)] = records, dearer
+        return self._costs[id(records)][1]
 
 
 Record = TypeVar("Record", Storage, Op)
@@ -174,9 +191,25 @@ def _op_keys(o: Op) -> tuple[Hashable, Hashable]:
 # Policies that a plan of a compiled step leaves out. Inductor fuses what `pointwise` rebuilds, the next two do nothing
 # in a compiled region, each block with replaced modules is compiled by itself, and `swap` was not tried with it.
 _IDLE_COMPILED = ("pointwise", "head", "offload", "modules:", "swap")
-_LOOKS = 8  # batch sizes to look at above the first that does not fit
 _SHOWN = 4  # number of listed candidates that do not fit
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
+
+
+@dataclass(frozen=True)
+class _Latest:
+    """A trace at `batch`; `ends` as from `Growth.like`."""
+
+    trace: StepTrace
+    batch: int
+    ends: list[tuple[int, int] | None]
+    growth: Growth
+
+    def sizes(self, batch: int) -> list[int]:
+        """The bytes of each storage, scaled to another batch size."""
+        factors: dict[tuple[int, int] | None, float] = {None: 1.0}
+        for ends in filter(None, set(self.ends)):
+            factors[ends] = self.growth.at(batch, *ends) / (self.growth.at(self.batch, *ends) or 1)
+        return [round(s.nbytes * factors[ends]) for s, ends in zip(self.trace.storages, self.ends, strict=True)]
 
 
 @dataclass
@@ -187,13 +220,15 @@ class Estimates:
         batch: the only batch size to look at; None for all sizes up to `most`.
         tolerance: share of the largest batch that a search may miss, so that it ends after fewer traces.
         few: traces the same model with fewer blocks, if the growth with the batch is to be learned from it.
-        separate: whether each anchor has a session of its own, as final traces have, with the same reserved bytes. A
-            search then also finds batch sizes that fit above one that does not.
+        separate: whether each anchor has a session of its own, as final traces have, with the same reserved bytes. The
+            last trace then also says which batch sizes fit above one that does not.
         anchors: the trace of each policy at `batch`, or at `LOW`.
         rejected: policies that do not suit this model, each with the reason.
         scaled: candidates that were estimated from an anchor instead of traced.
         bests: the best candidate of each policy; None if none fits.
         typical_seconds: seconds of a step on a typical batch, if the rows of the dataset differ in length.
+        _latest: the trace of a policy at the batch size that `following` was told, which is resized in place of its
+            anchor.
     """
 
     tracer: Tracer
@@ -210,8 +245,9 @@ class Estimates:
     scaled: dict[tuple[str, int], Candidate] = field(default_factory=dict)
     bests: dict[str, Candidate | None] = field(default_factory=dict)
     typical_seconds: dict[tuple[str, int], float] = field(default_factory=dict)
-    _peaks: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    _floors: dict[tuple[str, int], int] = field(default_factory=dict)
+    _latest: dict[str, _Latest] = field(default_factory=dict, init=False)
+    _peaks: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
+    _floors: dict[tuple[str, int, int], int] = field(default_factory=dict)
 
     def trace_candidates(self, policies: Iterable[str]) -> None:
         """Trace the anchors of `policies`, and a second point of policies whose growth with the batch is unknown."""
@@ -219,20 +255,18 @@ class Estimates:
             policies = [policy for policy in policies if not any(term in policy for term in _IDLE_COMPILED)]
         fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
         at = self.batch or LOW
-        extra: list[tuple[str, int]] = []
-        if (
-            self.batch is None and self.tracer.parallel and self.few is None
-        ):  # in parallel these traces cost no waiting time
-            extra = [(policy, HIGH) for policy in self._novel(fresh)]
-        traced = self.tracer.all([(policy, at) for policy in fresh], self.separate, extra)
+        traced = self.tracer.all([(policy, at) for policy in fresh], self.separate)
         for policy, trace in zip(fresh, traced, strict=True):
             if isinstance(trace, str):
                 self.rejected[policy] = trace
             else:
                 self.anchors[policy] = trace
-        for policy in fresh if self.batch is None else ():  # in order, because a trace may make later ones unnecessary
-            if policy in self.anchors and not self.growth.knows(self.anchors[policy]):
-                small, large = (self.few or self.tracer).all([(policy, LOW), (policy, HIGH)])
+        unsure = [policy for policy in fresh if policy in self.anchors] if self.batch is None else []
+        while unsure := [policy for policy in unsure if not self.growth.knows(self.anchors[policy])]:
+            ends = unsure[:: max(len(unsure) - 1, 1)] if self.tracer.parallel else unsure[:1]  # the least alike
+            unsure = [policy for policy in unsure if policy not in ends]
+            smalls, larges = ((self.few or self.tracer).all([(policy, at) for policy in ends]) for at in (LOW, HIGH))
+            for small, large in zip(smalls, larges, strict=True):
                 assert not isinstance(small, str), "its policy has an anchor"
                 assert not isinstance(large, str), "it was traced at LOW"
                 self.growth.learn(small, large)
@@ -247,19 +281,6 @@ class Estimates:
             large = traced.get((policy, HIGH))
             if self.batch is None and large is not None and not self.growth.knows(anchor):
                 self.growth.learn(anchor, large)
-
-    def _novel(self, policies: list[str]) -> list[str]:
-        """The shortest policy of each kind that no anchor has yet; kinds differ in `head`, `offload` and `tile`."""
-
-        def kind(policy: str) -> frozenset[str]:
-            return frozenset(term.partition(":")[0] for term in policy.split(",")) & {"head", "offload", "tile"}
-
-        plainest: dict[frozenset[str], str] = {}
-        for policy in sorted(policies, key=len):
-            plainest.setdefault(kind(policy), policy)
-        for policy in self.anchors:
-            plainest.pop(kind(policy), None)
-        return list(plainest.values())
 
     def estimate(self, policy: str, batch: int) -> Candidate:
         """The candidate of `policy` at `batch`: from its trace if there is one, else scaled from the anchor."""
@@ -300,48 +321,56 @@ class Estimates:
         return self.scaled_reserved(policy, batch)
 
     def scaled_reserved(self, policy: str, batch: int) -> int:
-        """Bytes reserved, scaled from the anchor even if `policy` was traced at `batch`."""
+        """Bytes reserved, scaled even if `policy` was traced at `batch`."""
         return self._scaled_peaks(policy, batch)[1]
 
     def floor(self, policy: str, batch: int) -> int:
         """A lower bound of `scaled_reserved` that needs no replay."""
-        key = (policy, batch)
+        trace, sizes, key = self._scaled(policy, batch)
         if key not in self._floors:
-            anchor = self.anchors[policy]
-            self._floors[key] = anchor.requested_with(self.growth.sizes(anchor, batch))
+            self._floors[key] = trace.requested_with(sizes(batch))
         return self._floors[key]
 
     def _scaled_peaks(self, policy: str, batch: int) -> tuple[int, int]:
-        """Peak bytes allocated and reserved, from one replay of the scaled anchor."""
-        key = (policy, batch)
+        """Peak bytes allocated and reserved, from one replay of the scaled trace."""
+        trace, sizes, key = self._scaled(policy, batch)
         if key not in self._peaks:
-            anchor = self.anchors[policy]
-            replay = anchor.replay_with(self.growth.sizes(anchor, batch))
-            self._peaks[key] = replay.peak_allocated(anchor.start), replay.peak_reserved()
+            replay = trace.replay_with(sizes(batch))
+            self._peaks[key] = replay.peak_allocated(trace.start), replay.peak_reserved()
         return self._peaks[key]
+
+    def _scaled(self, policy: str, batch: int) -> tuple[StepTrace, Callable[[int], list[int]], tuple[str, int, int]]:
+        """The latest trace of `policy`, or its anchor; the bytes of its storages at a batch; a cache's key."""
+        latest, trace = self._latest.get(policy), self.anchors[policy]
+        if latest is not None:
+            return latest.trace, latest.sizes, (policy, batch, id(latest.trace.storages))
+        return trace, partial(self.growth.sizes, trace), (policy, batch, id(trace.storages))
+
+    def _correct(self, policy: str, batch: int, trace: StepTrace) -> None:
+        """Scale `trace`, at `batch`, from now on."""
+        self._latest[policy] = _Latest(trace, batch, self.growth.like(self.anchors[policy], trace), self.growth)
 
     def retries(self, policy: str, batch: int) -> int | None:
         """How often a step returns cached segments to the device to fit; None if it runs out of memory even so."""
-        trace = self.anchors[policy]
-        replay = trace.replay_with(self.growth.sizes(trace, batch), self.room.limit)
+        trace, sizes, _ = self._scaled(policy, batch)
+        replay = trace.replay_with(sizes(batch), self.room.limit)
         return None if replay.oom_at is not None else sum(at >= trace.start for at in replay.retried)
 
     def best(self, policy: str) -> Candidate | None:
         """The candidate of `policy` at the largest batch that fits, or at batch 1 for the target "memory"."""
         if policy not in self.bests:
-            self.bests[policy] = self._best(policy)
+            batch = self.batch or 1
+            if self.batch is None and self.target != "memory":
+                known = {LOW: self.reserved(policy, LOW)}
+                batch = self._largest(policy, LOW, lambda n: self.reserved(policy, n), known)
+            self._settle(policy, batch)
         return self.bests[policy]
 
-    def _best(self, policy: str) -> Candidate | None:
-        batch = self.batch or 1
-        if self.batch is None and self.target != "memory":
-            batch = self._largest(policy, LOW, lambda n: self.reserved(policy, n), {LOW: self.reserved(policy, LOW)})
+    def _settle(self, policy: str, batch: int) -> None:
         candidate = self.estimate(policy, max(batch, 1))
-        return candidate if self.room.fits(candidate) else None
+        self.bests[policy] = candidate if self.room.fits(candidate) else None
 
-    def _largest(
-        self, policy: str, near: int, reserved: Callable[[int], int], known: dict[int, int], ratio: float = 1.0
-    ) -> int:
+    def _largest(self, policy: str, near: int, reserved: Callable[[int], int], known: dict[int, int]) -> int:
         """The largest batch whose `reserved` bytes fit.
 
         `floor` needs no replay. The ratio of bytes reserved to the floor is about the same at every batch as at
@@ -349,7 +378,6 @@ class Estimates:
 
         Args:
             known: values of `reserved` that are known already.
-            ratio: of `reserved` to `scaled_reserved`.
         """
         limit, share = self.room.limit, reserved(near) / max(self.floor(policy, near), 1)
         most = self._most_beside(policy)
@@ -359,12 +387,13 @@ class Estimates:
 
         def needs(batch: int) -> int:
             least = self.floor(policy, batch)
-            return round(least * max(share, ratio)) if least * ratio > limit else reserved(batch)
+            return round(least * share) if least > limit else reserved(batch)
 
         found = largest_fitting(needs, limit, most, known)
         # Reserved bytes fall where the largest tensors outgrow the segments that they fragment: look further up.
-        top = largest_fitting(lambda n: self.floor(policy, n), limit, most) if self.separate else found
-        step = max((top - found) // _LOOKS, 1)
+        look = self.separate and policy in self._latest
+        top = largest_fitting(lambda n: self.floor(policy, n), limit, most) if look else found
+        step = max(round(self.tolerance * found), 1)
         for batch in range(top, found, -step):
             if batch not in known:
                 known[batch] = needs(batch)
@@ -384,22 +413,22 @@ class Estimates:
     def following(self, policy: str, batch: int) -> int | None:
         """The batch size to trace after `batch`; None if the best batch of `policy` is known, which is then stored."""
         if self.batch is None and self.target != "memory":
-            ratio = self.estimate(policy, batch).reserved / self.scaled_reserved(policy, batch)
+            trace = self.tracer.traced[policy, batch]
+            assert isinstance(trace, StepTrace), "its policy has an anchor"
+            self._correct(policy, batch, trace)
+            self.scaled = {key: one for key, one in self.scaled.items() if key[0] != policy}
             batches = [at for name, at in self.tracer.traced if name == policy and at not in (LOW, HIGH)]
             made = {at: self.estimate(policy, at) for at in batches}
             known = {
                 at: one.reserved if self.room.host_holds(one.host) else self.room.limit + 1 for at, one in made.items()
             }
-            batch = self._largest(
-                policy, batch, lambda n: round(self.scaled_reserved(policy, n) * ratio), known, ratio
-            )
+            batch = self._largest(policy, batch, lambda n: self.scaled_reserved(policy, n), known)
             if batch and (policy, batch) not in self.tracer.traced:
                 fits = max((at for at in batches if known[at] <= self.room.limit), default=0)
                 if batch > fits * (1 + self.tolerance):
                     return batch
                 batch = fits
-        candidate = self.estimate(policy, max(batch, 1))
-        self.bests[policy] = candidate if self.room.fits(candidate) else None
+        self._settle(policy, batch)
         return None
 
     def candidates(self) -> list[Candidate]:

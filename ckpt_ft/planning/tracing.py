@@ -211,37 +211,28 @@ class Tracer:
         other.workload, other.traced, other._alone = replace(self.workload, launch=launch), {}, set()
         return other
 
-    def all(self, wanted: Iterable[Key], alone: bool = False, extra: Iterable[Key] = ()) -> list[Traced]:
+    def all(self, wanted: Iterable[Key], alone: bool = False) -> list[Traced]:
         """A trace for each (policy, batch), in order.
 
         Policies of one batch size share a session, which shifts the bytes reserved by about a percent. They do not
         if `alone` is set, if the launch carries state from one step to the next (ZeRO-3), or if torch.compile would
         keep what it compiled for one policy beside that for another.
-
-        extra: more to trace in the same sessions; only their sizes are used.
         """
-        return trace_all([(self, wanted)], alone, extra)[0]
+        return trace_all([(self, wanted)], alone)[0]
 
-    def _missing(self, wanted: Iterable[Key], alone: bool, extra: Iterable[Key] = ()) -> list[list[Key]]:
-        """Sessions for what of `wanted` and `extra` is not traced yet."""
+    def _missing(self, wanted: Iterable[Key], alone: bool) -> list[list[Key]]:
+        """Sessions for what of `wanted` is not traced yet."""
         launch = self.workload.launch
         alone = alone or (launch is not None and launch.stage == 3) or bool(self.workload.compile)
         missing: dict[int, list[Key]] = {}
         for key in dict.fromkeys(wanted):
             if key not in (self._alone if alone else self.traced):
                 missing.setdefault(key[1], []).append(key)
-        more = [key for key in dict.fromkeys(extra) if key not in self.traced]
-        if alone or not missing:
-            return [[key] for keys in missing.values() for key in keys] + [[key] for key in more]
+        if alone:
+            return [[key] for keys in missing.values() for key in keys]
         # Dealt in turn to the processes: neighbours are similar policies that cost about the same.
         shares = [keys[start :: self._jobs] for keys in missing.values() for start in range(self._jobs)]
-        sessions = [share for share in shares if share]
-        for number, key in enumerate(more):
-            if len(sessions) < self._jobs:
-                sessions.append([key])
-            else:
-                sessions[-1 - number % len(sessions)].append(key)  # the last session is the smallest
-        return sessions
+        return [share for share in shares if share]
 
     def _keep(self, sessions: list[list[Key]], traced: Iterable[list[Traced]]) -> None:
         for keys, traces in zip(sessions, traced, strict=True):
@@ -277,14 +268,12 @@ class Tracer:
             yield _session(self.workload, keys, typical) if future is None else future.result()
 
 
-def trace_all(
-    asked: Sequence[tuple[Tracer, Iterable[Key]]], alone: bool = False, extra: Iterable[Key] = ()
-) -> list[list[Traced]]:
-    """Returns `tracer.all(wanted, alone, extra)` for each (tracer, wanted); all of them start at once."""
+def trace_all(asked: Sequence[tuple[Tracer, Iterable[Key]]], alone: bool = False) -> list[list[Traced]]:
+    """Returns `tracer.all(wanted, alone)` for each (tracer, wanted); all of them start at once."""
     each = [(tracer, list(wanted)) for tracer, wanted in asked]
     begun = []
     for tracer, wanted in each:
-        sessions = tracer._missing(wanted, alone, extra)
+        sessions = tracer._missing(wanted, alone)
         begun.append((tracer, sessions, tracer._run(sessions)))
     for tracer, sessions, traced in begun:
         tracer._keep(sessions, traced)

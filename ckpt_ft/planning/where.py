@@ -327,7 +327,7 @@ class _CardTracer(Tracer):
         super().__init__(replace(tracer.workload, device=card))
         self.tracer, self.card = tracer, card
 
-    def _missing(self, wanted: Iterable[Key], alone: bool, extra: Iterable[Key] = ()) -> list[list[Key]]:
+    def _missing(self, wanted: Iterable[Key], alone: bool) -> list[list[Key]]:
         return super()._missing(wanted, True)
 
     def _run(self, sessions: list[list[Key]], typical: bool = False) -> Iterator[list[Traced]]:

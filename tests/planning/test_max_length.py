@@ -16,8 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.cli import app
+from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.batch_size import predict_max_batch_size
-from ckpt_ft.planning.max_length import GRANULARITY, find_max_length, predict_max_length
+from ckpt_ft.planning.budget import Candidate, memory_budget
+from ckpt_ft.planning.max_length import GRANULARITY, by_length, find_max_length, predict_max_length
+from ckpt_ft.planning.scaled_traces import Estimates
+from ckpt_ft.planning.tracing import Tracer
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import MIB
@@ -53,6 +57,28 @@ def test_every_length_is_the_longest_whose_own_trace_fits(config: str) -> None:
         assert one.peak_reserved == _peak(config, policy, one.length, 3) <= found.room.limit
         # Reserved bytes come in segments: a few hundred tokens more may reserve as much or less.
         assert _peak(config, policy, round(1.1 * one.length), 3) > found.room.limit
+
+
+@pytest.mark.parametrize("kind", ["eager", "a mask of a sliding window"])
+def test_growth_with_the_square_of_the_length_is_known(kind: str, config: str, tmp_path: Path) -> None:
+    """Scores and masks of 50 pieces from traces of 5 and 7, and of 60 from the trace of 50."""
+    spec = TrainingSpec.of(config, attn_implementation="eager")
+    if kind != "eager":
+        path = tmp_path / "gemma.json"
+        more = {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 64, "max_position_embeddings": 64}
+        path.write_text(json.dumps({**_SIZES, **more, "model_type": "gemma3_text"}))
+        spec = TrainingSpec.of(str(path), dtype="bfloat16")
+    pieces, _, _ = by_length(load(spec, "h100"), 1)
+    with Tracer(pieces) as tracer:
+        estimates = Estimates(tracer, memory_budget("79GiB", find_gpu("h100")), "effective_batch", separate=True)
+        estimates.trace_candidates(["none"])
+        guessed = estimates.estimate("none", 50)
+        traces = {at: tracer.trace("none", at) for at in (50, 60)}
+        there = Candidate.of("none", 50, traces[50])
+        assert guessed.peak == pytest.approx(there.peak, rel=0.002)
+        assert guessed.seconds == pytest.approx(there.seconds, rel=0.05)
+        estimates.following("none", 50)
+        assert estimates.scaled_reserved("none", 60) == pytest.approx(traces[60].peak_reserved, rel=1e-4)
 
 
 def test_one_policy_says_what_the_next_term_would_give(config: str) -> None:

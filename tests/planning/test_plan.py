@@ -19,7 +19,6 @@ from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
-from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.budget import Candidate, MemoryBudget, better, frontier, largest_fitting, memory_budget
 from ckpt_ft.planning.estimate import without_kept
 from ckpt_ft.planning.plan import plan
@@ -262,23 +261,6 @@ def test_a_trace_scaled_is_the_trace(policy: str) -> None:
         scaled = growth.scale(anchor, 24)
     assert scaled.peak_allocated == pytest.approx(there.peak_allocated, rel=1e-3)
     assert scaled.seconds == pytest.approx(there.seconds, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_growth_is_the_same_from_a_trace_beside_others() -> None:
-    workload = MODELS["llama"]().workload(find_gpu("t4"))
-    (anchor,) = trace_policies(workload, ["full"], workload.step(LOW))
-    assert isinstance(anchor, StepTrace)
-    said = []
-    for beside in ([], [("none", HIGH)]):
-        with Tracer(workload) as tracer:
-            tracer.all([("none", LOW), ("full", LOW)], extra=beside)
-            assert [key for key in tracer.traced if key[1] == HIGH] == beside
-            growth = Growth(LOW, HIGH)
-            growth.learn(*(tracer.trace("none", at) for at in (LOW, HIGH)))  # type: ignore[arg-type]
-        assert growth.sizes(anchor, 24) == [storage.nbytes for storage in growth.scale(anchor, 24).storages]
-        said.append((growth.sizes(anchor, 24), growth.scale(anchor, 24).ops))
-    assert said[0] == said[1]
 
 
 def test_a_shared_session_says_what_single_traces_say() -> None:

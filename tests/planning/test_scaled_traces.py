@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.planning import tracing
 from ckpt_ft.planning.budget import memory_budget
 from ckpt_ft.planning.scaled_traces import LOW, Estimates
 from ckpt_ft.planning.tracing import Tracer, trace_policies
@@ -93,15 +92,3 @@ def test_a_refused_policy_leaves_the_others_of_its_session_as_they_are() -> None
             assert isinstance(like, StepTrace)
             assert (trace.events, trace.storages, trace.ops) == (like.events, like.storages, like.ops)
     assert all(isinstance(trace, str) for trace in trace_policies(workload, ["head", "save:conv"], step))
-
-
-def test_what_is_wanted_for_its_sizes_has_a_process_to_itself_where_one_is_idle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tracing, "can_fork", lambda: True)  # a test before this one may have left threads behind
-    tracer = Tracer(MODELS["vit"]().workload("cpu"), jobs=2)
-    one = [("full,offload", 5)]
-    assert tracer._missing(one, alone=False, extra=[("full,offload", 7)]) == [one, [("full,offload", 7)]]
-    two = [("none", 5), ("full", 5), ("pointwise", 5)]
-    shared = tracer._missing(two, alone=False, extra=[("none", 7)])
-    assert shared == [[("none", 5), ("pointwise", 5)], [("full", 5), ("none", 7)]]

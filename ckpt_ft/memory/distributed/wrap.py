@@ -213,7 +213,9 @@ def sharding_mesh(mesh: DeviceMesh, launch: Launch) -> DeviceMesh:
     if len(names) == 2:
         mesh[names]._flatten("dp_shard_cp")
         names = ("dp_shard_cp",)
-    return mesh[("dp_replicate", *names) if launch.dp_replicate > 1 else names]
+    with warnings.catch_warnings():  # accelerate slices a flattened mesh as well
+        warnings.filterwarnings("ignore", "Slicing a flattened dim")
+        return mesh[("dp_replicate", *names) if launch.dp_replicate > 1 else names]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One rank on fake tensors needs what each of two real ranks needs, under DDP and FSDP2."""
+"""One rank on fake tensors needs what each of two or four real ranks needs, under DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from forked_ranks import run_ranks
-from two_ranks import PROCESSES, cases, main, workload
+from two_ranks import PROCESSES, apart, cases, main, peaks_of, workload
+
+from ckpt_ft.spec.launch import Launch
 
 
 def measure(rank: int, out: str, few: str) -> None:
@@ -31,3 +34,28 @@ def test_a_fake_rank_needs_what_real_ones_need(few: bool, tmp_path: Path) -> Non
     assert idle < 0.9 * traced["ep"][0] < 0.9 * busy  # a half, and half more, of the tokens that a rank has evenly
     for rank in ranks:
         assert rank["predicted by hand"] == pytest.approx(rank["by hand"], rel=1e-3)
+
+
+FOUR = {
+    "cp": Launch("fsdp2", 4, cp=4), "fsdp2 and cp": Launch("fsdp2", 4, cp=2), "fsdp2 and tp": Launch("fsdp2", 4, tp=2),
+    "sp": Launch("zero1", 4, sp=4),
+}  # fmt: skip
+
+
+def measure_four(rank: int, out: str) -> None:
+    peaks = peaks_of([(name, launch, "full", "llama", 1) for name, launch in FOUR.items() if launch.sp == 1])
+    peaks["gradients"] = {name: apart(launch, "full") for name, launch in FOUR.items()}  # type: ignore[misc]
+    Path(out, f"{rank}.json").write_text(json.dumps(peaks))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_four_ranks_share_sequences_and_weights(tmp_path: Path) -> None:
+    """Also in two groups: bytes of each phase, and gradients against those of one process."""
+    run_ranks(measure_four, str(tmp_path), ranks=4)
+    for number in range(4):
+        rank = json.loads((tmp_path / f"{number}.json").read_text())
+        assert max(rank.pop("gradients").values()) < 1e-6
+        for name, peaks in rank.items():
+            trace = workload(replace(FOUR[name], rank=number), "full", "llama", 1).trace(2)
+            assert trace.peaks == pytest.approx(peaks, rel=2e-3), (name, number)

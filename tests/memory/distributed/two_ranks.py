@@ -245,14 +245,15 @@ def apart(launch: Launch, policy: str, kind: str = "llama") -> float:
 
     backward(alone, ids, targets, positions)
     mesh = init_device_mesh("cpu", tuple(launch.mesh.values()), mesh_dim_names=tuple(launch.mesh))
-    own, rows = torch.arange(64).chunk(2)[rank], slice(None)
-    if launch.ep > 1:  # samples of their own
-        own, rows = torch.arange(64), slice(rank, rank + 1)
+    part, own, rows = rank % launch.ranks_of_a_sample, torch.arange(64), slice(None)
+    if launch.processes > launch.ranks_of_a_sample:  # samples of their own
+        row = rank // launch.ranks_of_a_sample
+        rows = slice(row, row + 1)
     if launch.cp > 1:  # pieces from both ends
-        first, second, third, last = torch.arange(64).chunk(4)
-        own = torch.cat([first, last] if rank == 0 else [second, third])
-    if launch.tp > 1:
-        own = torch.arange(64)
+        pieces = own.chunk(2 * launch.cp)
+        own = torch.cat([pieces[part], pieces[-1 - part]])
+    if launch.sp > 1:
+        own = own.chunk(launch.sp)[part]
     share(model, launch, mesh)
     with library_patches(model, launch, mesh):
         backward(model, ids[rows, own], targets[rows, own], positions[rows, own])
@@ -264,32 +265,13 @@ def apart(launch: Launch, policy: str, kind: str = "llama") -> float:
         if launch.sp > 1:
             dist.all_reduce(gradient)
         elif launch.strategy == "fsdp2":
-            gradient = gradient * PROCESSES  # it averages
+            gradient = gradient * (launch.processes // launch.tp)  # it averages
         found = max(found, float((gradient - expected[name].grad).norm() / expected[name].grad.norm()))
     return found
 
 
 def main(out: str, few: str = "") -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    gc.disable()
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    peaks: dict[str, dict[str, int]] = {}
-    for name, launch, policy, kind, accumulation in cases(bool(few)):
-        asked = workload(launch, policy, kind, accumulation)
-        model: nn.Module = asked.model
-        mesh = init_device_mesh("cpu", tuple(launch.mesh.values()), mesh_dim_names=tuple(launch.mesh))
-        if launch.strategy == "ddp" and launch.tp == 1:
-            options = {name: getattr(launch, name) for name in ("gradient_as_bucket_view", "find_unused_parameters")}
-            model = DistributedDataParallel(model, **options)
-            asked = replace(asked, launch=replace(launch, find_unused_parameters=False))  # it copies outputs itself
-        else:
-            share(model, launch, mesh)
-        with library_patches(model, launch, mesh), routing(uneven=kind.endswith("unevenly")):
-            peaks[name] = measured(asked, model, STEPS)
-        dist.barrier()
-        del model, asked
+    peaks = peaks_of(cases(bool(few)))
     asked = workload(None, "full", "llama", 1)
     by_hand(asked.model)
     peaks["predicted by hand"] = asked.trace(2).peaks
@@ -305,6 +287,31 @@ def main(out: str, few: str = "") -> None:
             assert (far := apart(launch, policy, "experts" if name == "ep" else "llama")) < 1e-6, (name, policy, far)
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
+
+
+def peaks_of(cases: list[Case]) -> dict[str, dict[str, int]]:
+    """The peaks of this rank in each case."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    gc.disable()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    peaks: dict[str, dict[str, int]] = {}
+    for name, launch, policy, kind, accumulation in cases:
+        asked = workload(launch, policy, kind, accumulation)
+        model: nn.Module = asked.model
+        mesh = init_device_mesh("cpu", tuple(launch.mesh.values()), mesh_dim_names=tuple(launch.mesh))
+        if launch.strategy == "ddp" and launch.tp == 1:
+            options = {name: getattr(launch, name) for name in ("gradient_as_bucket_view", "find_unused_parameters")}
+            model = DistributedDataParallel(model, **options)
+            asked = replace(asked, launch=replace(launch, find_unused_parameters=False))  # it copies outputs itself
+        else:
+            share(model, launch, mesh)
+        with library_patches(model, launch, mesh), routing(uneven=kind.endswith("unevenly")):
+            peaks[name] = measured(asked, model, STEPS)
+        dist.barrier()
+        del model, asked
+    return peaks
 
 
 if __name__ == "__main__":
