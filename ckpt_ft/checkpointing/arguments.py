@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from ckpt_ft.errors import UserError
 
@@ -28,7 +29,8 @@ from .dropped_tensors import saved_tensor
 from .tensor_identity import is_array, is_wrapper, version_of
 
 _SEQUENCES = (list, tuple, deque)
-_ATOMS = (torch.Tensor, bool, int, float, str, type(None))
+_PLAIN = (torch.Tensor, bool, int, float, str, type(None))
+ATOMS = frozenset(_PLAIN[1:])
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -52,7 +54,7 @@ def _is_record(value: Any) -> bool:
 
 def changeable(value: Any) -> bool:
     """Whether `value`, or a container in it, can be written into."""
-    if isinstance(value, _ATOMS):
+    if isinstance(value, _PLAIN):
         return False
     if isinstance(value, tuple):
         return any(changeable(item) for item in value)
@@ -61,7 +63,7 @@ def changeable(value: Any) -> bool:
 
 def leaves(value: Any) -> Iterator[Any]:
     """Everything in `value` that is no container, in the order in which `rebuild` meets it."""
-    if isinstance(value, _ATOMS):
+    if isinstance(value, _PLAIN):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
@@ -77,7 +79,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def rebuild(value: Any, leaf: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
     """`value` with its containers made anew and `leaf` of everything else; what was one container stays one."""
-    if isinstance(value, _ATOMS):
+    if isinstance(value, _PLAIN):
         return leaf(value)
     made = {} if made is None else made
     if id(value) in made:
@@ -113,7 +115,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     for leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif not isinstance(leaf, _ATOMS) and isinstance(leaf, Iterator):
+        elif not isinstance(leaf, _PLAIN) and isinstance(leaf, Iterator):
             raise UserError(
                 f"a checkpointed block was given a {type(leaf).__name__}, which its first run uses up: its second run "
                 "would find nothing in it; give it a list"
@@ -141,7 +143,7 @@ class Inputs:
         for name, value in named:
             if isinstance(value, torch.Tensor):
                 inputs.setdefault(id(value), Input((name, DIRECT), value))
-            elif not isinstance(value, _ATOMS):
+            elif not isinstance(value, _PLAIN):
                 for index, tensor in enumerate(_tensors(value)):
                     inputs.setdefault(id(tensor), Input((name, index), tensor))
         if self.written is None or self.written:
@@ -199,7 +201,7 @@ class Input:
         if self.copy is not None:
             return self.copy.clone()
         self.check()
-        return self.tensor
+        return self.tensor if self.fixed else alias(self.tensor)
 
     def check(self) -> None:
         """Raise RuntimeError if the tensor was written to since the first run."""
@@ -207,6 +209,13 @@ class Input:
             raise RuntimeError(
                 f"the {self} of a checkpointed block was changed in place after the block's forward; clone it before"
             )
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor for the second run: a hook that it registers there must not act in the backward that runs."""
+    if not tensor.requires_grad or forward_ad._current_level >= 0:  # a detached tensor has no tangent
+        return tensor
+    return tensor.detach().requires_grad_()
 
 
 Key = tuple[int | str, int]  # which argument, and which tensor of those in it
@@ -221,7 +230,8 @@ class Call:
     shape is saved, because a checkpoint around this one counts what is saved.
     """
 
-    __slots__ = ("args", "changeable", "copied", "first", "forward", "given", "held", "inputs", "kwargs", "saved",
+    __slots__ = (
+        "args", "copied", "first", "forward", "given", "held", "inputs", "kwargs", "remade", "saved",
         "second", "tensors",
     )  # fmt: skip
 
@@ -237,11 +247,13 @@ class Call:
         self.first, self.second = runs
         self.given: Arguments | None = (args, kwargs)
         self.tensors = inputs.before(args, kwargs)
-        self.changeable = changeable(args) or any(map(changeable, kwargs.values()))
-        if self.changeable:
+        self.remade = changeable(args) or any(map(changeable, kwargs.values()))
+        if self.remade:
             args, kwargs = rebuild((args, kwargs), _same)
+        else:  # tuples of tensors that need gradients
+            self.remade = any(map(_needs_gradient, (*args, *kwargs.values())))
         self.copied = {given.key[0]: given for given in self.tensors if given.copy is not None and given.is_direct}
-        self.saved: list[tuple[int | str, Callable[[], Any]]] = []
+        self.saved: list[tuple[int | str, int, Callable[[], Any]]] = []  # name, identity and how to get a tensor
         self.args, self.kwargs = list(args), dict(kwargs)
         for key, value in enumerate(args):
             if isinstance(value, torch.Tensor):
@@ -249,7 +261,7 @@ class Call:
         for name, value in kwargs.items():
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 self._save(name, value)
-        saved = {key for key, _ in self.saved}
+        saved = {key for key, _, _ in self.saved}
         self.held = {id(x.tensor): x for x in self.tensors if not (x.is_direct and x.key[0] in saved)}
 
     def _save(self, key: int | str, tensor: torch.Tensor) -> None:
@@ -257,7 +269,7 @@ class Call:
         if given is None and tensor.is_inference():  # which autograd does not save
             given = self.copied[key] = Input((key, DIRECT), tensor)
         shape = tensor if given is None else given.shape()
-        self.saved.append((key, _nothing if shape is None else saved_tensor(shape)))
+        self.saved.append((key, id(tensor), _nothing if shape is None else saved_tensor(shape)))
         if isinstance(key, int):
             self.args[key] = None
         else:
@@ -275,25 +287,36 @@ class Call:
 
     def again(self) -> Any:
         """The second run."""
-        args, kwargs = list(self.args), dict(self.kwargs)
-        for key, unpack in self.saved:
-            value = unpack() if (given := self.copied.get(key)) is None else given.again()
-            if isinstance(key, int):
-                args[key] = value
-            else:
-                kwargs[key] = value
-        if self.changeable or any(given.copy is not None for given in self.held.values()):
-            args, kwargs = rebuild((args, kwargs), self._found)  # each time: backward may run again (retain_graph)
+        found: dict[int, Any] = {}  # what was one tensor in the first run is one in the second
+        for key, identity, unpack in self.saved:
+            if identity not in found:
+                given = self.copied.get(key)
+                found[identity] = alias(unpack()) if given is None else given.again()
+
+        def of_first_run(leaf: Any) -> Any:
+            given = self.held.get(id(leaf))
+            if given is not None and id(leaf) not in found:
+                found[id(leaf)] = given.again()
+            return found.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        args, kwargs = self.args, self.kwargs
+        if self.remade or any(given.copy is not None for given in self.held.values()):
+            args, kwargs = rebuild((args, kwargs), of_first_run)  # each time: backward may run again (retain_graph)
         else:
             for given in self.held.values():
                 given.check()
+        args, kwargs = list(args), dict(kwargs)
+        for key, identity, _ in self.saved:
+            if isinstance(key, int):
+                args[key] = found[identity]
+            else:
+                kwargs[key] = found[identity]
         with self.second:
             return self.forward(*args, **kwargs)
 
-    def _found(self, leaf: Any) -> Any:
-        """A tensor that is held here as the first run found it."""
-        given = self.held.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
-        return leaf if given is None else given.again()
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, tuple) and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves(value))
 
 
 def _same(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,28 +10,53 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from .autocast import AutocastState
-from .standin import StandIn
-from .verify import SavedTensorProof, TensorComparison
+from ckpt_ft.errors import UserError
 
+from .autocast import AutocastState
+from .recompute import Checkpointed, RegionCall, runs
+from .standin import StandIn
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# their hooks gather and free weights, or shard the inputs and outputs of layers
+_SHARDING = ("torch.distributed", "deepspeed", "transformers.integrations.tensor_parallel")
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class ChunkProof:
-    """In a verified step, checks that a chunk's second run saves bit for bit the same tensors as its first."""
+class InPieces(Checkpointed):
+    """A module's forward in pieces of its input, each of which is one call of a checkpointed region."""
 
-    def __init__(self, comparison: TensorComparison | None) -> None:
-        self.proof = None if comparison is None else SavedTensorProof(comparison)
-        self.begun = False
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, None)
+        self.inputs.written = set()  # pieces share memory, so that none may be written
+        self.unhooked = Unhooked(self)
 
-    def __enter__(self) -> None:
-        if self.proof is not None:
-            (self.proof.enter_second_run if self.begun else self.proof.enter_first_run)()
-            self.begun = True
+    def run_piece(self, term: str, forward: Callable[..., torch.Tensor], *piece: torch.Tensor) -> torch.Tensor:
+        """Run `forward`, which computes with the module, on one piece.
 
-    def __exit__(self, *exception: Any) -> None:
-        if self.proof is not None:
-            self.proof.exit()
+        Raises:
+            UserError: it writes buffers or attributes of the module, and would do so for each piece.
+        """
+        contexts = runs(self, piece, {})
+        if contexts is None:  # lazy layers
+            return forward(*piece)
+        output: torch.Tensor = RegionCall(forward, contexts, self.inputs, piece, {})()
+        if written := contexts[0].state.written():
+            raise UserError(
+                f"policy '{term}': a {type(self.module).__name__} writes {written} in its forward, and would do so "
+                f"for each piece; leave '{term}' out"
+            )
+        return output
+
+
+def hooked(modules: Iterable[nn.Module]) -> str:
+    """The name of a hook on one of the modules other than FSDP's, tensor parallelism's and DeepSpeed's, or ""."""
+    for module in modules:
+        for kind in _HOOKS:
+            for hook in module.__dict__[kind].values():
+                home = getattr(hook, "stands_for", None) or getattr(hook, "__module__", None) or ""
+                if not home.startswith(_SHARDING):
+                    return str(getattr(hook, "__qualname__", type(hook).__name__))
+    return ""
 
 
 class Unhooked(nn.Module):

@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn._reduction import legacy_get_string
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.units import MIB
 
 from . import rng
 from .autocast import AutocastState
-from .chunks import ChunkProof, Weights
+from .chunks import Weights
 from .verify import TensorComparison
 
 if TYPE_CHECKING:
@@ -161,15 +160,11 @@ def cross_entropy(
             return loss(projection.rows(hidden), target, reduction=reduction)
         weights = Weights(layer.module, projection.autocast)
 
-        def chunk(proof: ChunkProof, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            with proof:
-                return loss(projection.rows(hidden, weights.of_chunk()), target, reduction="sum")
+        def chunk(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return loss(projection.rows(hidden, weights.of_chunk()), target, reduction="sum")
 
-        random = _draws(layer.module)
-        losses = [
-            checkpoint(partial(chunk, ChunkProof(comparison)), *part, use_reentrant=False, preserve_rng_state=random)
-            for part in zip(hidden.split(rows), target.split(rows), strict=True)
-        ]
+        parts = zip(hidden.split(rows), target.split(rows), strict=True)
+        losses = [layer.run_piece("head", chunk, *part) for part in parts]
         weights.drop_copies()
         return torch.stack(losses).sum()
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.utils.checkpoint import CheckpointError
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -19,6 +21,7 @@ pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _set_grad_enabled = torch._C._set_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _NO_TASK = -1
+_vmap_level = torch._C._functorch.maybe_current_level
 _grad_modes: list[bool] = []  # of the backwards whose second runs are under way, innermost last
 _make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)  # torch >= 2.12
 
@@ -91,9 +94,10 @@ class DroppedTensors:
         grad = torch.is_grad_enabled()
         _grad_modes.append(grad)
         _set_grad_enabled(True)
-        push_hooks(pack, _same)
+        push_hooks(pack, same)
         try:
-            self.repeat()
+            with nullcontext() if _vmap_level() is None else temporarily_pop_interpreter_stack():
+                self.repeat()  # outside of the vmap of a backward with batched gradients
         except RunComplete as complete:
             if complete.args[0] is not slots:
                 raise
@@ -114,7 +118,8 @@ def _without_dynamo(function: Callable[[], None]) -> None:
     function()
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    """A hook that changes nothing."""
     return tensor
 
 

@@ -55,17 +55,24 @@ class Guard(StandIn):
             if any(map(_flag, self.flagged)):
                 self._refuse(next(filter(_flag, self.flagged)))
             if (message := _hooks_are_off()) is not None:
-                raise UserError(
-                    f"policy '{self.policy}' on {type(self.module).__name__} needs autograd's saved-tensor hooks, and "
-                    f"they are off here ({message.partition('. ')[0]}); remove the policy for this call"
-                )
+                raise self._without_hooks(message)
         verification.begin_step()
         try:
             output = self.forward(*args, **kwargs)
             verification.read_flags_together(self.module, output)
+        except RuntimeError as error:  # torch.func inside of a block
+            if "saved tensor hooks" in str(error):
+                raise self._without_hooks(str(error)) from error
+            raise
         finally:
             verification.end_forward()
         return output
+
+    def _without_hooks(self, message: str) -> UserError:
+        return UserError(
+            f"policy '{self.policy}' on {type(self.module).__name__} needs autograd's saved-tensor hooks, and they "
+            f"are off here ({message.partition('. ')[0]}); remove the policy for this call"
+        )
 
     def _refuse(self, module: nn.Module) -> None:
         raise UserError(

@@ -24,14 +24,12 @@ from ckpt_ft.errors import UserError, WorkFailed
 
 from . import rng
 from .autocast import AutocastState
-from .chunks import Unhooked
+from .chunks import InPieces, hooked
 from .deferred_logits import Logits, Projection, Step
 from .libraries import FSDP2, is_a
 from .standin import Installed, StandIn, Treated, warn_once
 
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_SHARDING = ("torch.distributed.fsdp", "deepspeed")  # their hooks gather and free weights
 
 
 class _Local(threading.local):
@@ -74,7 +72,7 @@ class Deferring(StandIn):
         return _without_logits(output)
 
 
-class OutputLayer(StandIn):
+class OutputLayer(InPieces):
     """The layer from hidden states to logits; it returns deferred logits while `Deferring` runs.
 
     Attributes:
@@ -82,10 +80,6 @@ class OutputLayer(StandIn):
     """
 
     called = False
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.unhooked = Unhooked(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if local.instead is not None:
@@ -224,13 +218,8 @@ def _hooked(layer: nn.Module) -> str:
     """
     if _is_grouped(layer) and any(group.post_forward_mesh_info for group in _fsdp_state(layer)._fsdp_param_groups):
         return "FSDP gathers it together with other modules, and drops it after forward"
-    for module in layer.modules():
-        for kind in _HOOKS:
-            for hook in module.__dict__[kind].values():
-                home = getattr(hook, "stands_for", None) or getattr(hook, "__module__", None) or ""
-                if not home.startswith(_SHARDING):
-                    return f"it has a hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
-    return ""
+    hook = hooked(layer.modules())
+    return f"it has a hook ({hook})" if hook else ""
 
 
 def _is_grouped(layer: nn.Module) -> bool:

@@ -9,12 +9,18 @@ Class = tuple[str, str]  # module name and class name
 PRETRAINED: Class = ("transformers.modeling_utils", "PreTrainedModel")
 LAYER: Class = ("transformers.modeling_layers", "GradientCheckpointingLayer")
 DIFFUSERS: Class = ("diffusers.models.modeling_utils", "ModelMixin")
+CONFIG: Class = ("transformers.configuration_utils", "PreTrainedConfig")
 ADAPTED: Class = ("peft.tuners.lora.layer", "ParamWrapper")  # swaps the parameter for the time of its forward
 FSDP2: Class = ("torch.distributed.fsdp", "FSDPModule")
 
 
 def is_a(value: object, kind: Class) -> bool:
     """Whether `value` is an instance of `kind`; False if its library is not imported."""
+    return is_class(type(value), kind)
+
+
+def is_class(given: type, kind: Class) -> bool:
+    """Whether the class `given` is `kind` or a subclass of it."""
     module, name = kind
     found = getattr(sys.modules.get(module), name, None)
-    return found is not None and isinstance(value, found)
+    return found is not None and issubclass(given, found)

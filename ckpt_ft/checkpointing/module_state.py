@@ -22,10 +22,16 @@ Writes that do not increment the version (`x.data`, numpy) are detected in a reg
 
 from __future__ import annotations
 
+import inspect
 import operator
+import pickle
+import sys
+import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import chain
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,8 +46,9 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.policy import SWAPPED
 from ckpt_ft.units import MIB, format_bytes
 
-from .libraries import ADAPTED, is_a
-from .tensor_identity import is_array, version_of
+from . import rng
+from .libraries import ADAPTED, CONFIG, is_a, is_class
+from .tensor_identity import as_stored, flat, is_array, looked_at, version_of, view_of
 
 _tables = operator.itemgetter(
     "_parameters",
@@ -58,6 +65,9 @@ _tables = operator.itemgetter(
 _OWN = frozenset(vars(nn.Module()))
 _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
 _LONG = 1000  # entries; longer containers in attributes are data, which is not copied in each call
+_DEEPEST, _MOST_CONTAINERS = 4, 256  # of containers and objects inside of each other, and of all in one region
+_ATOMS = frozenset({bool, int, float, str, bytes, type(None), FunctionType, BuiltinFunctionType, MethodType})
+_ENGINES = frozenset({"accelerate", "ckpt_ft", "deepspeed", "torch"})  # their objects count both runs
 _TINY = 4096  # bytes
 _MISSING = object()
 _values_of = dict.values  # not `__getitem__`, by which DeepSpeed's tables learn what a module reads
@@ -110,8 +120,10 @@ class ModuleState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
 
-    def contents(self, module: nn.Module) -> Contents:
-        """Return what the module and its submodules hold now."""
+    def contents(self, module: nn.Module, given: Sequence[Any]) -> Contents:
+        """Return what the module and its submodules hold now, and what the objects hold that it is given."""
+        if given:
+            return Contents(module, given)
         if self.last is None or not self.last.copies.unchanged():
             self.last = Contents(module)
         return self.last
@@ -126,58 +138,108 @@ class Contents:
         lazy: whether a layer of them is still lazy.
         parameters: their parameters.
         copies: their containers (attributes, tables, containers in attributes), with shallow copies.
-        extra: the containers in attributes.
-        held: their tensors other than parameters, each with its place and container.
-        arrays: attributes that are numpy arrays of up to 1 MiB.
-        generators: attributes that are random generators of PyTorch's.
+        extra: the containers in attributes, and in these: of plain objects and of modules that are only referred to,
+            their attributes.
+        held: their tensors other than parameters, each with its place and container (None in a tuple).
+        arrays: numpy arrays, likewise.
+        generators: random generators.
+        opaque: other objects of Python's own classes (iterators, byte arrays), which verified steps compare by pickle.
+        aliases: groups of tensors in `held`, by index, that share a storage.
+
+    Args:
+        given: objects among the arguments of a call, whose attributes the forward may write.
     """
 
-    __slots__ = ("arrays", "copies", "extra", "generators", "held", "lazy", "module", "modules", "parameters")
+    __slots__ = (
+        "aliases", "arrays", "copies", "extra", "generators", "given", "held", "lazy", "module", "modules",
+        "opaque", "parameters",
+    )  # fmt: skip
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.modules = module, modules_in(module)
+    def __init__(self, module: nn.Module, given: Sequence[Any] = ()) -> None:
+        self.module, self.modules, self.given = module, modules_in(module), given
         self.lazy = any(isinstance(inner, LazyModuleMixin) for inner in self.modules)
         found = [value for inner in self.modules for value in inner._parameters.values()]
         self.parameters = [value for value in found if value is not None]
         self.extra: list[tuple[nn.Module, str, Container]] = []
-        self.arrays: list[tuple[nn.Module, str]] = []
-        self.generators: list[torch.Generator] = []
-        carried: list[tuple[nn.Module, str]] = []  # attributes that are tensors
-        for inner in self.modules:
-            for name, value in inner.__dict__.items():
-                if name in _OWN:
-                    continue
-                if isinstance(value, torch.Tensor):
-                    carried.append((inner, name))
-                elif isinstance(value, (dict, list, deque, set)) and len(value) <= _LONG:
-                    self.extra.append((inner, name, value))
-                elif is_array(value) and value.nbytes <= MIB:
-                    self.arrays.append((inner, name))
-                elif isinstance(value, torch.Generator):
-                    self.generators.append(value)
+        self.arrays: list[tuple[Place, Container | None, Any]] = []
+        self.generators: list[Any] = []
+        self.opaque: list[tuple[Place, Any]] = []
+        self.held: list[tuple[Place, Container | None, torch.Tensor]] = []
         attributes = [inner.__dict__ for inner in self.modules]
         tables = list(chain.from_iterable(map(_tables, attributes)))
+        seen = set(map(id, attributes))
+        for inner in self.modules:
+            self._add_buffers(inner)
+            self._add_values(inner.__dict__, inner, "", seen, _DEEPEST)
+        for value in given:
+            self._add(value, (module, "an argument", type(value).__name__), None, seen, _DEEPEST)
         containers = [value for _, _, value in self.extra]
         dicts = [value for value in containers if isinstance(value, dict)]
         others = [value for value in containers if not isinstance(value, dict)]
         empty = [table for table in tables if not table]
         self.copies = Copies([*attributes, *(table for table in tables if table), *dicts], others, empty)
-        self.held = list(self._held(carried))
+        self.aliases = _aliases(self.held)
 
-    def _held(self, carried: list[tuple[nn.Module, str]]) -> Iterator[tuple[Place, Container, torch.Tensor]]:
-        for module in self.modules:
-            for key, value in module._buffers.items():
-                if value is not None:
-                    yield (module, "_buffers", key), module._buffers, value
-        for module, name in carried:
-            value = module.__dict__[name]
-            if not isinstance(value, nn.Parameter):
-                yield (module, "", name), module.__dict__, value
-        for module, name, container in self.extra:
-            if not isinstance(container, set):
-                for index, value in container.items() if isinstance(container, dict) else enumerate(container):
-                    if type(value) is torch.Tensor:
-                        yield (module, name, index), container, value
+    def _add_buffers(self, module: nn.Module) -> None:
+        for key, value in module._buffers.items():
+            if value is not None:
+                self.held.append(((module, "_buffers", key), module._buffers, value))
+
+    def _add_values(self, container: Container, owner: nn.Module, path: str, seen: set[int], depth: int) -> None:
+        """Add what the entries of a container hold."""
+        entries = container.items() if isinstance(container, dict) else enumerate(container)
+        kept = None if isinstance(container, (set, tuple)) else container
+        for key, value in entries:
+            if type(value) not in _ATOMS and not (key in _OWN and not path):
+                self._add(value, (owner, path, key), kept, seen, depth)
+
+    def _add(self, value: Any, place: Place, container: Container | None, seen: set[int], depth: int) -> None:
+        """Add a value, and what it holds; `container` is None if its entry there cannot be replaced."""
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter) and (type(value) is torch.Tensor or not place[1]):
+                self.held.append((place, container, value))
+        elif is_array(value):
+            self.arrays.append((place, container, value))
+        elif rng.is_generator(value):
+            self.generators.append(value)
+        elif depth and id(value) not in seen and len(self.extra) < _MOST_CONTAINERS:
+            seen.add(id(value))
+            owner, path = place[0], ".".join(map(str, filter(None, place[1:])))
+            if isinstance(value, nn.Module):  # not a submodule: one that the region only refers to
+                if value not in self.modules:
+                    self.extra += [(owner, path, value.__dict__), (owner, path, value._buffers)]
+                    self._add_buffers(value)
+            elif isinstance(value, tuple):
+                self._add_values(value, owner, path, seen, depth - 1)
+            elif isinstance(value, (dict, list, deque, set)):
+                if len(value) <= _LONG:
+                    self.extra.append((owner, path, value))
+                    self._add_values(value, owner, path, seen, depth - 1)
+            elif _keeps_state(type(value)):  # type: ignore[arg-type]
+                self.extra.append((owner, path, value.__dict__))
+                self._add_values(value.__dict__, owner, path, seen, depth - 1)
+            elif type(value).__module__ in sys.stdlib_module_names and not callable(value):
+                self.opaque.append((place, value))
+
+
+@cache
+def _keeps_state(kind: type) -> bool:
+    """Whether objects of this class are plain ones, whose attributes a forward may write."""
+    if kind.__dictoffset__ == 0 or issubclass(kind, (type, FunctionType)):
+        return False
+    package = kind.__module__.partition(".")[0]
+    return kind is SimpleNamespace or not (
+        package in _ENGINES or package in sys.stdlib_module_names or is_class(kind, CONFIG)
+    )
+
+
+def _aliases(held: list[tuple[Place, Container | None, torch.Tensor]]) -> list[list[int]]:
+    """Which tensors, by index, share a storage with others."""
+    by_storage: dict[int, list[int]] = {}
+    for index, (_, _, value) in enumerate(held):
+        if type(value) is torch.Tensor and value.layout is torch.strided and not _without_values(value):
+            by_storage.setdefault(value.untyped_storage()._cdata, []).append(index)
+    return [group for group in by_storage.values() if len(group) > 1]
 
 
 class Copies:
@@ -269,7 +331,13 @@ class StateBeforeFirstRun:
         self._zero3 = bool(parameters) and hasattr(parameters[0], "ds_id")
         self._versions = _versions(parameters)
         self._tensors = [_HeldTensor(place, owner, value, state, training) for place, owner, value in contents.held]
-        self._arrays = [(module, name, module.__dict__[name].copy()) for module, name in contents.arrays]
+        for group in contents.aliases:
+            _copy_together([self._tensors[index] for index in group])
+        self._arrays = [
+            (container, place[2], array.copy())
+            for place, container, array in contents.arrays
+            if array.nbytes <= MIB and container is not None
+        ]
         self._values: Values | None = None
 
     def end(self) -> None:
@@ -309,11 +377,12 @@ class StateBeforeFirstRun:
             there = copies.now()
             self._state.last = None  # it must not keep what the modules no longer have
             copies.put(self._zero3)
+        bases: dict[int, torch.Tensor] = {}
         for tensor in self._tensors:
-            tensor.restore()
-        for module, name, copy in self._arrays:
-            if module.__dict__[name].tobytes() != copy.tobytes():
-                module.__dict__[name] = copy.copy()
+            tensor.restore(bases)
+        for container, key, copy in self._arrays:
+            if container[key].tobytes() != copy.tobytes():
+                container[key] = copy.copy()
         self._hooks = {id(table): set(table) for table in _hook_tables(self._parameters)}
         return there
 
@@ -326,17 +395,28 @@ class StateBeforeFirstRun:
             for key in [key for key in table if key not in known]:  # the first run has registered this hook already
                 del table[key]
 
+    def written(self) -> str:
+        """A name of what the first run has written, "" if nothing."""
+        found = [_named(tensor.place) for tensor in self._tensors if tensor.written]
+        found += [repr(key) for container, key, copy in self._arrays if container[key].tobytes() != copy.tobytes()]
+        if not (found or self._zero3 or self._copies.unchanged()):  # DeepSpeed counts in attributes
+            found = [f"'{key}' of {name}" for key, name, _, _ in self._changed()] or ["a container in an attribute"]
+        return found[0] if found else ""
+
     def changes(self) -> list[str]:
         """Describe the attributes that have changed since the start of the first run."""
+        return [
+            f"'{key}' of {name} was {_shown(old)} in forward and is {_shown(value)}"
+            for key, name, old, value in self._changed()
+        ]
+
+    def _changed(self) -> Iterator[tuple[Any, str, Any, Any]]:
         names = {id(module.__dict__): type(module).__name__ for module in self._contents.modules}
         names |= {id(value): f"{type(module).__name__}.{name}" for module, name, value in self._contents.extra}
-        return [
-            f"'{key}' of {names[id(container)]} was {_shown(copy.get(key))} in forward and is {_shown(value)}"
-            for container, copy in zip(self._copies.dicts, self._copies.of_dicts, strict=True)
-            if id(container) in names
-            for key, value in container.items()
-            if value is not copy.get(key) and key not in _NOT_RESTORED
-        ]
+        for container, copy in zip(self._copies.dicts, self._copies.of_dicts, strict=True):
+            for key, value in container.items() if id(container) in names else ():
+                if value is not copy.get(key) and key not in _NOT_RESTORED:
+                    yield key, names[id(container)], copy.get(key), value
 
     def _check(self, before: Values) -> None:
         """Raise UserError for the first parameter that cannot be restored."""
@@ -378,18 +458,27 @@ class StateBeforeFirstRun:
                     yield f"parameter '{f'{path}.{name}'.lstrip('.')}'", value
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the modules' current buffers, and tensors and arrays of any size in attributes, with names."""
-        now = Contents(self._contents.module)
-        for (module, table, key), _, value in now.held:
+        """Yield the current buffers, and tensors and arrays of any size in attributes, with names."""
+        now = Contents(self._contents.module, self._contents.given)
+        for place, _, value in now.held:
             if not _is_managed(value):
-                yield _named(module, key if table in ("", "_buffers") else table), value
-        for module in now.modules:
-            for name, value in module.__dict__.items():
-                inside = value.values() if isinstance(value, dict) else value
-                held = inside if isinstance(value, (dict, list, deque)) and len(value) <= _LONG else (value,)
-                for array in filter(is_array, held):
-                    if array.dtype.kind in "biuf" and array.flags.writeable:
-                        yield _named(module, name), torch.from_numpy(array)
+                yield _named(place), value
+        for place, _, array in now.arrays:
+            if array.dtype.kind in "biuf" and array.flags.writeable:
+                yield _named(place), torch.from_numpy(array)
+
+    def pickles(self) -> list[tuple[str, bytes]]:
+        """Return the pickles of objects in attributes whose state cannot be restored, with names."""
+        return [(_named(place), _pickled(value)) for place, value in Contents(self._contents.module).opaque]
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of itertools, from Python 3.12 on
+            return pickle.dumps(value)
+    except Exception:  # a lock; a generator, which its variables describe
+        return repr(inspect.getgeneratorlocals(value)).encode() if isinstance(value, GeneratorType) else b""
 
 
 def _table_copy(table: dict[Any, Any]) -> dict[Any, Any]:
@@ -408,15 +497,18 @@ def _entries(dicts: list[dict[Any, Any]], lists: list[Container]) -> list[Any]:
 class _HeldTensor:
     """One tensor of a module in one call of its region."""
 
-    __slots__ = ("container", "copy", "history", "place", "training", "value", "version", "written")
+    __slots__ = ("container", "copy", "history", "place", "together", "training", "value", "version", "written")
 
     def __init__(
-        self, place: Place, container: Container, value: torch.Tensor, state: ModuleState, training: bool
+        self, place: Place, container: Container | None, value: torch.Tensor, state: ModuleState, training: bool
     ) -> None:
         self.place, self.container, self.value = place, container, value
         self.history = state.history.setdefault(place[0], {}).setdefault(place[1:], _TensorHistory())
         self.version, self.training, self.written = version_of(value), training, False
-        self.copy = self._copied()
+        self.copy, self.together = self._copied(), False
+
+    def __str__(self) -> str:
+        return f"{'buffer' if self.place[1] == '_buffers' else 'attribute'} {_named(self.place)}"
 
     def _copied(self) -> torch.Tensor | None:
         """Return a copy of the value before the first run; None for a large tensor that was not written so far."""
@@ -453,25 +545,45 @@ class _HeldTensor:
             if counted:
                 history.written[self.training] = True
             history.tensor = history.copy = None
-            if self.copy is None and real:
-                owner, table, key = self.place
-                kind = "buffer" if table == "_buffers" else "attribute"
+            if self.container is None and real:
                 raise UserError(
-                    f"{type(owner).__name__} modified its {kind} '{key if table in ('', '_buffers') else table}' "
-                    f"({format_bytes(self.value.nbytes)}) and did not in its first call; recomputation "
-                    "needs the old values. Repeat the step: they are copied from now on"
+                    f"{self} is a tensor in a tuple, and forward modifies it; keep it in a list or as a buffer"
+                )
+            if self.copy is None and real:
+                raise UserError(
+                    f"forward modified {self} ({format_bytes(self.value.nbytes)}) and did not in its first call; "
+                    "recomputation needs the old values. Repeat the step: they are copied from now on"
                 )
         elif self.value.nbytes > _TINY:
             self.copy = None
         elif self.copy is not None:
             history.tensor, history.version, history.copy = self.value, self.version, self.copy
 
-    def restore(self) -> None:
-        """Replace the tensor by a copy of its value before the first run; `undo` undoes it."""
+    def restore(self, bases: dict[int, torch.Tensor]) -> None:
+        """Replace the tensor by a copy of its value before the first run; `undo` undoes it.
+
+        bases: copies of the storages of these copies, so that what shared memory does so in the second run.
+        """
         if self.written or version_of(self.value) != self.version:
             assert self.copy is not None
-            key = self.place[2]
-            self.container[key] = self.copy.clone().requires_grad_(self.value.requires_grad)
+            if self.container is None:
+                raise UserError(f"{self} was written after the block's forward; keep it in a list or as a buffer")
+            if self.together:
+                storage = self.copy.untyped_storage()._cdata
+                if storage not in bases:
+                    bases[storage] = flat(self.copy).clone()
+                found = looked_at(bases[storage], view_of(self.copy))
+            else:
+                found = self.copy.clone()
+            self.container[self.place[2]] = found.requires_grad_(self.value.requires_grad)
+
+
+def _copy_together(tensors: list[_HeldTensor]) -> None:
+    """Make the copies of tensors with one storage share one, too."""
+    if any(tensor.copy is not None for tensor in tensors):
+        copied = flat(as_stored(tensors[0].value)).clone()
+        for tensor in tensors:
+            tensor.copy, tensor.together = looked_at(copied, view_of(tensor.value)), True
 
 
 Values = tuple[list[int], list[bool], list[int]]
@@ -480,12 +592,15 @@ Values = tuple[list[int], list[bool], list[int]]
 def _values(parameters: list[nn.Parameter]) -> Values:
     """Return each parameter's version, `requires_grad` and storage identity.
 
-    The identity is not the address, because FSDP frees and gathers storages in place. It is 0 for tensor subclasses.
+    The identity is not the address, because FSDP frees and gathers storages in place. It is 0 for wrapper subclasses.
     """
     return (
         _versions(parameters),
         [value.requires_grad for value in parameters],
-        [value.untyped_storage()._cdata if type(value) is nn.Parameter else 0 for value in parameters],
+        [
+            value.untyped_storage()._cdata if type(value) is nn.Parameter or hasattr(value, SWAPPED) else 0
+            for value in parameters
+        ],
     )
 
 
@@ -511,8 +626,9 @@ def _without_values(value: torch.Tensor) -> bool:
     return isinstance(value, FakeTensor) or value.is_meta
 
 
-def _named(module: nn.Module, name: str) -> str:
-    return f"'{name}' of {type(module).__name__}"
+def _named(place: Place) -> str:
+    owner, table, key = place
+    return f"'{key if table in ('', '_buffers') else table}' of {type(owner).__name__}"
 
 
 def _shown(value: Any) -> str:

@@ -197,13 +197,7 @@ def _causes(model: nn.Module, rows: list[Row], plain: Outcome, other: Outcome) -
         other_buffer = f"a buffer ({buffers.worst}) was written"
         causes.append(f"{twice if norm else other_buffer} in forward and again in recomputation")
     if loss.same and not gradients.same:
-        generators = rng.own_generators(model)
-        if generators:
-            causes.append(
-                f"own random generators: recomputation draws from {', '.join(generators)} again, and checkpointing "
-                "does not restore them; draw from PyTorch's default generator, or outside of the blocks"
-            )
-        elif model.training and rng.has_dropout(model):
+        if model.training and rng.has_dropout(model):
             causes.append(
                 "dropout without RNG: the loss is right and gradients are not, so recomputation drew other "
                 "random numbers than forward; preserve the random state"

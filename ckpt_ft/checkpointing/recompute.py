@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from ckpt_ft.errors import UserError
 
 from . import rng
-from .arguments import Arguments, Call, Inputs, is_cache, leaves
+from .arguments import ATOMS, Arguments, Call, Inputs, is_cache, leaves
 from .autocast import autocast_as, autocast_now
 from .dropped_tensors import DroppedTensors, RunComplete, pop_hooks, push_hooks
 from .module_state import Contents, ModuleState, StateBeforeFirstRun
@@ -68,7 +69,7 @@ class Checkpointed(StandIn):
         contexts = runs(self, args, kwargs)
         if contexts is None:
             return self.forward(*args, **kwargs)
-        return _RegionCall(Call(self.forward, contexts, self.inputs, args, kwargs), contexts[0].device_type)()
+        return RegionCall(self.forward, contexts, self.inputs, args, kwargs)()
 
     def comparison(self, structure: Any) -> TensorComparison | None:
         """A comparison if this call of the region is to be verified; `structure` is how it is called."""
@@ -84,19 +85,29 @@ def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     None if layers of it are still lazy: their first call makes parameters, which no second run can repeat.
     """
-    contents = region.state.contents(region.module)
+    given = [leaf for leaf in (*leaves(args), *leaves(kwargs)) if type(leaf) not in ATOMS]
+    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    others = [leaf for leaf in given if not isinstance(leaf, torch.Tensor)] if len(tensors) < len(given) else ()
+    contents = region.state.contents(region.module, others)
     if contents.lazy:
         return None
-    first = FirstRun(region, contents, args, kwargs)
+    first = FirstRun(region, contents, (region.module.training, tuple(map(type, args)), tuple(kwargs)), tensors)
     return first, SecondRun(first)
 
 
-class _RegionCall(DroppedTensors):
+class RegionCall(DroppedTensors):
     """One call of a region: what it saves for backward is dropped, except its inputs."""
 
-    def __init__(self, call: Call, device_type: str) -> None:
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        contexts: tuple[FirstRun, SecondRun],
+        inputs: Inputs,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         super().__init__()
-        self.call, self.autocast = call, autocast_now(device_type)
+        self.call, self.autocast = Call(forward, contexts, inputs, args, kwargs), autocast_now(contexts[0].device_type)
         self.devices: AbstractContextManager[Any] | None = None
         if torch._C._len_torch_function_stack():  # `with torch.device(...)`: the second run makes tensors there too
             modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
@@ -122,18 +133,17 @@ class _RegionCall(DroppedTensors):
 class FirstRun:
     """Notes what the second run must find as the first one did."""
 
-    __slots__ = ("comparison", "contents", "devices", "ended", "generators", "keeping", "parameters", "proof",
+    __slots__ = ("comparison", "contents", "devices", "ended", "keeping", "parameters", "proof",
         "random", "region", "replaying", "state", "structure",
     )  # fmt: skip
 
     def __init__(
-        self, region: Checkpointed, contents: Contents, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, region: Checkpointed, contents: Contents, structure: tuple[Any, ...], given: list[torch.Tensor]
     ) -> None:
-        self.region, self.contents, self.ended = region, contents, False
-        self.devices = _accelerators(contents.parameters, args, kwargs)
-        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
-        self.generators = (*contents.generators, *given)
-        self.structure = (region.module.training, tuple(map(type, args)), tuple(kwargs))
+        self.region, self.contents, self.structure, self.ended = region, contents, structure, False
+        # where the region may draw random numbers besides the CPU
+        tensors = (*contents.parameters[:1], *given)
+        self.devices = {x.device for x in tensors if not (x.is_cpu or x.is_meta)}
         self.keeping = self.replaying = _NOTHING
         if region.selection is not None:
             self.keeping, self.replaying = region.selection.contexts()
@@ -144,7 +154,7 @@ class FirstRun:
 
     def drawn(self) -> rng.Snapshot:
         """How far the generators are that the region may draw from."""
-        return rng.snapshot(*self.devices, host=True, own=self.generators)
+        return rng.snapshot(*self.devices, host=True, own=self.contents.generators)
 
     def __enter__(self) -> None:
         region = self.region
@@ -172,7 +182,7 @@ class FirstRun:
 class SecondRun:
     """Sets generators and modules to where the first run found them, and back to where the second one did."""
 
-    __slots__ = ("before", "first", "random", "tensors", "there")
+    __slots__ = ("before", "first", "pickles", "random", "tensors", "there")
 
     def __init__(self, first: FirstRun) -> None:
         self.first = first
@@ -186,7 +196,7 @@ class SecondRun:
                 f"dropped; re-run only its parts (modules:mlp), or take 'pointwise' or 'offload'"
             )
         if first.comparison is not None and first.proof is not None:
-            self.before = first.drawn()
+            self.before, self.pickles = first.drawn(), first.state.pickles()
             self.tensors = [(first.comparison.saved(x, name), x) for name, x in first.state.tensors()]
             for change in first.state.changes():
                 first.comparison.note(change)
@@ -214,17 +224,14 @@ class SecondRun:
         for slot, tensor in (*first.parameters, *self.tensors):
             comparison.restored(slot, tensor)
         self.tensors = []
+        for (name, pickled), (_, now) in zip(self.pickles, first.state.pickles(), strict=False):
+            if pickled != now:
+                comparison.differs(0, f"{name}: the second run changed it as well")
         if moved := self.before.moved(first.drawn()).states:
             comparison.differs(0, f"random state: the second run drew from {', '.join(map(str, moved))}")
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
-def _accelerators(parameters: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:
-    """Where the region may draw random numbers besides the CPU: the devices of what it is given and of its weights."""
-    given = (*parameters[:1], *leaves(args), *leaves(kwargs))
-    return {x.device for x in given if isinstance(x, torch.Tensor) and not (x.is_cpu or x.is_meta)}
 
 
 class _DroppedCaches:

@@ -1,13 +1,13 @@
 """Saves and restores the random generators that a region can use: PyTorch's, Python's `random` and `numpy.random`.
 
-A `torch.Generator` is restored if it is given, as an attribute or argument of a region is. Other user-created ones
-(`numpy.random.default_rng()`, `random.Random()`) and buffers of pre-drawn numbers are not restored, so recomputation
-draws from them again; `own_generators` lists those in a model's modules.
+Generators of one's own (`torch.Generator`, `numpy.random.default_rng()`, `random.Random()`) are restored if they are
+given, as attributes and arguments of a region are.
 """
 
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
 import sys
 from collections.abc import Hashable, Iterable
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-_DRAWN_AHEAD = "BufferedMontecloraSampler"  # PEFT's MonteCLoRA uses its next sample in each run
 _RATES = ("p", "dropout", "dropout_p", "attention_dropout", "activation_dropout", "drop_prob")
 _CPU = torch.device("cpu")
 
@@ -38,7 +37,7 @@ class Snapshot:
 
     def now(self) -> Snapshot:
         """Return the current states of the same generators."""
-        return Snapshot({of: _HOST[of]() if of in _HOST else _torch_state(of) for of in self.states})
+        return Snapshot({of: _HOST[of]() if of in _HOST else _state(of) for of in self.states})
 
     def restore(self) -> None:
         """Set the generators to these states."""
@@ -49,13 +48,15 @@ class Snapshot:
                 sys.modules["numpy.random"].set_state(state.full)
             elif isinstance(of, torch.Generator):
                 of.set_state(state)
+            elif isinstance(state, _HostState):
+                _restore_own(of, state.full)
             elif of == _CPU:
                 torch.set_rng_state(state)
             else:
                 torch.get_device_module(of).set_rng_state(state, of)
 
 
-def snapshot(*devices: torch.device, host: bool = False, own: Iterable[torch.Generator] = ()) -> Snapshot:
+def snapshot(*devices: torch.device, host: bool = False, own: Iterable[Any] = ()) -> Snapshot:
     """Return the states of the CPU generator (5 KiB) and of each device's (16 B on the host, so no synchronization).
 
     Args:
@@ -64,10 +65,10 @@ def snapshot(*devices: torch.device, host: bool = False, own: Iterable[torch.Gen
     """
     states: dict[Hashable, Any] = {_CPU: torch.get_rng_state()}
     for generator in own:
-        states[generator] = generator.get_state()
+        states[generator] = _state(generator)
     for device in devices:
         if device.type not in ("cpu", "meta"):
-            states[device] = _torch_state(device)
+            states[device] = _state(device)
     if host:
         states |= {of: read() for of, read in _HOST.items() if of != "numpy" or "numpy.random" in sys.modules}
     return Snapshot(states)
@@ -87,25 +88,31 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(rate, float) and 0 < rate <= 1 for rate in rates)
 
 
-def _torch_state(device: Any) -> torch.Tensor:
-    if isinstance(device, torch.Generator):
-        return device.get_state()
-    if device == _CPU:
-        return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def own_generators(model: nn.Module) -> list[str]:
-    """Return the names of random generators, other than PyTorch's, that are attributes of the model's modules."""
+def is_generator(value: Any) -> bool:
+    """Whether the value is a random generator of PyTorch, numpy or Python."""
     numpy = sys.modules.get("numpy.random")
-    kinds = (random.Random, *((numpy.Generator, numpy.RandomState) if numpy else ()))
-    return [
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, kinds) or type(value).__name__ == _DRAWN_AHEAD
-    ]
+    kinds = (torch.Generator, random.Random)
+    return isinstance(value, kinds if numpy is None else (*kinds, numpy.Generator, numpy.RandomState))
+
+
+def _state(of: Any) -> Any:
+    """The state of a generator, or of a device's default one."""
+    if isinstance(of, torch.Generator):
+        return of.get_state()
+    if of == _CPU:
+        return torch.get_rng_state()
+    if isinstance(of, torch.device):
+        return torch.get_device_module(of).get_rng_state(of)
+    keeper = getattr(of, "bit_generator", of)  # of numpy's Generator
+    full: Any = keeper.__getstate__() if keeper is of else keeper.state
+    return _HostState(pickle.dumps(full), full)
+
+
+def _restore_own(generator: Any, state: Any) -> None:
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.__setstate__(state)
 
 
 class _HostState:

@@ -128,10 +128,16 @@ class _Call:
     def again(self, made: list[list[Any]]) -> list[Any]:
         """Re-run the call and return its outputs (see `_outputs`); `made` has the outputs of the earlier calls."""
 
+        found: dict[_ExternalInput, torch.Tensor] = {}  # what was one tensor in the first run is one in the second
+
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, _Link):
                 return made[leaf.call][leaf.leaf]
-            return leaf.again() if isinstance(leaf, _ExternalInput) else leaf
+            if not isinstance(leaf, _ExternalInput):
+                return leaf
+            if leaf not in found:
+                found[leaf] = leaf.again()
+            return found[leaf]
 
         args, kwargs = rebuild(self.arguments, fill)
         with autocast_as(self.autocast), self.second:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import IN_HOST_MEMORY, LEAST_SWAPPED, SWAPPED
@@ -61,6 +62,54 @@ class Arena:
         return made.copy_(weight)
 
 
+class Waiting(nn.Parameter):
+    """The class of a weight while its storage is empty, and of its aliases: an operator would read freed memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            empty = any(type(x) is cls and not x.untyped_storage().nbytes() for x in tree_leaves((args, kwargs)))
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")  # of a getter or setter
+            if func is torch.Tensor.__repr__:
+                return f"{cls.__name__}(shape={tuple(args[0].shape)})"
+            if empty and not attribute and func.__name__ not in _OF_THE_SHAPE:
+                raise cls._absent(func.__name__)
+            out = func(*args, **(kwargs or {}))
+            if empty and type(out) is torch.Tensor and (attribute == "data" or func.__name__ == "detach"):
+                out.__class__ = cls
+        return out
+
+    @staticmethod
+    def _absent(read: str) -> UserError:
+        return UserError(
+            f"policy 'swap': {read} of a frozen weight that waits in host memory, outside of its block's forward; "
+            "remove() the policy for this, or read model.state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._absent("a pickle")
+
+
+_OF_THE_SHAPE = frozenset({
+    "__hash__", "data_ptr", "detach", "dim", "element_size", "get_device", "is_complex",
+    "is_contiguous", "is_floating_point", "is_inference", "nelement", "ndimension", "numel", "register_hook",
+    "requires_grad_", "size", "storage_offset", "stride", "type", "untyped_storage",
+})  # fmt: skip
+
+
+def _fill(parameter: nn.Parameter, nbytes: int) -> None:
+    """Give a weight memory on its device."""
+    if type(parameter) is Waiting:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    parameter.untyped_storage().resize_(nbytes)
+
+
+def _empty(parameter: nn.Parameter) -> None:
+    parameter.untyped_storage().resize_(0)
+    if type(parameter) is nn.Parameter:  # no class of a library's or a trace's
+        parameter.__class__ = Waiting
+
+
 class Swapper:
     """The swapped blocks of one model, in order.
 
@@ -92,6 +141,7 @@ class Swapper:
         self.arena = Arena(sum(p.nbytes for p in found.values()), next(iter(found.values())).device)
         self.model.__dict__[IN_HOST_MEMORY] = waiting = {}
         self.present, self.last = set(range(len(self.blocks))), 0
+        self.versions = {name: parameter._version for name, parameter in found.items()}
         for number, (_, names) in enumerate(self.blocks):
             for name in names:
                 waiting[name] = self.arena.copy(found[name].detach(), found[name])
@@ -130,7 +180,8 @@ class Swapper:
         missing = [(name, p) for name, p in self._weights(number) if not p.untyped_storage().nbytes()]
         self.present.add(number)
         for name, parameter in missing:  # on the current stream, which also frees them
-            parameter.untyped_storage().resize_(self.waiting[name].nbytes)
+            _fill(parameter, self.waiting[name].nbytes)
+            self.versions[name] = parameter._version
         if not missing:
             return
         if self.copies is None or self.copies.streams is not CopyStream.of(missing[0][1]):
@@ -157,7 +208,7 @@ class Swapper:
             if id(parameter) in own:
                 self.wait(number)
                 if not parameter.untyped_storage().nbytes():
-                    parameter.untyped_storage().resize_(self.waiting[name].nbytes)
+                    _fill(parameter, self.waiting[name].nbytes)
                     parameter.data.copy_(self.waiting[name])
                 self._forget(name)
 
@@ -171,10 +222,18 @@ class Swapper:
         """Free a block's weights on the device."""
         self.wait(number)
         self.present.discard(number)
-        for _, parameter in self._weights(number):
+        for name, parameter in self._weights(number):
             if parameter.requires_grad:
                 raise UserError("policy 'swap': a weight that waits in host memory is to be trained; freeze it again")
-            parameter.untyped_storage().resize_(0)
+            self._keep_written(name, parameter)
+            _empty(parameter)
+
+    def _keep_written(self, name: str, parameter: nn.Parameter) -> None:
+        """Copy to the host what was written into a weight on the device, such as an average of other weights."""
+        version = parameter._version
+        if self.versions.get(name, version) != version and parameter.untyped_storage().nbytes():
+            self.waiting[name].copy_(parameter.detach())
+            self.versions[name] = version
 
     def move(self, number: int, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """`nn.Module._apply` of a block, for `.to()` and `.half()`: what waits does not pass through the device."""
@@ -189,13 +248,15 @@ class Swapper:
             for inner, key, parameter in own:
                 inner._parameters[key] = parameter
         for name, parameter in weights:
+            self._keep_written(name, parameter)
             host = self.waiting[name]
             made = fn(torch.empty(0, dtype=host.dtype, device=parameter.device))
             if (made.device, made.dtype) != (parameter.device, host.dtype):
-                self.drop(number)
+                _fill(parameter, 0)
                 size, stride = parameter.size(), parameter.stride()
                 parameter.data = torch.empty_strided(size, stride, dtype=made.dtype, device=made.device)
-                parameter.untyped_storage().resize_(0)
+                self.versions.pop(name, None)
+                self.drop(number)
                 if self.arena.device != made.device:
                     self.arena = Arena(sum(one.nbytes for one in self.waiting.values()), made.device)
                 self.waiting[name] = self.arena.copy(host, parameter)
@@ -204,8 +265,9 @@ class Swapper:
     def as_saved(self, number: int, block: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """State-dict hook of a block: the weights in host memory take the place of those that are not there."""
         own = self._prefix(number)
-        for name in self.blocks[number][1]:
-            if name in self.waiting and (key := prefix + name.removeprefix(own)) in state:
+        for name, parameter in self._weights(number):
+            self._keep_written(name, parameter)
+            if (key := prefix + name.removeprefix(own)) in state:
                 state[key] = self.waiting[name]
 
     def before_load(self, number: int, block: nn.Module, state: Any, prefix: str, *_: Any) -> None:
@@ -223,15 +285,14 @@ class Swapper:
     def deep_copy(self, name: str, memo: dict[int, Any]) -> nn.Parameter:
         """A weight's `__deepcopy__`: torch's reads data that may not be there."""
         parameter = self.model.get_parameter(name)
-        storage = parameter.untyped_storage()
-        absent = not storage.nbytes()
+        absent = not parameter.untyped_storage().nbytes()
         if absent:
-            storage.resize_(self.waiting[name].nbytes)
+            _fill(parameter, self.waiting[name].nbytes)
             parameter.data.copy_(self.waiting[name])
         twin: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)
         vars(twin).update({SWAPPED: True, "__deepcopy__": partial(copy.deepcopy(self, memo).deep_copy, name)})
-        for one in (storage, twin.untyped_storage()) if absent else ():
-            one.resize_(0)
+        for one in (parameter, twin) if absent else ():
+            _empty(one)
         return twin
 
     def _prefix(self, number: int) -> str:

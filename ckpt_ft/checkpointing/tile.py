@@ -10,22 +10,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import checkpoint
 
 from ckpt_ft.errors import UserError, WorkFailed
 
+from . import rng
 from .autocast import AutocastState
 from .blocks import submodules
-from .chunks import ChunkProof, Unhooked, Weights
+from .chunks import InPieces, Weights, hooked
+from .dropped_tensors import same
 from .module_state import modules_in
-from .rng import has_dropout
-from .standin import Installed, StandIn, Treated, warn_once
+from .standin import Installed, Treated, warn_once
 from .verify import can_hash
 
 # Modules whose output at a token depends on other tokens.
@@ -33,7 +32,7 @@ _MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.modules.batchnorm._
 _TOLERANCE = 1e-2  # relative; of half precision
 
 
-class Tiled(StandIn):
+class Tiled(InPieces):
     """Replaces the forward of an MLP.
 
     Args:
@@ -43,19 +42,24 @@ class Tiled(StandIn):
     def __init__(self, module: nn.Module, pieces: int) -> None:
         super().__init__(module)
         self.pieces = pieces
-        self.unhooked = Unhooked(self)
         self.checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
         hidden, *others = (*args, *kwargs.values()) or (None,)
+        kind = type(self.module).__name__
         if others or not isinstance(hidden, torch.Tensor) or hidden.ndim < 2:
-            warn_once(f"policy 'tile': a {type(self.module).__name__} is given more than hidden states; it runs whole")
+            warn_once(f"policy 'tile': a {kind} is given more than hidden states; it runs whole")
             return self.forward(*args, **kwargs)
         tokens, width = hidden.shape[:-1].numel(), hidden.shape[-1]
         pieces = self.pieces or -(-tokens // width)
         if min(pieces, tokens) < 2:
+            return self.forward(*args, **kwargs)
+        if reason := hooked(inner for inner in modules_in(self.module) if inner is not self.module):
+            warn_once(
+                f"policy 'tile': a layer of a {kind} has a hook ({reason}), which would see pieces; it runs whole"
+            )
             return self.forward(*args, **kwargs)
         if not self.checked and can_hash():
             self._check(hidden)
@@ -65,20 +69,13 @@ class Tiled(StandIn):
         """The output of the MLP for `hidden` (..., width), computed for `size` tokens of the batch at a time."""
         pieces = hidden.reshape(1, -1, hidden.shape[-1]).split(size, dim=1)  # contiguous
         gathered = _GatheredOnce(self.module, len(pieces))
-        sharded = bool(gathered.parameters)
-        weights = None if sharded else Weights(self.module, AutocastState.now(hidden.device.type))
-        comparison = self.verification.region(self.name, self.module) if self.verification.active else None
+        weights = None if gathered.parameters else Weights(self.module, AutocastState.now(hidden.device.type))
 
-        def run(proof: ChunkProof, piece: torch.Tensor) -> torch.Tensor:
+        def run(piece: torch.Tensor) -> torch.Tensor:
             gathered.begin_piece()
-            with proof:
-                return self.unhooked.run(piece, {} if weights is None else weights.of_chunk())
+            return self.unhooked.run(piece, {} if weights is None else weights.of_chunk())
 
-        random = has_dropout(self.module)
-        outputs = [
-            checkpoint(partial(run, ChunkProof(comparison)), piece, use_reentrant=False, preserve_rng_state=random)
-            for piece in pieces
-        ]
+        outputs = [self.run_piece("tile", run, piece) for piece in pieces]
         if weights is not None:
             weights.drop_copies()
         return torch.cat(outputs, dim=1).view(hidden.shape)
@@ -86,18 +83,17 @@ class Tiled(StandIn):
     def _check(self, hidden: torch.Tensor) -> None:
         """Raise if the output at a token depends on the token after it, or is no tensor like the input."""
         self.checked = True
-        if has_dropout(self.module):
-            return
-        with (
-            torch.no_grad(),
-            _disable_current_modes(),
-        ):  # a checkpoint around it keeps routing decisions by their order
+        kind, drawn = type(self.module).__name__, rng.snapshot(hidden.device, host=True)
+        # a checkpoint around it counts what is saved, and keeps routing decisions by their order
+        unseen = torch.autograd.graph.saved_tensors_hooks(same, same)
+        with torch.no_grad(), _disable_current_modes(), unseen:
             rows = hidden.detach().reshape(1, -1, hidden.shape[-1])
-            two, one = (self.forward(rows[:, :count]) for count in (2, 1))
-        kind = type(self.module).__name__
+            one, two = (self.run_piece("tile", self.forward, rows[:, :count].clone()) for count in (1, 2))
+            random = rng.snapshot(hidden.device, host=True) != drawn
+        drawn.restore()
         if not isinstance(one, torch.Tensor) or one.shape != rows[:, :1].shape:
             raise WorkFailed(f"policy 'tile': the output of a {kind} is no tensor like its input; leave 'tile' out")
-        if not bool(torch.allclose(two[:, :1], one, _TOLERANCE, _TOLERANCE * float(one.abs().max()))):
+        if not (random or bool(torch.allclose(two[:, :1], one, _TOLERANCE, _TOLERANCE * float(one.abs().max())))):
             raise WorkFailed(
                 f"policy 'tile': the output of a {kind} at a token depends on other tokens; leave 'tile' out"
             )

@@ -421,6 +421,7 @@ def _failed_rank(failed: bool, device: torch.device | None, groups: Sequence[dis
 NEVER = Verification(Schedule(0, 0, False), "")  # of what no policy has installed
 
 
+@torch._disable_dynamo  # which would trace it where compiled code saves a tensor
 def fingerprint(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor | None]:
     """The layout of `tensor` and a hash of its bits, an int64 scalar on its device; None if it has no bits (meta)."""
     layout: list[Any] = [torch.Tensor if type(tensor) is nn.Parameter else type(tensor)]

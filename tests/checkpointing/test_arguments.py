@@ -14,6 +14,7 @@ from torch import nn
 from vision_models import assert_same
 
 from ckpt_ft import apply_policy
+from ckpt_ft.checkpointing import offload
 from ckpt_ft.checkpointing.arguments import changeable, rebuild
 from ckpt_ft.errors import UserError
 
@@ -339,3 +340,47 @@ def test_rebuild_keeps_kinds_order_and_identity() -> None:
     shape = (x.shape, (1, 2))
     assert rebuild(shape, lambda leaf: leaf) is shape
     assert not changeable(shape)
+
+
+class HooksItsInputs(nn.Module):
+    """Scales gradients by hooks on its inputs, and takes another path for two inputs that are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], *, named: torch.Tensor
+    ) -> torch.Tensor:
+        for given in (x, pair[1], named):
+            if given.requires_grad:
+                given.register_hook(lambda grad: grad * 0.5)
+        z = self.linear(x) if x is y and pair[0] is x else self.linear(x) + self.linear(y)
+        return z.tanh() + pair[1] + named
+
+
+@pytest.mark.parametrize("policy", ["full", "save:matmul", "segments:2", "full,offload"])
+def test_hooks_on_inputs_act_once(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(offload.install.__kwdefaults__, "min_bytes", 1)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList(HooksItsInputs() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x, x, (x, x * 2), named=x.sin())
+            return x
+
+    def train(policy: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Model()
+        apply_policy(model, policy, verify="always")
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        return [p.grad for p in model.parameters()]  # type: ignore[misc]
+
+    assert all(map(torch.equal, train(policy), train("none")))

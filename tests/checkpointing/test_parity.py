@@ -200,29 +200,6 @@ def test_what_python_and_numpy_draw_starts_from_the_seed_too() -> None:
     assert drawn == (np.random.rand(), random.random())  # as if there had been no check
 
 
-def test_a_generator_of_ones_own_is_named() -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.noise = random.Random(0)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.linear(x) * self.noise.random()).tanh()
-
-    torch.manual_seed(0)
-    model = nn.Sequential(Noisy(), Noisy())
-
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        for block in model:
-            block.noise.seed(0)
-        return model(x).square().sum()
-
-    result = check_parity(model, torch.ones(2, 4), "full", loss=loss)
-    assert not result.ok
-    assert any("own random generators" in cause and "0.noise, 1.noise" in cause for cause in result.causes)
-
-
 def test_a_loss_is_one_number() -> None:
     assert check_parity(Stack(), X, "full", loss=lambda model, batch: model(batch).sum().view(1)).ok
     with pytest.raises(UserError, match=r"the step's loss has the shape \(2,\); it must be one number"):

@@ -185,3 +185,33 @@ class Products(nn.Module):
 def test_cheap_calls_with_keywords_have_the_plain_gradients(autocast: bool) -> None:
     torch.manual_seed(0)
     _proved(Stack(Named(), Named(), Named()), autocast)
+
+
+def test_attributes_that_change_after_a_call_are_those_of_the_call() -> None:
+    """A slope, a rate and an epsilon on a schedule; also in steps that are not verified."""
+
+    class Scheduled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LeakyReLU(0.1), nn.Linear(4, 4), nn.Dropout(0.1))
+                for _ in range(2)
+            )
+
+        def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+            for norm, up, act, down, drop in self.blocks:
+                norm.eps, act.negative_slope, drop.p = 1e-3 * scale, 0.1 * scale, 0.1 * scale
+                x = x + down(drop(act(up(norm(x)))))
+            return x
+
+    def train(policy: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Scheduled()
+        apply_policy(model, policy, verify="never")
+        x = torch.randn(3, 4)
+        (model(x, 1.0).square().sum() + model(x, 5.0).square().sum()).backward()
+        assert model.blocks[0][0].eps == 5e-3
+        return [p.grad for p in model.parameters()]  # type: ignore[misc]
+
+    for found, expected in zip(train("pointwise"), train("none"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)

@@ -122,11 +122,13 @@ def test_a_cpu_tensor_comes_first(policy: str) -> None:
 
 
 def test_every_device_that_is_among_the_arguments_counts() -> None:
-    from ckpt_ft.checkpointing.recompute import _accelerators
+    from ckpt_ft.checkpointing.recompute import Checkpointed, runs
 
     class Elsewhere(torch.Tensor):
         device = torch.device("cuda", 3)
         is_cpu = False
 
-    given = ((torch.ones(()),), {"inputs": [{"x": torch.ones(2).as_subclass(Elsewhere)}]})
-    assert _accelerators(list(OnTwoDevices().parameters()), *given) == {torch.device("cuda", 3)}
+    region = Checkpointed(OnTwoDevices(), None)
+    contexts = runs(region, (torch.ones(()),), {"inputs": [{"x": torch.ones(2).as_subclass(Elsewhere)}]})
+    assert contexts is not None
+    assert contexts[0].devices == {torch.device("cuda", 3)}

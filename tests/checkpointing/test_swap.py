@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import nn
 
 from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.checkpointing import offload
+from ckpt_ft.checkpointing.apply import remove_policy
 from ckpt_ft.checkpointing.swap import Arena
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.tracker import Tracker
@@ -252,6 +255,41 @@ def test_adapters_are_merged_into_weights_that_wait() -> None:
         model.merge_adapter()
     expected = plain.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in swapped.state_dict().items())
+
+
+def test_weights_that_wait_are_not_read() -> None:
+    """Their storages have no bytes, so an operator would read memory that is not theirs."""
+    model, x = Stack(6), torch.randn(ROWS, WIDTH)
+    apply_policy(model, "swap:6")
+    model(x)
+    weight = model.blocks[2][0].weight  # type: ignore[index]
+    assert (weight.shape, weight.dtype, weight.requires_grad, weight.numel()) == ((8, 8), torch.float32, False, 64)
+    reads: list[Callable[[], object]] = [
+        weight.norm, weight.detach().norm, weight.data.clone, lambda: x @ weight, lambda: pickle.dumps(model),
+        lambda: torch._foreach_norm(list(model.parameters())), lambda: torch.optim.swa_utils.AveragedModel(model)
+        .update_parameters(model),
+    ]  # fmt: skip
+    assert "Waiting(shape=(8, 8))" in repr(weight)
+    for read in reads:
+        with pytest.raises(UserError, match="of a frozen weight that waits in host memory"):
+            read()
+    remove_policy(model)
+    assert type(weight) is nn.Parameter
+    assert torch.isfinite(torch.stack(torch._foreach_norm(list(model.parameters())))).all()
+
+
+def test_what_is_written_into_a_frozen_weight_is_kept() -> None:
+    """As an average of other weights is in forward."""
+
+    def outputs(policy: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = Stack(6), torch.randn(ROWS, WIDTH)
+        apply_policy(model, policy)
+        for block in model.blocks:
+            block[0].register_forward_hook(lambda module, *_: module.weight.mul_(0.9).shape and None)
+        return [model(x).detach() for _ in range(3)] + list(model.state_dict().values())
+
+    assert all(map(torch.equal, outputs("swap:4"), outputs("none")))
 
 
 def test_refusals() -> None:

@@ -88,6 +88,73 @@ def test_with_dropout_the_second_run_of_each_piece_draws_the_same(make: Any) -> 
         model(**_batch()).loss.backward()
 
 
+class Stateful(LlamaMLP):
+    """Reads a scale that is set around forward; keeps what it is told to keep."""
+
+    scale, keeps = 1.0, ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) * self.scale
+        if self.keeps == "an attribute":
+            self.last = out.detach()
+        if self.keeps == "a buffer":
+            self.seen.add_(1)
+        return out
+
+
+def _stateful(keeps: str = "") -> LlamaForCausalLM:
+    model = _llama()
+    for layer in model.model.layers:
+        layer.mlp.__class__, layer.mlp.keeps = Stateful, keeps
+        layer.mlp.register_buffer("seen", torch.zeros(()))
+    return model
+
+
+@pytest.mark.parametrize("policy", ["tile:4", "full,tile:4"])
+def test_what_changes_around_forward_is_as_in_forward(policy: str) -> None:
+    """In steps that are not verified, too."""
+
+    def train(policy: str) -> list[Tensor]:
+        model = _stateful()
+        apply_policy(model, policy, verify="never")
+        mlps = [layer.mlp for layer in model.model.layers]
+        for mlp in mlps:
+            mlp.scale = 0.5
+        loss = model(**_batch()).loss
+        for mlp in mlps:
+            mlp.scale = 2.0
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    for found, expected in zip(train(policy), train("none"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+    model = _stateful()
+    apply_policy(model, policy, verify="never")
+    loss = model(**_batch()).loss
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(UserError, match="'.*up_proj.weight' was written in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("keeps", ["an attribute", "a buffer"])
+def test_an_mlp_that_keeps_state_is_refused(keeps: str) -> None:
+    model = _stateful(keeps)
+    apply_policy(model, "tile:4")
+    with pytest.raises(UserError, match="a Stateful writes '(last|seen)' of Stateful in its forward, and would do so"):
+        model(**_batch())
+
+
+def test_a_hook_inside_sees_the_whole() -> None:
+    model, seen = _llama(), []
+    apply_policy(model, "tile:4")
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    with pytest.warns(UserWarning, match="a layer of a LlamaMLP has a hook .*which would see pieces; it runs whole"):
+        model(**_batch())
+    assert seen == [(2, 21, 48)]
+
+
 def test_half_precision_gradients_add_up_in_fp32() -> None:
     torch.manual_seed(0)
     rows = torch.randn(1, 512, 16)

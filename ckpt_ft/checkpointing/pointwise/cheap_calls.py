@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -32,8 +33,8 @@ from .engine import CheapCall, Pass, Saved, claim_on
 _KEEPS_RESULT = (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Threshold)
 _ZERO3 = "ds_id"  # attribute of every parameter that DeepSpeed ZeRO-3 partitions
 
-# train mode, tensors that the output depends on with their versions, parameters, buffers
-State = tuple[bool, list[Saved], dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]
+# tensors that the output depends on with their versions, the module's attributes, parameters and buffers
+State = tuple[list[Saved], dict[str, Any], dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]
 
 
 class _Local(threading.local):
@@ -68,6 +69,7 @@ class ModuleCall(StandIn):
         self.random = isinstance(module, nn.modules.dropout._DropoutNd)
         self.inplace = bool(getattr(module, "inplace", False))
         self.needs_free_input = self.random or isinstance(module, _KEEPS_RESULT)
+        self.attributes: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = running_pass()
@@ -85,30 +87,39 @@ class ModuleCall(StandIn):
         return self.module._buffers.values() if self.own and self.module.training else ()
 
     def state(self) -> State:
-        """Return the module's mode, parameters and buffers; copy parameters that ZeRO-3 is about to free."""
+        """Return the module's attributes, parameters and buffers; copy parameters that ZeRO-3 is about to free."""
         module = self.module
+        if not self._unchanged():
+            self.attributes = dict(module.__dict__)  # a new one: earlier calls refer to theirs
         parameters, buffers = module._parameters, dict(module._buffers)
         tensors: list[Saved] = [(p, version_of(p)) for p in parameters.values() if p is not None]
         found = _copies(module) if tensors and hasattr(tensors[0][0], _ZERO3) else dict(parameters)
         if buffers and not (self.own and module.training):  # in training BatchNorm does not read its statistics
             tensors += [(b, version_of(b)) for b in buffers.values() if b is not None]
-        return module.training, tensors, found, buffers
+        return tensors, self.attributes, found, buffers
 
     def again(self, state: State, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Re-run forward with the original mode and parameters, on buffer copies, so no buffer is updated twice."""
-        module, (training, tensors, found, buffers) = self.module, state
+        """Re-run forward with the original attributes and parameters, on buffer copies, so none is updated twice."""
+        module, (tensors, attributes, found, buffers) = self.module, state
         if tensors:
             self._check(tensors)
         stands = all(module._parameters.get(name) is p for name, p in found.items())
-        if module.training is training and not buffers and stands:
+        if attributes is self.attributes and not buffers and stands and self._unchanged():
             return self.forward(*args, **kwargs)
-        there = module.training, module._buffers, module._parameters
-        module.training, module._parameters = training, found
+        there = dict(module.__dict__)
+        module.__dict__.update(attributes)
+        module._parameters = found
         module._buffers = {k: v if v is None else v.clone() for k, v in buffers.items()}
         try:
             return self.forward(*args, **kwargs)
         finally:
-            module.training, module._buffers, module._parameters = there
+            module.__dict__.clear()
+            module.__dict__.update(there)
+
+    def _unchanged(self) -> bool:
+        """Whether the module's attributes are those of its last call."""
+        now, known = self.module.__dict__, self.attributes
+        return len(now) == len(known) and all(map(is_, now.values(), known.values()))
 
     def _check(self, tensors: list[Saved]) -> None:
         parameters = self.module._parameters
