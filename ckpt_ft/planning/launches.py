@@ -65,9 +65,11 @@ def search_shared(
 ) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:  # fmt: skip
     """The candidates under each of `launches`, which share sequences, and those that do not suit the model.
 
-    Few policies are looked at by default: what such sequences need is known.
+    Few policies are looked at by default: what such sequences need is known. Of a later launch, only candidates whose
+    estimate beats all before are traced at their batch and returned.
     """
-    found, rejected = [], {}
+    found: list[tuple[Estimates, list[Candidate]]] = []
+    rejected, key = {}, better(target)
     for launch in launches:
         try:
             beside = tracer.under(launch)
@@ -76,8 +78,11 @@ def search_shared(
             shallow = None if few is None else Tracer(few, report=tracer.report)
             estimates = Estimates(beside, room, target, batch, limit, tolerance, few=shallow)
             estimates.trace_candidates(policies)
-            trace_final_batches([(estimates, candidate) for candidate in estimates.candidates()])
-            found.append((estimates, sorted(estimates.candidates(), key=better(target), reverse=True)))
+            leader = max((one for _, each in found for one in each), key=key, default=None)
+            worth = {one.policy for one in estimates.candidates() if leader is None or key(one) > key(leader)}
+            trace_final_batches([(estimates, one) for one in estimates.candidates() if one.policy in worth])
+            settled = [one for one in estimates.candidates() if one.policy in worth]
+            found.append((estimates, sorted(settled, key=key, reverse=True)))
         except UserError as error:
             rejected[str(launch)] = str(error)
     return found, rejected

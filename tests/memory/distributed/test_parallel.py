@@ -219,7 +219,10 @@ def test_a_plan_shares_sequences_where_nothing_else_fits() -> None:
 @pytest.mark.slow
 def test_the_longest_sequence_is_a_shared_one() -> None:
     budget = of_any_length(Launch("fsdp2", 4), "full,head").trace(1).peak_allocated
-    asked = of_any_length(None, "none")
-    longest = predict_max_length(asked, ["full,head"], budget, launches=[Launch("fsdp2", 4), Launch("fsdp2", 4, cp=4)])
-    lengths = {one.launch.cp: one.length for one in reversed(longest.ladder) if one.launch}
-    assert lengths[4] == longest.length > 1.5 * lengths[1]
+    own, ring = Launch("fsdp2", 4), Launch("fsdp2", 4, cp=4)
+    alone, shared = (
+        predict_max_length(of_any_length(None, "none"), ["full,head"], budget, launches=launches)
+        for launches in ([own], [own, ring])
+    )
+    assert [one.launch for one in shared.ladder] == [ring]
+    assert shared.length > 1.5 * alone.length > 0
