@@ -13,7 +13,7 @@ import typer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.files import check_writable
-from ckpt_ft.memory.gpus import GPU, GPUS, calibrated_cards, card_path, write_card
+from ckpt_ft.memory.gpus import GPUS, calibrated_cards, card_path, write_card
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import GIB, format_number
 
@@ -71,7 +71,8 @@ def gpus(part: Part = "", as_json: AsJson = False) -> None:
         console.print(f"note: {note}", markup=False)
     for gpu in found:
         if gpu.calibration is not None:
-            console.print(f"{gpu.name}: calibrated on {gpu.calibration.date}, {card_path(_key(gpu))}", markup=False)
+            path = card_path("cpu" if gpu.is_cpu else gpu.name)
+            console.print(f"{gpu.name}: calibrated on {gpu.calibration.date}, {path}", markup=False)
 
 
 def calibrate(
@@ -106,10 +107,6 @@ def _read_report(path: Path) -> MemoryReport:
     if not file.is_file():
         raise UserError(f"--from {path}: no memory_report.json here; recipes write it to their --output_dir")
     return MemoryReport.from_json(file)
-
-
-def _key(card: GPU) -> str:
-    return "cpu" if card.is_cpu else card.name
 
 
 def register(app: typer.Typer) -> None:

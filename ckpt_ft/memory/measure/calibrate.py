@@ -148,8 +148,7 @@ class _Cases:
             return partial(aten.native_layer_norm_backward.default, self.x(rows, width), *more)
 
         x, ids = self.x, self.ids
-        dense = torch.contiguous_format
-        yield lambda: partial(aten.clone.default, x(width, rows).t(), memory_format=dense)
+        yield lambda: partial(aten.clone.default, x(width, rows).t(), memory_format=torch.contiguous_format)
         yield lambda: partial(aten.add.Tensor, x(rows, width), x(width))
         yield lambda: partial(aten._softmax.default, x(rows, width), -1, False)
         yield lambda: partial(aten._softmax_backward_data.default, x(rows, width), x(rows, width), -1, self.dtype)
