@@ -191,6 +191,7 @@ def _op_keys(o: Op) -> tuple[Hashable, Hashable]:
 # Policies that a plan of a compiled step leaves out. Inductor fuses what `pointwise` rebuilds, the next two do nothing
 # in a compiled region, each block with replaced modules is compiled by itself, and `swap` was not tried with it.
 _IDLE_COMPILED = ("pointwise", "head", "offload", "modules:", "swap")
+_LOOKS = 8  # batch sizes to look at above the first that does not fit
 _SHOWN = 4  # number of listed candidates that do not fit
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
 
@@ -220,8 +221,8 @@ class Estimates:
         batch: the only batch size to look at; None for all sizes up to `most`.
         tolerance: share of the largest batch that a search may miss, so that it ends after fewer traces.
         few: traces the same model with fewer blocks, if the growth with the batch is to be learned from it.
-        separate: whether each anchor has a session of its own, as final traces have, with the same reserved bytes. The
-            last trace then also says which batch sizes fit above one that does not.
+        separate: whether each anchor has a session of its own, as final traces have, with the same reserved bytes. A
+            search then also finds batch sizes that fit above one that does not.
         anchors: the trace of each policy at `batch`, or at `LOW`.
         rejected: policies that do not suit this model, each with the reason.
         scaled: candidates that were estimated from an anchor instead of traced.
@@ -391,9 +392,8 @@ class Estimates:
 
         found = largest_fitting(needs, limit, most, known)
         # Reserved bytes fall where the largest tensors outgrow the segments that they fragment: look further up.
-        look = self.separate and policy in self._latest
-        top = largest_fitting(lambda n: self.floor(policy, n), limit, most) if look else found
-        step = max(round(self.tolerance * found), 1)
+        top = largest_fitting(lambda n: self.floor(policy, n), limit, most) if self.separate else found
+        step = max((top - found) // _LOOKS, 1)
         for batch in range(top, found, -step):
             if batch not in known:
                 known[batch] = needs(batch)
