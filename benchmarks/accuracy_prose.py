@@ -95,8 +95,10 @@ would be up to 20 % low in place of 15), so the rule is as it was.
 In the trace of prime-rl's rows (its repository, benchmarks/baselines) nothing is compiled: transformers looks in the
 positions of a single row for several sequences before it calls FlashAttention-2, which breaks the graph, and
 torch.compile does not compile a checkpoint with a break. The predicted seconds are therefore the eager step's, and the
-published ones agree; compiled blocks would take 1.65 and 3.64 s. Published bytes are higher by one copy of
-the logits in fp32 (4.6 and 9.3 GiB), which the version of its loop that we know frees before the backward.
+published ones agree; compiled blocks would take 1.65 and 3.64 s. Its loop of January 2026 deletes the name `logits`
+before the backward, but the dictionary that the model returned still has them: one copy of the logits in fp32 (4.6 and
+9.3 GiB). Without this copy the trace was 15 and 17 % low; the cause was found in the loop's source, after the rows had
+been seen.
 torchao's ViT row (its optim README) is the allocated peak."""
 
 EXPERTS = """\

@@ -5,6 +5,7 @@
 torchao (benchmarks/benchmark_low_bit_adam.py): timm's vit_huge_patch14_224 with 45 classes, compiled whole, bf16
 autocast, batch 8, fused AdamW. prime-rl (benchmarks/baselines, trainer/sft/train.py): FSDP2, every block checkpointed
 and compiled, FlashAttention-2, two micro-batches of one row, fp32 logits, the loss of each token, expandable segments.
+Its loop of January 2026 deletes the name of the logits before the backward; the dictionary that they are in stays.
 """
 
 from __future__ import annotations
@@ -109,9 +110,8 @@ def qwen(name: str, tokens: int, gpus: int, card: str) -> StepTrace:
         ids = torch.zeros(1, tokens, dtype=torch.long)
         labels = ids.clone()
         for _ in range(2):
-            logits = model(input_ids=ids, use_cache=False).logits.float()
-            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").mean()
-            del logits
+            out = {"logits": model(input_ids=ids, use_cache=False).logits.float()}
+            loss = functional.cross_entropy(out["logits"].flatten(0, 1), labels.flatten(), reduction="none").mean()
             (loss / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -26,6 +26,7 @@ class StepContext:
             hooks that are global.
         phase: "forward", "backward" or "optimizer".
         recomputing: a checkpoint re-runs a forward inside backward.
+        inner: the module within a compiled region that the running kernel is of, if it is known.
         zone: counts changes of phase. What is freed in the zone that it was allocated in was temporary.
         phase_listeners: called with the new phase before `phase` changes.
         before_optimizer, after_optimizer: called around `optimizer.step()`, if set.
@@ -34,6 +35,7 @@ class StepContext:
     def __init__(self) -> None:
         self.by_global_hooks = True
         self.phase, self.recomputing, self.zone = "forward", False, 0
+        self.inner = ""
         self.phase_listeners: list[Callable[[str], None]] = []
         self.before_optimizer: Callable[[Optimizer], None] | None = None
         self.after_optimizer: Callable[[Optimizer], None] | None = None
@@ -92,6 +94,8 @@ class StepContext:
 
     def module(self) -> str:
         """Qualified name of the module whose forward or backward runs; "" outside of all."""
+        if self.inner:
+            return self.inner
         if self._stack:
             return self._stack[-1]
         if self.phase != "backward":

@@ -35,7 +35,7 @@ Buffers = dict[str, Any]  # fake tensors by Inductor's names
 Step = Callable[["CompiledGraph", Buffers], None]
 _CALLS = (lines.KernelCallLine, lines.ExternKernelOutLine, lines.ExternKernelAllocLine)
 _SUMS = re.compile(r"(\w+) = (workspace_\d+\[.*)")  # partial sums of a norm's weights, added up
-_PATH = re.compile(r"\._modules\['([^']*)'\]|\.([A-Za-z_]\w*)|\['?([^'\]]*)'?\]")
+_KEY = re.compile(r"(?:\._modules)?\['?([^'\]]*)'?\]")  # of a module in a list or dictionary
 
 
 class CompiledGraph:
@@ -51,8 +51,9 @@ class CompiledGraph:
         self.tracker, self.fakes, self.inputs = tracker, fakes, inputs
         self.steps: list[Step] = []
         self.outputs: list[Callable[[Buffers], Any]] = []
-        self.kernels, self.on_card = 0, False
+        self.on_card = False
         self._module = ""
+        self._begun: int | None = None  # events before the allocations for the kernel that comes next
 
     def __call__(self, args: list[Any]) -> list[Any]:
         buffers: Buffers = dict(zip(self.inputs, args, strict=True))
@@ -62,6 +63,7 @@ class CompiledGraph:
         self._module = context.module()
         for step in self.steps:
             step(self, buffers)
+            context.inner = ""
         return [output(buffers) for output in self.outputs]
 
     # -- what steps do ----------------------------------------------------------------------------------------------
@@ -69,6 +71,8 @@ class CompiledGraph:
     def allocate(self, view: View, count: int, op: str, module: str) -> Tensor:
         """A new buffer of `count` elements, seen as `view`."""
         flat = self.fakes.new((count,), (1,), view.dtype)
+        if self._begun is None:
+            self._begun = len(self.tracker.recorder.events)
         context = self.tracker.context
         category = "activations" if context.phase == "forward" or context.recomputing else "temporary"
         self.tracker.recorder.follow(flat, category, op, self.within(module))
@@ -86,7 +90,9 @@ class CompiledGraph:
     def launch(self, name: str, work: Work, module: str) -> None:
         """Record one kernel."""
         recorder = self.tracker.recorder
-        recorder.add_op(name, work, self.within(module), len(recorder.events), recorder.stream, 0, "")
+        at = len(recorder.events) if self._begun is None else self._begun
+        recorder.add_op(name, work, self.within(module), at, recorder.stream, 0, "")
+        self._begun = None
 
     def within(self, module: str) -> str:
         """The qualified name of a module of the compiled region."""
@@ -174,7 +180,6 @@ def _steps(line: Any, scheduled: Any, rest: list[Any], made: CompiledGraph) -> I
             freed = line.node.get_name()
             yield lambda graph, buffers: buffers.pop(freed, None)
     elif isinstance(line, lines.KernelCallLine):
-        made.kernels += 1
         yield _kernel(line, scheduled)
     elif isinstance(line, lines.MultiOutputLine):
         result, source, path = line.result_name, line.arg_name, [index for _, index in line.indices]
@@ -187,13 +192,10 @@ def _steps(line: Any, scheduled: Any, rest: list[Any], made: CompiledGraph) -> I
 
         yield pick
     elif isinstance(getattr(line, "node", None), ir.FallbackKernel):
-        made.kernels += 1
         yield _fallback(line.node, fakes)
     elif isinstance(getattr(line, "node", None), ir.ExternKernel):
-        made.kernels += 1
         yield _extern(line.node, fakes)
     elif isinstance(line, str) and (sums := _SUMS.fullmatch(line)):
-        made.kernels += 1
         result, expression = sums.groups()
         yield lambda graph, buffers: buffers.update({result: eval(expression, {"torch": torch}, buffers)})
 
@@ -221,9 +223,10 @@ def _fallback(node: Any, fakes: Fakes) -> Step:
     if not isinstance(func, (OpOverload, *_WITH_RANDOM_STATE)):
         raise UserError(f"the compiled step calls {func}, which is not modelled")
     given = [_reference(value, fakes) for value in node.inputs]
-    name = node.get_name()
+    name, module = node.get_name(), _module(node)
 
     def call(graph: CompiledGraph, buffers: Buffers) -> None:
+        graph.tracker.context.inner, graph._begun = graph.within(module), None
         args, kwargs = node.unflatten_args([value(buffers) for value in given], node.constant_args)
         args, kwargs = tree_map_only(torch.device, lambda device: CPU, (args, {**node.kwargs, **kwargs}))
         if isinstance(func, OpOverload):
@@ -300,13 +303,13 @@ def _output(out: Any, fakes: Fakes) -> Callable[[Buffers], Any]:
 
 
 def _module(node: Any) -> str:
-    """The qualified name, within the compiled region, of the module whose forward made the node's first op."""
+    """The qualified name, within the compiled region, of the module whose forward made the node's last op."""
     origins = node.get_origins() if hasattr(node, "get_origins") else ()
     if not origins and hasattr(node, "get_nodes"):
         origins = [origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()]
-    for origin in origins:
+    for origin in sorted(origins, reverse=True):
         stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack")
         if stack:
-            path = list(stack.values())[-1][0]
-            return ".".join(a or b or c for a, b, c in _PATH.findall(path.partition("]")[2]))
+            path: str = list(stack.values())[-1][0].partition("]")[2]  # of "L['self']"
+            return _KEY.sub(r".\1", path).removeprefix(".")
     return ""

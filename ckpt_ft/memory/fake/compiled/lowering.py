@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .graph import CompiledGraph
 
 _CUDA = torch.device("cuda", 0)
+_FUSED = ("triton_", "cpp_fused")  # Inductor's kernels, by name
 _REFUSED = {
     "triton.cudagraphs": "CUDA graphs keep tensors in pools of their own, which are not predicted",
     "max_autotune": "the kernels are chosen by timing them on the card",
@@ -56,13 +57,19 @@ def compiling(model: nn.Module, what: str) -> Iterator[None]:
             module._compiled_call_impl = compiled
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` was called for the model or a module of it."""
+def compiled_regions(model: nn.Module) -> list[nn.Module]:
+    """The modules for which `torch.compile` was called, without those inside of another one."""
     if "torch._dynamo" not in sys.modules:
-        return False
+        return []
     from torch._dynamo import OptimizedModule
 
-    return any(m._compiled_call_impl is not None or isinstance(m, OptimizedModule) for m in model.modules())
+    found, inside = [], set[int]()
+    for module in model.modules():
+        compiled = module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
+        if compiled and id(module) not in inside:
+            found.append(module)
+            inside.update(map(id, module.modules()))
+    return found
 
 
 def prepare() -> None:
@@ -77,16 +84,13 @@ def prepare() -> None:
 @contextmanager
 def followed(model: nn.Module, context: StepContext) -> Iterator[None]:
     """Tells `context` of the modules that run: those outside of compiled regions, and each region as a whole."""
-    from torch._dynamo import OptimizedModule
-
     context.by_global_hooks = False
+    regions = compiled_regions(model)
+    inside = {id(module) for region in regions for module in region.modules()} - set(map(id, regions))
     with ExitStack() as stack:
-        inside: set[int] = set()
         for module in model.modules():
             if id(module) in inside:
                 continue
-            if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
-                inside.update(map(id, module.modules()))
             if module._compiled_call_impl is not None:
                 run = _located(module, context, module._compiled_call_impl)
                 stack.enter_context(patch.object(module, "_compiled_call_impl", run))
@@ -232,11 +236,15 @@ def _describe(made: list[CompiledGraph], tracker: Tracker, breaks: dict[str, int
     """Adds to the trace's notes what was compiled and what is assumed."""
     if not made and not breaks:
         raise UserError("torch.compile hands no graph of the model to Inductor: other backends are not predicted")
-    note, kernels = tracker.recorder.note, sum(graph.kernels for graph in made)
+    recorder = tracker.recorder
+    note, kernels = recorder.note, {op.name for op in recorder.ops if op.name.startswith(_FUSED)}
     if not made:
         note("torch.compile compiles nothing here, so the step runs eagerly: it gives up regions with a graph break")
     else:
-        note(f"compiled: {len(made)} graphs of {kernels} kernels; the first step also takes the time to compile them")
+        note(
+            f"compiled: {len(made)} graphs with {len(kernels)} different fused kernels; the time to compile them in "
+            "the first step is not counted, and later runs find them in Inductor's cache"
+        )
         note("compiled with Inductor's defaults: no kernel is chosen by timing it, no operand of a matmul is padded")
     if breaks:
         reason = one_line(next(iter(breaks)).partition("Explanation: ")[2] or next(iter(breaks)), 120)
