@@ -132,3 +132,41 @@ def test_every_device_that_is_among_the_arguments_counts() -> None:
     contexts = runs(region, (torch.ones(()),), {"inputs": [{"x": torch.ones(2).as_subclass(Elsewhere)}]})
     assert contexts is not None
     assert contexts[0].devices == {torch.device("cuda", 3)}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own imports
+@pytest.mark.parametrize("policy", ["full", "save:matmul", "segments:2"])
+def test_compiled_blocks_with_dropout(policy: str) -> None:
+    """Gradients have the bits of compiled blocks without a policy."""
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.dropout(self.linear(x).tanh())
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(Dropping() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    found = []
+    for applied in ("none", policy):
+        torch._dynamo.reset()
+        model = Stack().train()
+        apply_policy(model, applied)
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+        torch.manual_seed(1)
+        model(torch.ones(4, 8)).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+    assert any(gradient.count_nonzero() < gradient.numel() for gradient in found[0])  # something was dropped
