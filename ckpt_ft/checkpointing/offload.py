@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from ckpt_ft.errors import one_line
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.policy import STREAMS
 from ckpt_ft.units import MIB, format_bytes
 
@@ -41,6 +41,7 @@ from .tensor_identity import (
 from .verify import TensorComparison
 
 _PARKED = "_ckpt_ft_parked"
+_WRITES_LATER = ("RreluWithNoiseBackward0",)  # nodes whose kernel writes into what they have saved already
 
 
 def host_tensor(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -191,6 +192,12 @@ class Saved:
             raise written_to(self.counter, self.version, view)
         if self.held is None:
             return self.counter
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() in _WRITES_LATER:
+            raise UserError(
+                "policy 'offload': autograd saves the noise of RReLU before its kernel writes it, so the copy in host "
+                "memory is not what backward needs; leave 'offload' out, or use LeakyReLU"
+            )
         tensor = self.held.get()
         if self.proof is not None:
             comparison, slot = self.proof

@@ -18,6 +18,7 @@ from ckpt_ft.checkpointing import offload
 from ckpt_ft.checkpointing.offload import CopyStream, Parked, Parking
 from ckpt_ft.checkpointing.pointwise import install as pointwise
 from ckpt_ft.checkpointing.recompute import Checkpointed
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.streams import Streams
 
 WIDTH, ROWS = 8, 16
@@ -43,6 +44,14 @@ def treat(model: nn.Module, blocks: Any, **options: Any) -> offload.Installed:
 
 def parked_bytes() -> int:
     return sum(one.host.nbytes for one in gc.get_objects() if type(one) is Parked)
+
+
+def test_noise_that_a_kernel_writes_after_it_was_saved_is_an_error() -> None:
+    """RReLU: the saved-tensor hook is given memory that the kernel has not yet written."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU()) for _ in range(2)))
+    treat(model, model, min_bytes=0)
+    with pytest.raises(UserError, match="policy 'offload': autograd saves the noise of RReLU before its kernel"):
+        model(torch.ones(ROWS, WIDTH)).sum().backward()
 
 
 @pytest.mark.parametrize("also", ["", "full", "pointwise"])
