@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.utils.checkpoint import CheckpointError
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -21,7 +19,6 @@ pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _set_grad_enabled = torch._C._set_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _NO_TASK = -1
-_vmap_level = torch._C._functorch.maybe_current_level
 _grad_modes: list[bool] = []  # of the backwards whose second runs are under way, innermost last
 _make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)  # torch >= 2.12
 
@@ -96,8 +93,7 @@ class DroppedTensors:
         _set_grad_enabled(True)
         push_hooks(pack, same)
         try:
-            with nullcontext() if _vmap_level() is None else temporarily_pop_interpreter_stack():
-                self.repeat()  # outside of the vmap of a backward with batched gradients
+            self.repeat()
         except RunComplete as complete:
             if complete.args[0] is not slots:
                 raise
