@@ -1,6 +1,6 @@
 """How far `trace_step` is from published measurements: every row beside ours, signed errors, medians, a picture.
 
-    python benchmarks/accuracy.py                     # prints, and writes docs/accuracy.md and its picture
+    python benchmarks/accuracy.py                     # prints, and writes docs/accuracy.md and README's table
     python benchmarks/accuracy.py --only t4 flux2     # prints these
     python benchmarks/accuracy.py --rows 3            # the first rows of each table, writes nothing
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import accuracy_prose as prose
 from benchmarks import compiled as others
-from benchmarks import experts, kernels, operators, parked, t4_lora
+from benchmarks import experts, kernels, operators, parked, t4_lora, timm_steps
 from benchmarks import figures as toys
 from benchmarks import flux2 as klein
 from benchmarks import sharded as llama
@@ -39,17 +39,25 @@ from ckpt_ft.planning.estimate import estimate
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "accuracy.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, README = ROOT / "docs" / "accuracy.md", ROOT / "README.md"
+BEGIN, END = "<!-- accuracy -->", "<!-- end of accuracy -->"
 PICTURE = "img/accuracy_seconds.png"
 
 
 @dataclass
 class Group:
-    """The rows of one table: their columns, and of each its seconds, published and predicted."""
+    """The rows of one table: their columns, and of each its seconds, published and predicted.
+
+    unseen: no rule was chosen or changed with these rows in view.
+    target: of the seconds' errors, median and worst.
+    """
 
     title: str
     text: str
     header: tuple[str, ...]
+    unseen: bool = False
+    target: tuple[float, float] | None = None
     lines: list[list[str]] = field(default_factory=list)
     seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # name -> published, predicted
     errors: dict[str, list[float]] = field(default_factory=dict)  # column -> signed errors
@@ -69,14 +77,48 @@ class Group:
     def markdown(self) -> str:
         """The section of the page."""
         header = (*self.header, "s: published", "predicted", "error")
-        sizes = {column: sorted(map(abs, signed)) for column, signed in self.errors.items()}
-        cells = [f"{100 * statistics.median(size):.2f} / {100 * size[-1]:.2f} %" for size in sizes.values()]
-        said = table([f"{len(self.lines)} rows: median / worst", *sizes], [["", *cells]])
+        cells = map(median_and_worst, self.errors.values())
+        said = table([f"{len(self.lines)} rows: median / worst", *self.errors], [["", *cells]])
         return "\n\n".join([f"## {self.title}", table(header, self.lines), said, self.text])
 
 
 def percent(error: float) -> str:
     return f"{100 * error:+.2f} %"
+
+
+def median_and_worst(errors: Iterable[float]) -> str:
+    sizes = sorted(map(abs, errors))
+    return f"{100 * statistics.median(sizes):.2f} / {100 * sizes[-1]:.2f} %"
+
+
+def summary(groups: Iterable[Group], vision: str) -> str:
+    """A row for each table, which rows were seen, and the targets. `vision`: path of the page with timm's rows."""
+    lines = []
+    for group in groups:
+        bytes_ = [
+            f"{column.removeprefix('reserved by the ')} {median_and_worst(signed)}"
+            for column, signed in group.errors.items()
+            if column not in ("forward", "backward", "optimizer", "seconds")
+        ]
+        seen = "unseen" if group.unseen else "seen"
+        lines.append(
+            [group.title, str(len(group.lines)), seen, ", ".join(bytes_), *_seconds(group.errors, group.target)]
+        )
+    for called, half in timm_steps.halves(timm_steps.results()).items():
+        errors = {"seconds": [row.error for row in half]}
+        name = f"[timm's models on an RTX 3090]({vision})"
+        lines.append([name, str(len(half)), called, "", *_seconds(errors, (8, 25))])
+    return table(("runs", "rows", "rows were", "bytes", "seconds", "target of seconds"), lines)
+
+
+def _seconds(errors: dict[str, list[float]], target: tuple[float, float] | None) -> tuple[str, str]:
+    """The errors of the seconds, and their target with whether they meet it."""
+    signed = errors.get("seconds", [])
+    if not signed or target is None:
+        return median_and_worst(signed) if signed else "", ""
+    sizes = sorted(map(abs, signed))
+    met = 100 * statistics.median(sizes) <= target[0] and 100 * sizes[-1] <= target[1]
+    return median_and_worst(signed), f"{target[0]:g} / {target[1]:g} %, {'met' if met else 'missed'}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -94,7 +136,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 def t4(most: int | None) -> Group:
     """LoRA steps on a T4."""
     columns = ("allocated", "reserved", "forward", "backward", "optimizer")
-    group = Group("LoRA steps on a T4", prose.T4, ("row", *columns))
+    group = Group("LoRA steps on a T4", prose.T4, ("row", *columns), target=(5.6, 22))
     for row in islice(t4_lora.published(), most):
         trace = t4_lora.trace(row)
         found = {name.removeprefix("peak_"): error for name, error in t4_lora.errors(row, trace).items()}
@@ -108,7 +150,8 @@ def t4(most: int | None) -> Group:
 def flux2(most: int | None) -> Group:
     """31 fine-tuning methods on FLUX.2-klein."""
     columns = ("reserved by a step", "reserved by the run")
-    group = Group("Fine-tuning methods of a diffusion transformer on an L40S", prose.FLUX2, ("method", *columns))
+    title = "Fine-tuning methods of a diffusion transformer on an L40S"
+    group = Group(title, prose.FLUX2, ("method", *columns), target=(2.4, 10.1))
     for name, row in islice(klein.published().items(), most):
         trace = klein.trace(row)
         found = trace.peak_reserved, klein.reserved_by_run(row, trace)
@@ -139,7 +182,7 @@ def sharded(most: int | None) -> Group:
     """Llama 3 8B under FSDP2 on eight H100."""
     row_name = "batch x tokens, checkpointing, after forward"
     header = (row_name, "reserved GiB: published", "predicted", "error")
-    group = Group("Sharded steps on eight H100", prose.SHARDED, header)
+    group = Group("Sharded steps on eight H100", prose.SHARDED, header, target=(5, 12))
     for row, trace in islice(llama.published(llama.EIGHT), most):
         reserved, theirs = trace.peak_reserved / 2**30, row.reserved
         assert theirs is not None
@@ -158,7 +201,7 @@ def many_gpus(most: int | None) -> Group:
         "predicted",
         "s over a DGX's links",
     )
-    group = Group("Sharded steps on 64 and 128 GPUs", prose.MANY_GPUS, header)
+    group = Group("Sharded steps on 64 and 128 GPUs", prose.MANY_GPUS, header, unseen=True, target=(5, 12))
     for row, trace in islice(llama.published(llama.MANY), most):
         launch = trace.launch
         assert launch is not None
@@ -242,7 +285,8 @@ def long(most: int | None) -> Group:
 
 def host(most: int | None) -> Group:
     """Parameters, Adam and activations in host memory, and small states of optimizers; no seconds were published."""
-    group = Group("Host memory and small optimizer states", prose.HOST, ("run", "published", "predicted", "error"))
+    header = ("run", "published", "predicted", "error")
+    group = Group("Host memory and small optimizer states", prose.HOST, header, unseen=True)
     for row in islice(parked.rows(), most):
         cells = [f"{row.published:.2f} {row.unit}", f"{row.predicted:.2f} {row.unit}", percent(row.error)]
         group.lines.append([row.name, *cells, "", f"{row.seconds:.4g}", ""])
@@ -253,7 +297,9 @@ def host(most: int | None) -> Group:
 
 def fp32(most: int | None) -> Group:
     """BERT and GPT-2 in fp32 on four cards, of which no bytes were published."""
-    group = Group("Forward and backward in fp32 on four cards", prose.FP32, ("model, card, rows x tokens",))
+    group = Group(
+        "Forward and backward in fp32 on four cards", prose.FP32, ("model, card, rows x tokens",), target=(5, 12)
+    )
     with (Path(__file__).parent / "data" / "fp32_steps.csv").open(encoding="utf-8") as file:
         for row in islice(csv.DictReader(file), most):
             rows, tokens = int(row["rows"]), int(row["tokens"])
@@ -346,6 +392,7 @@ def document(groups: Sequence[Group]) -> str:
     parts = [
         "# How true a trace is",
         prose.MADE.format(versions=versions),
+        summary(groups, "vision.md"),
         f"![Predicted against published seconds]({PICTURE})",
         f"Over all {len(pairs)} rows the rank correlation of the seconds is {ranks:.3f}.",
         *(group.markdown() for group in groups),
@@ -374,7 +421,10 @@ def main() -> int:
         return 0
     draw([group for group in groups if group.seconds], PAGE.parent / PICTURE)
     PAGE.write_text(document(groups), encoding="utf-8")
-    print(f"wrote {PAGE.name}")
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    README.write_text(f"{before}{BEGIN}\n{summary(groups, 'docs/vision.md')}\n{END}{after}", encoding="utf-8")
+    print(f"wrote {PAGE.name} and the table of {README.name}")
     return 0
 
 

@@ -3,8 +3,12 @@
 MADE = """\
 Made by `python benchmarks/accuracy.py` with {versions}, on a CPU. All traced or predicted figures are compared with
 measurements that others published (benchmarks/data/README.md). Errors are signed: predicted over published, minus
-1. Predicted seconds follow rules for single kernels (`ckpt_ft/memory/cost/`) that know no model: they were not
-fitted to any row of a whole step."""
+1. Predicted seconds follow rules for single kernels (`ckpt_ft/memory/cost/`) that know no model.
+
+Rows are **unseen** if no rule was chosen or changed with them in view, else **seen**. timm's models are split by their
+names (`seen` in benchmarks/timm_steps.py): two constants of convolutions were read from the seen half, as the comments
+beside them say, and two rules for fp32 were chosen with the fp32 rows in view. All other constants are those of single
+kernels. The targets of T4 and FLUX.2 are what these rows had before; they were to become no worse."""
 
 T4 = """\
 Remaining errors:
