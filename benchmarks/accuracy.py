@@ -286,7 +286,7 @@ def long(most: int | None) -> Group:
 def host(most: int | None) -> Group:
     """Parameters, Adam and activations in host memory, and small states of optimizers; no seconds were published."""
     header = ("run", "published", "predicted", "error")
-    group = Group("Host memory and small optimizer states", prose.HOST, header, unseen=True)
+    group = Group("Host memory and small optimizer states", prose.HOST, header)
     for row in islice(parked.rows(), most):
         cells = [f"{row.published:.2f} {row.unit}", f"{row.predicted:.2f} {row.unit}", percent(row.error)]
         group.lines.append([row.name, *cells, "", f"{row.seconds:.4g}", ""])
