@@ -27,7 +27,7 @@ def test_weights_and_two_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **kwargs: None)
     monkeypatch.setattr(check, "_with_weights", lambda *args: pytest.fail("it was loaded"))
     if spare < 0:
-        with pytest.raises(UserError, match="a check takes .* for weights and gradients alone"):
+        with pytest.raises(UserError, match="a check needs .* for weights and gradients alone"):
             check.check_model(TrainingSpec.of(str(path), policy="full", batch_size=1, seq_length=8), 0)
     else:
         check._check_room(
