@@ -1,9 +1,10 @@
 """The text around the tables of docs/accuracy.md: where the rows come from, and what explains the remaining errors."""
 
 MADE = """\
-Made by `python benchmarks/accuracy.py` (sections at different times, by `--only`) with {versions}, on a CPU. All traced
-or predicted figures are compared with measurements that others published (benchmarks/data/README.md). Errors are signed: predicted over published, minus
-1. Predicted seconds follow rules for single kernels (`ckpt_ft/memory/cost/`) that know no model.
+Made by `python benchmarks/accuracy.py` (sections at different times, by `--only`) with {versions}, on a CPU.
+All traced or predicted figures are compared with measurements that others published (benchmarks/data/README.md). Errors
+are signed: predicted over published, minus 1. Predicted seconds follow rules for single kernels
+(`ckpt_ft/memory/cost/`) that know no model.
 
 Rows are **unseen** if no rule was chosen or changed with them in view, else **seen**. timm's models are split by their
 names (`seen` in benchmarks/timm_steps.py): two constants of convolutions were read from the seen half, as the comments
