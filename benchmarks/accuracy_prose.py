@@ -2,8 +2,8 @@
 
 MADE = """\
 Made by `python benchmarks/accuracy.py` (sections at different times, by `--only`) with {versions}, on a CPU.
-All traced or predicted figures are compared with measurements that others published (benchmarks/data/README.md). Errors
-are signed: predicted over published, minus 1. Predicted seconds follow rules for single kernels
+All traced or predicted figures are compared with measurements that others published (benchmarks/data/README.md).
+Errors are signed: predicted over published, minus 1. Predicted seconds follow rules for single kernels
 (`ckpt_ft/memory/cost/`) that know no model.
 
 Rows are **unseen** if no rule was chosen or changed with them in view, else **seen**. timm's models are split by their
