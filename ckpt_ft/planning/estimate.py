@@ -151,6 +151,7 @@ def _starved(trace: StepTrace, gpu: GPU | None) -> list[str]:
     """A sentence about experts with so few tokens that most of their products' time goes into reading weights."""
     routed = re.compile(r"(?<!shared_)experts\b")  # each product of shared experts has all tokens
     products = [op for op in trace.ops if op.at >= trace.start and op.flops and routed.search(op.module)]
+    products = [op for op in products if "grouped" in op.name] or products  # not those of adapters' factors
     if gpu is None or gpu.is_cpu or not products:
         return []
     took = [(device_seconds(op, gpu), bound_by_memory(op, gpu)) for op in as_issued(products, gpu) if op.flops]

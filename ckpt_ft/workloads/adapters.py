@@ -262,7 +262,10 @@ def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
     left += dtype + (", to which PEFT's k-bit preparation casts what is not packed" if quantised.prepare_kbit else "")
     if quantised.load_in_8bit:
         raise UserError(f"8 bits over fused experts: {left}; leave 8 bits out, or use --load-in-4bit")
-    return (f"4 bits: {left}; axolotl's quantize_moe_experts packs them (--quantize-moe-experts predicts it)",)
+    return (
+        f"4 bits: {left}; axolotl's quantize_moe_experts packs them (--quantize-moe-experts predicts it); "
+        "transformers unpacks an MXFP4 checkpoint to train; --lora-target-parameters adapts them unpacked",
+    )
 
 
 def notes_on(spec: TrainingSpec, config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -320,11 +320,12 @@ def test_experts_with_few_tokens_are_bound_by_memory(tmp_path: Path) -> None:
     config = AutoConfig.for_model("qwen3_moe", **sizes, architectures=["Qwen3MoeForCausalLM"])
     config.save_pretrained(tmp_path)  # 128 experts, 8 for each token
     said = {}
-    for tokens in (1024, 16384):
-        notes = estimate(TrainingSpec.of(str(tmp_path), dtype="bfloat16", seq_length=tokens, device="h100")).notes
-        said[tokens] = [note for note in notes if "bound by memory bandwidth" in note]
-    assert said[1024][0].startswith("each product of an expert has 64 tokens: ")
-    assert not said[16384]
+    for tokens, rank in ((1024, 0), (1024, 4), (16384, 0)):  # adapters have products of their factors besides
+        spec = TrainingSpec.of(str(tmp_path), dtype="bfloat16", seq_length=tokens, device="h100", lora_r=rank)
+        said[tokens, rank] = [note for note in estimate(spec).notes if "bound by memory bandwidth" in note]
+    for rank in (0, 4):
+        assert said[1024, rank][0].startswith("each product of an expert has 64 tokens: ")
+    assert not said[16384, 0]
 
 
 def test_settings_of_experts(tmp_path: Path) -> None:
