@@ -26,6 +26,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.op_work import Work, footprint, measure
 from ckpt_ft.memory.record.tracker import Tracker
 
+from ..dispatcher import FakeOps
 from ..faked_model import CPU, Fakes
 
 # What a checkpoint calls an op by that may draw random numbers: in its first run, and in its second.
@@ -56,7 +57,9 @@ class CompiledGraph:
         self._begun: int | None = None  # events before the allocations for the kernel that comes next
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        buffers: Buffers = dict(zip(self.inputs, args, strict=True))
+        ops = self.tracker.dispatcher
+        assert isinstance(ops, FakeOps)
+        buffers: Buffers = dict(zip(self.inputs, ops.faked(args), strict=True))  # real ones that the step closes over
         args.clear()
         context = self.tracker.context
         context.locate()
