@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, is_wait, measure, tensors
@@ -276,19 +277,14 @@ class FakeOps:
             return type(value)(self.faked(item) for item in value)
         return value
 
-    def fake_meta_inputs(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward pre-hook that replaces tensors on "meta": autocast, which comes before dispatch, ignores them.
-
-        Tensors that require a gradient stay: a fake has no place in their autograd graph.
-        """
-        made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, self._off_meta, (args, kwargs))
-        return made
+    def off_meta(self, value: Any) -> Any:
+        """`value` with fakes in place of tensors on "meta"; of one that requires a gradient, a fake view."""
+        return tree_map_only(Tensor, self._off_meta, value)
 
     def _off_meta(self, tensor: Tensor) -> Tensor:
-        replaced = type(tensor) is not FakeTensor and tensor.is_meta and not tensor.requires_grad
-        return self.faked(tensor) if replaced else tensor
+        if type(tensor) is FakeTensor or not tensor.is_meta or is_traceable_wrapper_subclass(tensor):
+            return tensor
+        return tensor.view_as(tensor) if tensor.requires_grad else self.faked(tensor)
 
     def forget_real_tensors(self) -> None:
         """Remove the fake gradients of real tensors that the step closed over."""

@@ -25,6 +25,7 @@ import numpy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from ckpt_ft.memory.record.recorder import Recorder
 
@@ -111,6 +112,44 @@ def lists_of_fakes(recorder: Recorder, values: Values) -> Iterator[None]:
         return numbers
 
     with patch.object(FakeTensor, "tolist", tolist):
+        yield
+
+
+# About a tensor itself, as its gradient is; a fake in its place would not do.
+_OF_ITSELF = {"__get__", "__set__", "__delete__", "register_hook", "requires_grad_", "retain_grad"}
+
+
+class _OffMeta(TorchFunctionMode):
+    """Calls torch's functions on fake tensors in place of real ones on "meta"."""
+
+    def __init__(self, fake: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.fake = fake
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        if func.__name__ not in _OF_ITSELF:
+            given = self.fake(given)
+        return func(*given[0], **given[1])
+
+
+@contextmanager
+def cast_from_meta(fake: Callable[[Any], Any]) -> Iterator[None]:
+    """Lets autocast cast tensors on "meta" that a step closes over: it comes before dispatch, and passes them by."""
+    autocast = torch.amp.autocast_mode.autocast
+    enter, leave = autocast.__enter__, autocast.__exit__
+    modes: list[_OffMeta] = []
+
+    def entered(self: Any) -> Any:
+        modes.append(_OffMeta(fake))
+        modes[-1].__enter__()
+        return enter(self)
+
+    def left(self: Any, *error: Any) -> Any:
+        modes.pop().__exit__(*error)
+        return leave(self, *error)
+
+    with patch.object(autocast, "__enter__", entered), patch.object(autocast, "__exit__", left):
         yield
 
 

@@ -49,9 +49,9 @@ from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention, fused_head, liger
 from ckpt_ft.standins.library_layers import left_on_host, swap_library_layers
 
+from . import patches
 from .dispatcher import FakeOps, compute_capability
 from .faked_model import Fakes, faked_model
-from .patches import Interrupts, device_calls, lists_of_fakes, quiet, tensors_of_fakes, triton_launches, unnoticed
 from .replay_step import ReplayStep
 from .skipped_blocks import Forwards, SkippedBlocks, Traced
 
@@ -168,9 +168,9 @@ def torch_like(gpu: GPU | None, compiled: bool = False) -> Iterator[Fakes]:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # the memo is faster, and gives a slice of something larger its whole storage
-    with quiet(), unnoticed(), cuda.fakes_are_tensors(), ExitStack() as stack:
+    with patches.quiet(), patches.unnoticed(), cuda.fakes_are_tensors(), ExitStack() as stack:
         if not compiled:
-            stack.enter_context(tensors_of_fakes())
+            stack.enter_context(patches.tensors_of_fakes())
         if gpu is None:
             with mode:
                 yield Fakes(mode)
@@ -196,11 +196,11 @@ def launched(
 
     The tensors are None if the model is not wrapped here.
     """
-    with streams_are_followed() as streams, ExitStack() as patches:
+    with streams_are_followed() as streams, ExitStack() as stack:
         held = None
         if launch is not None and mesh is not None:
             held = share(model, launch, mesh) if sharding is None else sharding.put_on(sharding_mesh(mesh, launch))
-            patches.enter_context(library_patches(model, launch, mesh))
+            stack.enter_context(library_patches(model, launch, mesh))
         yield streams, held
 
 
@@ -252,7 +252,7 @@ class _Trace:
         with (
             _ALONE,
             nullcontext() if compiled else run_eagerly(),
-            Interrupts() as interrupts,
+            patches.Interrupts() as interrupts,
             swap_library_layers(model),
             flash_attention.for_live_models(),
             liger.for_live_models(),
@@ -302,14 +302,12 @@ class _Trace:
         ops = tracker.dispatcher
         assert isinstance(ops, FakeOps)
         recorder = tracker.recorder
-        hooks = ExitStack()
-        if self.model._compiled_call_impl is None:
-            add = self.model.register_forward_pre_hook
-            hooks.callback(add(ops.fake_meta_inputs, prepend=True, with_kwargs=True).remove)
+        compiled = self.model._compiled_call_impl is not None
         try:
             with (
-                tracker, device_calls(recorder), triton_launches(recorder), lists_of_fakes(recorder, ops.values),
-                host_copies(recorder, streams),
+                tracker, patches.device_calls(recorder), patches.triton_launches(recorder),
+                patches.lists_of_fakes(recorder, ops.values), host_copies(recorder, streams),
+                nullcontext() if compiled else patches.cast_from_meta(ops.off_meta),
             ):  # fmt: skip
                 yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -330,7 +328,6 @@ class _Trace:
                 "casting do, which is not modelled; trace the model without them"
             ) from error
         finally:
-            hooks.close()
             ops.forget_real_tensors()
 
     def _record(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:
