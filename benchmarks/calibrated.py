@@ -4,8 +4,8 @@
     python benchmarks/calibrated.py           # prints, and writes its section of docs/planning.md; two minutes
     python benchmarks/calibrated.py --no-write
 
-The exit code is 1 if a step is predicted more than 25 % off. A step is forward, backward and AdamW. The measured seconds are the least of several steps. Both clocks are those of
-`calibrate`: with one thread, the CPU time of the process.
+A step is forward, backward and AdamW. The measured seconds are the least of several steps. Both clocks are those of
+`calibrate`: with one thread, the CPU time of the process. The exit code is 1 if a step is predicted more than 25 % off.
 """
 
 from __future__ import annotations
