@@ -5,7 +5,8 @@
     python benchmarks/calibrated.py --no-write
 
 A step is forward, backward and AdamW. The measured seconds are the least of several steps. Both clocks are those of
-`calibrate`: with one thread, the CPU time of the process. The exit code is 1 if a step is predicted more than 25 % off.
+`calibrate`: with one thread, the CPU time of the process.
+The exit code is 1 if a step is predicted more than 25 % off.
 """
 
 from __future__ import annotations
