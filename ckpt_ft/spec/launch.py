@@ -49,6 +49,10 @@ class ZeroOptions:
         sub_group_size: parameters that stage 3 updates at a time.
         offload_optimizer: master weights, gradients and states wait in host memory, where the step is computed.
         offload_param: stage 3's parts of the parameters wait there, too.
+        optimizer_buffers: buffers through which stage 3 moves the optimizer's tensors to a disk (`nvme`); 0 for none.
+        param_buffers: those for the parts of the parameters,
+        param_buffer_size: of so many elements each.
+        max_in_cpu: elements of trained parameters that stay in host memory.
     """
 
     reduce_bucket_size: int | None = 500_000_000
@@ -61,6 +65,10 @@ class ZeroOptions:
     sub_group_size: int = 1_000_000_000
     offload_optimizer: bool = False
     offload_param: bool = False
+    optimizer_buffers: int = 0
+    param_buffers: int = 0
+    param_buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000
 
     @classmethod
     def read(cls, options: Mapping[str, Any], source: str) -> ZeroOptions:
@@ -75,9 +83,15 @@ class ZeroOptions:
             name = key.removeprefix("stage3_")
             if name in _COUNTS:
                 found[name] = None if value == "auto" and name in _AUTO else _count(value, key, source)
-        for name in OFFLOADS:
-            device = str((options.get(name) or {}).get("device") or "none").lower()
+        for name, buffers in zip(OFFLOADS, (4, 5), strict=True):
+            section = options.get(name) or {}
+            device, kind = str(section.get("device") or "none").lower(), name.removeprefix("offload_")
             found[name] = device in ("cpu", "nvme")
+            if device == "nvme":
+                found[f"{kind}_buffers"] = _count(section.get("buffer_count", buffers), f"{name}.buffer_count", source)
+                sizes = {"buffer_size": "param_buffer_size", "max_in_cpu": "max_in_cpu"}
+                for key in sizes.keys() & section.keys() if kind == "param" else ():
+                    found[sizes[key]] = _count(section[key], f"{name}.{key}", source)
         overlap = options.get("overlap_comm")
         return cls(**found, overlap_comm=None if overlap in (None, "auto") else bool(overlap))
 
@@ -423,8 +437,8 @@ def _zero(config: Mapping[str, Any], path: str | Path, ignored: Collection[str])
     options = _section(config, "deepspeed_config", path)
     file = options.get("deepspeed_config_file")
     if file in (None, "none"):
-        away = {name: str(options.get(f"{name}_device") or "none").lower() == "cpu" for name in OFFLOADS}
-        return {**_stage(options.get("zero_stage", 2), path), "zero": ZeroOptions(**away)}
+        away = {name: {"device": options.get(f"{name}_device")} for name in OFFLOADS}
+        return {**_stage(options.get("zero_stage", 2), path), "zero": ZeroOptions.read(away, f"launch {path}")}
     beside = [key for key in _IN_THE_FILE if key in options]
     if config.get("mixed_precision"):
         beside.append("mixed_precision")
@@ -491,7 +505,7 @@ def accelerate_config(launch: Launch) -> str:
         UserError: the launch has options that the file has no keys for.
     """
     if replace(launch.zero, **dict.fromkeys(OFFLOADS, False)) != ZeroOptions():
-        raise UserError("launch: DeepSpeed's own options lie in its own file; name it as deepspeed_config_file")
+        raise UserError("launch: options and paths of DeepSpeed lie in its own file; name it as deepspeed_config_file")
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _KINDS["ddp" if launch.ep > 1 else launch.strategy],

@@ -181,6 +181,10 @@ def test_bytes_in_both_memories(four_bits: bool) -> None:
     trace = trace_step(model, step, make_optimizer=adamw, device="rtx-4090")
     assert (plain.peak_host, trace.peak_host) == (0, 6 * block)
     assert trace.at_host_peak == {"parameters": 6 * block}
+    fetched = [s.place for s in trace.storages if s.op.startswith("aten.empty") and s.category == "parameters"]
+    waiting = [storage.place for storage in trace.storages if storage.host]
+    assert len(waiting) == len(set(waiting)) == 6 * 7
+    assert set(fetched) == set(waiting) and all(place.endswith(("base_layer", "_proj")) for place in waiting)
     assert plain.timeline()[-1]["parameters"] - trace.timeline()[-1]["parameters"] == 5 * block
     most = max(row["parameters"] for row in plain.timeline()) - max(row["parameters"] for row in trace.timeline())
     assert most == 4 * block  # two of the six at a time

@@ -68,7 +68,7 @@ class Recorder:
         stream: CUDA stream that kernels are issued to, "" for the default one.
         live: storages that are followed or ignored, by address.
         splits_host: whether storages in host memory are told from those on the device; False for the CPU's own steps.
-        swapped: storages, by address, of parameters whose data comes and goes.
+        swapped: owners, by the storage's address, of parameters whose data comes and goes.
         attached: what others note about storages, by index; `renumber` keeps the indices right.
     """
 
@@ -77,7 +77,7 @@ class Recorder:
         self.allocated = self.peak = 0
         self.stream = ""
         self.notes: list[str] = []
-        self.swapped: set[int] = set()
+        self.swapped: dict[int, str] = {}
         self.attached: dict[int, Any] = {}
         self.live: dict[int, _Followed] = {}
         self._clear()
@@ -348,6 +348,7 @@ class Recorder:
             self.context.locate()
             category = "parameters" if storage._cdata in self.swapped else "communication"
             index = self._add(storage.nbytes(), category, op)
+            self.storages[index].owner = self.swapped.get(storage._cdata, "")
             self._hold(storage, index)
             self.events.append(index)
 

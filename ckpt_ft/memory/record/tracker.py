@@ -156,14 +156,15 @@ class Tracker(TorchDispatchMode):
         self._model = model
         self.recorder.add_resident(model.parameters(), "parameters")
         self.recorder.add_resident(model.buffers(), "buffers")
-        self.recorder.swapped = {p.untyped_storage()._cdata for p, _ in swapped_weights(model)}
-        waiting = [host for _, host in swapped_weights(model)]
-        self.recorder.add_resident(waiting, "parameters")
-        self.recorder.put_on_host(waiting, "parameters", "pinned", packed=True)
         parameters = dict(model.named_parameters())
         self._owners = {id(tensor): name.rpartition(".")[0] for name, tensor in parameters.items()}
         for name, tensor in [*parameters.items(), *model.named_buffers()]:
             self.recorder.set_owner(tensor, name.rpartition(".")[0])
+        for parameter, waiting in swapped_weights(model):
+            owner = self.recorder.swapped[parameter.untyped_storage()._cdata] = self._owners[id(parameter)]
+            self.recorder.add_resident([waiting], "parameters")
+            self.recorder.put_on_host([waiting], "parameters", "pinned", packed=True)
+            self.recorder.set_owner(waiting, owner)
         self._label_gradients()
 
     def add_beside(self, models: Iterable[nn.Module]) -> None:

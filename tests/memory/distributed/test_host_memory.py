@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from ckpt_ft.spec.flags import Edit, fields_of
 from ckpt_ft.spec.launch import Launch, ZeroOptions, accelerate_config, read_launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins import liger
+from ckpt_ft.units import format_bytes
 
 OPTIMIZER, BOTH = ZeroOptions(offload_optimizer=True), ZeroOptions(offload_optimizer=True, offload_param=True)
 
@@ -50,6 +52,35 @@ def test_what_zero_keeps_in_host_memory(stage: int, ranks: int) -> None:
     assert found.at_peak["parameters"] == pytest.approx(parameters, rel=1e-3)
     updates = [op for op in found.ops if op.stream == HOST and "fused_adamw" in op.name and op.at >= found.start]
     assert sum(op.nbytes for op in updates) >= 16 * count / ranks
+
+
+def test_a_disk_is_predicted_as_host_memory(tmp_path: Path) -> None:
+    """The note has what is on the disk; fp32 gradients that are too small for it stay on the card."""
+    config = tmp_path / "nvme.yaml"
+    text = "distributed_type: DEEPSPEED\nnum_processes: {}\ndeepspeed_config: {{zero_stage: {}, {}}}\nmixed_precision: bf16"
+    both = ", ".join(f"offload_{what}_device: nvme, offload_{what}_nvme_path: /nvme" for what in ("optimizer", "param"))
+
+    def traced(ranks: int, stage: int, options: str, **zero: int) -> StepTrace:
+        config.write_text(text.format(ranks, stage, options))
+        launch = read_launch(config)[0]
+        return trace(replace(launch, zero=replace(launch.zero, **zero)))
+
+    count = sum(p.numel() for p in llama(None).model.parameters())
+    disk, host = traced(1, 3, both), trace(Launch("zero3", 1, mixed_precision="bf16", zero=BOTH))
+    assert disk.peak_host == host.peak_host
+    (note,) = disk.notes
+    buffers = 4 * 4 * count + 5 * 100_000_000 * 2  # DeepSpeed's defaults
+    assert format_bytes(16 * count) in note and format_bytes(buffers) in note
+    kept = sum(size for p in llama(None).model.parameters() if (size := 4 * p.numel()) < 2**20)
+    before = [one.replay.peak_allocated(at := max(at for at, _ in one.phase_marks), at + 1) for one in (disk, host)]
+    assert before[0] - before[1] == pytest.approx(kept, rel=1e-3)  # when the update begins
+    above = traced(1, 3, both, max_in_cpu=count // 2)
+    assert format_bytes(16 * count + count) in above.notes[0]
+    with pytest.raises(UserError, match="buffer_size 10 is smaller than the largest part of a parameter"):
+        traced(1, 3, both, param_buffer_size=10)
+    second = traced(2, 2, "offload_optimizer_device: nvme")
+    assert second.notes == ["ZeRO-2 writes no optimizer states to a disk: with nvme they are in host memory"]
+    assert second.peak_host == trace(Launch("zero2", 2, mixed_precision="bf16", zero=OPTIMIZER)).peak_host
 
 
 def test_offloaded_parameters_leave_the_card() -> None:
