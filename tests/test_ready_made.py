@@ -44,9 +44,12 @@ def test_each_ready_made_file_fits_as_the_readme_says(
 def test_files_that_use_the_host_fit_as_their_comments_say(
     file: str, more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = re.search(r"predicted on an (\S+): ([\d.]+) GiB reserved, ([\d.]+) GiB in host", (ROOT / file).read_text())
+    figures = (
+        r"predicted on an (\S+): ([\d.]+) GiB reserved, ([\d.]+) GiB in host memory, ([\d.]+) of ([\d.]+) s a step"
+    )
+    said = re.search(figures, (ROOT / file).read_text())
     assert said is not None
-    card, reserved, host = said.groups()
+    card, reserved, host, waiting, seconds = said.groups()
     recipe = Path(file).parent.name
     words = ["estimate", "--config", str(ROOT / file), "--recipe", recipe, "--device", card, "--json", *more]
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
@@ -54,4 +57,5 @@ def test_files_that_use_the_host_fit_as_their_comments_say(
     told = json.loads(capsys.readouterr().out)
     assert [round(told[name] / 2**30, 1) for name in ("peak_reserved", "peak_host")] == [float(reserved), float(host)]
     assert told["headroom"] > 0
-    assert "waiting for copies" not in told["seconds_parts"]
+    assert told["seconds_parts"]["waiting for copies"] == pytest.approx(float(waiting), abs=0.05)
+    assert told["seconds"] == pytest.approx(float(seconds), abs=0.05)

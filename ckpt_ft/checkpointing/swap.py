@@ -39,27 +39,30 @@ _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # DDP would broadcast wei
 
 
 class Arena:
-    """Host memory for `left` bytes of weights, one behind the other in buffers of up to 1 GiB.
+    """Host memory for `left` bytes of weights, each in the first buffer of up to 1 GiB that has room for it.
 
     PyTorch rounds each pinned allocation up to a power of two (CachingHostAllocator): 18 MiB would take 32.
 
     device: of the weights.
+    nbytes: of all buffers, as they are allocated.
     """
 
     def __init__(self, left: int, device: torch.device) -> None:
-        self.left, self.device, self.used = left, device, 0
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.left, self.device, self.nbytes = left, device, 0
+        self.rooms: list[torch.Tensor] = []  # the unused end of each buffer
 
     def copy(self, weight: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """A copy of `weight` in host memory, with the shape, strides and dtype of `like`."""
-        begin, nbytes = -(-self.used // _ALIGNED) * _ALIGNED, like.nbytes
-        if begin + nbytes > self.buffer.nbytes:
-            size = max(nbytes, min(GIB, self.left))
-            self.buffer = host_tensor(torch.empty(size, dtype=torch.uint8, device="meta"), self.device)
-            begin = 0
-        self.used, self.left = begin + nbytes, self.left - nbytes
-        made = self.buffer[begin : self.used].view(like.dtype).as_strided(like.size(), like.stride())
-        return made.copy_(weight)
+        number = next((number for number, room in enumerate(self.rooms) if room.nbytes >= like.nbytes), None)
+        if number is None:
+            pinned = self.device.type != "cpu"
+            size = max(like.nbytes, min(GIB, 1 << (self.left.bit_length() - 1) if pinned else self.left))
+            self.nbytes += 1 << (size - 1).bit_length() if pinned else size
+            number = len(self.rooms)
+            self.rooms.append(host_tensor(torch.empty(size, dtype=torch.uint8, device="meta"), self.device))
+        room, self.left = self.rooms[number], self.left - like.nbytes
+        self.rooms[number] = room[-(-like.nbytes // _ALIGNED) * _ALIGNED :]
+        return room[: like.nbytes].view(like.dtype).as_strided(like.size(), like.stride()).copy_(weight)
 
 
 class Waiting(nn.Parameter):
@@ -141,13 +144,14 @@ class Swapper:
         self.arena = Arena(sum(p.nbytes for p in found.values()), next(iter(found.values())).device)
         self.model.__dict__[IN_HOST_MEMORY] = waiting = {}
         self.present, self.last = set(range(len(self.blocks))), 0
-        self.versions = {name: parameter._version for name, parameter in found.items()}
         for number, (_, names) in enumerate(self.blocks):
             for name in names:
                 waiting[name] = self.arena.copy(found[name].detach(), found[name])
                 if not found[name].untyped_storage().resizable():  # it is mapped from a file of safetensors
                     found[name].data = waiting[name].to(found[name].device, copy=True)
-                vars(found[name]).update({SWAPPED: True, "__deepcopy__": partial(self.deep_copy, name)})
+                vars(found[name]).update(
+                    {"__deepcopy__": partial(self.deep_copy, name), SWAPPED: found[name]._version}
+                )
             if number:
                 self.drop(number)
 
@@ -181,7 +185,7 @@ class Swapper:
         self.present.add(number)
         for name, parameter in missing:  # on the current stream, which also frees them
             _fill(parameter, self.waiting[name].nbytes)
-            self.versions[name] = parameter._version
+            self._unwritten(parameter)
         if not missing:
             return
         if self.copies is None or self.copies.streams is not CopyStream.of(missing[0][1]):
@@ -231,9 +235,15 @@ class Swapper:
     def _keep_written(self, name: str, parameter: nn.Parameter) -> None:
         """Copy to the host what was written into a weight on the device, such as an average of other weights."""
         version = parameter._version
-        if self.versions.get(name, version) != version and parameter.untyped_storage().nbytes():
+        if getattr(parameter, SWAPPED, version) != version and parameter.untyped_storage().nbytes():
             self.waiting[name].copy_(parameter.detach())
-            self.versions[name] = version
+            self._unwritten(parameter)
+
+    @staticmethod
+    def _unwritten(parameter: nn.Parameter) -> None:
+        """The copy in host memory is up to date; a trace's fakes are not watched."""
+        if hasattr(parameter, SWAPPED):
+            setattr(parameter, SWAPPED, parameter._version)
 
     def move(self, number: int, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """`nn.Module._apply` of a block, for `.to()` and `.half()`: what waits does not pass through the device."""
@@ -255,7 +265,7 @@ class Swapper:
                 _fill(parameter, 0)
                 size, stride = parameter.size(), parameter.stride()
                 parameter.data = torch.empty_strided(size, stride, dtype=made.dtype, device=made.device)
-                self.versions.pop(name, None)
+                self._unwritten(parameter)
                 self.drop(number)
                 if self.arena.device != made.device:
                     self.arena = Arena(sum(one.nbytes for one in self.waiting.values()), made.device)
@@ -290,7 +300,7 @@ class Swapper:
             _fill(parameter, self.waiting[name].nbytes)
             parameter.data.copy_(self.waiting[name])
         twin: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)
-        vars(twin).update({SWAPPED: True, "__deepcopy__": partial(copy.deepcopy(self, memo).deep_copy, name)})
+        vars(twin).update({SWAPPED: twin._version, "__deepcopy__": partial(copy.deepcopy(self, memo).deep_copy, name)})
         for one in (parameter, twin) if absent else ():
             _empty(one)
         return twin

@@ -184,7 +184,8 @@ def test_bytes_in_both_memories(four_bits: bool) -> None:
     fetched = [s.place for s in trace.storages if s.op.startswith("aten.empty") and s.category == "parameters"]
     waiting = [storage.place for storage in trace.storages if storage.host]
     assert len(waiting) == len(set(waiting)) == 6 * 7
-    assert set(fetched) == set(waiting) and all(place.endswith(("base_layer", "_proj")) for place in waiting)
+    assert set(fetched) == set(waiting)
+    assert all(place.endswith(("base_layer", "_proj")) for place in waiting)
     assert plain.timeline()[-1]["parameters"] - trace.timeline()[-1]["parameters"] == 5 * block
     most = max(row["parameters"] for row in plain.timeline()) - max(row["parameters"] for row in trace.timeline())
     assert most == 4 * block  # two of the six at a time
@@ -342,6 +343,23 @@ def test_weights_share_buffers_in_host_memory() -> None:
     assert [copied.stride() for copied in copies] == [(1, 10), (1,), (1,)]
     assert [copied.storage_offset() * copied.itemsize for copied in copies] == [0, 208, 448]
     assert {copied.untyped_storage().nbytes() for copied in copies} == {700}
+
+
+def test_a_prediction_has_the_buffers_as_they_are_pinned() -> None:
+    """Three weights of 400 bytes take a buffer of 1024 and, for 400, one of 512; the first one is there from the start."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(10, 10), nn.LayerNorm(10)) for _ in range(3)))
+    model.requires_grad_(False)
+    for block in model:
+        block[1].weight.requires_grad_()  # type: ignore[index]
+    apply_policy(model, "swap:3")
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.empty(4, 10)).sum().backward()
+
+    trace = trace_step(model, trained, device="rtx-4090")
+    assert trace.peak_host == 1024 + 512
+    assert trace.timeline()[-1]["parameters"] == 512 * (1 + 9)  # a weight, and biases and norms
 
 
 _ENDLESS = """

@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ckpt_ft.memory.cost.op_work import Work, collective_bytes, group_of, is_collective, measure, tensors
-from ckpt_ft.policy import IN_HOST_MEMORY
+from ckpt_ft.policy import IN_HOST_MEMORY, SWAPPED
 
 from .cpu_kernels import real_kernels
 from .dispatch import After, Handling, Rule, from_python_dispatch, in_parts, is_composite, leave_uncompiled, wraps
@@ -165,6 +165,9 @@ class Tracker(TorchDispatchMode):
             self.recorder.add_resident([waiting], "parameters")
             self.recorder.put_on_host([waiting], "parameters", "pinned", packed=True)
             self.recorder.set_owner(waiting, owner)
+        if spare := self.recorder.splits_host and _spare_of_swapped(model):
+            self._spare = torch.empty(spare, dtype=torch.uint8)
+            self.recorder.put_on_host([self._spare], "parameters", "pinned", packed=True)
         self._label_gradients()
 
     def add_beside(self, models: Iterable[nn.Module]) -> None:
@@ -359,6 +362,12 @@ def swapped_weights(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tens
     for inner in model.modules():
         for name, host in inner.__dict__.get(IN_HOST_MEMORY, {}).items():
             yield inner.get_parameter(name), host
+
+
+def _spare_of_swapped(model: nn.Module) -> int:
+    """Bytes of the buffers of swapped weights beyond the weights, of which a trace has one by one."""
+    swapped = next((found for inner in model.modules() if (found := inner.__dict__.get(SWAPPED))), None)
+    return 0 if swapped is None else swapped.swapper.arena.nbytes - sum(w.nbytes for _, w in swapped_weights(model))
 
 
 def _unrecorded(wait: Callable[..., bool]) -> Callable[..., bool]:

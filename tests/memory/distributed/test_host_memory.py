@@ -57,11 +57,15 @@ def test_what_zero_keeps_in_host_memory(stage: int, ranks: int) -> None:
 def test_a_disk_is_predicted_as_host_memory(tmp_path: Path) -> None:
     """The note has what is on the disk; fp32 gradients that are too small for it stay on the card."""
     config = tmp_path / "nvme.yaml"
-    text = "distributed_type: DEEPSPEED\nnum_processes: {}\ndeepspeed_config: {{zero_stage: {}, {}}}\nmixed_precision: bf16"
-    both = ", ".join(f"offload_{what}_device: nvme, offload_{what}_nvme_path: /nvme" for what in ("optimizer", "param"))
+    both = ", ".join(
+        f"offload_{what}_device: nvme, offload_{what}_nvme_path: /disk" for what in ("optimizer", "param")
+    )
 
     def traced(ranks: int, stage: int, options: str, **zero: int) -> StepTrace:
-        config.write_text(text.format(ranks, stage, options))
+        config.write_text(
+            f"distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: {ranks}\n"
+            f"deepspeed_config: {{zero_stage: {stage}, {options}}}"
+        )
         launch = read_launch(config)[0]
         return trace(replace(launch, zero=replace(launch.zero, **zero)))
 
@@ -70,7 +74,8 @@ def test_a_disk_is_predicted_as_host_memory(tmp_path: Path) -> None:
     assert disk.peak_host == host.peak_host
     (note,) = disk.notes
     buffers = 4 * 4 * count + 5 * 100_000_000 * 2  # DeepSpeed's defaults
-    assert format_bytes(16 * count) in note and format_bytes(buffers) in note
+    assert format_bytes(16 * count) in note
+    assert format_bytes(buffers) in note
     kept = sum(size for p in llama(None).model.parameters() if (size := 4 * p.numel()) < 2**20)
     before = [one.replay.peak_allocated(at := max(at for at, _ in one.phase_marks), at + 1) for one in (disk, host)]
     assert before[0] - before[1] == pytest.approx(kept, rel=1e-3)  # when the update begins
