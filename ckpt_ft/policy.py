@@ -49,8 +49,8 @@ _FORMS = (
     "auto; for one tower full@language, pointwise@vision"
 )
 LEAST_SWAPPED = 3  # two are on the device at a time
-# Attributes that `swap` sets: on a model, its weights in host memory by name; on a block, what fetches its weights; on a
-# weight, its version when it was the same in both memories.
+# Attributes that `swap` sets: on a model, its weights in host memory by name; on a block, what fetches its weights;
+# on a weight, its version when it was the same in both memories.
 IN_HOST_MEMORY, SWAPPED = "_ckpt_ft_in_host_memory", "_ckpt_ft_swapped"
 STREAMS = "_ckpt_ft_streams"  # attribute of a trace's fake mode: what stands for torch.cuda's streams there
 _OP_NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")

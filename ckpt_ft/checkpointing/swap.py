@@ -149,9 +149,8 @@ class Swapper:
                 waiting[name] = self.arena.copy(found[name].detach(), found[name])
                 if not found[name].untyped_storage().resizable():  # it is mapped from a file of safetensors
                     found[name].data = waiting[name].to(found[name].device, copy=True)
-                vars(found[name]).update(
-                    {"__deepcopy__": partial(self.deep_copy, name), SWAPPED: found[name]._version}
-                )
+                weight = found[name]
+                vars(weight).update({SWAPPED: weight._version, "__deepcopy__": partial(self.deep_copy, name)})
             if number:
                 self.drop(number)
 

@@ -346,7 +346,7 @@ def test_weights_share_buffers_in_host_memory() -> None:
 
 
 def test_a_prediction_has_the_buffers_as_they_are_pinned() -> None:
-    """Three weights of 400 bytes take a buffer of 1024 and, for 400, one of 512; the first one is there from the start."""
+    """Three weights of 400 bytes take buffers of 1024 and 512; the first weight is on the card, too."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(10, 10), nn.LayerNorm(10)) for _ in range(3)))
     model.requires_grad_(False)
