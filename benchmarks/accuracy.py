@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import accuracy_prose as prose
 from benchmarks import compiled as others
-from benchmarks import experts, kernels, operators, parked, t4_lora, timm_steps
+from benchmarks import bert_large, experts, kernels, operators, parked, t4_lora, timm_steps
 from benchmarks import figures as toys
 from benchmarks import flux2 as klein
 from benchmarks import sharded as llama
@@ -316,6 +316,18 @@ def fp32(most: int | None) -> Group:
     return group
 
 
+def bert(most: int | None) -> Group:
+    """BERT-large on a V100, in fp32 and fp16, with three optimizers."""
+    header = ("run", "MiB of the device: published", "predicted", "error", "with today's softmax")
+    group = Group("BERT-large on a V100", prose.BERT, header, unseen=True, target=(5, 12))
+    for row in islice(bert_large.ROWS, most):
+        then, now = (bert_large.traced(row, as_then) for as_then in (True, False))
+        error, today = (bert_large.device_mib(trace) / row.mib - 1 for trace in (then, now))
+        cells = [f"{row.mib:,}", f"{bert_large.device_mib(then):,.0f}", percent(error), percent(today)]
+        group.add(row.name, cells, row.seconds, then.seconds, device=error)
+    return group
+
+
 def _bert_large() -> nn.Module:
     sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, attn_implementation="eager"))
@@ -339,6 +351,7 @@ GROUPS: dict[str, Callable[[int | None], Group]] = {
     "long": long,
     "host": host,
     "fp32": fp32,
+    "bert": bert,
 }
 
 
@@ -356,8 +369,19 @@ def draw(groups: Iterable[Group], path: Path) -> None:
         axes.fill_between([low, high], below, above, color=shade, lw=0)
     axes.plot([low, high], [low, high], color="#888888", lw=0.8)
     named: list[tuple[float, float]] = []
-    colours = "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7a5195", "#e69f00", "#56b4e9", "#999999", "#000000"
-    for group, colour, mark in zip(groups, colours, "osD^vPX*h", strict=True):
+    colours = (
+        "#d55e00",
+        "#0072b2",
+        "#009e73",
+        "#cc79a7",
+        "#7a5195",
+        "#e69f00",
+        "#56b4e9",
+        "#999999",
+        "#000000",
+        "#8c564b",
+    )
+    for group, colour, mark in zip(groups, colours, "osD^vPX*hp", strict=True):
         published, predicted = zip(*group.seconds.values(), strict=True)
         axes.scatter(published, predicted, s=26, c=colour, marker=mark, lw=0, label=group.title, zorder=3, alpha=0.85)
         for name, (x, y) in group.seconds.items():

@@ -135,9 +135,10 @@ def _seconds(
     name: str, flops: int, nbytes: int, dtype: str, kernels: int, shape: Shape, gpu: GPU, memory_left: float
 ) -> float:
     if gpu.is_cpu:
-        if "attention" in name and shape:
+        heads = in_turn(name, shape, gpu)
+        if heads > 1:
             flops = round(flops * (1 + _EXPONENTIAL / shape[3]))
-        return _own_seconds(name, dtype, shape, max(flops / gpu.fp32, nbytes / gpu.bandwidth), gpu)
+        return heads * _own_seconds(name, dtype, shape, max(flops / gpu.fp32, nbytes / gpu.bandwidth) / heads, gpu)
     memory = _traffic(name, nbytes, shape, gpu) / memory_left
     windows = len(shape) == 2 and shape[1] == WINDOW and flops > 0
     arithmetic = _arithmetic(name, flops, dtype, shape, gpu) if flops and not windows else 0.0
@@ -152,6 +153,11 @@ def _seconds(
             elements = 2 * shape[0] * -(-shape[1] // step) * step / (_NORM_BYTES_PER_CYCLE * gpu.sms * gpu.clock)
     seconds = max(memory, arithmetic, elements) + kernels * (KERNEL_RAMP + KERNEL_GAP)
     return _own_seconds(name, dtype, shape, seconds, gpu)
+
+
+def in_turn(name: str, shape: Shape, gpu: GPU) -> int:
+    """Equal parts of an op that run one after another: the heads of attention on a CPU."""
+    return shape[0] if gpu.is_cpu and "attention" in name and shape else 1
 
 
 def _own_seconds(name: str, dtype: str, shape: Shape, seconds: float, gpu: GPU) -> float:
@@ -170,6 +176,7 @@ _MEASURED_DTYPES = ("float32", "float16", "bfloat16", TF32)
 _PRODUCTS = {"mm": "matmul", "addmm": "matmul", "bmm": "batched matmul", "baddbmm": "batched matmul"}
 # Parts of an op's name -> its kind; the first that is found decides.
 _KINDS = {
+    "bernoulli": "random", "dropout": "random", "rand": "random", "normal_": "random", "uniform": "random",
     "attention": "attention", "convolution": "convolution", "batch_norm": "batch norm", "group_norm": "group norm",
     "norm": "norm", "embedding_dense": "embedding", "embedding": "index", "index": "index", "gather": "index",
     "softmax": "softmax", "pool": "pool", "upsample": "pool", "foreach": "optimizer", "fused_ad": "optimizer",

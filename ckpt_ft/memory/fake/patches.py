@@ -141,16 +141,21 @@ def cast_from_meta(fake: Callable[[Any], Any]) -> Iterator[None]:
     modes: list[_OffMeta] = []
 
     def entered(self: Any) -> Any:
+        entered = enter(self)
         modes.append(_OffMeta(fake))
         modes[-1].__enter__()
-        return enter(self)
+        return entered
 
     def left(self: Any, *error: Any) -> Any:
         modes.pop().__exit__(*error)
         return leave(self, *error)
 
     with patch.object(autocast, "__enter__", entered), patch.object(autocast, "__exit__", left):
-        yield
+        try:
+            yield
+        finally:
+            while modes:  # a step that failed may not have left its autocast
+                modes.pop().__exit__(None, None, None)
 
 
 @contextmanager

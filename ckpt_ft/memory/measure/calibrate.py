@@ -22,11 +22,12 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]  # also required by accelerate
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.benchmark import Measurement, Timer
 from torch.utils.benchmark.utils.timer import timer as default_timer
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.cost.kernels import device_seconds, kind_of
+from ckpt_ft.memory.cost.kernels import device_seconds, in_turn, kind_of
 from ckpt_ft.memory.cost.op_work import measure
 from ckpt_ft.memory.cost.schedule import Host, step_seconds
 from ckpt_ft.memory.fake.step import trace_step
@@ -39,7 +40,7 @@ from .report import MemoryReport
 aten = torch.ops.aten
 Case = partial[Any]  # an operator with its arguments
 Make = Callable[[], Case]
-_COPIES = 8 * MIB  # bytes of all copies of an operator's arguments: more than the caches of a core hold
+_COPIES = 64 * MIB  # bytes of all copies of an operator's arguments: a step's weights and states pass the caches, too
 _PRODUCTS = (
     (8, 16, 16), (64, 64, 64), (256, 64, 256), (128, 256, 256), (512, 256, 1024), (1024, 768, 768), (2048, 1024, 1024),
     (4096, 4096, 4096), (8192, 8192, 8192),
@@ -94,7 +95,7 @@ class _Cases:
         return partial(aten.mm.default, self.x(rows, terms), self.x(columns, terms).t())
 
     def batched(self, heads: int, rows: int, terms: int, columns: int) -> Case:
-        return partial(aten.bmm.default, self.x(heads, rows, terms), self.x(heads, terms, columns))
+        return partial(aten.bmm.default, self.x(heads, rows, terms), self.x(heads, columns, terms).transpose(1, 2))
 
     def convolution(self, images: int, channels: int, side: int, groups: int) -> Case:
         given, weight = self.x(images, channels, side, side), self.x(channels, channels // groups, 3, 3)
@@ -136,6 +137,7 @@ class _Cases:
         yield lambda: partial(aten.silu.default, self.x(n))
         yield lambda: partial(aten.gelu_backward.default, self.x(n), self.x(n))
         yield lambda: partial(aten.sum.default, self.x(n))
+        yield lambda: partial(aten.bernoulli_.float, self.x(n), 0.9)
         yield lambda: partial(aten._to_copy.default, self.x(n), dtype=_other(self.dtype))
         if self.device.type == "cuda":
             yield lambda: partial(aten._foreach_add.List, [self.x(n)] * 4, [self.x(n)] * 4)
@@ -235,8 +237,9 @@ def _op(case: Case) -> Op:
 
 def _timed(make: Make, nbytes: int) -> float:
     """Seconds of one call, the least of several: others may use the machine."""
-    turns = cycle([make() for _ in range(min(max(_COPIES // max(nbytes, 1), 1), 32))])
-    return min(timer(lambda: next(turns)()).times)
+    case, count = make(), min(max(_COPIES // max(nbytes, 1), 1), 32)
+    turns = cycle([tree_map_only(Tensor, Tensor.clone, case.args) for _ in range(count)])
+    return min(timer(lambda: case.func(*next(turns), **case.keywords)).times)
 
 
 def timer(call: Callable[[], object], seconds: float = 0.01) -> Measurement:
@@ -259,11 +262,11 @@ def _curves(card: GPU, device: torch.device, say: Callable[[str], object]) -> tu
             say(f"timing operators in {str(dtype)[6:]}{turn}")
             for number, make in enumerate(_Cases(device, dtype)):
                 op = _op(make())
-                seconds = _timed(make, op.nbytes)
+                kind, turns = f"{kind_of(op.name, op.shape)} {op.dtype}", in_turn(op.name, op.shape, card)
+                seconds = _timed(make, op.nbytes) / turns
                 if (dtype, number) in least:
                     seconds = min(seconds, least[dtype, number][2])
-                kind = f"{kind_of(op.name, op.shape)} {op.dtype}"
-                least[dtype, number] = kind, device_seconds(op, card), seconds
+                least[dtype, number] = kind, device_seconds(op, card) / turns, seconds
     found: dict[str, list[tuple[float, float]]] = {}
     for kind, predicted, measured in least.values():
         found.setdefault(kind, []).append((predicted, measured / predicted))
