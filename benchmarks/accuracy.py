@@ -28,8 +28,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import accuracy_prose as prose
-from benchmarks import compiled as others
 from benchmarks import bert_large, experts, kernels, operators, parked, t4_lora, timm_steps
+from benchmarks import compiled as others
 from benchmarks import figures as toys
 from benchmarks import flux2 as klein
 from benchmarks import sharded as llama

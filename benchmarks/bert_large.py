@@ -120,7 +120,7 @@ def traced(row: Row, as_then: bool = True) -> StepTrace:
     softmax = nn.functional.softmax
 
     def old_softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-        return _Softmax.apply(scores + torch.zeros(scores.shape[-1]), dim)  # type: ignore[no-untyped-call]
+        return _Softmax.apply(scores + torch.zeros(scores.shape[-1]), dim)
 
     def step(model: nn.Module, optimizer: Any) -> None:
         micro_batches = 4 // row.batch
