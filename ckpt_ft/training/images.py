@@ -1,9 +1,10 @@
 """Image files as RGB pictures, and captioned images for diffusion: from the Hub, a folder, shapes, or of one subject.
 
-A folder has a metadata.jsonl, or a .txt file beside each image. DreamBooth (Ruiz et al., 2022,
-https://arxiv.org/abs/2208.12242) trains on a few images of one subject under one prompt, and keeps what the model
-knows by training on images of its class as well. All images are checked before training. Bad input raises UserError,
-one line that names the file or the row. The flags are named as in diffusers' scripts.
+A folder has a metadata.jsonl, or is as kohya's scripts read it: a .txt file beside each image, folders with a number
+of repeats. DreamBooth (Ruiz et al., 2022, https://arxiv.org/abs/2208.12242) trains on a few images of one subject
+under one prompt, and keeps what the model knows by training on images of its class as well. All images are checked
+before training. Bad input raises UserError, one line that names the file or the row. The flags are named as in
+diffusers' scripts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import json
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 DECODED = 5_000  # images that are decoded completely before training; of later ones only the header is read
 _SHOWN = 3  # bad images named in an error
 UNDECODABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # errors of Pillow's decoders
+_REPEATED = re.compile(r"(\d{1,4})_(.+)")  # a folder of kohya's scripts: repeats of its images, and their caption
 _ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for a quarter turn
 _GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 
@@ -96,11 +99,12 @@ def readable(rows: Dataset, source: str, *, skip: bool) -> Dataset:
             problems[row] = problem
         elif kind:
             kinds[kind] += 1
+    different = dict.fromkeys(problems.values())  # an image may be several rows
     if problems and not skip:
-        named = "; ".join(list(problems.values())[:_SHOWN])
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        named = "; ".join(list(different)[:_SHOWN])
+        more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
         raise UserError(f"{source}: {named}{more}; repair them, or leave them out with --skip_bad_images")
-    for problem in problems.values():
+    for problem in different:
         print(f"skipped: {problem}", flush=True)
     if kinds:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
@@ -373,25 +377,42 @@ def _load_folder(directory: str, caption_column: str) -> Dataset:
 
 
 def _load_text_files(folder: Path, caption_column: str) -> Dataset:
-    """Reads the layout of kohya's scripts: `1.png`, and beside it `1.txt` with its caption."""
+    """Reads the layout of kohya's scripts: `1.png`, and beside it `1.txt` with its caption.
+
+    An image in a folder `10_sks dog` is ten rows; "sks dog" is its caption if it has no text file.
+    """
     from datasets import Dataset
 
     images = image_files(folder)
-    texts = [path.with_suffix(".txt") for path in images]
-    if not any(text.is_file() for text in texts):
+    repeated = {path: named for path in folder.iterdir() if (named := _REPEATED.fullmatch(path.name))}
+    kinds = [repeated.get(path.parent) for path in images]
+    if not any(kinds) and not any(path.with_suffix(".txt").is_file() for path in images):
         raise UserError(
             f"--train_data_dir {folder}: neither a metadata.jsonl nor .txt files beside the images with the captions; "
             f'write one line per image, such as {{"file_name": "1.png", "{caption_column}": "a red circle"}}'
         )
-    captions = []
-    for image, text in zip(images, texts, strict=True):
-        try:
-            captions.append(text.read_text(encoding="utf-8").strip())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{image} has no caption: {text.name} beside it: {one_line(error, 200)}") from error
-        if not captions[-1]:
-            raise UserError(f"{image} has no caption: {text.name} is empty")
-    return Dataset.from_dict({"image": [str(path) for path in images], "text": captions})
+    rows: list[tuple[str, str]] = []
+    for image, kind in zip(images, kinds, strict=True):
+        caption = _caption_beside(image, kind[2] if kind else None)
+        rows += [(str(image), caption)] * (int(kind[1]) if kind else 1)
+    for path, kind in repeated.items():
+        count = sum(image.parent == path for image in images)
+        print(f"{folder}: {count} images of '{path.name}', each {int(kind[1])} times in an epoch", flush=True)
+    return Dataset.from_dict({"image": [image for image, _ in rows], "text": [text for _, text in rows]})
+
+
+def _caption_beside(image: Path, without: str | None) -> str:
+    """Returns the caption in the text file beside `image`, or the caption of images without such a file."""
+    file = image.with_suffix(".txt")
+    if without is not None and not file.exists():
+        return without
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{image} has no caption: {file.name} beside it: {one_line(error, 200)}") from error
+    if not text:
+        raise UserError(f"{image} has no caption: {file.name} is empty")
+    return text
 
 
 def _entry(line: bytes, place: str, caption_column: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,24 @@ def test_bad_images_are_named_or_skipped(tmp_path: Path, capsys: pytest.CaptureF
     assert len(rows) == 2
     said = capsys.readouterr().out
     assert all(f"{name} " in said for name in names)
+
+
+def test_folders_of_kohya(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, captions in (("3_sks dog", ("a dog on grass", None)), ("1_cat", ("a cat",)), ("2024", ("a year",))):
+        (tmp_path / name).mkdir()
+        for number, caption in enumerate(captions):
+            Image.new("RGB", (8, 8)).save(tmp_path / name / f"{number}.png")
+            if caption:
+                (tmp_path / name / f"{number}.txt").write_text(caption)
+    args = ImageArguments(train_data_dir=str(tmp_path), skip_bad_images=True)
+    assert Counter(load_captioned(args, 8)["text"]) == {"a dog on grass": 3, "sks dog": 3, "a cat": 1, "a year": 1}
+    assert "2 images of '3_sks dog', each 3 times in an epoch" in capsys.readouterr().out
+    (tmp_path / "3_sks dog" / "1.png").write_bytes(b"")
+    assert len(load_captioned(args, 8)) == 5
+    assert capsys.readouterr().out.count("1.png is empty") == 1
+    (tmp_path / "2024" / "0.txt").unlink()
+    with pytest.raises(UserError, match="0.png has no caption"):
+        load_captioned(args, 8)
 
 
 def test_no_folder_and_no_listing(tmp_path: Path) -> None:
