@@ -33,7 +33,7 @@ def stdout() -> Console:
 def progress() -> Iterator[Callable[[str], None]]:
     """Shows on stderr what runs and for how long: a line that changes in a terminal, else a line every 10 seconds.
 
-    A line that begins "3 of 20:" or "3 of about 20:" gets the time left, at the pace so far.
+    A line that begins "3 of 20:" or "3 of about 20:" gets the time left, at the pace since the first such line.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -41,6 +41,7 @@ def progress() -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     columns = SpinnerColumn(), BarColumn(12), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     begun, latest, ended = now(), "reading the model", Event()
+    first: tuple[int, float] | None = None  # how many were done when they were first counted, and when that was
 
     def repeat() -> None:
         while not ended.wait(PAUSE):
@@ -50,12 +51,14 @@ def progress() -> Iterator[Callable[[str], None]]:
         task = bar.add_task(latest, total=None)
 
         def say(line: str) -> None:
-            nonlocal latest
-            passed = now() - begun
+            nonlocal latest, first
             counted = _COUNTED.match(line)
             done, total = (int(counted[1]), int(counted[2])) if counted else (0, None)
-            if done and total:
-                line = f"{format_seconds(passed / done * (total - done))} left; {line}"
+            if total:
+                first = first or (done, now())
+                if done > first[0]:
+                    each = (now() - first[1]) / (done - first[0])
+                    line = f"{format_seconds(each * (total - done))} left; {line}"
             bar.update(task, completed=done, total=total, description=shorten(line))
             latest = line
 

@@ -42,14 +42,15 @@ def test_progress_repeats_its_line_and_the_time_left_without_a_terminal(
 ) -> None:
     """Also while nothing new is said."""
     monkeypatch.setattr(console, "PAUSE", 0.05)
-    clock = chain((0.0,), repeat(12.0))
+    clock = chain((0.0, 2.0), repeat(12.0))  # the first of them began after what is done only once
     monkeypatch.setattr(console, "now", lambda: next(clock))
     with console.progress() as say:
+        say("1 of about 9: tracing")
         say("3 of about 9: tracing")
         time.sleep(0.2)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 2
-    assert set(lines) == {"12 s: about 24 s left; 3 of about 9: tracing"}
+    assert set(lines) == {"12 s: about 30 s left; 3 of about 9: tracing"}
     time.sleep(0.1)
     assert capsys.readouterr().err == ""
 
