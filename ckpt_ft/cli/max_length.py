@@ -72,7 +72,8 @@ def max_length(
         return
     console = stdout()
     print_table(_ladder(spec, found, device), console)
-    print_table(holders_table(found.holders, found.ladder[0].peak_allocated), console)
+    if found.holders:
+        print_table(holders_table(found.holders, found.ladder[0].peak_allocated), console)
     if found.next_term is not None:
         console.print(_next_term(found.next_term, found.length), markup=False)
     for policy, reason in found.rejected.items():

@@ -17,7 +17,6 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.workload import Workload
 
 from .budget import Candidate
-from .tracing import Traced
 
 UNITS = 4, 8  # of repeated blocks that the shallow models have
 _ENDS = 2  # units at either end of a run whose bytes are extended; those in between lie between them
@@ -25,18 +24,13 @@ _MORE_UNUSED = 0.02, 0.1  # share of the bytes allocated, for adapters and for t
 _WHOLE = ("none", "full", "pointwise", "head", "tile", "offload")  # policies that treat all blocks alike
 
 
-def shallow(workloads: list[Workload]) -> list[ShortenedRun] | None:
-    """Remove blocks from two copies of a model until UNITS are left; None if it has few blocks, or unlike ones."""
-    runs = [shorten(workload.model, units) for workload, units in zip(workloads, UNITS, strict=True)]
-    return [run for run in runs if run] if all(runs) else None
-
-
-def with_few_blocks(workload: Workload) -> Workload | None:
-    """A copy of `workload` with the fewest of UNITS; None if its model has few or unlike blocks, or real weights."""
+def shallow(workload: Workload) -> tuple[list[ShortenedRun], list[Workload]] | None:
+    """Two copies of `workload` with UNITS blocks; None if its model has few or unlike blocks, or real weights."""
     if not all(parameter.is_meta for parameter in workload.model.parameters()):
         return None
-    few = replace(workload, model=copy.deepcopy(workload.model))
-    return few if shorten(few.model, UNITS[0]) else None
+    fewer = [replace(workload, model=copy.deepcopy(workload.model)) for _ in UNITS]
+    runs = [shorten(one.model, units) for one, units in zip(fewer, UNITS, strict=True)]
+    return ([run for run in runs if run], fewer) if all(runs) else None
 
 
 def suits(policy: str) -> bool:
@@ -44,23 +38,30 @@ def suits(policy: str) -> bool:
     return all(term.partition(":")[0] in _WHOLE for term in policy.split(","))
 
 
-def extended(
-    runs: Sequence[ShortenedRun], traces: Sequence[Traced], few: Candidate, more: Candidate, all_weights: bool
-) -> Candidate:
-    """The candidate of the deep model, from the traces and candidates of two shallow ones.
+def peaks(runs: Sequence[ShortenedRun], traces: Sequence[StepTrace], all_weights: bool) -> tuple[int, int]:
+    """Bytes allocated and reserved by the deep model, from the traces of two shallow ones.
 
     The allocator's unused bytes hardly grow with the depth: they are those of the shallow models and a small share.
     """
-    low, high = (_highs(trace, run) for trace, run in zip(traces, runs, strict=True) if isinstance(trace, StepTrace))
-    times = (runs[1].units - UNITS[1]) / (UNITS[1] - UNITS[0])
+    low, high = (_highs(trace, run) for trace, run in zip(traces, runs, strict=True))
+    peak = int(max(at_depth(runs, low[key], high[key]) for key in low.keys() & high.keys()))
+    unused = max(trace.peak_reserved - trace.peak_allocated for trace in traces)
+    return peak, int(peak + unused + _MORE_UNUSED[all_weights] * peak)
 
-    def at_depth(before: float, after: float) -> float:
-        return after + (after - before) * times
 
-    peak = int(max(at_depth(low[key], high[key]) for key in low.keys() & high.keys()))
-    unused = max(few.reserved - few.peak, more.reserved - more.peak) + _MORE_UNUSED[all_weights] * peak
-    host, seconds = int(at_depth(few.host, more.host)), at_depth(few.seconds, more.seconds)
-    return replace(more, peak=peak, reserved=int(peak + unused), seconds=seconds, host=host)
+def extended(
+    runs: Sequence[ShortenedRun], traces: Sequence[StepTrace], found: Sequence[Candidate], all_weights: bool
+) -> Candidate:
+    """The candidate of the deep model, from the traces and candidates of two shallow ones."""
+    few, more = found
+    peak, reserved = peaks(runs, traces, all_weights)
+    host, seconds = int(at_depth(runs, few.host, more.host)), at_depth(runs, few.seconds, more.seconds)
+    return replace(more, peak=peak, reserved=reserved, seconds=seconds, host=host)
+
+
+def at_depth(runs: Sequence[ShortenedRun], few: float, more: float) -> float:
+    """The figure of the deep model from those of the two shallow ones."""
+    return more + (more - few) * (runs[1].units - UNITS[1]) / (UNITS[1] - UNITS[0])
 
 
 def _highs(trace: StepTrace, run: ShortenedRun) -> Mapping[Any, int]:

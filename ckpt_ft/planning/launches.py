@@ -8,7 +8,7 @@ shown was traced under its own launch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,13 +18,14 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.sequence_parallel import check, experts_of
+from ckpt_ft.memory.fake.skipped_blocks import ShortenedRun
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from . import depth
 from .budget import Candidate, MemoryBudget, better, limited_by_phases
-from .scaled_traces import LOW, Estimates
+from .scaled_traces import LOW, Estimates, host_bytes
 from .search import ends, pick_first, search, timed, trace_final_batches
 from .tracing import Tracer, trace_all
 
@@ -61,27 +62,41 @@ def with_experts(launches: Sequence[Launch], model: nn.Module) -> list[Launch]:
 
 def search_shared(
     tracer: Tracer, launches: Sequence[Launch], room: MemoryBudget, target: str, batch: int | None, most: int,
-    tolerance: float = 0.0, policies: Sequence[str] = OF_LONG,
+    tolerance: float = 0.0, policies: Sequence[str] = OF_LONG, told: Callable[[Candidate], None] | None = None,
 ) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:  # fmt: skip
     """The candidates under each of `launches`, which share sequences, and those that do not suit the model.
 
     Few policies are looked at by default: what such sequences need is known. Of a later launch, only candidates whose
     estimate beats all before are traced at their batch and returned.
+
+    Args:
+        told: called with each candidate that is found. The figures of a deep model are then extended from those of
+            shallow ones, and a later launch is looked at under the best policy so far alone.
     """
     found: list[tuple[Estimates, list[Candidate]]] = []
     rejected, key = {}, better(target)
     for launch in launches:
+        leader = max((one for _, each in found for one in each), key=key, default=None)
         try:
             beside = tracer.under(launch)
-            limit = limited_by_phases(beside.workload, room, most, batch)
-            few = depth.with_few_blocks(beside.workload) if all(map(depth.suits, policies)) else None
-            shallow = None if few is None else Tracer(few, report=tracer.report)
-            estimates = Estimates(beside, room, target, batch, limit, tolerance, few=shallow)
-            estimates.trace_candidates(policies)
-            leader = max((one for _, each in found for one in each), key=key, default=None)
-            worth = {one.policy for one in estimates.candidates() if leader is None or key(one) > key(leader)}
-            trace_final_batches([(estimates, one) for one in estimates.candidates() if one.policy in worth])
-            settled = [one for one in estimates.candidates() if one.policy in worth]
+            limits = room, target, batch, limited_by_phases(beside.workload, room, most, batch), tolerance
+            few = depth.shallow(beside.workload) if all(map(depth.suits, policies)) else None
+            models = [Tracer(one, report=tracer.report) for one in few[1]] if few else []
+            if few and told:
+                estimates: Estimates = Extended(models[1], *limits, few=models[0], runs=few[0])
+            else:
+                estimates = Estimates(beside, *limits, few=models[0] if few else None)
+            settled = []
+            for policy in [leader.policy] if leader and told else policies:
+                estimates.trace_candidates([policy])
+                one = estimates.best(policy) if policy in estimates.anchors else None
+                if one is None or (leader is not None and key(one) <= key(leader)):
+                    continue
+                trace_final_batches([(estimates, one)])
+                if (one := estimates.best(policy)) is not None:
+                    settled.append(one)
+                    if told:
+                        told(one)
             found.append((estimates, sorted(settled, key=key, reverse=True)))
         except UserError as error:
             rejected[str(launch)] = str(error)
@@ -176,6 +191,59 @@ class Launched(Estimates):
 
     def _correct(self, policy: str, batch: int, trace: StepTrace) -> None:
         self.ratios[policy] = self.ratios.get(policy, 1.0) * trace.peak_reserved / self.scaled_reserved(policy, batch)
+
+
+@dataclass
+class Extended(Estimates):
+    """Estimates of a deep model under a launch, extended from two models with fewer blocks (depth.py).
+
+    The tracer's model is the deeper of the two, and that of `few` the other one.
+    """
+
+    runs: Sequence[ShortenedRun] = field(default=(), kw_only=True)
+    ratios: dict[str, float] = field(default_factory=dict, kw_only=True)  # of bytes traced to those that were scaled
+
+    def _both(self, policy: str, batch: int) -> list[StepTrace]:
+        """The traces of both models."""
+        assert self.few is not None, "search_shared gives it"
+        traces = [tracer.trace(policy, batch) for tracer in (self.few, self.tracer)]
+        return [trace for trace in traces if isinstance(trace, StepTrace)]
+
+    def _extended(self, policy: str, batch: int, traces: Sequence[StepTrace]) -> Candidate:
+        found = [Candidate.of(policy, batch, trace, self.tracer.workload.accumulation) for trace in traces]
+        return depth.extended(self.runs, traces, found, self._all_weights)
+
+    @property
+    def _all_weights(self) -> bool:
+        return all(parameter.requires_grad for parameter in self.tracer.workload.model.parameters())
+
+    def estimate(self, policy: str, batch: int) -> Candidate:
+        if (policy, batch) in self.tracer.traced:
+            return self._extended(policy, batch, self._both(policy, batch))
+        if (policy, batch) not in self.scaled:
+            scaled = [self.growth.scale(trace, batch) for trace in self._both(policy, LOW)]
+            made = self._extended(policy, batch, scaled)
+            self.scaled[policy, batch] = replace(made, host=self._host(policy, batch))
+        return self.scaled[policy, batch]
+
+    def scaled_reserved(self, policy: str, batch: int) -> int:
+        traces = self._both(policy, LOW)
+        key = policy, batch, id(traces[0])
+        if key not in self._peaks:
+            scaled = [self.growth.scale(trace, batch) for trace in traces]
+            self._peaks[key] = depth.peaks(self.runs, scaled, self._all_weights)
+        return round(self.ratios.get(policy, 1.0) * self._peaks[key][1])
+
+    def floor(self, policy: str, batch: int) -> int:
+        ends = [trace.requested_with(self.growth.sizes(trace, batch)) for trace in self._both(policy, LOW)]
+        return round(self.ratios.get(policy, 1.0) * depth.at_depth(self.runs, *ends))
+
+    def _host(self, policy: str, batch: int) -> int:
+        return int(depth.at_depth(self.runs, *(host_bytes(t, LOW, batch) for t in self._both(policy, LOW))))
+
+    def _correct(self, policy: str, batch: int, trace: StepTrace) -> None:
+        traced = self.estimate(policy, batch).reserved
+        self.ratios[policy] = self.ratios.get(policy, 1.0) * traced / self.scaled_reserved(policy, batch)
 
 
 class Launches:

@@ -2,7 +2,8 @@
 
 A search over lengths is a search over batch sizes in which a "sample" is a piece of every sequence, `GRANULARITY`
 tokens long. So `by_length` turns a workload into one of pieces, and the estimates and real steps of
-`find_max_batch_size` do the rest. Every length that is shown has been traced at that length.
+`find_max_batch_size` do the rest. Every length that is shown has been traced at that length, on several GPUs of a deep
+model with fewer blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ckpt_ft.workloads.workload import Step, Workload, or_loop
 
 from .batch_size import Trial, find_max_batch_size
 from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
-from .launches import OF_LONG, Launches, apart, search_shared
+from .launches import OF_LONG, Extended, Launches, apart, search_shared
 from .plan import searching
 from .scaled_traces import HIGH, Estimates
 from .search import trace_final_batches, with_term
@@ -34,6 +35,7 @@ LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "f
 LEAN = LADDER[3:]  # what is tried on several GPUs
 TERMS = ("full", "head", "tile:16", "offload")  # in the order in which they are worth their price
 _TARGET = "effective_batch"
+_EXTENDED = "figures are extended from models with fewer blocks; `ckpt-ft estimate --launch` traces the whole model"
 _TOLERANCE = 0.01  # reserved bytes do not grow evenly with the length: within it, a longer one may or may not fit
 
 
@@ -90,7 +92,7 @@ class MaxLength:
         batch_size: sequences of a micro-batch.
         room: the memory budget.
         ladder: the longest sequence of every policy that fits, the longest first.
-        holders: what holds the peak of the first of them.
+        holders: what holds the peak of the first of them; empty if its figures are extended.
         next_term: what one more term of the first policy would give, if that was asked for and lengthens it.
         rejected: policies and launches that do not suit the model, each with the reason.
         needed: if nothing fits, the smallest budget that works for `granularity` tokens; else 0.
@@ -184,19 +186,30 @@ def predict_max_length(
     room = memory_budget(budget, gpu, margin, launch, host_memory)
     of_several = LEAN if tuple(policies) == LADDER else policies
     policies = [str(Policy.parse(policy)) for policy in policies]
-    with searching(replace(pieces, launch=None) if launches else pieces, jobs, report) as tracer:
+    longest = ""
+
+    def say(line: str) -> None:
+        if report is not None:
+            report(longest + line)
+
+    def told(one: Candidate) -> None:
+        nonlocal longest
+        longest = f"at least {one.batch * granularity:,} tokens ({one.launch}); "
+
+    with searching(replace(pieces, launch=None) if launches else pieces, jobs, say) as tracer:
         if launches:
             own, sharing = apart(
                 [one for one in launches if one.reshard_after_forward and one.strategy != "ddp"] or launches
             )
             of_long = OF_LONG if of_several is LEAN else policies
-            shared, rejected = search_shared(tracer, sharing, room, _TARGET, None, most_pieces, _TOLERANCE, of_long)
+            limits = _TARGET, None, most_pieces, _TOLERANCE
+            shared, rejected = search_shared(tracer, sharing, room, *limits, of_long, told)
             candidates = sorted((one for _, each in shared for one in each), key=better(_TARGET), reverse=True)
             if candidates:  # longer than any sequence that one GPU has for itself
                 estimates = next(each for each, found in shared if candidates[0] in found)
             else:
                 alone = memory_budget(budget, gpu, margin, host=host_memory)
-                several = Launches(tracer, own, (room, alone), _TARGET, None, most_pieces, _TOLERANCE)
+                several = Launches(tracer, own, (room, alone), *limits)
                 candidates = several.search([str(Policy.parse(policy)) for policy in of_several])
                 estimates = several.of(candidates[0].launch) if candidates else several.leanest()
                 rejected = {**rejected, **estimates.rejected, **several.rejected}
@@ -214,8 +227,9 @@ def predict_max_length(
     assert not isinstance(best, str), "a candidate has a trace"
     ladder = [LongestSequence.of(candidate, granularity, batch_size) for candidate in candidates]
     length = ladder[0].length
+    holders, notes = ([], [_EXTENDED]) if isinstance(estimates, Extended) else (best.grouped_holders(8), [])
     return MaxLength(
-        length, length, batch_size, room, ladder, best.grouped_holders(8), rejected, 0, granularity, best.notes,
+        length, length, batch_size, room, ladder, holders, rejected, 0, granularity, [*best.notes, *notes],
         next_term=more,
     )  # fmt: skip
 

@@ -192,6 +192,7 @@ def _op_keys(o: Op) -> tuple[Hashable, Hashable]:
 # in a compiled region, each block with replaced modules is compiled by itself, and `swap` was not tried with it.
 _IDLE_COMPILED = ("pointwise", "head", "offload", "modules:", "swap")
 _LOOKS = 8  # batch sizes to look at above the first that does not fit
+_SURELY = 1.005  # the estimate beside a trace is not wrong by this factor
 _SHOWN = 4  # number of listed candidates that do not fit
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
 
@@ -211,6 +212,11 @@ class _Latest:
         for ends in filter(None, set(self.ends)):
             factors[ends] = self.growth.at(batch, *ends) / (self.growth.at(self.batch, *ends) or 1)
         return [round(s.nbytes * factors[ends]) for s, ends in zip(self.trace.storages, self.ends, strict=True)]
+
+
+def host_bytes(trace: StepTrace, at: int, batch: int) -> int:
+    """Bytes in host memory of the step `trace` (at batch size `at`) at another one."""
+    return max(trace.peak_host + trace.at_host_peak.get("activations", 0) * (batch - at) // at, 0)
 
 
 @dataclass
@@ -290,11 +296,10 @@ class Estimates:
             return self._candidate(policy, batch, traced)
         key = (policy, batch)
         if key not in self.scaled:
-            anchor, at = self.anchors[policy], self.batch or LOW
+            anchor = self.anchors[policy]
             scaled = replace(anchor, ops=self.growth.ops(anchor, batch))
-            host = anchor.peak_host + anchor.at_host_peak.get("activations", 0) * (batch - at) // at
             made = self._candidate(policy, batch, scaled, self._scaled_peaks(policy, batch))
-            self.scaled[key] = replace(made, host=max(host, 0))
+            self.scaled[key] = replace(made, host=self._host(policy, batch))
         return self.scaled[key]
 
     def over_budget(self) -> list[Candidate]:
@@ -402,19 +407,30 @@ class Estimates:
         return found
 
     def _most_beside(self, policy: str) -> int:
-        """The most samples whose activations have room in host memory, by every trace of `policy`."""
-        most, room = self.most, self.room.host
-        for (name, at), trace in self.tracer.traced.items():
-            grows = trace.at_host_peak.get("activations", 0) if name == policy and isinstance(trace, StepTrace) else 0
-            if grows and room is not None:
-                most = min(most, max(room - trace.peak_host + grows, 0) * at // grows)  # type: ignore[union-attr]
-        return most
+        """The most samples whose activations have room in host memory."""
+        room = self.room.host
+        return self.most if room is None else largest_fitting(lambda n: self._host(policy, n), room, self.most)
+
+    def _host(self, policy: str, batch: int) -> int:
+        """Estimated bytes in host memory, where only activations grow."""
+        latest = self._latest.get(policy)
+        trace, at = (latest.trace, latest.batch) if latest else (self.anchors[policy], self.batch or LOW)
+        return host_bytes(trace, at, batch)
+
+    def _surely_largest(self, policy: str, batch: int) -> bool:
+        """Whether the traced `batch` fits, and the next one is over the limit by more than an estimate may err."""
+        traced = self.estimate(policy, batch)
+        here, above = (self.scaled_reserved(policy, one) for one in (batch, batch + 1))
+        return self.room.fits(traced) and above * traced.reserved / here > _SURELY * self.room.limit
 
     def following(self, policy: str, batch: int) -> int | None:
         """The batch size to trace after `batch`; None if the best batch of `policy` is known, which is then stored."""
         if self.batch is None and self.target != "memory":
             trace = self.tracer.traced[policy, batch]
             assert isinstance(trace, StepTrace), "its policy has an anchor"
+            if not self.separate and self._surely_largest(policy, batch):
+                self._settle(policy, batch)
+                return None
             self._correct(policy, batch, trace)
             self.scaled = {key: one for key, one in self.scaled.items() if key[0] != policy}
             batches = [at for name, at in self.tracer.traced if name == policy and at not in (LOW, HIGH)]

@@ -13,7 +13,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from ckpt_ft.errors import UserError
@@ -27,6 +27,7 @@ from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.workload import Workload
 
 from . import depth
 from .budget import Candidate, MemoryBudget, largest_fitting, memory_budget
@@ -212,10 +213,9 @@ class _Method:
         self.method, self.spec, self.policies = method, spec, policies
         self.workload = load(spec, card)
         self.tokens = self.workload.shape.get("seq_length", 0)
-        self.traces: dict[tuple[Any, int], tuple[TrainingSpec, Tracer]] = {}  # by kernels and number of cards
-        self.shallow: dict[tuple[Any, int], tuple[list[ShortenedRun], list[Tracer]]] = {}  # if the model is deep
-        self.added: dict[str, tuple[int, int]] = {}  # policy -> bytes that sharding over that many cards adds
-        tracer = self._traces(card, 1)[1]
+        self.traces: dict[tuple[Any, int, int], list[Tracer]] = {}  # by kernels, number of cards and of models
+        self.added: dict[str, dict[int, int]] = {}  # policy -> batch -> the most bytes that FSDP2 added
+        tracer = self._tracers(card, 1)[0].tracer
         tracer.all((policy, batch) for batch in (LOW, HIGH) for policy in policies)  # a session for each batch
         self.first = Estimates(tracer, self._room(card), most=MOST_BATCH)
         self.first.trace_candidates(policies)
@@ -227,7 +227,7 @@ class _Method:
 
     def place(self, card: GPU, most_gpus: int) -> Place:
         """The place on `card`."""
-        room, tracer = self._room(card), self._on(card, 1)
+        room, (tracer,) = self._room(card), self._tracers(card, 1)
         estimates = replace(
             self.first, tracer=tracer, room=room, scaled={}, bests={}, typical_seconds={},
             anchors={policy: on_card(trace, card) for policy, trace in self.first.anchors.items()},
@@ -235,88 +235,92 @@ class _Method:
         found = search(estimates, self.policies, shown=1)
         if found:
             return self._found(card, 1, found[0])
-        lean = estimates.leanest().policy
-        one = tracer.trace(lean, 1)
-        assert isinstance(one, StepTrace), "the policy suits the model"
-        shared = sum(one.at_peak[category] for category in SHARDED)
+        lean = min(estimates.anchors, key=lambda policy: estimates.reserved(policy, LOW))  # beside sharded weights
         for gpus in (2**n for n in range(1, most_gpus.bit_length())):
-            if one.peak_reserved - shared + shared / gpus <= _SLACK * room.limit:
-                best = self._largest(card, gpus, estimates, lean, shared)
-                if best is not None:
-                    return self._found(card, gpus, best)
-        needed = room.needs(self._candidate(tracer, lean, 1))
-        return Place(card.name, self.method, self.tokens, needed=needed)
+            best = self._largest(card, gpus, lean)
+            if best is not None:
+                return self._found(card, gpus, best)
+        return Place(card.name, self.method, self.tokens, needed=room.needs(self._candidate(card, 1, lean, 1)))
 
-    def _largest(self, card: GPU, gpus: int, alone: Estimates, policy: str, shared: int) -> Candidate | None:
+    def _largest(self, card: GPU, gpus: int, policy: str) -> Candidate | None:
         """A batch near the largest that fits each of several cards, traced; None if no sample fits.
 
-        A further sample adds as many bytes as in one process. Traces under FSDP2 are slow: what sharding adds to one
-        process is taken from the first of them, and batches are rounded down, so that cards have traces in common.
+        Traces under FSDP2 are slow. So batches are estimated: the step of one process with a card's share of what is
+        sharded, and what FSDP2 added in the traces made so far. They are rounded down, so that cards share traces.
         """
-        room = self._room(card, self._on(card, gpus).workload.launch)
-        if policy not in self.added:
-            one = self._shared(card, gpus, policy, 1)
-            self.added[policy] = one.reserved - alone.reserved(policy, 1), gpus
-            if not room.fits(one):
-                return None
-        added, of = self.added[policy]
-        added += int(shared / gpus - shared / of)
-        limit, most = int(_CAUTION * room.limit), MOST_BATCH
+        room = self._room(card, self._of(gpus).launch.launch)
+        anchor, growth = self.first.anchors[policy], self.first.growth
+        is_sharded = [storage.category in SHARDED for storage in anchor.storages]
+
+        def share(samples: int) -> int:
+            sizes = zip(growth.sizes(anchor, samples), is_sharded, strict=True)
+            return anchor.requested_with([nbytes // gpus if divided else nbytes for nbytes, divided in sizes])
+
+        added = self.added.setdefault(policy, {})
 
         def needs(samples: int) -> int:
-            return added + alone.reserved(policy, samples)
+            return share(samples) + max((more for at, more in added.items() if at <= samples), default=0)
 
+        def traced(samples: int) -> Candidate:
+            found = self._candidate(card, gpus, policy, samples)
+            added[samples] = max(added.get(samples, 0), found.reserved - share(samples))
+            return found
+
+        if needs(1) > _SLACK * room.limit or (not added and not room.fits(traced(1))):
+            return None
+        most = MOST_BATCH
         while most:
-            most = max(largest_fitting(needs, limit, most), 1)
-            if needs(most) > _SLACK * room.limit:
-                return None
+            most = max(largest_fitting(needs, int(_CAUTION * room.limit), most), 1)
             batch = max(size for size in _BATCHES if size <= most)
-            found = self._shared(card, gpus, policy, batch)
+            found = traced(batch)
             if room.fits(found):
                 return found
-            added, most = max(added, found.reserved - alone.reserved(policy, batch)), batch - 1
+            most = batch - 1
         return None
 
-    def _shared(self, card: GPU, gpus: int, policy: str, batch: int) -> Candidate:
-        """The candidate on several cards, extended from shallow models if the model is deep."""
-        tracer, key = self._on(card, gpus), (same_kernels(card), gpus)
-        if key not in self.shallow or not depth.suits(policy):
-            return self._candidate(tracer, policy, batch)
-        runs, tracers = self.shallow[key]
-        few, more = (_CardTracer(one, card) for one in tracers)
-        candidates = self._candidate(few, policy, batch), self._candidate(more, policy, batch)
-        all_weights = not self.spec.adapter.trains
-        return depth.extended(runs, (few.trace(policy, batch), more.trace(policy, batch)), *candidates, all_weights)
+    def _candidate(self, card: GPU, gpus: int, policy: str, batch: int) -> Candidate:
+        """The candidate on that many cards, extended from shallow models if the model is deep."""
+        traces = [tracer.trace(policy, batch) for tracer in self._tracers(card, gpus, policy)]
+        known = [trace for trace in traces if isinstance(trace, StepTrace)]
+        assert len(known) == len(traces), "the policy suits the model"
+        found = [Candidate.of(policy, batch, trace, self.spec.data.accumulation) for trace in known]
+        if len(found) == 1:
+            return found[0]
+        return depth.extended(self._shallow[0], known, found, not self.spec.adapter.trains)
 
-    def _candidate(self, tracer: Tracer, policy: str, batch: int) -> Candidate:
-        trace = tracer.trace(policy, batch)
-        assert isinstance(trace, StepTrace), "the policy suits the model"
-        return Candidate.of(policy, batch, trace, self.spec.data.accumulation)
+    def _of(self, gpus: int) -> TrainingSpec:
+        """The spec on that many cards, under FSDP2 if there are several."""
+        if gpus == 1:
+            return self.spec
+        storage = {"quant_storage": self.spec.precision.dtype} if self.spec.quantisation.load_in_4bit else {}
+        return self.spec.edit(**fields_of({"launch": "fsdp2", "processes": gpus}), **storage)
 
-    def _on(self, card: GPU, gpus: int) -> Tracer:
-        return _CardTracer(self._traces(card, gpus)[1], card)
+    @cached_property
+    def _whole(self) -> Workload:
+        """The model for several cards."""
+        return load(self._of(2), self.workload.device)
 
-    def _traces(self, card: GPU, gpus: int) -> tuple[TrainingSpec, Tracer]:
-        """The spec on that many cards, under FSDP2 if there are several, and its traces on such cards."""
-        key = same_kernels(card), gpus
+    @cached_property
+    def _shallow(self) -> tuple[list[ShortenedRun], list[Workload]]:
+        """Two models with fewer blocks, for several cards; none if the model is not deep."""
+        return depth.shallow(self._whole) or ([], [])
+
+    def _tracers(self, card: GPU, gpus: int, policy: str = "none") -> list[_CardTracer]:
+        """Traces on that many such cards: of the whole model, or of the two shallow ones."""
+        fewer = self._shallow[1] if gpus > 1 and depth.suits(policy) else []
+        models = fewer or [self.workload if gpus == 1 else self._whole]
+        key = same_kernels(card), gpus, len(models)
         if key not in self.traces:
-            spec = self.spec
-            if gpus > 1:
-                storage = {"quant_storage": spec.precision.dtype} if spec.quantisation.load_in_4bit else {}
-                spec = spec.edit(**fields_of({"launch": "fsdp2", "processes": gpus}), **storage)
-            workload = load(spec, card) if gpus > 1 else replace(self.workload, device=card)
-            self.traces[key] = spec, Tracer(workload)
-            fewer = [load(spec, card) for _ in depth.UNITS] if gpus > 1 else []
-            if fewer and (runs := depth.shallow(fewer)):
-                self.shallow[key] = runs, [Tracer(one) for one in fewer]
-        return self.traces[key]
+            launch = self._of(gpus).launch.launch
+            self.traces[key] = [Tracer(replace(one, device=card, launch=launch)) for one in models]
+        return [_CardTracer(tracer, card) for tracer in self.traces[key]]
 
     def _found(self, card: GPU, gpus: int, best: Candidate) -> Place:
-        spec = self._traces(card, gpus)[0].edit(policy=best.policy, batch_size=best.batch, device=card.name)
+        spec = self._of(gpus).edit(policy=best.policy, batch_size=best.batch, device=card.name)
         speed = best.samples_per_second * gpus * (self.tokens or 1)
         figures = best.policy, best.batch, best.reserved, best.seconds, speed
         command = command_for(spec, self.workload.kind)
-        extended = (same_kernels(card), gpus) in self.shallow and depth.suits(best.policy)
+        extended = len(self._tracers(card, gpus, best.policy)) > 1
         return Place(card.name, self.method, self.tokens, gpus, *figures, command=command, extended=extended)
 
 

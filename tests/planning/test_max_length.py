@@ -19,9 +19,11 @@ from ckpt_ft.cli import app
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.batch_size import predict_max_batch_size
 from ckpt_ft.planning.budget import Candidate, memory_budget
+from ckpt_ft.planning.estimate import estimate
 from ckpt_ft.planning.max_length import GRANULARITY, by_length, find_max_length, predict_max_length
 from ckpt_ft.planning.scaled_traces import Estimates
 from ckpt_ft.planning.tracing import Tracer
+from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import MIB
@@ -107,6 +109,30 @@ def test_an_evaluation_limits_the_length(config: str, launches: tuple[Launch, ..
     spec = TrainingSpec.of(config, eval_batch_size=64, seq_length=lengths[64])
     (needed,) = (trace.peak_allocated for trace in load(spec, "t4").trace_phases(1).values())
     assert 0.8 * found.room.limit < needed <= found.room.limit
+
+
+@pytest.mark.slow
+def test_on_several_gpus_the_figures_of_a_deep_model_are_extended(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**_SIZES, "num_hidden_layers": 10, "model_type": "llama"}))
+    launches, said = [Launch("fsdp2", 2), Launch("fsdp2", 2, cp=2)], []
+    workload = load(TrainingSpec.of(str(path), dtype="bfloat16"), "rtx-3090")
+    found = predict_max_length(
+        workload, ("full,head",), "704MiB", margin="0", launches=launches, most=40_000, report=said.append
+    )
+    one = found.ladder[0]
+    fields = fields_of({"launch": "fsdp2", "processes": 2, "cp": 2})
+    spec = TrainingSpec.of(
+        str(path), dtype="bfloat16", seq_length=one.length, policy="full,head", device="rtx-3090", **fields
+    )
+    whole = estimate(spec)
+    assert one.launch == launches[1]
+    assert 0.6 * found.room.limit < one.peak_reserved <= found.room.limit
+    assert one.peak_allocated == pytest.approx(whole.peak_allocated, rel=1e-3)
+    assert whole.peak_reserved <= one.peak_reserved < 1.15 * whole.peak_reserved
+    assert one.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert found.holders == []
+    assert "figures are extended from models with fewer blocks" in found.notes[-1]
 
 
 def test_real_steps_prove_the_longest_sequence() -> None:

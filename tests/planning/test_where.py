@@ -159,14 +159,15 @@ def test_the_step_of_a_deep_model_follows_from_shallow_ones(tmp_path: Path) -> N
     config.write_text(json.dumps({**TINY, "num_hidden_layers": 14}))
     fields = fields_of({"launch": "fsdp2", "processes": 2})
     spec = TrainingSpec.of(str(config), dtype="bfloat16", seq_length=256, lora_r=8, device="l4", **fields)
-    few, more, whole = (load(spec, "l4") for _ in range(3))
-    runs = depth.shallow([few, more])
-    assert runs is not None
+    whole = load(spec, "l4")
+    fewer = depth.shallow(whole)
+    assert fewer is not None
+    runs, models = fewer
     assert [(run.units, len(run.left)) for run in runs] == [(14, 4), (14, 8)]
-    assert depth.shallow([few, more]) is None
-    traces = [Tracer(workload).trace("full,head", 2) for workload in (few, more, whole)]
+    assert depth.shallow(models[1]) is None
+    traces = [Tracer(workload).trace("full,head", 2) for workload in (*models, whole)]
     of_few, of_more, of_all = (Candidate.of("full,head", 2, trace) for trace in traces)
-    found = depth.extended(runs, traces[:2], of_few, of_more, all_weights=False)
+    found = depth.extended(runs, traces[:2], [of_few, of_more], all_weights=False)
     assert abs(found.peak / of_all.peak - 1) < 0.01
     assert abs(found.seconds / of_all.seconds - 1) < 0.01
     assert abs(found.reserved / of_all.reserved - 1) < 0.03

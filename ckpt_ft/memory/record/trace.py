@@ -161,7 +161,7 @@ class StepTrace:
 
     def _at_host_peak(self, column: str) -> dict[str, int]:
         totals: dict[str, int] = defaultdict(int)
-        for index in self.events[: self.host_peak_at + 1]:
+        for index in self.events[: self.host_peak_at + 1] if self.peak_host else ():
             storage = self.storages[max(index, ~index)]
             totals[getattr(storage, column)] += storage.host if index >= 0 else -storage.host
         return totals
