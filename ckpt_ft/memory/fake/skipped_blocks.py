@@ -10,13 +10,12 @@ Blocks of a region that torch.compile compiles are left out of its graphs: they 
 Inductor lowers four units. A forward that is not compiled shows which blocks can be skipped.
 
 A block is skipped only if the model does nothing between its call and the one before, and holds none of the blocks'
-outputs. The first three units show it. If a step turns out to be otherwise (layers dropped at random, say), its record
-is taken back, and it is called again with all blocks of that run traced.
+outputs. The first three units show it. If a step turns out to be otherwise (layers dropped at random, say), the trace
+begins anew, and all blocks of that run are traced in that step.
 """
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 import weakref
@@ -126,23 +125,16 @@ class SkippedBlocks:
                 found.runs = []
 
     def record(self, step: Callable[[], object], number: int) -> None:
-        """Record step `number`; once more if units turn out not to repeat each other.
+        """Record step `number`.
 
         Raises:
-            NotPeriodic: they do not, and this step cannot be taken back, or its graphs are compiled.
+            NotPeriodic: units turned out not to repeat each other. `traced` has grown by their runs.
         """
         self._start = self.recorder.position
-        bare = [parameter for parameter in self.model.parameters() if parameter.grad is None]
-        while names := self._not_periodic(step, {name for traced, name in self.traced if traced == number}):
+        names = self._not_periodic(step, {name for traced, name in self.traced if traced == number})
+        if names:
             self.traced |= {(number, name) for name in names}
-            if self._left_out:
-                raise NotPeriodic("a compiled region", names)
-            self._busy = False
-            for parameter in bare:
-                parameter.grad = None
-            gc.collect()
-            if not self.recorder.rewind(self._start):
-                raise NotPeriodic("a step that cannot be taken back")
+            raise NotPeriodic("units differ", names)
 
     def _not_periodic(self, step: Callable[[], object], traced: set[str]) -> set[str]:
         """Record a step in which the runs called `traced` are traced whole; returns those that do not repeat."""

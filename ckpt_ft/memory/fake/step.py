@@ -229,7 +229,7 @@ class _Trace:
         """Run the steps and return their record.
 
         Raises:
-            NotPeriodic: a step could not be repeated; `traced` has grown.
+            NotPeriodic: units of blocks do not repeat each other; `traced` has grown.
         """
         self.freezes = not gc.get_freeze_count()
         gpu = gpu_of(self.device)

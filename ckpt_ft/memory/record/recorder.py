@@ -117,17 +117,6 @@ class Recorder:
         """How far the record has come."""
         return Position(len(self.ops), len(self.storages), len(self.events), len(self.marks))
 
-    def rewind(self, to: Position) -> bool:
-        """Forget what was recorded since `to`.
-
-        Returns False, and forgets nothing, if some of it is alive or something older was freed since.
-        """
-        freed = {~event for event in self.events[to.events :] if event < 0}
-        if freed != set(range(to.storages, len(self.storages))):
-            return False
-        del self.ops[to.ops :], self.storages[to.storages :], self.events[to.events :], self.marks[to.marks :]
-        return True
-
     def renumber(self, number: dict[int, int]) -> None:
         """Storages have new indices in `storages` and `events`: index `i` is now `number[i]`."""
         for seen in self.live.values():

@@ -26,22 +26,6 @@ def test_a_recorder_follows_a_storage_until_it_is_freed() -> None:
     assert recorder.storages[0].category == "temporary"  # allocated and freed in one phase
 
 
-def test_a_recorder_is_rewound_only_past_what_is_dead() -> None:
-    recorder = Recorder(StepContext())
-    kept = torch.zeros(4)
-    recorder.follow(kept, "activations", "aten.zeros.default")
-    start = recorder.position
-    recorder.scratch(8, "aten.mm.default")
-    later = torch.zeros(4)
-    recorder.follow(later, "activations", "aten.zeros.default")
-    assert not recorder.rewind(start)  # `later` is alive
-    del later
-    assert recorder.rewind(start)
-    assert recorder.position == start
-    del kept
-    assert not recorder.rewind(start)  # older than `start`, and freed since
-
-
 def test_a_context_says_which_module_runs_forward_and_backward() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     context = StepContext()
