@@ -49,15 +49,8 @@ BUILT_IN = {
 
 def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, SplitArguments, ACArguments, DPOArguments]:
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
-    model_args, data_args, ac_args, training_args = parse_args(
-        (ModelArguments, SplitArguments, ACArguments, DPOArguments),
-        argv,
-        builtin=BUILT_IN,
-        unless="model_name_or_path",
-        description=__doc__,
-        recipe="dpo",
-    )
-    return model_args, data_args, ac_args, training_args
+    groups = (ModelArguments, SplitArguments, ACArguments, DPOArguments)
+    return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__, recipe="dpo")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -47,15 +47,8 @@ BUILT_IN = {
 
 def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, SplitArguments, ACArguments, GRPOArguments]:
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
-    model_args, data_args, ac_args, training_args = parse_args(
-        (ModelArguments, SplitArguments, ACArguments, GRPOArguments),
-        argv,
-        builtin=BUILT_IN,
-        unless="model_name_or_path",
-        description=__doc__,
-        recipe="grpo",
-    )
-    return model_args, data_args, ac_args, training_args
+    groups = (ModelArguments, SplitArguments, ACArguments, GRPOArguments)
+    return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__, recipe="grpo")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

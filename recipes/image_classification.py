@@ -59,15 +59,10 @@ BUILT_IN = {
 
 def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, VisionArguments, ACArguments, RunArguments]:
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
-    model_args, data_args, ac_args, training_args = parse_args(
-        (ModelArguments, VisionArguments, ACArguments, RunArguments),
-        argv,
-        builtin=BUILT_IN,
-        unless="model_name_or_path",
-        description=__doc__,
-        recipe="image_classification",
+    groups = (ModelArguments, VisionArguments, ACArguments, RunArguments)
+    return parse_args(
+        groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__, recipe="image_classification"
     )
-    return model_args, data_args, ac_args, training_args
 
 
 def main(argv: Sequence[str] | None = None) -> None:

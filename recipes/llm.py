@@ -27,7 +27,6 @@ from ckpt_ft.training.fit import fit_length, parallelism_of
 from ckpt_ft.training.models import LanguageModelArguments, load_model, load_tokenizer, within_positions
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.samples.language import make_docstrings
-from ckpt_ft.training.session import swap_before_moving
 from ckpt_ft.training.text import DataArguments, collator_of, encode_rows, load_rows
 from ckpt_ft.training.trainer import answers, evaluate, prompts_of, start, train, write_model_card
 from ckpt_ft.validation import library_reads
@@ -72,11 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_dataset = encode_rows(train_rows, tokenizer, data_args)
         eval_dataset = None if eval_rows is None else encode_rows(eval_rows, tokenizer, data_args)
 
-    model = load_model(
-        model_args, data_args.max_length, model_args.router_aux_loss_coef, model_args.ep_size,
-        precision_of(training_args),
-    )  # fmt: skip
-    model = swap_before_moving(model, ac_args)
+    model = load_model(model_args, data_args.max_length, precision_of(training_args))
 
     # 3. Training: --find_max_length finds the length of the sequences; one callback plans what --ac_policy auto and
     # --find_max_batch_size leave open, applies the policy and reports memory

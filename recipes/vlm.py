@@ -26,7 +26,6 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.samples.language import make_questions
-from ckpt_ft.training.session import swap_before_moving
 from ckpt_ft.training.trainer import evaluate, start, train, write_model_card
 from ckpt_ft.training.vision_language import (
     ImageLoader,
@@ -65,13 +64,9 @@ def parse(
     argv: Sequence[str] | None,
 ) -> tuple[VisionLanguageModelArguments, VisionLanguageArguments, ACArguments, RunArguments]:
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
+    groups = (VisionLanguageModelArguments, VisionLanguageArguments, ACArguments, RunArguments)
     model_args, data_args, ac_args, training_args = parse_args(
-        (VisionLanguageModelArguments, VisionLanguageArguments, ACArguments, RunArguments),
-        argv,
-        builtin=BUILT_IN,
-        unless="model_name_or_path",
-        description=__doc__,
-        recipe="vlm",
+        groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__, recipe="vlm"
     )
     check_answers(data_args.answered, training_args.do_eval)
     training_args.remove_unused_columns = False  # a row's transform loads its images from other columns
@@ -89,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model_args = replace(model_args, model_name_or_path=built_in)
         data_args = replace(data_args, dataset_name=data_args.dataset_name or drawn)
     processor = load_processor(model_args, data_args)
-    model = swap_before_moving(load_model(model_args, data_args.max_length), ac_args)
+    model = load_model(model_args, data_args.max_length)
     collator = collator_of(model, processor.tokenizer.pad_token_id, data_args.packing)
 
     # 2. Data: one process reads all images and tokenizes, the others read its cache
@@ -114,12 +109,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             processing_class=processor,
             data_collator=collator,
         )
+    memory = ACCallback(ac_args).attach(trainer)
     questions = None
     if data_args.answered and eval_dataset is not None:
         asked = eval_dataset.select(range(min(data_args.answered, len(eval_dataset))))
         questions = Questions(asked, processor.tokenizer, collator)
         before = questions.right(model)
-    memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)
     if eval_dataset is not None:
         counts = {}

@@ -17,7 +17,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.classification import load_classifier, load_processor
-from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer
+from ckpt_ft.training.models import LanguageModelArguments, load_model, load_tokenizer
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import read_config
 
@@ -31,8 +31,8 @@ def model(sample: tuple[Path, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(sample[0], tmp_path / "model"))
 
 
-def arguments(path: Path, **more: Any) -> ModelArguments:
-    return ModelArguments(model_name_or_path=str(path), **more)
+def arguments(path: Path, **more: Any) -> LanguageModelArguments:
+    return LanguageModelArguments(model_name_or_path=str(path), **more)
 
 
 def refused(read: Callable[[], object]) -> str:
@@ -133,7 +133,7 @@ def mark(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_code_beside_a_model_is_not_run(model: Path, mark: Path) -> None:
-    reads: list[Callable[[ModelArguments], object]] = [load_tokenizer, load_model, load_processor]
+    reads: list[Callable[[LanguageModelArguments], object]] = [load_tokenizer, load_model, load_processor]
     reads.append(lambda args: load_classifier(args, ["a", "b"]))
     for read in reads:
         said = refused(lambda read=read: read(arguments(model)))  # type: ignore[misc]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import send_to_device
 from transformers import TrainerCallback
 
+from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
@@ -34,7 +35,7 @@ from ckpt_ft.workloads.workload import Workload
 from .arguments import ACArguments
 from .fit import Fitted, fit, launch_of, live_workload
 from .flags import changed
-from .session import Session, never_fatal, refuse_fsdp, swap_before_moving
+from .session import Session, never_fatal, refuse_fsdp
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +126,9 @@ class ACCallback(TrainerCallback):
                 {**options, "offload_gradients": offloaded == "gradients"},
             )
         if getattr(trainer.args, "swaps", False):
-            swap_before_moving(trainer.model, session.settings).to(trainer.args.device)
+            assert session.policy is not None
+            apply_policy(trainer.model, session.policy, verify=session.settings.ac_verify)
+            trainer.model.to(trainer.args.device)
         session.accelerator = trainer.accelerator
         session.auxiliary_models = auxiliary_models(trainer)
         self._loss = loss_of(trainer)

@@ -270,7 +270,7 @@ def fit_length(trainer: Trainer, settings: TextACArguments, most: int) -> tuple[
     """Finds the longest sequence whose training step fits, for the micro-batch of `trainer`.
 
     Sequences repeat the longest row of the trainer's data. Like a largest batch, the length is predicted and then
-    proved by real steps, or only predicted for a model that will be sharded.
+    proved by real steps (but see `_is_only_predicted`).
 
     Args:
         most: tokens of the longest sequence to consider.
@@ -291,14 +291,14 @@ def fit_length(trainer: Trainer, settings: TextACArguments, most: int) -> tuple[
     workload = _shared(live_workload(trainer, flag, any_length=True), launch, flag)
     more: dict[str, Any] = {"most": most, "margin": _cpu_margin(workload)}
     more["batch_size"] = args.per_device_train_batch_size
-    sharded = workload.launch is not None and workload.launch.shards
+    predicted = _is_only_predicted(workload, settings.policy)
     found = None
-    if settings.ac_policy == "auto" or sharded:
+    if settings.ac_policy == "auto" or predicted:
         policies = LADDER if settings.ac_policy == "auto" else [str(settings.policy or "none")]
         found = found_by_main(lambda: predict_max_length(workload, policies, budget, **more))
         if found.length and settings.ac_policy == "auto":
             settings = replace(settings, ac_policy=found.ladder[0].policy)
-    if not sharded and (found is None or found.length):
+    if not predicted and (found is None or found.length):
         found = _proved(workload, settings.policy, args.device, lambda: find_max_length(workload, budget, **more))
     assert found is not None
     if not found.length:
@@ -353,15 +353,22 @@ def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -
 
 
 def _largest(fitted: Fitted, device: torch.device, most: int) -> MaxBatchSize:
-    """Returns the largest micro-batch, confirmed by real steps. A model that will be sharded is only predicted: a real
-    step of the whole model says nothing about its shards. So is one under `swap`, which may not fit as a whole."""
+    """Returns the largest micro-batch, confirmed by real steps (but see `_is_only_predicted`)."""
     workload, budget = fitted.workload, fitted.settings.ac_budget
     more: dict[str, Any] = {"margin": _cpu_margin(workload), "max_batch_size": most}
-    swaps = fitted.policy is not None and fitted.policy.swap
-    if swaps or (workload.launch is not None and workload.launch.shards):
+    if _is_only_predicted(workload, fitted.policy):
         policy = str(fitted.policy or "none")
         return found_by_main(lambda: predict_max_batch_size(workload, policy, budget, **more))
     return _proved(workload, fitted.policy, device, lambda: find_max_batch_size(workload, budget, **more))
+
+
+def _is_only_predicted(workload: Workload, policy: Policy | None) -> bool:
+    """Whether no real step confirms a prediction.
+
+    A step of the whole model says nothing about the shards of a model that will be sharded. Under `swap` the whole
+    model may not fit.
+    """
+    return bool(policy and policy.swap) or (workload.launch is not None and workload.launch.shards)
 
 
 def _proved(workload: Workload, policy: Policy | None, device: torch.device, find: Callable[[], Answer]) -> Answer:

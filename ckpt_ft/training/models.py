@@ -162,34 +162,29 @@ def _config(args: ModelArguments) -> Any:
         return AutoConfig.from_pretrained(args.model_name_or_path, **args.source)
 
 
-def load_model(
-    args: ModelArguments,
-    max_length: int = 0,
-    router_aux_loss_coef: float | None = None,
-    ep_size: int = 1,
-    mixed_precision: str = "no",
-) -> PreTrainedModel:
+def load_model(args: LanguageModelArguments, max_length: int = 0, mixed_precision: str = "no") -> PreTrainedModel:
     """Returns the causal language model in train mode; with adapters its weights are frozen, in 4 bits if requested.
 
     Args:
         max_length: tokens of the longest sequence, for `--rope_scaling`.
-        ep_size: processes that hold different experts; beside them, all share the model as `mixed_precision` says.
+        mixed_precision: of training; a model that transformers shards (`--ep_size`) computes in it.
     """
     from transformers import AutoModelForCausalLM
 
-    more = _divided(args, ep_size, mixed_precision)
-    if router_aux_loss_coef is not None:
+    more = _divided(args, mixed_precision)
+    if args.router_aux_loss_coef is not None:
         config = more["config"] = _config(args)
-        weigh_routers(config, router_aux_loss_coef, AutoModelForCausalLM._model_mapping[type(config)])
+        weigh_routers(config, args.router_aux_loss_coef, AutoModelForCausalLM._model_mapping[type(config)])
     model = load_pretrained(args, AutoModelForCausalLM, max_length, **more)
     return with_adapters(model, args, task_type="CAUSAL_LM") if args.adapts else model
 
 
-def _divided(args: ModelArguments, ep_size: int, mixed_precision: str) -> dict[str, Any]:
+def _divided(args: LanguageModelArguments, mixed_precision: str) -> dict[str, Any]:
     """Arguments of `from_pretrained` that divide weights over processes, which accelerate leaves to transformers."""
     from accelerate import ParallelismConfig, PartialState
     from transformers.distributed import DistributedConfig
 
+    ep_size = args.ep_size
     shared = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
     tp_size = ParallelismConfig().tp_size if shared else 1  # of the environment that `accelerate launch` sets
     if ep_size == 1:

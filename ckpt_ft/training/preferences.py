@@ -41,11 +41,6 @@ class _TRLArguments(RunArguments):
     model_init_kwargs: Any = field(default=None, init=False)
     trust_remote_code: bool = field(default=False, init=False)
 
-    @property
-    def place_model_on_device(self) -> bool | None:
-        """False under a policy with `swap`: its weights stay behind when `ACCallback.attach` moves the others."""
-        return False if self.swaps else super().place_model_on_device
-
 
 @dataclass
 class DPOArguments(_TRLArguments, DPOConfig):

@@ -94,6 +94,11 @@ class RunArguments(TrainingArguments):
     offload_optimizer: str | None = flag(None, OFFLOADED)
     swaps: ClassVar[bool] = False  # whether the policy keeps weights in host memory; set by `trainer.start`
 
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """False under a policy with `swap`: its weights stay behind when `ACCallback.attach` moves the others."""
+        return False if self.swaps else super().place_model_on_device
+
     def __post_init__(self) -> None:
         check_flags(self, _NUMBERS)
         if self.max_steps != _EPOCHS and self.max_steps < 1:

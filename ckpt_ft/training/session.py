@@ -288,13 +288,6 @@ def cheaper_policies(policy: Policy | None) -> list[str]:
     return [step for step in steps if step != text]
 
 
-def swap_before_moving(model: Any, settings: ACArguments) -> Any:
-    """Returns `model`; a policy with `swap` is applied before a Trainer moves the model to the device."""
-    if settings.policy is not None and settings.policy.swap:
-        apply_policy(model, settings.policy, verify=settings.ac_verify)
-    return model
-
-
 @contextmanager
 def advise_on_oom(session: Session, batch_flag: str = "--per_device_train_batch_size") -> Iterator[None]:
     """Turns running out of memory into a `WorkFailed` that lists the largest holders and cheaper policies.

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.models import ModelArguments, load_model, within_positions
+from ckpt_ft.training.models import LanguageModelArguments, load_model, within_positions
 from ckpt_ft.training.text import IGNORED
 from ckpt_ft.training.trainer import SHOWN, prompts_of
 
@@ -39,7 +39,7 @@ def test_of_plain_text_it_is_the_beginning() -> None:
 def test_the_default_length_is_the_models_positions_where_it_has_fewer(
     sample: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    small = ModelArguments(model_name_or_path=str(sample[0]))  # of 512 positions
+    small = LanguageModelArguments(model_name_or_path=str(sample[0]))  # of 512 positions
     with caplog.at_level(logging.WARNING):
         assert within_positions(small, 1024) == 512
     assert caplog.messages == ["--max_length 512: the model has no more positions"]
@@ -48,6 +48,6 @@ def test_the_default_length_is_the_models_positions_where_it_has_fewer(
         UserError, match="--max_length 600: the model has 512 positions; give at most that, or --rope_scaling yarn"
     ):
         within_positions(small, 600)
-    scaled = ModelArguments(model_name_or_path=str(sample[0]), rope_scaling="yarn")
+    scaled = LanguageModelArguments(model_name_or_path=str(sample[0]), rope_scaling="yarn")
     assert within_positions(scaled, 600) == 600
     assert load_model(scaled, 600).config.rope_parameters["factor"] == 600 / 512
