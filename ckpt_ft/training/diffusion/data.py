@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -42,16 +42,11 @@ from ckpt_ft.training.images import (
 from ckpt_ft.workloads.sample_sizes import Lengths, Size, nearest, sizes_of
 
 from .arguments import LoopArguments
+from .encoders import Encoders
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from datasets import Dataset
-
-    from ckpt_ft.training.diffusion.workload import NoisyBatches
-
-    from .encoders import Encoders
-    from .families import Family
-    from .sampling import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +273,7 @@ def load_samples(
             others = load_class_images(image_args)
             rows = concatenate_datasets([rows, others.cast(rows.features)])
     sizes = sizes_of(image_args.aspect_ratio_buckets, resolution, encoders.token)
-    images = encoders.rows(rows, sizes, image_args, args.seed)
+    images = (MaskedImages if encoders.masked else FramedImages)(rows, sizes, image_args, args.seed)
     if image_args.aspect_ratio_buckets is not None:
         counts = zip(images.sizes, images.buckets, strict=True)
         accelerator.print("buckets: " + ", ".join(f"{height}x{width}: {len(of)}" for (height, width), of in counts))
@@ -401,30 +396,3 @@ class LatentShapes:
 
 def _area(shape: tuple[int, int, int]) -> int:
     return shape[1] * shape[2]
-
-
-class Data(NamedTuple):
-    """What a recipe learns from.
-
-    Attributes:
-        samples: the rows.
-        noisy: turns rows into micro-batches.
-        validation: the prompts that show what is learned, and the pipeline that draws them.
-        latents: the shapes of the images' latents.
-        dtype: of weights that are not trained.
-        workers: number of processes that prepare batches.
-        prior: None without prior preservation.
-    """
-
-    samples: Samples
-    noisy: NoisyBatches
-    validation: Validation
-    latents: LatentShapes
-    dtype: torch.dtype
-    workers: int
-    prior: ImageArguments | None
-
-    @property
-    def family(self) -> Family:
-        """The pipeline's family."""
-        return self.validation.sampler.family

@@ -19,7 +19,6 @@ from ckpt_ft.workloads.sample_sizes import Size
 from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .arguments import DiffusionModelArguments, PipelineArguments, TransformerArguments
-from .data import FramedImages, MaskedImages
 from .denoiser import from_diffusers, set_prediction_type
 from .families import FAMILIES, UNET, UNET_XL, Family
 
@@ -36,21 +35,16 @@ class Encoders:
     `--train_text_encoder` there are no text encoders here, and a prompt is encoded to its tokens.
 
     Attributes:
-        rows: the dataset class of the images: FramedImages, or MaskedImages for inpainting.
+        masked: whether images come with a mask, for inpainting.
         absent: names of the pipeline's components that are not needed to draw from encoded prompts.
         identity: what encodings depend on besides weights and tokenizers.
         token: pixels along a side that the trained model takes a whole number of.
     """
 
     def __init__(
-        self,
-        args: PipelineArguments,
-        family: Family,
-        device: torch.device,
-        dtype: torch.dtype,
-        rows: type[FramedImages] = FramedImages,
+        self, args: PipelineArguments, family: Family, device: torch.device, dtype: torch.dtype, masked: bool = False
     ) -> None:
-        self.family, self.device, self.rows, self.source = family, device, rows, pipeline_flag(args)
+        self.family, self.device, self.masked, self.source = family, device, masked, pipeline_flag(args)
         self.tokens = getattr(args, "max_sequence_length", None) or family.tokens
         self.vae = _load_vae(args, family)
         self.scheduler = load_part(from_diffusers(family.scheduler), args, "scheduler")
@@ -75,13 +69,13 @@ class Encoders:
 
     def blank(self, images: int, size: Size) -> dict[str, Any]:
         """Returns the arguments of `encode` for `images` black images of `size` (height, width) without captions."""
-        masks = {"mask": torch.ones(images, 1, *size)} if self.rows is MaskedImages else {}
+        masks = {"mask": torch.ones(images, 1, *size)} if self.masked else {}
         time_ids = torch.zeros(images, 6, dtype=torch.long)
         return {"pixels": torch.zeros(images, 3, *size), "time_ids": time_ids, "caption": [""] * images, **masks}
 
     @torch.no_grad()
     def encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Encodes a batch of `FramedImages` or `MaskedImages`.
+        """Encodes a batch of pixels, time ids and captions, and masks if there are any.
 
         Returns:
             `moments` (B, 2C, h, w) of the latents, `time_ids` (B, 6), and the results of `encode_prompts` and

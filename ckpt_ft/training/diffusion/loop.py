@@ -41,9 +41,10 @@ from ckpt_ft.workloads.optimizers import OffloadedAdamW
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, Workload, optimizer_step
 
 from .arguments import LoopArguments
-from .data import Data, endless_batches
+from .data import endless_batches
 from .denoiser import TrainedPart, parameter_groups, register_checkpoint_hooks, save_result
 from .sampling import Validation
+from .workload import Data
 
 if TYPE_CHECKING:
     from diffusers.training_utils import EMAModel
@@ -333,9 +334,9 @@ def run_steps(state: TrainingState, data: Data, run: Run) -> int | None:
     ):
         while not (state.done or stopping):
             first.begins()
-            micro_batches = noted(map(data.noisy, islice(batches, args.gradient_accumulation_steps)), data, memory)
-            if state.step == 0:
-                micro_batches = checked(micro_batches, memory)
+            micro_batches = noted(
+                map(data.noisy, islice(batches, args.gradient_accumulation_steps)), data, memory, state.step == 0
+            )
             try:
                 optimizer_step(
                     state.model, state.optimizer, micro_batches, compute_loss,
@@ -407,18 +408,17 @@ def read_losses(output_dir: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
-def noted(micro_batches: Iterable[Batch], data: Data, memory: Session) -> Iterator[Batch]:
-    """Passes the micro-batches on, and notes the largest of a measured step if images are in buckets."""
+def noted(micro_batches: Iterable[Batch], data: Data, memory: Session, first: bool) -> Iterator[Batch]:
+    """Passes the micro-batches on, and notes the largest of a measured step if images are in buckets.
+
+    first: whether the step is the run's first, on whose micro-batches --ac_check compares a step with and without
+        the policy.
+    """
     for batch in micro_batches:
         if len(data.latents.shapes) > 1 and memory.profiler is not None and memory.profiler.measuring:
             data.noisy.note(batch)
-        yield batch
-
-
-def checked(micro_batches: Iterable[Batch], memory: Session) -> Iterator[Batch]:
-    """Passes the micro-batches on; with --ac_check compares a step on each with and without the policy."""
-    for batch in micro_batches:
-        memory.check(batch["inputs"])
+        if first:
+            memory.check(batch["inputs"])
         yield batch
 
 

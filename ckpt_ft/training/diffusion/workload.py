@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3, compute_snr
@@ -17,25 +17,18 @@ from torch import Tensor, nn
 
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.memory.measure.profiler import LargestBatch
-from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments, TransformerArguments
-from ckpt_ft.training.diffusion.data import (
-    Data,
-    FramedImages,
-    LatentShapes,
-    MaskedImages,
-    blank_picture,
-    load_samples,
-    masked_pictures,
-)
-from ckpt_ft.training.diffusion.encoders import Encoders, checked_resolution, family_of, frozen_dtype, load_denoiser
-from ckpt_ft.training.diffusion.families import Family
-from ckpt_ft.training.diffusion.sampling import Sampler, Validation, draw_class_images
 from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion_models import inpaints
 from ckpt_ft.workloads.optimizers import optimizer_maker
 from ckpt_ft.workloads.sample_sizes import Size
 from ckpt_ft.workloads.workload import MIXED_PRECISION, Batch, Forward, Workload
+
+from .arguments import DiffusionModelArguments, LoopArguments, TransformerArguments
+from .data import LatentShapes, Samples, blank_picture, load_samples, masked_pictures
+from .encoders import Encoders, checked_resolution, family_of, frozen_dtype, load_denoiser
+from .families import Family
+from .sampling import Sampler, Validation, draw_class_images
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -230,6 +223,33 @@ def weighted_loss(model: Forward, batch: Batch, prior_weight: float | None = Non
     return ours.mean() + prior_weight * prior.mean()
 
 
+class Data(NamedTuple):
+    """What a recipe learns from.
+
+    Attributes:
+        samples: the rows.
+        noisy: turns rows into micro-batches.
+        validation: the prompts that show what is learned, and the pipeline that draws them.
+        latents: the shapes of the images' latents.
+        dtype: of weights that are not trained.
+        workers: number of processes that prepare batches.
+        prior: None without prior preservation.
+    """
+
+    samples: Samples
+    noisy: NoisyBatches
+    validation: Validation
+    latents: LatentShapes
+    dtype: torch.dtype
+    workers: int
+    prior: ImageArguments | None
+
+    @property
+    def family(self) -> Family:
+        """The pipeline's family."""
+        return self.validation.sampler.family
+
+
 def diffusion_workload(model: nn.Module, args: LoopArguments, accelerator: Accelerator, data: Data) -> Workload:
     """Returns the step of a U-Net or transformer on the shapes of `data`.
 
@@ -273,11 +293,10 @@ def load_data(
 ) -> Data:
     """Returns the data of a U-Net or transformer; of the frozen parts it holds those that the loop still needs."""
     family, config = family_of(model_args)
-    dtype, rows = frozen_dtype(accelerator), FramedImages
-    masked = family.part.component == "unet" and inpaints(config)
+    dtype, masked = frozen_dtype(accelerator), family.part.component == "unet" and inpaints(config)
     if masked:
-        rows, image_args = MaskedImages, image_args.uncached("the masks of inpainting are drawn anew each time")
-    encoders = Encoders(model_args, family, accelerator.device, dtype, rows)
+        image_args = image_args.uncached("the masks of inpainting are drawn anew each time")
+    encoders = Encoders(model_args, family, accelerator.device, dtype, masked)
     resolution = checked_resolution(image_args.resolution, config, encoders)
     channels, side, _ = encoders.latent_shape(resolution)  # before the VAE leaves the device
     objective: Denoising | FlowMatching
