@@ -65,8 +65,7 @@ def train(run: Run) -> None:
     clear_device_cache(garbage_collection=True)
 
     # 2. Load the transformer and apply the policy, after resolving --ac_policy auto and --find_max_batch_size
-    transformer = load_denoiser(run.model_args, data.family, data.dtype)
-    transformer = prepare(transformer, run.model_args, data.dtype, run.model_args.lora_target_modules)
+    transformer = prepare(load_denoiser(run.model_args, data.family, data.dtype), run.model_args, data.dtype)
     run.fit(diffusion_workload(transformer, run.args, accelerator, data))
 
     # 3. Make the optimizer, resume, run the loop; save adapters or a pipeline, samples, and the memory report

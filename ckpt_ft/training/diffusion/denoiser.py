@@ -75,14 +75,10 @@ def components_of(model: Any, component: str) -> dict[str, Any]:
     return {"unet": model.unet, **model.text_encoders} if isinstance(model, TextAndUNet) else {component: model}
 
 
-def prepare(model: Any, args: PipelineArguments, dtype: torch.dtype, targets: list[str] | None = None) -> Any:
-    """Returns `model` in train mode; with adapters its frozen weights are in `dtype` and the adapters in float32.
-
-    Args:
-        targets: names of the modules that get LoRA; the attention's projections by default.
-    """
+def prepare(model: Any, args: PipelineArguments, dtype: torch.dtype) -> Any:
+    """Returns `model` in train mode; with adapters its frozen weights are in `dtype` and the adapters in float32."""
     if isinstance(model, TextAndUNet):
-        model.unet = prepare(model.unet, args, dtype, targets)
+        model.unet = prepare(model.unet, args, dtype)
         assert args.rank is not None, "DiffusionModelArguments sees to it"
         return add_text_adapters(model, args.rank, args.lora_alpha, args.lora_dropout)
     if args.adapts:
@@ -90,40 +86,32 @@ def prepare(model: Any, args: PipelineArguments, dtype: torch.dtype, targets: li
 
         if model.dtype != dtype:  # a transformer is loaded in it
             nn.Module.to(model, dtype)  # diffusers' own `to` warns about modules that should stay in float32
-        model = _with_adapters(model, args, targets)
+        model = _with_adapters(model, args)
         cast_training_params(model, dtype=torch.float32)
     return model.train()
 
 
-def _with_adapters(model: Any, args: PipelineArguments, targets: list[str] | None) -> Any:
+def _with_adapters(model: Any, args: PipelineArguments) -> Any:
     """Freezes `model` and adds adapters: as diffusers does, or under PEFT's wrapper if pipelines cannot read them."""
+    from peft import LoraConfig, get_peft_model
+
     model.requires_grad_(False)
-    if args.peft_config is None:
-        asked = f"--lora_target_modules {' '.join(targets or ATTENTION_PROJECTIONS)}"
-    else:
-        asked = f"--peft_config {args.peft_config}"
-    with library_reads(asked):
-        config = _adapter_config(args, targets)
+    targets = getattr(args, "lora_target_modules", None) or list(ATTENTION_PROJECTIONS)
+    file = args.peft_config
+    with library_reads(f"--lora_target_modules {' '.join(targets)}" if file is None else f"--peft_config {file}"):
+        if file is not None:
+            config = adapter_of(file, targets=lambda asked: asked or targets)
+        else:
+            config = LoraConfig(
+                r=args.rank, lora_alpha=args.lora_alpha or args.rank, lora_dropout=args.lora_dropout,
+                init_lora_weights="gaussian", target_modules=targets,
+            )  # fmt: skip
         if _pipelines_read(config):
             model.add_adapter(config)
             return model
-        from peft import get_peft_model
-
         wrapped = get_peft_model(model, config)
         config.base_model_name_or_path = args.pretrained_model_name_or_path  # PEFT does not know the pipeline
         return wrapped
-
-
-def _adapter_config(args: PipelineArguments, targets: list[str] | None) -> PeftConfig:
-    if args.peft_config is not None:
-        return adapter_of(args.peft_config, targets=lambda asked: asked or list(ATTENTION_PROJECTIONS))
-    from peft import LoraConfig
-
-    assert args.rank is not None
-    return LoraConfig(
-        r=args.rank, lora_alpha=args.lora_alpha or args.rank, lora_dropout=args.lora_dropout,
-        init_lora_weights="gaussian", target_modules=targets or list(ATTENTION_PROJECTIONS),
-    )  # fmt: skip
 
 
 def _pipelines_read(config: PeftConfig) -> bool:
