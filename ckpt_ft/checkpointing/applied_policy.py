@@ -5,27 +5,31 @@ This file also finds the policies on a model, rejects overlapping ones, and susp
 
 from __future__ import annotations
 
+import textwrap
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.notebook import fragment, paragraph, table_html
 from ckpt_ft.policy import Policy
+from ckpt_ft.tables import WIDTH, Table, as_text
 
 from .blocks import Blocks, Region, submodules
-from .explain import explain, explain_html
 from .guard import Guard
 from .module_state import modules_in
 from .recompute import Checkpointed
 from .segments import SegmentMember
 from .selective import Selection
 from .standin import Installed, StandIn
-from .towers import Part
+from .towers import Part, find_towers
 from .verify import NEVER, Schedule, Verification
 
 
@@ -125,10 +129,13 @@ class AppliedPolicy:
 
     def explain(self) -> str:
         """Return a table of module classes, how many are re-run, what they keep, and what each engine does."""
-        return explain(self)
+        notes = [textwrap.fill(note, WIDTH, break_on_hyphens=False) + "\n" for note in _coverage_notes(self)]
+        return as_text(_coverage_tables(self)) + "".join(notes)
 
     def _repr_html_(self) -> str:
-        return explain_html(self)
+        first, *others = _coverage_tables(self)
+        parts = map(table_html, (replace(first, title=""), *others))
+        return fragment(first.title, *parts, *map(paragraph, _coverage_notes(self)))
 
     def remove(self) -> None:
         """Restore the model exactly as it was before `apply_policy`; a second call does nothing."""
@@ -280,3 +287,54 @@ def refuse_overlap(applied: AppliedPolicy) -> None:
                 f"policy '{applied.policy}': a part of {kind} has a policy already ({name}, "
                 f"{type(module).__name__}); remove() that one first, or apply policies to separate parts"
             )
+
+
+# -- what `explain` shows ---------------------------------------------------------------------------------------------
+
+
+def _coverage_tables(of: AppliedPolicy) -> list[Table]:
+    """Return the table of covered modules, followed by a table for each engine."""
+    header: tuple[str, ...] = ("module", "count", "re-run", "kept for backward")
+    text: tuple[int, ...] = (0, 3)
+    cells: list[tuple[str, ...]] = [row for part in of.parts for row in _coverage(of, part)]
+    if of.policy.towers:
+        header, text = ("tower", *header), (0, 1, 4)
+        cells = [(part.tower, *row) for part in of.parts for row in _coverage(of, part)]
+    found = [Table(f"Policy {of.policy} on {type(of.model).__name__}", header, cells, text=text)]
+    for engine in of.engines:
+        dropped = [(row.module, str(row.count), row.dropped, row.kept) for row in engine.rows]
+        found.append(Table(engine.term, ("module", "count", "dropped", "kept"), dropped, text=(0, 2, 3)))
+    return found
+
+
+def _coverage(of: AppliedPolicy, part: Part) -> list[tuple[str, str, str, str]]:
+    """Return a row for each class of re-run modules in a part of the model, then for each class of other blocks."""
+    inside = ", ".join(part.policy.save) or "input only"
+    modules = {region.module: region.blocks[0] for region in of.regions}
+    rerun = Counter(type(module).__name__ for module, block in modules.items() if block in part.found.blocks)
+    blocks = Counter(type(block).__name__ for block in part.found.blocks.values())
+    open_blocks = Counter(type(of.found.blocks[name]).__name__ for name in of.uncovered if name in part.found.blocks)
+    kept_open = "see pointwise" if part.policy.pointwise else "everything"
+    rows = []
+    for kind, count in rerun.items():
+        total = blocks.get(kind, count)
+        kept = inside if count == total else f"{inside}; others {kept_open}"
+        rows.append((kind, str(total), str(count), kept))
+    unseen = {kind: count for kind, count in open_blocks.items() if kind not in rerun}
+    return rows + [(kind, str(count), "0", kept_open) for kind, count in unseen.items()]
+
+
+def _coverage_notes(of: AppliedPolicy) -> list[str]:
+    total, policy = len(of.found.blocks), of.policy
+    notes = []
+    if policy.checkpoints:
+        notes.append(f"{total - len(of.uncovered)} of {total} blocks are re-run, whole or in part")
+    if of.segments:
+        notes.append(f"in {of.segments} segments: only the first block's input of each is kept")
+    if policy.budget is not None:
+        notes.append("budget takes effect under torch.compile only")
+    towers = find_towers(of.model, dict(of.found.blocks))
+    if len(towers) > 1 or policy.towers:
+        each = (f"{tower.name} {', '.join(tower.modules)} ({len(tower.blocks)} blocks)" for tower in towers)
+        notes.append(f"towers: {'; '.join(each)}")
+    return notes
