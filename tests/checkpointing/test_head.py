@@ -476,7 +476,7 @@ def test_hooks_that_stand_for_deepspeeds_in_a_trace_leave_the_loss_in_chunks() -
     from ckpt_ft.memory.distributed.zero3 import ModuleHooks
 
     layer = nn.Linear(4, 4)
-    ModuleHooks(layer, watcher=object())  # type: ignore[arg-type]
+    ModuleHooks(layer, [], fetcher=object())  # type: ignore[arg-type]
     assert _hooked(layer) == ""
     layer.register_forward_hook(lambda module, args, output: None)
     assert _hooked(layer).startswith("it has a hook (test_hooks_that_stand_for")

@@ -35,7 +35,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -54,15 +54,6 @@ from .zero import ZeroOptimizer
 # -- hooks around modules ---------------------------------------------------------------------------------------------
 
 
-class Watcher(Protocol):
-    """Is called before and after a module's forward and backward."""
-
-    def before_forward(self) -> None: ...
-    def after_forward(self) -> None: ...
-    def before_backward(self) -> None: ...
-    def after_backward(self) -> None: ...
-
-
 def _deepspeeds(hook: Any) -> Any:
     """Mark a hook as DeepSpeed's, for code that checks which library a hook belongs to."""
     hook.stands_for = "deepspeed"
@@ -72,12 +63,18 @@ def _deepspeeds(hook: Any) -> Any:
 class ModuleHooks:
     """Hooks around one module's forward and backward (deepspeed/runtime/zero/parameter_offload.py).
 
-    An identity on each tensor of its input and output has its own backward. That of the first output begins the
-    module's backward; that of the last input ends it. If no input needs a gradient, no end is seen.
+    They tell `fetcher` when the module's parameters are needed, and when no longer. An identity on each tensor of its
+    input and output has its own backward. That of the first output begins the module's backward; that of the last
+    input ends it. If no input needs a gradient, no end is seen.
+
+    Attributes:
+        shards: the parameters that the module runs with.
+        recomputed: frozen parameters that were gathered for a forward that a checkpoint re-ran within its backward.
     """
 
-    def __init__(self, module: nn.Module, watcher: Watcher) -> None:
-        self.watcher = watcher
+    def __init__(self, module: nn.Module, shards: list[Shard], fetcher: Fetcher) -> None:
+        self.shards, self.fetcher = shards, fetcher
+        self.recomputed: set[Shard] = set()
         self.to_begin = 0  # output tensors whose gradient has not arrived yet
         self.to_end = 0  # tensors of its last input whose gradient is not computed yet
         module.register_forward_pre_hook(self._before_forward)
@@ -85,14 +82,22 @@ class ModuleHooks:
 
     @_deepspeeds
     def _before_forward(self, module: nn.Module, args: Any) -> Any:
-        self.watcher.before_forward()
+        if not _in_backward():
+            self.fetcher.running.append(self)
+        self.fetcher.arrive(self, forward=True)
         self.to_end = 0
         return _on_tensors(lambda x: _Input.apply(x, self), args)
 
     @_deepspeeds
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self.watcher.after_forward()
+        if not _in_backward():
+            self.fetcher.running.pop()
+        self.fetcher.leave(self, forward=True)
         return _on_tensors(lambda x: _Output.apply(x, self), output)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class _Output(torch.autograd.Function):
@@ -105,7 +110,7 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if ctx.around.to_begin:
-            ctx.around.watcher.before_backward()
+            ctx.around.fetcher.arrive(ctx.around, forward=False)
             ctx.around.to_begin -= 1
         return gradient, None
 
@@ -121,7 +126,7 @@ class _Input(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.around.to_end -= 1
         if not ctx.around.to_end:
-            ctx.around.watcher.after_backward()
+            ctx.around.fetcher.leave(ctx.around, forward=False)
         return gradient, None
 
 
@@ -220,38 +225,6 @@ class AllGather:
 _NEVER = -(10**10)
 
 
-@dataclass(eq=False)
-class _Module:
-    """A module and the parameters that it runs with.
-
-    recomputed: frozen parameters that were gathered for a forward that a checkpoint re-ran within its backward.
-    """
-
-    fetcher: Fetcher
-    shards: list[Shard]
-    recomputed: set[Shard] = field(default_factory=set)
-
-    def before_forward(self) -> None:
-        if not _in_backward():
-            self.fetcher.running.append(self)
-        self.fetcher.arrive(self, forward=True)
-
-    def after_forward(self) -> None:
-        if not _in_backward():
-            self.fetcher.running.pop()
-        self.fetcher.leave(self, forward=True)
-
-    def before_backward(self) -> None:
-        self.fetcher.arrive(self, forward=False)
-
-    def after_backward(self) -> None:
-        self.fetcher.leave(self, forward=False)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 class Fetcher:
     """Gathers `shards` for the modules of a model through hooks."""
 
@@ -262,17 +235,17 @@ class Fetcher:
         self.shards, self.options, self.group, self._streams = list(shards.values()), options, group, streams
         self.recorder = recorder
         self._stream = streams.Stream() if options.overlap_comm else streams.current_stream()
-        self._order: list[_Module] = []  # modules in the order in which they gather
+        self._order: list[ModuleHooks] = []  # modules in the order in which they gather
         self._records = self._knows = False  # whether this step records the order; whether the order is known
         self._queue: deque[tuple[Shard, int]] = deque()  # shards left to gather in this step, each with its module
         self._step = self._live = 0  # number of modules so far, number of gathered elements
         self._last: defaultdict[Shard, int] = defaultdict(lambda: _NEVER)  # the last step in which it was gathered
-        self._in_backward: dict[_Module, None] = {}
-        self.running: list[_Module] = []  # modules whose forward is running
+        self._in_backward: dict[ModuleHooks, None] = {}
+        self.running: list[ModuleHooks] = []  # modules whose forward is running
         model.register_forward_pre_hook(lambda module, args: self._begin())
         for module in model.modules():
             own = {id(p): shards[id(p)] for p in module.parameters(recurse=False)}
-            ModuleHooks(module, _Module(self, sorted(own.values(), key=lambda shard: shard.number)))
+            ModuleHooks(module, sorted(own.values(), key=lambda shard: shard.number), self)
             module.__dict__["_parameters"] = ObservedParameters(
                 module._parameters, lambda p: self._look(shards.get(id(p)))
             )
@@ -343,7 +316,7 @@ class Fetcher:
     # -- a module ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def arrive(self, module: _Module, forward: bool) -> None:
+    def arrive(self, module: ModuleHooks, forward: bool) -> None:
         """Gather the parameters of `module`, and those of the next modules (fetch_sub_module)."""
         if self._knows and (self._step >= len(self._order) or self._order[self._step] is not module):
             self._forget()
@@ -366,7 +339,7 @@ class Fetcher:
             self._gather_ahead(module)
         self._step += 1
 
-    def _gather_ahead(self, module: _Module) -> None:
+    def _gather_ahead(self, module: ModuleHooks) -> None:
         needed = sum(self._last[shard] < self._step for shard in module.shards)
         for _ in range(min(needed, len(self._queue))):
             shard, step = self._queue.popleft()
@@ -383,7 +356,7 @@ class Fetcher:
         self._gather(ahead)
 
     @torch.no_grad()
-    def leave(self, module: _Module, forward: bool) -> None:
+    def leave(self, module: ModuleHooks, forward: bool) -> None:
         """Release the parameters of `module`, unless they are used again soon (release_sub_module)."""
         shards = set(module.shards)
         gone = self._not_soon(module) if self._knows else set(shards)
@@ -397,7 +370,7 @@ class Fetcher:
             if shard in gone:
                 self._release(shard)
 
-    def _not_soon(self, module: _Module) -> set[Shard]:
+    def _not_soon(self, module: ModuleHooks) -> set[Shard]:
         found = {s for s in module.shards if not s.persistent and self._last[s] <= self._step}
         passed = 0
         for following in self._order[self._step :] if found else ():
