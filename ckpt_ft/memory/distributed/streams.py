@@ -10,32 +10,25 @@ current stream wait.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
+
+from ckpt_ft.memory.record.dispatch import unrecorded
 
 from .fsdp2 import done_once
 
+if TYPE_CHECKING:
+    from ckpt_ft.memory.record.recorder import Recorder
+
 _FSDP = "torch.distributed.fsdp._fully_shard."
+_SHAPES = "_propagate_tensor_meta_non_cached"
 _ASKS = ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state", "_fsdp_init")
-
-
-class Listener(Protocol):
-    """The part of a Recorder (record/recorder.py) that receives stream events.
-
-    stream: name of the stream that kernels and allocations belong to from now on.
-    """
-
-    stream: str
-
-    def synchronise(self, what: str, stream: str, back: int = 0) -> None:
-        """See `Recorder.synchronise`."""
 
 
 class _Stream:
@@ -95,7 +88,7 @@ class Streams:
     """
 
     def __init__(self) -> None:
-        self.recorder: Listener | None = None  # set once the model is wrapped
+        self.recorder: Recorder | None = None  # set once the model is wrapped
         self.recorded = 0
         self._made = 0
         self._default = _Stream(self, "")
@@ -132,8 +125,17 @@ class Streams:
         """Make the current stream wait for every asynchronous collective so far."""
         self.current_stream().wait_stream(self._group)
 
+    def waited_for(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """`wait` of an asynchronous collective's work, which the current stream waits for."""
+
+        def waited(work: Any, *args: Any) -> bool:
+            self.await_collectives()
+            return bool(wait(work, *args))
+
+        return waited
+
     def note(self, what: str, stream: str, back: int = 0) -> None:
-        """Tell the recorder, see `Listener.synchronise`."""
+        """Tell the recorder, see `Recorder.synchronise`."""
         if self.recorder is not None:
             self.recorder.synchronise(what, stream, back)
 
@@ -144,74 +146,38 @@ class Streams:
 
 
 @contextmanager
-def _shapes_are_asked_elsewhere(propagator: Any) -> Iterator[None]:
-    """DTensor computes shapes of whole tensors by running ops on its own fake tensors, which are not recorded."""
-    ask = propagator._propagate_tensor_meta_non_cached
-
-    def apart(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return ask(*args, **kwargs)
-
-    with patch.object(propagator, "_propagate_tensor_meta_non_cached", apart):
-        yield
-
-
-@contextmanager
-def _meshes_are_real() -> Iterator[None]:
-    """A DeviceMesh finds this rank's place in it by an op whose result depends on data, also in parts made later."""
-    find = DeviceMesh._compute_coordinate_on_dim
-
-    def found(mesh: DeviceMesh) -> Any:
-        with _disable_current_modes():
-            return find(mesh)
-
-    with patch.object(DeviceMesh, "_compute_coordinate_on_dim", found):
-        yield
-
-
-@contextmanager
-def _results_are_waited_for_late() -> Iterator[None]:
-    """Functional collectives return a tensor that waits at its first use; on fakes they would wait at once."""
-
-    def wrapped(result: torch.Tensor) -> torch.Tensor:
-        return functional.AsyncCollectiveTensor(result)
-
-    with patch.object(functional, "_maybe_wrap_tensor", wrapped):
-        yield
-
-
-@contextmanager
-def _waits_are_followed(streams: Streams) -> Iterator[None]:
-    """Reports waits for asynchronous collectives of a fake process group to `streams`."""
-    kind = getattr(sys.modules.get("torch._C._distributed_c10d"), "FakeWork", None)
-    if kind is None:
-        yield
-        return
-    wait = kind.wait
-
-    def waited(work: Any, *args: Any) -> bool:
-        streams.await_collectives()
-        return bool(wait(work, *args))
-
-    with patch.object(kind, "wait", waited):
-        yield
-
-
-@contextmanager
 def streams_are_followed() -> Iterator[Streams]:
-    """Gives FSDP2 streams that report to a recorder, which the caller sets on the `Streams`."""
+    """Gives FSDP2 streams that report to a recorder, which the caller sets on the `Streams`.
+
+    DTensor and DeviceMesh run ops of their own, which are not recorded: for the shapes of whole tensors, and for this
+    rank's place in a mesh, which depends on data.
+    """
     streams = Streams()
     with ExitStack() as stack:
-        propagator = getattr(sys.modules.get("torch.distributed.tensor._sharding_prop"), "ShardingPropagator", None)
-        if propagator is not None:
-            stack.enter_context(_shapes_are_asked_elsewhere(propagator))
-        stack.enter_context(_meshes_are_real())
-        stack.enter_context(_results_are_waited_for_late())
+
+        def replace(owner: Any, name: str, own: Any) -> None:
+            stack.enter_context(patch.object(owner, name, own))
+
+        for owner, name in (
+            (_loaded("torch.distributed.tensor._sharding_prop", "ShardingPropagator"), _SHAPES),
+            (DeviceMesh, "_compute_coordinate_on_dim"),
+        ):
+            if owner is not None:
+                replace(owner, name, unrecorded(getattr(owner, name)))
+        # Functional collectives return a tensor that waits at its first use; on fakes they would wait at once.
+        replace(functional, "_maybe_wrap_tensor", functional.AsyncCollectiveTensor)
+        replace(torch.accelerator, "current_stream", streams.current_stream)
         stack.enter_context(done_once())
-        stack.enter_context(patch.object(torch.accelerator, "current_stream", streams.current_stream))
-        stack.enter_context(_waits_are_followed(streams))
+        work = _loaded("torch._C._distributed_c10d", "FakeWork")  # of a fake process group
+        if work is not None:
+            replace(work, "wait", streams.waited_for(work.wait))
         for name in _ASKS:
             module = sys.modules.get(_FSDP + name)
             if module is not None and hasattr(module, "_get_device_handle"):
-                stack.enter_context(patch.object(module, "_get_device_handle", lambda kind="cuda": streams))
+                replace(module, "_get_device_handle", lambda kind="cuda": streams)
         yield streams
+
+
+def _loaded(module: str, name: str) -> Any:
+    """A class of a module, None if that is not imported or has no such class."""
+    return getattr(sys.modules.get(module), name, None)

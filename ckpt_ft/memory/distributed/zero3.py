@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -637,11 +637,9 @@ def _shards(model: nn.Module, ranks: int, options: ZeroOptions) -> dict[int, Sha
     return shards
 
 
-@contextmanager
-def linear_saves_parameters() -> Iterator[None]:
+def linear_saves_parameters() -> AbstractContextManager[Any]:
     """Replaces torch.nn.functional.linear as DeepSpeed does."""
-    with patch.object(torch.nn.functional, "linear", lambda x, weight, bias=None: _Linear.apply(x, weight, bias)):
-        yield
+    return patch.object(torch.nn.functional, "linear", lambda x, weight, bias=None: _Linear.apply(x, weight, bias))
 
 
 class _Linear(torch.autograd.Function):

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     _pop_mode,
     _push_mode,
     is_traceable_wrapper_subclass,
@@ -116,6 +117,16 @@ def leave_uncompiled() -> None:
         _skip_recording()
         # The context's hooks tell which module runs. A compiled module's calls them twice; once is enough.
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+
+
+def unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose ops no dispatch mode sees: they are not the step's."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def run_eagerly() -> AbstractContextManager[Any]:

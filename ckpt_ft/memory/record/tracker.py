@@ -20,13 +20,23 @@ import torch.distributed._functional_collectives  # registers the operator of _W
 from torch import nn
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_ft.memory.cost.op_work import Work, collective_bytes, group_of, is_collective, measure, tensors
 from ckpt_ft.policy import IN_HOST_MEMORY, SWAPPED
 
 from .cpu_kernels import real_kernels
-from .dispatch import After, Handling, Rule, from_python_dispatch, in_parts, is_composite, leave_uncompiled, wraps
+from .dispatch import (
+    After,
+    Handling,
+    Rule,
+    from_python_dispatch,
+    in_parts,
+    is_composite,
+    leave_uncompiled,
+    unrecorded,
+    wraps,
+)
 from .in_place_gradients import IN_PLACE, counts_of_a_sum, is_in_place
 from .recorder import Recorder
 from .step_context import StepContext
@@ -216,9 +226,8 @@ class Tracker(TorchDispatchMode):
         self.context.__enter__()
         self._patches: list[Any] = [patch.object(torch.UntypedStorage, "resize_", self.recorder.resize)]
         if torch.distributed.is_available():
-            self._patches.append(
-                patch.object(torch.distributed.Work, "wait", _unrecorded(torch.distributed.Work.wait))
-            )
+            wait = unrecorded(torch.distributed.Work.wait)  # gloo copies out of a buffer of its own
+            self._patches.append(patch.object(torch.distributed.Work, "wait", wait))
         for one in self._patches:
             one.start()
         return super().__enter__()
@@ -368,13 +377,3 @@ def _spare_of_swapped(model: nn.Module) -> int:
     """Bytes of the buffers of swapped weights beyond the weights, of which a trace has one by one."""
     swapped = next((found for inner in model.modules() if (found := inner.__dict__.get(SWAPPED))), None)
     return 0 if swapped is None else swapped.swapper.arena.nbytes - sum(w.nbytes for _, w in swapped_weights(model))
-
-
-def _unrecorded(wait: Callable[..., bool]) -> Callable[..., bool]:
-    """`Work.wait` without a record: gloo copies out of a buffer of its own, which is not the step's."""
-
-    def waited(work: Any, *args: Any, **kwargs: Any) -> bool:
-        with _disable_current_modes():
-            return wait(work, *args, **kwargs)
-
-    return waited

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from math import prod
 from typing import Any
@@ -369,8 +369,6 @@ def _init(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> Non
     saved_tensors_hooks.__init__(self, _to_host, _to_device)
 
 
-@contextmanager
-def leaves_the_device() -> Iterator[None]:
+def leaves_the_device() -> AbstractContextManager[Any]:
     """Saved tensors go to pinned host memory, which a trace excludes; unpinned copies are timed like pinned ones."""
-    with patch.object(save_on_cpu, "__init__", _init):
-        yield
+    return patch.object(save_on_cpu, "__init__", _init)
