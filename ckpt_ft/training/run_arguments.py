@@ -38,7 +38,7 @@ from ckpt_ft.training.flags import (
     check_trackers,
     flag,
 )
-from ckpt_ft.training.host_room import check_host_room
+from ckpt_ft.training.host_memory import check_host_memory
 from ckpt_ft.validation import require_package
 from ckpt_ft.workloads.model_config import hub_answers
 
@@ -242,7 +242,7 @@ def parse_args(
         raise UserError(f"{_unknown(unknown[0].partition('=')[0], parser)} (see --help)")
     read_cache_where_offline(parsed)
     if recipe:
-        check_host_room(tokens, recipe)
+        check_host_memory(tokens, recipe)
     return tuple(parsed)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.memory.gpus import find_gpu
-from ckpt_ft.training import host_room
+from ckpt_ft.training import host_memory
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from recipe_scripts import load_recipe
@@ -28,7 +28,7 @@ BLOCK = 4 * (4 * 128 * 128 + 3 * 128 * 256)  # bytes of its matrices in fp32
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of a model without weights: what loads it fails."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(host_room, "current_gpu", lambda: find_gpu("rtx-4090"))
+    monkeypatch.setattr(host_memory, "current_gpu", lambda: find_gpu("rtx-4090"))
     return [
         "--model_name_or_path", str(tmp_path), "--output_dir", str(tmp_path / "out"), "--max_length", "64",
         "--max_grad_norm", "0", "--use_cpu",
@@ -36,8 +36,8 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def has(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_room.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
-    monkeypatch.setattr(host_room, "_CGROUP", Path("/nowhere"))
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    monkeypatch.setattr(host_memory, "_CGROUP", Path("/nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_host_that_is_too_small(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    said = host_room.check_host_room
+    said = host_memory.check_host_memory
     flags = [*flags, *more]
     has(10**9, monkeypatch)
     said(flags, "llm")  # there is room
@@ -81,11 +81,11 @@ def test_the_recipe_says_it_with_code_2(
 
 def test_limits_of_the_control_group_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     has(10**12, monkeypatch)
-    monkeypatch.setattr(host_room, "_CGROUP", tmp_path)
-    assert host_room.free_host_memory() == 10**12
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    assert host_memory.free_host_bytes() == 10**12
     files: dict[str, Any] = {"memory.max": 1000, "memory.current": 700, "memory.stat": "anon 300\ninactive_file 400\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(str(text))
-    assert host_room.free_host_memory() == 700  # what is cached of files can be taken back
+    assert host_memory.free_host_bytes() == 700  # what is cached of files can be taken back
     (tmp_path / "memory.max").write_text("max\n")
-    assert host_room.free_host_memory() == 10**12
+    assert host_memory.free_host_bytes() == 10**12

@@ -1,7 +1,7 @@
-"""Checks, before a recipe loads anything, that the host has room for what is to wait there.
+"""Checks, before a recipe loads anything, that the host has enough memory for what a run moves there.
 
-That is what `swap:N`, `offload`, `--offload_optimizer` and the launch (DeepSpeed ZeRO, FSDP2) put into host memory, as
-`ckpt-ft estimate` predicts it.
+`swap:N`, `offload`, `--offload_optimizer` and the launch (DeepSpeed ZeRO, FSDP2) put weights, activations or optimizer
+state into host memory. How much is predicted as by `ckpt-ft estimate`.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ _GROUPS = (  # of version 2 and 1: limit, use, and in memory.stat what the syste
 )
 
 
-def check_host_room(tokens: Iterable[str], recipe: str) -> None:
-    """Raises UserError if the host has too little memory; nothing if there is no GPU, whose memory is another one.
+def check_host_memory(tokens: Iterable[str], recipe: str) -> None:
+    """Raises UserError if the host has too little memory.
 
-    The first process of a machine checks for all of them. A run that cannot be predicted is not checked.
+    The first process of a machine checks for all of them. A run without a GPU, or one that cannot be predicted, is not
+    checked.
 
     Args:
         tokens: the flags of the run, with those of its `--config`.
         recipe: the name of the script.
     """
-    gpu, flags = current_gpu(), _values(tokens)
-    waits = [f"--ac_policy {flags['ac_policy']}"] if _waits(str(flags.get("ac_policy", ""))) else []
-    waits += [f"--offload_optimizer {flags['offload_optimizer']}"] if flags.get("offload_optimizer") else []
-    launch = _launch()
-    waits += [str(launch)] if launch is not None else []
-    if gpu is None or not waits or os.environ.get("LOCAL_RANK", "0") != "0":
+    gpu, flags, launch = current_gpu(), _values(tokens), _offloading_launch()
+    users = [f"--ac_policy {flags['ac_policy']}"] if _uses_host(str(flags.get("ac_policy", ""))) else []
+    users += [f"--offload_optimizer {flags['offload_optimizer']}"] if flags.get("offload_optimizer") else []
+    users += [str(launch)] if launch is not None else []
+    if gpu is None or not users or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     try:
-        read = read_training(flags, "the flags", recipe, ignored=_passed_over(flags, recipe))
+        read = read_training(flags, "the flags", recipe, ignored=_not_predicted(flags, recipe))
         fields = {**fields_of(dict(read.flags)), "device": gpu.name, **({"launch": launch} if launch else {})}
         found, _ = traced_estimate(TrainingSpec.of(hub_id(read.model), **fields), logger.debug, suggests=False)
     except Exception as error:  # what cannot be predicted may still run
         logger.debug("host memory is not predicted: %s", one_line(error))
         return
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed, free = found.peak_host * processes, free_host_memory()
+    needed, free = found.peak_host * processes, free_host_bytes()
     if needed > free:
         raise UserError(
-            f"{' and '.join(waits)}: {format_bytes(needed)} of host memory are needed, and {format_bytes(free)} are "
+            f"{' and '.join(users)}: {format_bytes(needed)} of host memory are needed, and {format_bytes(free)} are "
             "free; keep more on the card, or use a larger host"
         )
 
 
-def free_host_memory() -> int:
+def free_host_bytes() -> int:
     """Bytes that this process can still take: of the machine, and of its control group (a container, a job)."""
     free = int(psutil.virtual_memory().available)
     for limit, used, cached in _GROUPS:
@@ -81,14 +81,14 @@ def free_host_memory() -> int:
     return free
 
 
-def _passed_over(flags: Mapping[str, Any], recipe: str) -> list[str]:
-    """Settings that no prediction has: it goes on without them."""
+def _not_predicted(flags: Mapping[str, Any], recipe: str) -> list[str]:
+    """Flags that a prediction leaves out: they are unknown to it, are about the live run, or would be refused."""
     entries = ((name, entry_of(name, KINDS[recipe]), value) for name, value in flags.items())
     return [name for name, entry, value in entries if entry is None or entry.of(value).kind in (LIVE, REFUSED)]
 
 
 def _values(tokens: Iterable[str]) -> dict[str, Any]:
-    """The words of a command line by the flags' names, typed as in a YAML file."""
+    """The values of a command line by the names of their flags, typed as in a YAML file."""
     found: dict[str, list[Any]] = {}
     for token in tokens:
         if token.startswith("--"):
@@ -99,7 +99,8 @@ def _values(tokens: Iterable[str]) -> dict[str, Any]:
     return {name: values[0] if len(values) == 1 else values or True for name, values in found.items()}
 
 
-def _waits(policy: str) -> bool:
+def _uses_host(policy: str) -> bool:
+    """Whether a policy keeps weights or activations in host memory."""
     try:
         parsed = Policy.parse(policy)
     except UserError:  # a plan file, or none
@@ -107,8 +108,8 @@ def _waits(policy: str) -> bool:
     return bool(parsed.swap or parsed.offload)
 
 
-def _launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """The launch that `accelerate launch` describes in the environment, if it offloads; else None."""
+def _offloading_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
+    """The launch that `accelerate launch` describes in the environment, if it offloads to the host; else None."""
     processes = int(environment.get("WORLD_SIZE", "1"))
     machines = max(processes // int(environment.get("LOCAL_WORLD_SIZE", "1")), 1)
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
