@@ -181,22 +181,8 @@ _CASTS = {"float", "to", "type"}  # these may return their input unchanged
 _OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add"}
 _OPERATORS |= {"__sub__": "sub", "__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_", "__isub__": "sub_"}
 _WHOLE = (
-    "rsub",
-    "rtruediv",
-    "pow",
-    "neg",
-    "abs",
-    "matmul",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "iter",
-    "bool",
-    "float",
-)
+    "rsub", "rtruediv", "pow", "neg", "abs", "matmul", "eq", "ne", "lt", "le", "gt", "ge", "iter", "bool", "float",
+)  # fmt: skip
 _OPERATORS |= {f"__{name}__": f"__{name}__" for name in _WHOLE}
 
 

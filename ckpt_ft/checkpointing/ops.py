@@ -13,45 +13,22 @@ import torch
 
 from ckpt_ft.errors import UserError, meant
 
-NAMES: dict[str, frozenset[str]] = {
+_KERNELS = {  # by their names in aten
     # all kernels that scaled_dot_product_attention dispatches to; its math fallback uses bmm and counts as matmul
-    "attention": frozenset(
-        {
-            "aten._scaled_dot_product_flash_attention.default",
-            "aten._scaled_dot_product_flash_attention_for_cpu.default",
-            "aten._scaled_dot_product_efficient_attention.default",
-            "aten._scaled_dot_product_cudnn_attention.default",
-            "aten._scaled_dot_product_fused_attention_overrideable.default",
-            "aten._scaled_dot_product_attention_math_for_mps.default",
-            "aten._flash_attention_forward.default",
-            "aten._efficient_attention_forward.default",
-            "aten._cudnn_attention_forward.default",
-        }
+    "attention": (
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math_for_mps",
+        "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
     ),
-    "matmul": frozenset(
-        {
-            "aten.mm.default",
-            "aten.addmm.default",
-            "aten.bmm.default",
-            "aten.baddbmm.default",
-            "aten.linear.default",
-            "aten.mkldnn_linear.default",
-            "aten._scaled_mm.default",
-            "aten._grouped_mm.default",
-            "aten._scaled_grouped_mm.default",
-            "aten._int_mm.default",
-        }
+    "matmul": (
+        "mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn_linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
+        "_int_mm",
     ),
-    "conv": frozenset(
-        {
-            "aten.convolution.default",
-            "aten._convolution.default",
-            "aten.cudnn_convolution.default",
-            "aten.mkldnn_convolution.default",
-        }
-    ),
-    "router": frozenset({"aten.topk.default"}),
-}
+    "conv": ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"),
+    "router": ("topk",),
+}  # fmt: skip
+GROUPS = {f"aten.{name}.default": group for group, names in _KERNELS.items() for name in names}
 PATTERNS: dict[str, re.Pattern[str]] = {  # flash-attn, flex, xformers, sage and custom attention forwards
     "attention": re.compile(r"(?!aten\.)(?!.*(backward|bwd)).*(attention|attn)", re.IGNORECASE),
     "matmul": re.compile(r"(bitsandbytes\.gemm|torchao\..*(mm|linear)|.*grouped_mm)", re.IGNORECASE),
@@ -61,9 +38,8 @@ PATTERNS: dict[str, re.Pattern[str]] = {  # flash-attn, flex, xformers, sage and
 @cache
 def group_of(op: str) -> str | None:
     """Return the group of the operator named `op` (the `str` of its overload), or None."""
-    for group, names in NAMES.items():
-        if op in names:
-            return group
+    if op in GROUPS:
+        return GROUPS[op]
     for group, pattern in PATTERNS.items():
         if pattern.match(op):
             return group

@@ -131,31 +131,26 @@ class SkippedBlocks:
             NotPeriodic: units turned out not to repeat each other. `traced` has grown by their runs.
         """
         self._start = self.recorder.position
-        names = self._not_periodic(step, {name for traced, name in self.traced if traced == number})
-        if names:
-            self.traced |= {(number, name) for name in names}
-            raise NotPeriodic("units differ", names)
-
-    def _not_periodic(self, step: Callable[[], object], traced: set[str]) -> set[str]:
-        """Record a step in which the runs called `traced` are traced whole; returns those that do not repeat."""
+        traced = {name for traced, name in self.traced if traced == number}
         for found in self._lists:
             found.begin(traced, [run for run in self._left_out if run.blocks[0] in found.blocks])
         self.tracker.start_step()
         try:
             step()
-            if failed := {run.name for run in self._skipped() if run.failed}:
-                return failed
-            splice(self.recorder, self._start, self._skipped())
+            names = {run.name for run in self._skipped() if run.failed}
+            if not names:
+                splice(self.recorder, self._start, self._skipped())
         except NotPeriodic as error:
-            return error.names
+            names = error.names
         except Exception:  # the step's own, or caused by what is missing in it: traced whole, it shows
             names = {run.name for run in self._skipped()}
             if not names:
                 raise
-            return names
+        if names:
+            self.traced |= {(number, name) for name in names}
+            raise NotPeriodic("units differ", names)
         for run in self._skipped():
             self._hold(run)
-        return set()
 
     def _hold(self, run: _Run) -> None:
         """What the third unit holds besides its parameters (PEFT's indices) the skipped units hold, too."""

@@ -65,12 +65,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+Choose = Callable[[Iterable[Any]], torch.dtype | None]  # arguments -> the dtype to cast them to, None for none
+
+
 def _lower(given: Iterable[Any]) -> torch.dtype:
     return torch.get_autocast_dtype("cpu")
-
-
-def _float32(given: Iterable[Any]) -> torch.dtype:
-    return torch.float32
 
 
 def _widest(given: Iterable[Any]) -> torch.dtype:
@@ -78,13 +77,15 @@ def _widest(given: Iterable[Any]) -> torch.dtype:
     return torch.float32 if wide else torch.get_autocast_dtype("cpu")
 
 
-def _casting(choose: Callable[[Iterable[Any]], torch.dtype], op: Any) -> Callable[..., Any]:
+def _casting(choose: Choose, op: Any) -> Callable[..., Any]:
     """Returns a kernel that runs `op` on arguments cast to the dtype `choose(arguments)`."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = choose((*args, *kwargs.values()))
+        if dtype is not None:
+            args, kwargs = tuple(_cast(args, dtype)), {k: _cast(v, dtype) for k, v in kwargs.items()}
         with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
-            return op(*_cast(args, dtype), **{k: _cast(v, dtype) for k, v in kwargs.items()})
+            return op(*args, **kwargs)
 
     return kernel
 
@@ -102,20 +103,12 @@ def _with_float32_output(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _as_it_is(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
-            return op(*args, **kwargs)
-
-    return kernel
-
-
 _TREATMENTS = (
     (LOWER, partial(_casting, _lower)),
-    (FLOAT32, partial(_casting, _float32)),
+    (FLOAT32, partial(_casting, lambda given: torch.float32)),
     (FLOAT32_OUTPUT, _with_float32_output),
     (WIDEST, partial(_casting, _widest)),
-    (UNTOUCHED, _as_it_is),
+    (UNTOUCHED, partial(_casting, lambda given: None)),
 )
 
 

@@ -128,8 +128,11 @@ def composite(arch: int) -> dict[str, Callable[..., Any]]:
 # -- rules: below autograd --------------------------------------------------------------------------------------------
 
 
-def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Mean and rstd are always float32 (acc_type), unlike GroupNorm's. [native/cuda/layer_norm_kernel.cu]"""
+def float32_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """LayerNorm's and cuDNN's BatchNorm keep float32 statistics (unlike GroupNorm), and no reserve.
+
+    [native/cuda/layer_norm_kernel.cu; native/cudnn/BatchNorm.cpp, for contiguous tensors]
+    """
     out, mean, rstd = func(*args, **kwargs)
     return out, as_dtype(mean, torch.float32), as_dtype(rstd, torch.float32)
 
@@ -139,12 +142,6 @@ def fused_rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     input, shape = args[:2]
     statistics = list(input.shape[: input.dim() - len(shape)]) + [1] * len(shape)
     return torch.empty_like(input), torch.empty(statistics, dtype=torch.float32, device=input.device)
-
-
-def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """cuDNN keeps float32 statistics, and no reserve for contiguous tensors. [native/cudnn/BatchNorm.cpp]"""
-    out, mean, rstd = func(*args, **kwargs)
-    return out, as_dtype(mean, torch.float32), as_dtype(rstd, torch.float32)
 
 
 RESERVE = (
@@ -161,8 +158,8 @@ def lstm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 RULES: dict[Any, Rule] = {
     aten.mkldnn_rnn_layer.default: lstm,
-    aten.native_layer_norm.default: layer_norm,
-    aten.native_batch_norm.default: batch_norm,
+    aten.native_layer_norm.default: float32_statistics,
+    aten.native_batch_norm.default: float32_statistics,
     aten._fused_rms_norm.default: fused_rms_norm,
 }
 

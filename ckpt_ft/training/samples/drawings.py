@@ -123,8 +123,7 @@ def drawings(count: int | None = None, seed: int = 0) -> list[Drawing]:
 def drawn_shapes(count: int | None = None, resolution: int = 64) -> Dataset:
     """Returns a data set of `drawings(count)`.
 
-    Its columns are `image` (PIL, RGB, `resolution` squared), `text` (the caption), `label` (ClassLabel of `SHAPES`),
-    and the strings `colour`, `position`, `size` and `background`.
+    Its columns are `image` (PIL, RGB, `resolution` squared), `text` (a caption) and `label` (ClassLabel of `SHAPES`).
     """
     from datasets import ClassLabel, Dataset, Features, Value
     from datasets import Image as ImageFeature
@@ -132,17 +131,12 @@ def drawn_shapes(count: int | None = None, resolution: int = 64) -> Dataset:
     if resolution < 8:
         raise UserError(f"shapes of {resolution} pixels cannot be told apart; give a resolution of at least 8")
     chosen = drawings(count)
-    names = ("colour", "position", "size", "background")
     rows: dict[str, list[Any]] = {
         "image": [drawing.image(resolution) for drawing in chosen],
         "text": [drawing.caption for drawing in chosen],
         "label": [drawing.shape for drawing in chosen],
-        **{name: [getattr(drawing, name) for drawing in chosen] for name in names},
     }
-    features = Features(
-        image=ImageFeature(), text=Value("string"), label=ClassLabel(names=list(SHAPES)),
-        **{name: Value("string") for name in names},
-    )  # fmt: skip
+    features = Features(image=ImageFeature(), text=Value("string"), label=ClassLabel(names=list(SHAPES)))
     return Dataset.from_dict(rows, features=features)
 
 
