@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,10 +34,12 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _laid_out(out), mean, rstd
 
 
-def batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The gradient's layout, as in `batch_norm`."""
+def gradient(
+    change: Callable[[Tensor, tuple[Any, ...]], Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`change` of the input's gradient and the arguments takes the place of that gradient."""
     grad, *others = func(*args, **kwargs)
-    return (grad if grad is None else _laid_out(grad), *others)
+    return (grad if grad is None else change(grad, args), *others)
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
@@ -46,17 +49,10 @@ def _laid_out(tensor: Tensor) -> Tensor:
     return tensor if dense else torch.empty_like(tensor, memory_format=asked)
 
 
-def layer_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The input's gradient is contiguous. [native/layer_norm.cpp; native/cuda/layer_norm_kernel.cu]"""
-    grad, *others = func(*args, **kwargs)
-    dense = grad is None or grad.is_contiguous()
-    return (grad if dense else torch.empty_like(grad, memory_format=torch.contiguous_format), *others)
-
-
-def group_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The input's gradient has the input's dtype, whatever the weight's. [aten/src/ATen/native/group_norm.cpp]"""
-    grad, *others = func(*args, **kwargs)
-    return (grad if grad is None else as_dtype(grad, args[1].dtype), *others)
+def _contiguous(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous():
+        return tensor
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -128,9 +124,11 @@ RULES: dict[Any, Rule] = {
     aten.native_layer_norm.default: partial(mixed_norm, 2),
     aten.native_group_norm.default: partial(mixed_norm, 1),
     aten.native_batch_norm.default: batch_norm,
-    aten.native_batch_norm_backward.default: batch_norm_backward,
-    aten.native_layer_norm_backward.default: layer_norm_backward,
-    aten.native_group_norm_backward.default: group_norm_backward,
+    aten.native_batch_norm_backward.default: partial(gradient, lambda grad, args: _laid_out(grad)),  # as `batch_norm`
+    # contiguous [native/layer_norm.cpp; native/cuda/layer_norm_kernel.cu]
+    aten.native_layer_norm_backward.default: partial(gradient, lambda grad, args: _contiguous(grad)),
+    # in the input's dtype, whatever the weight's [aten/src/ATen/native/group_norm.cpp]
+    aten.native_group_norm_backward.default: partial(gradient, lambda grad, args: as_dtype(grad, args[1].dtype)),
     aten._grouped_mm.default: grouped_mm,
     aten.nll_loss_forward.default: nll_loss,
     aten.nll_loss_backward.default: nll_loss_backward,

@@ -205,53 +205,38 @@ def draw_class_images(
     if not missing:
         return
     check_writable(next(iter(missing.values())), "--class_data_dir")
-    ours = sorted(missing)[accelerator.process_index :: accelerator.num_processes]
-    if ours:
-        progress = tqdm(total=len(ours), disable=not accelerator.is_main_process, desc="class images")
-        with progress, _advise_on_class_images(prior.sample_batch_size):
-            for numbers in _class_images(prior, sampler, encoders, load_model, accelerator, seed, ours, options):
-                for number, image in numbers.items():
-                    write(missing[number], partial(save_class_image, image, prior))
-                progress.update(len(numbers))
-        clear_device_cache(garbage_collection=True)
-    accelerator.wait_for_everyone()
-
-
-def _class_images(
-    prior: ImageArguments,
-    sampler: Sampler,
-    encoders: Encoders,
-    load_model: Callable[[], Any],
-    accelerator: Accelerator,
-    seed: int,
-    numbers: list[int],
-    options: dict[str, Any],
-) -> Iterator[dict[int, Any]]:
-    """Yields the images of `numbers`, batch by batch."""
-    device, dtype = accelerator.device, frozen_dtype(accelerator)
+    numbers = sorted(missing)[accelerator.process_index :: accelerator.num_processes]
+    device, dtype, most = accelerator.device, frozen_dtype(accelerator), prior.sample_batch_size
     if prior.prior_generation_precision is not None:
         dtype = MIXED_PRECISION.get(prior.prior_generation_precision) or torch.float32
-    embeds = {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in encoders.encode_prompts([prior.class_prompt, ""]).items()
-    }
-    with _on_cpu(encoders):
-        model = load_model()
-        if not getattr(model, "is_quantized", False):
-            nn.Module.to(model, dtype)  # diffusers' own `to` warns about modules that should stay in float32
-        model.to(device)
-        for start in range(0, len(numbers), prior.sample_batch_size):
-            part = numbers[start : start + prior.sample_batch_size]
-            with library_reads("--with_prior_preservation: the pipeline draws no images of the class"):
-                images = sampler.images(
-                    model,
-                    {name: value[[0] * len(part) + [1]] for name, value in embeds.items()},
-                    device,
-                    partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-                    generator=[torch.Generator().manual_seed(seed + number) for number in part],
-                    **options,
-                )
-            yield dict(zip(part, images, strict=True))
+    if numbers:
+        progress = tqdm(total=len(numbers), disable=not accelerator.is_main_process, desc="class images")
+        with progress, _advise_on_class_images(most):
+            embeds = {
+                name: value.to(dtype) if value.is_floating_point() else value
+                for name, value in encoders.encode_prompts([prior.class_prompt, ""]).items()
+            }
+            with _on_cpu(encoders):
+                model = load_model()
+                if not getattr(model, "is_quantized", False):
+                    nn.Module.to(model, dtype)  # diffusers' own `to` warns about modules that should stay in float32
+                model.to(device)
+                for part in (numbers[start : start + most] for start in range(0, len(numbers), most)):
+                    with library_reads("--with_prior_preservation: the pipeline draws no images of the class"):
+                        images = sampler.images(
+                            model,
+                            {name: value[[0] * len(part) + [1]] for name, value in embeds.items()},
+                            device,
+                            partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
+                            generator=[torch.Generator().manual_seed(seed + number) for number in part],
+                            **options,
+                        )
+                    for number, image in zip(part, images, strict=True):
+                        write(missing[number], partial(save_class_image, image, prior))
+                    progress.update(len(part))
+                del model
+        clear_device_cache(garbage_collection=True)
+    accelerator.wait_for_everyone()
 
 
 @contextmanager
