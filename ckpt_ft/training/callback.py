@@ -138,9 +138,9 @@ class ACCallback(TrainerCallback):
         if session.settings.ac_check:
             require_batches(trainer, "--ac_check")
         self._phases = PhaseRecorder(trainer, self._phase)
-        trainer.compute_loss = self._noting(trainer.compute_loss)
+        trainer.compute_loss = self._recording_batches(trainer.compute_loss)
         trainer.callback_handler.callbacks.insert(0, self)
-        trainer.train = self._stopped_by_errors(trainer.train)
+        trainer.train = self._cleaning_up_after_errors(trainer.train)
         return self
 
     def on_train_begin(
@@ -231,7 +231,7 @@ class ACCallback(TrainerCallback):
         names = {old for old in (name, "gradient_checkpointing") if hasattr(args, old)}
         return changed(args, **dict.fromkeys(names, False))
 
-    def _stopped_by_errors(self, train: Callable[..., Any]) -> Callable[..., Any]:
+    def _cleaning_up_after_errors(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `train` to clean up when it raises, because a Trainer does not report errors to its callbacks."""
 
         @wraps(train)
@@ -241,21 +241,21 @@ class ACCallback(TrainerCallback):
             except BaseException as error:
                 try:
                     self.session.stop(failed=True)
-                    self._try_others(error)
+                    self._add_passing_policies(error)
                 finally:
                     self.session.close()
                 raise
 
         return watched
 
-    def _try_others(self, error: BaseException) -> None:
+    def _add_passing_policies(self, error: BaseException) -> None:
         """Adds to a VerificationError which policies pass on the micro-batch that raised it."""
         loss, self._micro_batch, micro_batch = self._loss, None, self._micro_batch
         if isinstance(error, VerificationError) and micro_batch is not None and loss is not None:
             inputs, options = micro_batch
-            self.session.try_others(error, inputs, lambda model, batch: loss(model, dict(batch), **options))
+            self.session.add_passing_policies(error, inputs, lambda model, batch: loss(model, dict(batch), **options))
 
-    def _noting(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    def _recording_batches(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `compute_loss` to record its training batches in the profiler, and to keep the last one here."""
 
         @wraps(compute_loss)

@@ -67,6 +67,10 @@ PIPELINE_LORA = "pytorch_lora_weights.safetensors"  # LoRA weights of a U-Net, t
 ADAPTER = ("adapter_config.json", PIPELINE_LORA)  # files that identify an adapter of PEFT or diffusers
 WHOLE = ("config.json", "model_index.json")
 _RESULT = (*ADAPTER, *WHOLE, "adapter_model.safetensors", "model*.safetensors*", "losses.jsonl")
+_STATE = "training_state.pt"  # of a loop
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_FORWARDED_WITHIN = 1.0  # seconds: a launcher forwards a signal that the terminal has already sent to its ranks
+_FLAGS_OF_A_START = ("resume_from_checkpoint", "overwrite_output_dir")  # a resumed run must not repeat them
 
 
 class Manifest(BaseModel):
@@ -174,8 +178,8 @@ def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | No
     return chosen
 
 
-def unfit(checkpoint: str) -> str:
-    """Returns the start of the error for a checkpoint that does not match this run."""
+def mismatch(checkpoint: str) -> str:
+    """Returns the beginning of the error message for a checkpoint that does not match this run."""
     return (
         f"--resume_from_checkpoint {checkpoint} does not fit this run; resume with the flags that it was written with"
     )
@@ -358,12 +362,6 @@ def _lock(path: Path) -> FileLock:
     return lock
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_OF_THE_START = ("resume_from_checkpoint", "overwrite_output_dir")  # flags that a resumed run must not repeat
-_SAME = 1.0  # seconds: a launcher forwards a signal that the terminal has already sent to its ranks
-_STATE = "training_state.pt"  # of a loop
-
-
 class Stop:
     """Context manager that defers SIGINT and SIGTERM to the end of the step.
 
@@ -373,7 +371,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._came = 0.0
+        self._received_at = 0.0
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
         self._sum: torch.Tensor | None = None
@@ -407,10 +405,10 @@ class Stop:
                 os.kill(os.getpid(), number)
             return
         if self.signal is None:
-            self.signal, self._came = number, time.monotonic()
+            self.signal, self._received_at = number, time.monotonic()
             name = signal.Signals(number).name
             os.write(2, f"\n{name}: finishing this step and a checkpoint; a second signal stops at once\n".encode())
-        elif time.monotonic() - self._came > _SAME:
+        elif time.monotonic() - self._received_at > _FORWARDED_WITHIN:
             raise Interrupted(
                 "stopped at once; --resume_from_checkpoint latest continues from the last checkpoint", number
             )
@@ -429,7 +427,7 @@ def resuming_command() -> str:
     stays = True  # whether to keep a flag and its values
     for token in sys.argv[1:]:
         if token.startswith("--"):
-            stays = token.partition("=")[0][2:].replace("-", "_") not in _OF_THE_START
+            stays = token.partition("=")[0][2:].replace("-", "_") not in _FLAGS_OF_A_START
         if stays:
             kept.append(token)
     launcher = ["accelerate", "launch", "-q"] if PartialState().num_processes > 1 else ["python"]
@@ -448,9 +446,8 @@ class Checkpoints(TrainerCallback):
         self.limit = trainer.args.save_total_limit
         trainer.args.save_total_limit = None  # `RunDirectory.finish` deletes them
         self.stopping = False
-        self.first = FirstStep(
-            "training cannot begin with these flags" if directory.checkpoint is None else unfit(directory.checkpoint)
-        )
+        resumed = directory.checkpoint
+        self.first = FirstStep(mismatch(resumed) if resumed else "training cannot begin with these flags")
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:  # a Trainer would do one more step
@@ -567,9 +564,11 @@ def save_checkpoint(
 
     try:
         # One with this name exists only after resuming from an older one.
-        written(accelerator, directory, target.name, lambda: shutil.rmtree(target, ignore_errors=True), main_only=True)
-        written(accelerator, directory, target.name, lambda: accelerator.save_state(str(target)))
-        written(accelerator, directory, target.name, finish, main_only=True)
+        write_on_ranks(
+            accelerator, directory, target.name, lambda: shutil.rmtree(target, ignore_errors=True), main_only=True
+        )
+        write_on_ranks(accelerator, directory, target.name, lambda: accelerator.save_state(str(target)))
+        write_on_ranks(accelerator, directory, target.name, finish, main_only=True)
     except WorkFailed:
         if accelerator.is_main_process:
             directory.drop_unfinished()
@@ -582,7 +581,7 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: str, identity: dict[st
     Raises:
         UserError: its `identity` differs, or another program wrote it.
     """
-    with library_reads(unfit(checkpoint)):
+    with library_reads(mismatch(checkpoint)):
         state: dict[str, Any] = torch.load(Path(checkpoint) / _STATE, map_location="cpu", weights_only=True)
         for name, ours in identity.items():
             theirs = state["identity"].get(name)
@@ -595,7 +594,7 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: str, identity: dict[st
     return state
 
 
-def written(
+def write_on_ranks(
     accelerator: Accelerator, directory: RunDirectory, what: str, write: Callable[[], object], main_only: bool = False
 ) -> None:
     """Run `write` on every rank, or on the main one; if it fails on one rank, fail on all, so that none waits forever.

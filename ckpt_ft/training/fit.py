@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
 Answer = TypeVar("Answer")
+logger = logging.getLogger(__name__)
+_NEXT_BUDGET = 0.9  # of the budget that was too large
+_MOST = 1024  # samples of a micro-batch
+_LOOP_SHARE = 0.05  # share of a CPU's budget for the loop outside of the step (prefetched batches, logging)
 
 
 def launch_of(accelerator: Accelerator, prepared: bool = True, model: Any = None) -> Launch | None:
@@ -158,12 +162,6 @@ def found_by_main(find: Callable[[], Answer]) -> Answer:
     return answer
 
 
-logger = logging.getLogger(__name__)
-_NEXT_BUDGET = 0.9  # of the budget that was too large
-_MOST = 1024  # samples of a micro-batch
-_LOOP_SHARE = 0.05  # share of a CPU's budget for the loop outside of the step (prefetched batches, logging)
-
-
 @dataclass(frozen=True)
 class Fitted:
     """The settings of a training run after everything that the flags leave open is chosen.
@@ -242,7 +240,7 @@ def fit(
     automatic = settings.ac_policy == "auto"
     if not automatic and not settings.find_max_batch_size:
         return fitted
-    shared = _shared(workload, launch, "--ac_policy auto" if automatic else "--find_max_batch_size")
+    shared = _under_launch(workload, launch, "--ac_policy auto" if automatic else "--find_max_batch_size")
     fitted = replace(fitted, workload=shared)
     if automatic:
         batch_size = None if settings.find_max_batch_size else getattr(args, batch_name)
@@ -252,7 +250,7 @@ def fit(
     return _with_largest_batch(fitted, device, batch_name) if settings.find_max_batch_size else fitted
 
 
-def _shared(workload: Workload, launch: Callable[[], Launch | None], flag: str) -> Workload:
+def _under_launch(workload: Workload, launch: Callable[[], Launch | None], flag: str) -> Workload:
     """Returns `workload` under its launch, or for one process where the launch is not modelled."""
     if any(hasattr(parameter, "ds_id") for parameter in workload.model.parameters()):
         raise UserError(
@@ -288,7 +286,7 @@ def fit_length(trainer: Trainer, settings: TextACArguments, most: int) -> tuple[
             f"{flag}: Ulysses pads every row to --max_length; find it with `ckpt-ft max-length MODEL --sp N`"
         )
     launch = partial(launch_of, trainer.accelerator, prepared=False, model=trainer.model)
-    workload = _shared(live_workload(trainer, flag, any_length=True), launch, flag)
+    workload = _under_launch(live_workload(trainer, flag, any_length=True), launch, flag)
     more: dict[str, Any] = {"most": most, "margin": _cpu_margin(workload)}
     more["batch_size"] = args.per_device_train_batch_size
     predicted = _is_only_predicted(workload, settings.policy)

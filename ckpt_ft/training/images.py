@@ -49,6 +49,8 @@ UNDECODABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  
 _REPEATED = re.compile(r"(\d{1,4})_(.+)")  # a folder of kohya's scripts: repeats of its images, and their caption
 _ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for a quarter turn
 _GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+_SOURCES = ("instance_data_dir", "dataset_name", "train_data_dir")
+_PROMPT_KEY = "class_prompt"  # PNG text chunk of a generated class image
 
 
 def image_files(folder: Path, *, below: bool = True) -> list[Path]:
@@ -176,10 +178,6 @@ def _kind(image: Image.Image) -> str:
     if image.has_transparency_data:
         return "with transparency, now over white"
     return "of one channel" if image.mode in _GREY else "" if image.mode == "RGB" else f"of mode {image.mode}"
-
-
-_SOURCES = ("instance_data_dir", "dataset_name", "train_data_dir")
-_PROMPT_KEY = "class_prompt"  # PNG text chunk of a generated class image
 
 
 @dataclass

@@ -132,7 +132,7 @@ class Session:
         state = self.accelerator.state
         return state.num_processes == 1 and state.deepspeed_plugin is None
 
-    def try_others(
+    def add_passing_policies(
         self, error: VerificationError, batch: Any, loss: Callable[..., torch.Tensor] | None = None
     ) -> None:
         """Adds to `error` which other policies pass on the step's batch.

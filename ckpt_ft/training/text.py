@@ -30,7 +30,7 @@ from ckpt_ft.training.models import ModelArguments, load_tokenizer
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.sample_sizes import Lengths, row_lengths
-from ckpt_ft.workloads.transformers_models import READING, in_one_sequence
+from ckpt_ft.workloads.transformers_models import PACKABLE, in_one_sequence
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -40,11 +40,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+IGNORED = -100  # the label of a token without loss
+Segments = list[tuple[str, bool]]
+Renderer: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 LONGEST = 16 << 20  # bytes of one row in a file; a longer one is not text
 ROW_NUMBER = "__row__"  # column with the number that a row had before the dataset was split
 _BOM = b"\xef\xbb\xbf"
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_ENCODING_VERSION = 3  # part of the cache key of `datasets`: raise it when rows are encoded differently
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE_TOKENS = 8  # length of the rows that `check_rows_apart` runs
+_TOLERANCE, _HALF_TOLERANCE = 1e-4, 5e-2  # relative to the largest logit: experts see the batch's other rows
 
 
 @dataclass
@@ -212,15 +219,6 @@ def _from_alpaca(row: dict[str, Any]) -> dict[str, str]:
     context = f"### Input:\n{row['input']}\n\n" if row.get("input") else ""
     prompt = f"### Instruction:\n{row['instruction']}\n\n{context}### Response:\n"
     return {"prompt": prompt, "completion": row["output"]}
-
-
-IGNORED = -100  # the label of a token without loss
-Segments = list[tuple[str, bool]]
-Renderer: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
-_ENCODING_VERSION = 3  # part of the cache key of `datasets`: raise it when rows are encoded differently
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE_TOKENS = 8  # length of the rows that `check_rows_apart` runs
-_TOLERANCE, _HALF_TOLERANCE = 1e-4, 5e-2  # relative to the largest logit: experts see the batch's other rows
 
 
 def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> Dataset:
@@ -505,12 +503,12 @@ def collator_of(
 def check_rows_apart(model: Any) -> None:
     """Raises UserError if a packed row depends on the row before it (prefix masks, recurrent states).
 
-    Model types in `READING` are covered by a test. Any other model is run, to see whether the logits of a row change
+    Model types in `PACKABLE` are covered by a test. Any other model is run, to see whether the logits of a row change
     with the row before it. A model that only runs in an engine (ZeRO-3) is not checked, with a warning.
     """
     model = without_adapters(model)
     kind = model.config.model_type
-    if kind in READING:
+    if kind in PACKABLE:
         return
     if any(hasattr(p, "ds_id") or p.is_meta for p in model.parameters()):
         logger.warning("--packing: whether packed rows of a %s see one another cannot be tried here", kind)

@@ -64,6 +64,10 @@ if TYPE_CHECKING:
 MARK = "<image>"  # an image in a text
 PATH_KEYS = ("image", "path", "image_url", "url")  # keys of an image part that name its file
 Cell = Mapping[str, Any]  # an undecoded image: `bytes` or `path`
+TOKENS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")  # one value per token
+TOKEN_TYPES = TOKENS[3:]  # mark image tokens; some models take them
+CROSS_ATTENTION_MASK = "cross_attention_mask"
+_ENCODING_VERSION = 4  # part of the cache key of `datasets`: raise it when rows are encoded differently
 
 
 @dataclass
@@ -276,12 +280,6 @@ def image_files_digest(folder: Path | None) -> str:
             continue
         digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode(errors="replace"))
     return digest.hexdigest()
-
-
-TOKENS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")  # one value per token
-TOKEN_TYPES = TOKENS[3:]  # mark image tokens; some models take them
-CROSS_ATTENTION_MASK = "cross_attention_mask"
-_ENCODING_VERSION = 4  # part of the cache key of `datasets`: raise it when rows are encoded differently
 
 
 def encode_conversations(

@@ -272,11 +272,11 @@ def zeros(fields: Fields, samples: int, spec: TrainingSpec) -> Batch:
 # Types are excluded if their mask does not follow the positions (PaliGemma's prefixes, images under Gemma 3's sliding
 # window), if their text attends to images in separate layers (Llama 3.2 Vision, IDEFICS), or if they carry a state
 # along the sequence (Qwen3.5, LFM2-VL).
-SEEING = {
+PACKABLE_WITH_IMAGES = {
     "aya_vision", "glm4v", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "qwen2_5_vl",
     "qwen2_vl", "qwen3_vl", "smolvlm",
 }  # fmt: skip
-READING = {
+PACKABLE = {
     "cohere2", "gemma", "glm4v_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
     "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text", "smollm3",
 }  # fmt: skip
@@ -285,9 +285,11 @@ READING = {
 def check_packing(model: Any) -> None:
     """Raises UserError if packed rows with images might attend to each other."""
     kind, text = model.config.model_type, model.config.get_text_config().model_type
-    if kind not in SEEING:
-        raise UserError(f"packing: a {kind} is not known to keep packed rows apart ({', '.join(sorted(SEEING))} do)")
-    if text not in READING:
+    if kind not in PACKABLE_WITH_IMAGES:
+        raise UserError(
+            f"packing: a {kind} is not known to keep packed rows apart ({', '.join(sorted(PACKABLE_WITH_IMAGES))} do)"
+        )
+    if text not in PACKABLE:
         raise UserError(f"packing: the {text} in this {kind} is not known to keep packed rows apart; leave it out")
 
 

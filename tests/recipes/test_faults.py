@@ -150,7 +150,7 @@ def test_a_signal_is_waited_out(
 
 
 def test_the_second_signal_stops_at_once(llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_ft.training.checkpoints._SAME", -1.0)
+    monkeypatch.setattr("ckpt_ft.training.checkpoints._FORWARDED_WITHIN", -1.0)
 
     def twice() -> None:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -29,7 +29,7 @@ from ckpt_ft.training.checkpoints import (
     load_checkpoint,
     save_checkpoint,
     stopped,
-    written,
+    write_on_ranks,
 )
 from ckpt_ft.training.fit import Fitted, fit, launch_of, replans, smaller_budget
 from ckpt_ft.training.images import ImageArguments
@@ -118,7 +118,7 @@ class Run:
         state = TrainingState(self.fitted.workload.model, len(data.samples), data.family.part, self)
         state.resume(self)
         signal = run_steps(state, data, self)
-        leave_behind(state, data, self)
+        save_results(state, data, self)
         if not state.done:
             raise stopped(signal, self.directory.last_complete())
 
@@ -334,7 +334,7 @@ def run_steps(state: TrainingState, data: Data, run: Run) -> int | None:
     ):
         while not (state.done or stopping):
             first.begins()
-            micro_batches = noted(
+            micro_batches = watched(
                 map(data.noisy, islice(batches, args.gradient_accumulation_steps)), data, memory, state.step == 0
             )
             try:
@@ -343,7 +343,7 @@ def run_steps(state: TrainingState, data: Data, run: Run) -> int | None:
                     max_grad_norm=args.max_grad_norm, parameters=state.parameters, engine=accelerator,
                 )  # fmt: skip
             except VerificationError as error:
-                memory.try_others(error, losses.batch, run.fitted.workload.compute_loss)
+                memory.add_passing_policies(error, losses.batch, run.fitted.workload.compute_loss)
                 raise
             memory.step()
             first.made()
@@ -408,7 +408,7 @@ def read_losses(output_dir: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
-def noted(micro_batches: Iterable[Batch], data: Data, memory: Session, first: bool) -> Iterator[Batch]:
+def watched(micro_batches: Iterable[Batch], data: Data, memory: Session, first: bool) -> Iterator[Batch]:
     """Passes the micro-batches on, and notes the largest of a measured step if images are in buckets.
 
     first: whether the step is the run's first, on whose micro-batches --ac_check compares a step with and without
@@ -432,13 +432,13 @@ def validate(validation: Validation, state: TrainingState) -> None:
     state.accelerator.wait_for_everyone()
 
 
-def leave_behind(state: TrainingState, data: Data, run: Run) -> None:
+def save_results(state: TrainingState, data: Data, run: Run) -> None:
     """Writes adapters or a pipeline, the sheet of samples, and the memory report."""
     args, accelerator, validation = run.args, state.accelerator, data.validation
     sampler = validation.sampler
     if state.done:
         with averaged(state.ema, state.parameters):
-            written(
+            write_on_ranks(
                 accelerator, run.directory, "the result",
                 lambda: save_result(state.trained, sampler.family.part, sampler.vae, sampler.args, args.output_dir),
                 main_only=True,

@@ -15,7 +15,7 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.text import pack
 from ckpt_ft.training.vision_language import TOKEN_TYPES, collator_of, concatenated_images
 from ckpt_ft.workloads.images import pictured
-from ckpt_ft.workloads.transformers_models import READING, SEEING
+from ckpt_ft.workloads.transformers_models import PACKABLE, PACKABLE_WITH_IMAGES
 
 IGNORED = -100
 
@@ -83,7 +83,9 @@ def test_loss_and_gradients_are_those_of_the_rows_alone(family: str, attention: 
         assert error <= 3e-6 * gradient.abs().max().clamp(min=1e-3), name
 
 
-@pytest.mark.parametrize("text", sorted(READING - {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text"}))
+@pytest.mark.parametrize(
+    "text", sorted(PACKABLE - {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text"})
+)
 def test_each_language_model_keeps_rows_apart(text: str) -> None:
     model = made({**LLAVA, "text_config": {"model_type": text, **TEXT, "pad_token_id": 0, "eos_token_id": 2}})
     rows = [row(model, 1, 5), row(model, 0, 9)]
@@ -94,7 +96,7 @@ def test_each_language_model_keeps_rows_apart(text: str) -> None:
 
 
 def test_the_tables_name_nothing_that_is_not_held_here() -> None:
-    assert {config["model_type"] for config in PACKED.values()} == SEEING
+    assert {config["model_type"] for config in PACKED.values()} == PACKABLE_WITH_IMAGES
 
 
 @pytest.mark.parametrize(
