@@ -96,7 +96,7 @@ class AppliedPolicy:
         self.hooks: list[Any] = []
         self.tied = ""  # names of one layer at two positions, which a KV cache would mix up
         self.switched_off: list[nn.Module] = []
-        self.removed = False
+        self.removed = self.warned = False
 
     def __repr__(self) -> str:
         blocks = f"{len(self.found.blocks) - len(self.uncovered)} of {len(self.found.blocks)} blocks are re-run"
@@ -199,9 +199,10 @@ class AppliedPolicy:
     def _warn_once(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the model: after the first forward pass, warn about terms of the policy with no effect."""
         compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if compiled or not torch.is_grad_enabled() or not self.is_active:
+        if self.warned or compiled or not torch.is_grad_enabled() or not self.is_active:
             return
-        self.hooks.pop().remove()
+        self.warned = True
+        self.hooks[-1].remove()
         for group in self.never_fired():
             reason = self._attention_as_matmuls() if group == "attention" else ""
             warnings.warn(

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckpt_ft import apply_policy
 from ckpt_ft.checkpointing.apply import applied_policy
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.wrap import whole_again
 
 LAYERS = 4
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -322,6 +323,17 @@ def test_plain_stack_of_layers() -> None:
         stack(x).sum().backward()
     # of each run of four, the last layer's output is nobody's saved tensor: three are re-run
     assert count.calls["aten.addmm.default"] - plain.calls["aten.addmm.default"] == 2 * 3
+
+
+def test_what_warned_in_a_trace_of_a_launch_warns_no_more() -> None:
+    """Such a trace puts all hooks of the model back, also the one that was removed once it had warned."""
+    model = make("llama")
+    apply_policy(model, "save:conv")
+    hooks = list(model._forward_pre_hooks.values())
+    with whole_again(model), pytest.warns(UserWarning, match="no operator of 'conv'"):
+        model(**batch()).loss.backward()
+    model(**batch()).loss.backward()
+    assert list(model._forward_pre_hooks.values()) == hooks  # they turn the KV cache off
 
 
 def test_budget_sets_the_compilers_and_gives_it_back() -> None:

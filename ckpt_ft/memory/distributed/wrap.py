@@ -245,22 +245,21 @@ def whole_again(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def without_synchronisation(model: nn.Module) -> Iterator[None]:
     """Disables gradient synchronisation inside (DDP's and FSDP2's `no_sync`)."""
-    shared = getattr(model, _SHARED, None)
-    if shared is not None:
-        shared.synchronises = False
-    elif isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(False)
-    elif isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = False
+    _set_synchronisation(model, False)
     try:
         yield
     finally:
-        if shared is not None:
-            shared.synchronises = True
-        elif isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(True)
-        elif isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = True
+        _set_synchronisation(model, True)
+
+
+def _set_synchronisation(model: nn.Module, on: bool) -> None:
+    shared = getattr(model, _SHARED, None)
+    if shared is not None:
+        shared.synchronises = on
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(on)
+    elif isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = on
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
