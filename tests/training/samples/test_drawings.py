@@ -71,7 +71,7 @@ def test_as_a_classification_set() -> None:
     row = train[3]
     assert row["image"].size == (16, 16)
     assert train.features["label"].int2str(row["label"]) == drawings(4)[3].shape
-    assert f"{row['size']} {row['colour']}" in row["text"]
+    assert row["text"] == drawings(4)[3].caption
     assert drawn_shapes(100, 16)._fingerprint == train._fingerprint
 
 
