@@ -146,19 +146,21 @@ ALST tiles the MLP of the last row in 293 pieces; 32 are traced, because 293 tak
 The target of 4 % is met by these five rows. Their seconds are with one thread on the host (`OMP_NUM_THREADS=1`), where
 AdamW on 8 billion parameters takes 28 of them.
 
-Qwen3's rows (Hugging Face's blog on Ulysses) are described with Adam in host memory, where 27.8, 9.3 and 38.4 GB
-would be allocated. Their bytes are near to those of Adam on the card, so that is what is traced. Without ZeRO-3's
-buffer of bf16 gradients (8.04 and 2.01 GB), which DeepSpeed 0.19.8 allocates at the beginning, the first row would be
-at -0.5 % and the last at -0.2 %; why it would be missing is not known.
+Qwen3's rows (huggingface/blog, ulysses-sp.md) are described with Adam in host memory. Traced so, 27.8, 9.3 and 38.4 GB
+are allocated, 64, 60 and 24 % less than published. The blog's own YAML writes `offload_optimizer: {device: cpu}` into
+accelerate's `deepspeed_config`, where accelerate 1.15 reads `offload_optimizer_device` alone (utils/launch.py:
+prepare_deepspeed_cmd_env). With such a file Adam stays on the card, and so it is traced; an `estimate` refuses it and
+names the right key. Without ZeRO-3's buffer of bf16 gradients (8.04 and 2.01 GB), which DeepSpeed 0.19.8 allocates
+at the beginning, the first row would be at -0.5 % and the last at -0.2 %; why it would be missing is not known. The
+first row's 10.06 % are beyond the target of 4 %.
 
-The only speeds among these rows are Qwen3's: 2,436, 2,315 and 13,396 tokens a second for each GPU, with 8
-micro-batches 26.9, 7.1 and 9.8 s a step. They say nothing certain about Adam on the host: the last one is above the
-peak rate of the cards if every token attends to all before it, so rows were packed from short documents, which the
-table's seconds do not assume, and whether Adam ran on the host is open. What the first two take beyond the predicted
-seconds of the card, 18.8 and 4.4 s, is what one thread (`OMP_NUM_THREADS=1`, the default of `accelerate launch`)
-takes for Adam on 4.0 and 1.0 billion parameters at 6 GB/s; 12.8 are assumed. The target of 25 % for such seconds is
-therefore neither met nor refuted by published rows; on a calibrated machine it is tested
-(tests/memory/measure/test_calibrate.py)."""
+The only speeds among these rows are Qwen3's: 2,436, 2,315 and 13,396 tokens a second. Another version of the blog has
+3,633 and 3,933 for the first two, and neither says whether it counts one GPU or all. So these rows neither meet nor
+refute the target of 25 % for the seconds of an optimizer on the host. With Adam on one thread of the host
+(`OMP_NUM_THREADS=1`, the default of `accelerate launch`), a step of the first row is predicted to take 19.8 s: 26 %
+less than the 26.9 s of 2,436 tokens a second, and 10 % more than the 18.0 s of 3,633. With Adam on the card it is
+8.1 s: the row's time speaks for Adam on the host, and its bytes speak against it. On a calibrated machine such seconds
+are tested (tests/memory/measure/test_calibrate.py)."""
 
 BERT = """\
 `python benchmarks/bert_large.py`; published in Hugging Face's documentation
