@@ -1,14 +1,15 @@
-"""Deferred logits, which the policy `head` makes an output layer return while the model computes its loss."""
+"""Deferred logits, and the output layer that the policy `head` makes return them while the model computes its loss."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,18 @@ from ckpt_ft.units import MIB
 
 from . import rng
 from .autocast import AutocastState
-from .chunks import Weights
+from .chunks import InPieces, Weights, hooked
+from .libraries import FSDP2, is_a
+from .standin import warn_once
 from .verify import TensorComparison
 
-if TYPE_CHECKING:
-    from .head import OutputLayer
+
+class _Local(threading.local):
+    deferring = False
+    instead: Callable[[torch.Tensor], torch.Tensor] | None = None  # replaces the forward of the next call
+
+
+local = _Local()
 
 
 class Step:
@@ -352,3 +360,91 @@ def _operator(name: str) -> Any:
 for _name, _function in _OPERATORS.items():
     setattr(Logits, _name, _operator(_function))
 Logits.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+# -- the output layer -------------------------------------------------------------------------------------------------
+
+
+class OutputLayer(InPieces):
+    """The layer from hidden states to logits; it returns deferred logits while `Deferring` runs.
+
+    Attributes:
+        called: whether the current forward pass of the model has called the layer.
+    """
+
+    called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if local.instead is not None:
+            function, local.instead = local.instead, None
+            return function(*args)
+        if not local.deferring or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        self.called = True
+        given = (*args, *kwargs.values())
+        reason = "it is given more than hidden states" if len(given) != 1 else _hooked(self.module)
+        if reason:
+            warn_once(
+                f"policy 'head': the logits of {type(self.module).__name__}, the output layer, are computed whole: "
+                f"{reason}"
+            )
+            return self.forward(*args, **kwargs)
+        return self.defer(given[0])
+
+    def defer(self, hidden: torch.Tensor) -> Logits:
+        """Return deferred logits of `hidden`, which will be computed in the current autocast state."""
+        autocast = AutocastState.now(hidden.device.type)
+        comparison = self.verification.region(self.name, self.module) if self.verification.active else None
+        given = None
+        if comparison is not None:
+            given = comparison, comparison.saved(hidden, "its input"), hidden, rng.snapshot(hidden.device)
+        return Logits(Projection(self, autocast, _output_cast(self.module), given), hidden, _width(self.module))
+
+    def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
+        """Return `function(hidden)`, run as the layer's forward, so that FSDP's hooks gather its weight.
+
+        If FSDP2 groups the layer with others, its weight is still gathered, and `function` runs without hooks.
+        """
+        if _is_grouped(self.module):
+            return function(hidden)
+        local.instead = function
+        try:
+            return self.module(hidden)
+        finally:
+            local.instead = None
+
+    def rows(self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Run the layer's own forward without hooks; use `parameters` (by name) instead of its own if given."""
+        return self.unhooked.run(hidden, parameters)
+
+
+def _width(layer: nn.Module) -> int:
+    width = getattr(layer, "out_features", None)
+    return width if isinstance(width, int) else len(layer.weight)  # type: ignore[arg-type]
+
+
+def _hooked(layer: nn.Module) -> str:
+    """Return why the logits must be computed whole, or "": hooks on or in `layer` other than FSDP's and DeepSpeed's.
+
+    An FSDP2 group with other modules is a reason, too, unless it stays gathered until backward, as accelerate sets
+    it: FSDP2 does not gather the group again if only one of its modules is re-run.
+    """
+    if _is_grouped(layer) and any(group.post_forward_mesh_info for group in _fsdp_state(layer)._fsdp_param_groups):
+        return "FSDP gathers it together with other modules, and drops it after forward"
+    hook = hooked(layer.modules())
+    return f"it has a hook ({hook})" if hook else ""
+
+
+def _is_grouped(layer: nn.Module) -> bool:
+    """Whether FSDP2 gathers `layer` together with other modules (`fully_shard([norm, lm_head])`)."""
+    return is_a(layer, FSDP2) and len(_fsdp_state(layer)._modules) > 1
+
+
+def _fsdp_state(layer: nn.Module) -> Any:
+    return layer._get_fsdp_state()  # type: ignore[operator]
+
+
+def _output_cast(layer: nn.Module) -> tuple[Step, ...]:
+    """Return the cast that FSDP2 applies to the output of `layer`, as a step of a `Projection`."""
+    dtype = _fsdp_state(layer)._mp_policy.output_dtype if is_a(layer, FSDP2) else None
+    return () if dtype is None else (Step(torch.Tensor.to, [dtype], {}),)

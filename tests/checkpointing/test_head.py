@@ -472,7 +472,7 @@ def test_remove_and_describe() -> None:
 
 
 def test_hooks_that_stand_for_deepspeeds_in_a_trace_leave_the_loss_in_chunks() -> None:
-    from ckpt_ft.checkpointing.head import _hooked
+    from ckpt_ft.checkpointing.deferred_logits import _hooked
     from ckpt_ft.memory.distributed.zero3 import ModuleHooks
 
     layer = nn.Linear(4, 4)
