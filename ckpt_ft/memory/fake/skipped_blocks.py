@@ -181,7 +181,7 @@ class SkippedBlocks:
         finally:
             self._busy = busy
         call.returns(out)
-        found.before, found.left = call, self.recorder.position
+        found.last_run, found.position_after = call, self.recorder.position
         return out
 
     # -- gradients of skipped blocks --------------------------------------------------------------------------------
@@ -205,9 +205,9 @@ class SkippedBlocks:
                 if index is None or not is_whole(like.grad):
                     run.failed = True
                     break
-                run.gradients[index] = [self._give(parameter, like.grad, index) for parameter in missing]
+                run.gradients[index] = [self._give_gradient(parameter, like.grad, index) for parameter in missing]
 
-    def _give(self, parameter: torch.Tensor, like: torch.Tensor, index: int) -> int:
+    def _give_gradient(self, parameter: torch.Tensor, like: torch.Tensor, index: int) -> int:
         """Set a gradient `like` that of the third unit, which is storage `index`; returns its own storage."""
         if parameter.grad is not None:
             self.recorder.unfollow(parameter.grad)
@@ -303,8 +303,8 @@ class _BlockList:
 
     Attributes:
         calls: of the latest traversal, in which block after block is called, from the `first` on.
-        before: the latest of them whose block ran.
-        left: where the record was then.
+        last_run: the latest of them whose block ran.
+        position_after: where the record was when it returned.
     """
 
     def __init__(self, holds: nn.Module, blocks: list[nn.Module], names: list[str], shared: set[int]) -> None:
@@ -324,8 +324,8 @@ class _BlockList:
         self._run_of: list[_Run | None] = []
         self.calls: list[_Call] = []
         self.first = 0
-        self.before: _Call | None = None
-        self.left: Position | None = None
+        self.last_run: _Call | None = None
+        self.position_after: Position | None = None
 
     def run_of(self, number: int) -> _Run | None:
         """The run that a block is in, if any. Policies and what is trained may have changed since the last step."""
@@ -344,8 +344,8 @@ class _BlockList:
     def call(self, number: int, args: Any, kwargs: Any, in_backward: bool) -> _Call:
         """Note that a block is called; a new traversal begins unless it follows the block called last."""
         if number != self.first + len(self.calls):
-            self.first, self.calls, self.before = number, [], None
-        call = _Call(args, kwargs, self.before)
+            self.first, self.calls, self.last_run = number, [], None
+        call = _Call(args, kwargs, self.last_run)
         if not in_backward:
             call.kind = next((other.kind for other in reversed(self.calls) if call.is_like(other)), number)
         self.calls.append(call)
@@ -405,7 +405,8 @@ class _BlockList:
                 return False  # a block may be dropped at random
         if not next_unit <= at <= last:
             return True
-        return self.left is not None and self.left[:2] == position[:2] and call.reference_counts() == run.counts
+        after = self.position_after
+        return after is not None and after[:2] == position[:2] and call.reference_counts() == run.counts
 
 
 def _block_lists(model: nn.Module) -> Iterator[_BlockList]:

@@ -121,13 +121,13 @@ class _Copies:
         self._find_starts()
         self._number_rows()
         self._traversals = list(self._find_traversals())
-        self._of: dict[tuple[int, Place], int] = {}  # (one of the four units, place) -> storage
-        self._name: dict[int, tuple[int, Place]] = {}  # the reverse
+        self._storage_of: dict[tuple[int, Place], int] = {}  # (one of the four units, place) -> storage
+        self._place_of: dict[int, tuple[int, Place]] = {}  # the reverse
         for number, parts in enumerate(self._traversals):
             for part in parts:
                 made = (self.events[at] for at in part.events if self.events[at] >= 0)
                 for place, storage in enumerate(made):
-                    self._call(storage, part.unit, (number, place))
+                    self._name_storage(storage, part.unit, (number, place))
         for one, other in self._traversals:
             self._compare(*((one, other) if one.unit == _SECOND else (other, one)))
         self._new: dict[tuple[int, Place], int] = {}  # (number of a skipped unit, place) -> storage
@@ -198,13 +198,13 @@ class _Copies:
             raise NotPeriodic("the second and the third unit do not free the same")
         for (name, one), (_, other) in zip(freed, other_freed, strict=True):
             if name[1] < 0:
-                self._call(one, 0, self._name[other][1])
+                self._name_storage(one, 0, self._place_of[other][1])
             elif name[1] > 0:
-                self._call(other, _LAST, self._name[one][1])
+                self._name_storage(other, _LAST, self._place_of[one][1])
 
-    def _call(self, storage: int, unit: int, place: Place) -> None:
-        self._of[unit, place] = storage
-        self._name[storage] = unit, place
+    def _name_storage(self, storage: int, unit: int, place: Place) -> None:
+        self._storage_of[unit, place] = storage
+        self._place_of[storage] = unit, place
 
     def _named(self, part: _Part) -> tuple[list[Op], list[tuple[int, Storage]], list[tuple[tuple[Any, ...], int]]]:
         """A part's ops, storages and frees in names that do not depend on the unit, as if it were the third.
@@ -222,7 +222,7 @@ class _Copies:
                 made.append((row, storage))
             else:
                 like = self.storages[~event]
-                unit, place = self._name.get(~event, (0 if part.unit == _SECOND else _LAST, (0, 0)))
+                unit, place = self._place_of.get(~event, (0 if part.unit == _SECOND else _LAST, (0, 0)))
                 away = unit - part.unit
                 freed.append(((row, away, like.op, like.nbytes, place if not away else ()), ~event))
         ops = [op.later(-start, as_third(op.module)) for op in self.ops[part.ops.start : part.ops.stop]]
@@ -235,7 +235,7 @@ class _Copies:
 
     def _role(self, storage: int, part: _Part) -> tuple[int, Place]:
         """How many units away from the part's the one is that allocates `storage`, and at which place."""
-        unit, place = self._name[storage]
+        unit, place = self._place_of[storage]
         return unit - part.unit, place
 
     # -- what the skipped units did ---------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class _Copies:
         gradients = self.run.gradients = self._made_in_third()
         for number, k in ((number, k) for k, number in enumerate(missing)):
             moved = self._moved(_THIRD, number)
-            for (unit, place), storage in self._of.items():
+            for (unit, place), storage in self._storage_of.items():
                 if unit == _THIRD:
                     self.storages.append(self.storages[storage].copy(moved))
                     self._new[number, place] = len(self.storages) - 1
@@ -256,11 +256,11 @@ class _Copies:
     def _made_in_third(self) -> dict[int, list[int]]:
         """The skipped units' gradients by those that the third unit allocates: compiled code takes any free buffer of
         the size for a gradient, so that they may be other units'."""
-        made = [storage for (unit, _), storage in self._of.items() if unit == _THIRD]
+        made = [storage for (unit, _), storage in self._storage_of.items() if unit == _THIRD]
         free = [at for at in made if self.storages[at].category == "gradients" and at not in self.run.gradients]
         found = {}
         for gradient, missing in self.run.gradients.items():
-            if self._name.get(gradient, (None,))[0] != _THIRD:
+            if self._place_of.get(gradient, (None,))[0] != _THIRD:
                 like = (at for at in free if self.storages[at].nbytes == self.storages[gradient].nbytes)
                 gradient = next(like, -1)
                 if gradient < 0:
@@ -269,11 +269,11 @@ class _Copies:
             found[gradient] = missing
         return found
 
-    def _at(self, number: int, place: Place) -> int:
+    def _storage_in(self, number: int, place: Place) -> int:
         """The storage of unit `number` at `place`."""
         if number in self.run.missing:
             return self._new[number, place]
-        return self._of[min(number, _LAST), place]
+        return self._storage_of[min(number, _LAST), place]
 
     def _inserted(self, one: _Part, other: _Part) -> _Insertion:
         """The skipped units' parts of a traversal of which `one` and `other` are the second's and the third's."""
@@ -291,7 +291,7 @@ class _Copies:
             shift = len(inserted.events) - like.events.start
             inserted.ops += [op.later(shift, moved(op.module)) for op in ops]
             for made, away, place in events:
-                storage = self._at(number + away, place)
+                storage = self._storage_in(number + away, place)
                 inserted.events.append(storage if made else ~storage)
         return inserted
 
@@ -302,8 +302,8 @@ class _Copies:
         freed_at = {~self.events[at]: at for at in events if self.events[at] < 0}
         first, last = self.run.missing[0], self.run.missing[-1]
         rows: dict[int, list[tuple[int, int, Place]]] = defaultdict(list)
-        for place in [place for unit, place in self._of if unit == _THIRD]:
-            second, third = (self._of[unit, place] for unit in (_SECOND, _THIRD))
+        for place in [place for unit, place in self._storage_of if unit == _THIRD]:
+            second, third = (self._storage_of[unit, place] for unit in (_SECOND, _THIRD))
             if third in self.run.gradients:
                 continue
             if second not in freed_at or third not in freed_at:
@@ -322,7 +322,7 @@ class _Copies:
         for at, part in inside.items():
             storage = ~self.events[at]
             if part.unit == _THIRD and storage >= 0 and self._role(storage, part)[0] > 0:
-                self.events[at] = ~self._new[first, self._name[storage][1]]
+                self.events[at] = ~self._new[first, self._place_of[storage][1]]
         self._insertions += map(self._row_of_frees, rows.values())
 
     def _check_in(self, event: int, unit: int) -> None:
