@@ -24,6 +24,7 @@ from ckpt_ft.tables import WIDTH, Table, as_text
 
 from .blocks import Blocks, Region, submodules
 from .guard import Guard
+from .kv_cache import wants_cache, without_kv_cache
 from .module_state import modules_in
 from .recompute import Checkpointed
 from .segments import SegmentMember
@@ -177,13 +178,13 @@ class AppliedPolicy:
         """Forward pre-hook of a transformers model."""
         if not self.is_active:
             return None
-        if self.tied and module.training and torch.is_grad_enabled() and _wants_cache(module, kwargs):
+        if self.tied and module.training and torch.is_grad_enabled() and wants_cache(module, kwargs):
             raise UserError(
                 f"{self.tied} are one layer, and its KV cache is on: without a policy its second call would attend to "
                 f"the keys of its first as well, and under '{self.policy}' it would not, for training has no cache "
                 "there; set model.config.use_cache = False, or pass use_cache=False"
             )
-        return _without_kv_cache(module, args, kwargs)
+        return without_kv_cache(module, args, kwargs)
 
     def _before_inner(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Forward pre-hook of a nested model: keeps a KV cache if the outer model requests or passes one."""
@@ -224,27 +225,6 @@ class AppliedPolicy:
 
 
 made: weakref.WeakSet[AppliedPolicy] = weakref.WeakSet()  # a submodule has no reference to its parent
-
-
-def _wants_cache(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether a transformers model would make a KV cache in this call."""
-    asked = kwargs.get("use_cache")
-    if asked is None:
-        config: Any = module.config
-        asked = getattr(config, "use_cache", getattr(config.get_text_config(), "use_cache", False))
-    return bool(asked)
-
-
-def _without_kv_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Forward pre-hook: turns the KV cache off in training; generation keeps it."""
-    if not (module.training and torch.is_grad_enabled()):
-        return None
-    if kwargs.get("past_key_values") is not None:
-        raise UserError(
-            f"{type(module).__name__} was given past_key_values in training (prefix tuning?): a block that is re-run "
-            "would append to them twice; train without a checkpointing policy, or with 'pointwise'"
-        )
-    return args, {**kwargs, "use_cache": False}
 
 
 def policies_on(model: nn.Module) -> list[AppliedPolicy]:

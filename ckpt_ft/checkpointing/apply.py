@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from . import rng
 from .applied_policy import MARK, AppliedPolicy, CompileBudget, made, policies_on, refuse_overlap
 from .blocks import SEGMENTED, find_blocks, named_blocks, regions
 from .guard import Guard
-from .libraries import PRETRAINED, is_a
+from .kv_cache import caching_models, tied_by_cache
 from .module_state import has, modules_in
 from .recompute import Checkpointed
 from .segments import Segment, SegmentMember
@@ -136,8 +135,8 @@ def _install_checkpoints(applied: AppliedPolicy) -> None:
     parts = [part for part in applied.parts if part.policy.checkpoints]
     for part in parts:
         _install_part(applied, part)
-    applied.tied = _tied_by_cache(applied.model)
-    for module, inner in _caching_models(applied.model):
+    applied.tied = tied_by_cache(applied.model)
+    for module, inner in caching_models(applied.model):
         hook = applied._before_inner if inner else applied._before_pretrained
         applied.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     if any(part.policy.save or part.policy.scope in SEGMENTED for part in parts):
@@ -208,28 +207,3 @@ def _install_engines(applied: AppliedPolicy) -> None:
 
 def _modules(parts: Iterable[Part]) -> dict[str, nn.Module]:
     return {name: module for part in parts for name, module in part.modules.items()}
-
-
-def _tied_by_cache(model: nn.Module) -> str:
-    """Two places in one list of layers of a module that has one place in a KV cache; "" if there is none."""
-    for path, layers in model.named_modules():
-        if not isinstance(layers, nn.ModuleList):
-            continue
-        names: dict[nn.Module, str] = {}
-        for key, layer in layers._modules.items():
-            for name, module in () if layer is None else layer.named_modules(prefix=f"{path}.{key}".lstrip(".")):
-                index = module.__dict__.get("layer_idx")
-                if isinstance(index, int) and index >= 0 and names.setdefault(module, name) != name:
-                    return f"{names[module]} and {name}"
-    return ""
-
-
-def _caching_models(module: nn.Module, inner: bool = False) -> Iterable[tuple[nn.Module, bool]]:
-    """The outermost transformers models in `module` with a KV cache, and whether another model calls them."""
-    if is_a(module, PRETRAINED):
-        if "use_cache" in inspect.signature(module.forward).parameters:
-            yield module, inner
-            return
-        inner = True
-    for child in module.children():
-        yield from _caching_models(child, inner)

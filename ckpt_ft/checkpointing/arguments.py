@@ -34,12 +34,6 @@ ATOMS = frozenset(_PLAIN[1:])
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def is_cache(value: Any) -> bool:
-    """Whether `value` is a KV cache of transformers."""
-    kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
-    return kind is not None and isinstance(value, kind)
-
-
 def _is_record(value: Any) -> bool:
     """Whether `value` is an object that holds others in its attributes: a dataclass, a KV cache or a layer of one."""
     if isinstance(value, (UserDict, SimpleNamespace)) or (

@@ -9,6 +9,7 @@ Class = tuple[str, str]  # module name and class name
 PRETRAINED: Class = ("transformers.modeling_utils", "PreTrainedModel")
 LAYER: Class = ("transformers.modeling_layers", "GradientCheckpointingLayer")
 DIFFUSERS: Class = ("diffusers.models.modeling_utils", "ModelMixin")
+KV_CACHE: Class = ("transformers.cache_utils", "Cache")
 CONFIG: Class = ("transformers.configuration_utils", "PreTrainedConfig")
 ADAPTED: Class = ("peft.tuners.lora.layer", "ParamWrapper")  # swaps the parameter for the time of its forward
 FSDP2: Class = ("torch.distributed.fsdp", "FSDPModule")

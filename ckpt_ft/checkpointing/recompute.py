@@ -11,7 +11,6 @@ save the same tensors (`verify.py`).
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,9 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from ckpt_ft.errors import UserError
 
 from . import rng
-from .arguments import ATOMS, Arguments, Call, Inputs, is_cache, leaves
+from .arguments import ATOMS, Call, Inputs, leaves
 from .autocast import autocast_as, autocast_now
 from .dropped_tensors import DroppedTensors, RunComplete, pop_hooks, push_hooks
+from .kv_cache import DroppedCaches, is_cache
 from .module_state import Contents, ModuleState, StateBeforeFirstRun
 from .selective import Selection, compiled_contexts
 from .standin import StandIn
@@ -45,7 +45,7 @@ class Checkpointed(StandIn):
         self.state = ModuleState()
         self.inputs = Inputs(module)
         self.keeps_cache = getattr(module, "_can_checkpoint_with_cache", False)  # only reads it (transformers >= 5.23)
-        self.dropped = _DroppedCaches()
+        self.dropped = DroppedCaches()
         self.calls = 0
         self.structures: set[Any] = set()  # of calls so far: mode, kinds of arguments, what is trained
 
@@ -232,43 +232,3 @@ class SecondRun:
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
-class _DroppedCaches:
-    """KV caches that a region was given in training and not handed on: nobody reads them, and they hold memory."""
-
-    def __init__(self) -> None:
-        self.last: weakref.ref[Any] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.last = None
-
-    def without_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments without a cache of transformers, unless it holds something that the block would read.
-
-        Raises:
-            UserError: the same cache comes a second time, so the block would have read what it wrote the first time.
-        """
-        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
-        if not caches or any(map(_is_filled, caches)):
-            return args, kwargs
-        if self.last is not None and self.last() is caches[0]:
-            raise UserError(
-                f"{type(module).__name__} was given the same KV cache twice in training, and reads in its second call "
-                "what it wrote in its first; train without a cache (use_cache=False), or with 'pointwise' or 'offload'"
-            )
-        self.last = weakref.ref(caches[0])
-        args = tuple(None if is_cache(value) else value for value in args)
-        kwargs = {key: None if is_cache(value) else value for key, value in kwargs.items()}
-        return args, {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs
-
-
-def _is_filled(cache: Any) -> bool:
-    """Whether a cache of transformers holds keys and values, or states, of any layer."""
-    parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
-    if any(part is not None for part in parts):
-        return any(part is not None and _is_filled(part) for part in parts)
-    return any(getattr(layer, "is_initialized", True) for layer in getattr(cache, "layers", [None]))

@@ -1,0 +1,111 @@
+"""KV caches of transformers' models in training: nobody reads them, they hold memory, and a second run would append.
+
+`apply_policy` puts hooks on the models that have one: in training they turn it off (`without_kv_cache`). A block that
+is given one all the same runs without it (`DroppedCaches`). Generation keeps its cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_ft.errors import UserError
+
+from .arguments import Arguments
+from .libraries import KV_CACHE, PRETRAINED, is_a
+
+
+def is_cache(value: Any) -> bool:
+    """Whether `value` is a KV cache of transformers."""
+    return is_a(value, KV_CACHE)
+
+
+def tied_by_cache(model: nn.Module) -> str:
+    """Two places in one list of layers of a module that has one place in a KV cache; "" if there is none."""
+    for path, layers in model.named_modules():
+        if not isinstance(layers, nn.ModuleList):
+            continue
+        names: dict[nn.Module, str] = {}
+        for key, layer in layers._modules.items():
+            for name, module in () if layer is None else layer.named_modules(prefix=f"{path}.{key}".lstrip(".")):
+                index = module.__dict__.get("layer_idx")
+                if isinstance(index, int) and index >= 0 and names.setdefault(module, name) != name:
+                    return f"{names[module]} and {name}"
+    return ""
+
+
+def caching_models(module: nn.Module, inner: bool = False) -> Iterable[tuple[nn.Module, bool]]:
+    """The outermost transformers models in `module` with a KV cache, and whether another model calls them."""
+    if is_a(module, PRETRAINED):
+        if "use_cache" in inspect.signature(module.forward).parameters:
+            yield module, inner
+            return
+        inner = True
+    for child in module.children():
+        yield from caching_models(child, inner)
+
+
+def wants_cache(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a transformers model would make a KV cache in this call."""
+    asked = kwargs.get("use_cache")
+    if asked is None:
+        config: Any = module.config
+        asked = getattr(config, "use_cache", getattr(config.get_text_config(), "use_cache", False))
+    return bool(asked)
+
+
+def without_kv_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Forward pre-hook: turns the KV cache off in training; generation keeps it."""
+    if not (module.training and torch.is_grad_enabled()):
+        return None
+    if kwargs.get("past_key_values") is not None:
+        raise UserError(
+            f"{type(module).__name__} was given past_key_values in training (prefix tuning?): a block that is re-run "
+            "would append to them twice; train without a checkpointing policy, or with 'pointwise'"
+        )
+    return args, {**kwargs, "use_cache": False}
+
+
+class DroppedCaches:
+    """KV caches that a region was given in training and not handed on: nobody reads them, and they hold memory."""
+
+    def __init__(self) -> None:
+        self.last: weakref.ref[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.last = None
+
+    def without_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments without a cache of transformers, unless it holds something that the block would read.
+
+        Raises:
+            UserError: the same cache comes a second time, so the block would have read what it wrote the first time.
+        """
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+        if not caches or any(map(_is_filled, caches)):
+            return args, kwargs
+        if self.last is not None and self.last() is caches[0]:
+            raise UserError(
+                f"{type(module).__name__} was given the same KV cache twice in training, and reads in its second call "
+                "what it wrote in its first; train without a cache (use_cache=False), or with 'pointwise' or 'offload'"
+            )
+        self.last = weakref.ref(caches[0])
+        args = tuple(None if is_cache(value) else value for value in args)
+        kwargs = {key: None if is_cache(value) else value for key, value in kwargs.items()}
+        return args, {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs
+
+
+def _is_filled(cache: Any) -> bool:
+    """Whether a cache of transformers holds keys and values, or states, of any layer."""
+    parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    if any(part is not None for part in parts):
+        return any(part is not None and _is_filled(part) for part in parts)
+    return any(getattr(layer, "is_initialized", True) for layer in getattr(cache, "layers", [None]))
