@@ -431,19 +431,19 @@ def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
         return f"no policy suits {type(model).__name__}: " + "; ".join(estimates.rejected.values())
     leanest = min(estimates.anchors, key=lambda policy: estimates.reserved(policy, at))
     estimates.tracer.trace(leanest, at)
-    needed = room.needs(estimates.estimate(leanest, at))
-    parameters = sum(p.numel() * p.element_size() for p in dict.fromkeys(model.parameters()))
-    below = ""
-    if parameters > room.budget:
-        below = (
-            f" (the parameters alone take {format_bytes(parameters)}, {format_bytes(parameters - room.budget)} more)"
-        )
+    traced = estimates.estimate(leanest, at)
+    asked = works = ""
+    if room.host is not None and not room.host_holds(traced.host):
+        asked, works = (f" and {format_bytes(nbytes)} of host memory" for nbytes in (room.host, traced.host))
+    parameters = sum(p.nbytes for p in dict.fromkeys(model.parameters()))
+    above = f"the parameters alone take {format_bytes(parameters)}, {format_bytes(parameters - room.budget)} more"
+    below = f" ({above})" if parameters > room.budget else ""
     launch = estimates.tracer.workload.launch
     under = f"'{leanest}' with {launch}" if launch else f"'{leanest}'"
     blocks = "" if blocks_of(model).blocks else "; it has no repeated blocks to checkpoint"
     return (
-        f"a budget of {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that "
-        f"works is {format_at_least(needed)}, under {under}{blocks}"
+        f"a budget of {format_bytes(room.budget)}{asked}: no policy fits a batch of {at}{below}; the smallest budget "
+        f"that works is {format_at_least(room.needs(traced))}{works}, under {under}{blocks}"
     )
 
 

@@ -20,7 +20,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.budget import Candidate, MemoryBudget, better, frontier, largest_fitting, memory_budget
-from ckpt_ft.planning.estimate import without_kept
+from ckpt_ft.planning.estimate import no_policy_fits, without_kept
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan, Stopped, fingerprint
 from ckpt_ft.planning.scaled_traces import HIGH, LOW, Estimates, Growth
@@ -419,7 +419,11 @@ def test_as_few_blocks_are_swapped_as_fit(tmp_path: Path) -> None:
             _swap(tight)
             assert set(tight.anchors) == {"full", "full,swap:5", "full,swap:6"}
             found = {candidate.policy: candidate.host for candidate in tight.candidates()}
-            assert found == ({"full,swap:5": 5 * block, "full,swap:6": 6 * block} if fitting else {})
+            pinned = 5 * block + 2**19  # buffers of 16, 4, 2 and 1 MiB
+            assert found == ({"full,swap:5": pinned, "full,swap:6": 6 * block} if fitting else {})
+        works = f"is .* and {format_bytes(6 * block)} of host memory, under 'full,swap:6'"
+        refusal = no_policy_fits(tight, workload.model)
+        assert re.search(f" and {format_bytes(4 * block)} of host memory: .* {works}", refusal)
     made = Plan(tight.candidates() or [estimates.estimate("full,swap:6", 1)], room, "llama", "t4", "memory", "")
     assert made.candidates_table.header[-2:] == ("host memory", "")
     assert made.candidates_table.rows[0][-2] == format_bytes(6 * block)

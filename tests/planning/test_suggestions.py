@@ -129,7 +129,9 @@ def test_adapters_over_too_many_weights_swap_as_few_blocks_as_will_do(config: st
     spec = TrainingSpec.of(config, seq_length=128, lora_r=4, dtype="bfloat16", load_in_4bit=False)
     all_but_one, every = (traced(spec, f"full,head,swap:{blocks}") for blocks in (3, 4))
     assert all_but_one.peak_reserved > every.peak_reserved
-    assert all_but_one.peak_host == every.peak_host * 3 / 4 == 3 * 2 * (3 * 512 * 1024 + 2 * 512 * 512 + 2 * 512 * 256)
+    block = 2 * (3 * 512 * 1024 + 2 * 512 * 512 + 2 * 512 * 256)
+    assert every.peak_host == 4 * block
+    assert all_but_one.peak_host == 3 * block + 2**19  # buffers of 8, 4 and 2 MiB
     ways = suggested(spec, "full,head", all_but_one.peak_reserved).ways
     assert [way.slower for way in ways] == sorted(way.slower for way in ways)
     (way,) = (way for way in ways if way.edits == {"policy": "full,head,swap:3"})
