@@ -16,7 +16,6 @@ transformers.TrainingArguments) and --overwrite_output_dir.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
@@ -30,7 +29,7 @@ from ckpt_ft.training.preferences import DPOArguments, check_preferences
 from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.samples.language import make_preferences
 from ckpt_ft.training.text import load_rows
-from ckpt_ft.training.trainer import answers, evaluate, preference_prompts, start, train, write_model_card
+from ckpt_ft.training.trainer import answers, evaluate, preference_prompts, start, train, with_sample, write_model_card
 from ckpt_ft.validation import library_reads
 
 # The defaults if no model is given.
@@ -58,11 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     directory = start(training_args, ac_args, lora=model_args.adapts)
 
     # 1. Model, tokenizer and preferences
-    if model_args.model_name_or_path is None:
-        with training_args.main_process_first(desc="making the built-in sample"):
-            built_in, preferences = make_preferences()
-        model_args = replace(model_args, model_name_or_path=built_in)
-        data_args = replace(data_args, dataset_name=data_args.dataset_name or preferences)
+    model_args, data_args = with_sample(model_args, data_args, training_args, make_preferences)
     tokenizer = load_tokenizer(model_args)
     if training_args.max_length is not None:
         training_args = changed(training_args, max_length=within_positions(model_args, training_args.max_length))
@@ -85,8 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # 3. Training: apply the policy, plan what --ac_policy auto and --find_max_batch_size leave open, report memory
     memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)
-    if eval_rows is not None:
-        evaluate(trainer)
+    evaluate(trainer)
     said = answers(trainer, tokenizer, preference_prompts(train_rows, tokenizer))
     write_model_card(trainer, memory.report, dataset=data_args.dataset_name, answers=said)
 

@@ -14,7 +14,6 @@ completions, which the policy does not change.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
@@ -28,7 +27,7 @@ from ckpt_ft.training.preferences import GRPOArguments, check_problems, right_nu
 from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.samples.language import make_sums
 from ckpt_ft.training.text import load_rows
-from ckpt_ft.training.trainer import evaluate, start, train, write_model_card
+from ckpt_ft.training.trainer import evaluate, start, train, with_sample, write_model_card
 from ckpt_ft.validation import library_reads
 
 # The defaults if no model is given.
@@ -56,16 +55,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     directory = start(training_args, ac_args, lora=model_args.adapts)
 
     # 1. Model, tokenizer and problems with their answers
-    if model_args.model_name_or_path is None:
-        with training_args.main_process_first(desc="making the built-in sums"):
-            built_in, sums = make_sums()
-        model_args = replace(model_args, model_name_or_path=built_in)
-        data_args = replace(data_args, dataset_name=data_args.dataset_name or sums)
+    model_args, data_args = with_sample(model_args, data_args, training_args, make_sums)
     tokenizer = load_tokenizer(model_args)
     with training_args.main_process_first(desc="loading the problems"):
         train_rows, eval_rows = load_rows(data_args, evaluate=training_args.do_eval, seed=training_args.seed)
     check_problems(train_rows, str(data_args.dataset_name))
-    model = load_pretrained(model_args, AutoModelForCausalLM, 0)
+    model = load_pretrained(model_args, AutoModelForCausalLM)
 
     # 2. TRL's trainer generates completions, and the reward is 1 for those that end with the right number
     with library_reads("TRL cannot train with these flags and problems"):
@@ -82,8 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # 3. Training: apply the policy, and report the memory of the steps and of the generation between them
     memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)
-    if eval_rows is not None:
-        evaluate(trainer)
+    evaluate(trainer)
     write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
 
 

@@ -106,8 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory = ACCallback(ac_args).attach(trainer)
     trainer.args = check_batch_norm(model, trainer.args, len(train_rows))  # for the chosen batch size
     train(trainer, memory, directory)
-    if eval_dataset is not None:
-        evaluate(trainer)
+    evaluate(trainer)
     write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
 
 

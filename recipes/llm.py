@@ -28,7 +28,7 @@ from ckpt_ft.training.models import LanguageModelArguments, load_model, load_tok
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.samples.language import make_docstrings
 from ckpt_ft.training.text import DataArguments, collator_of, encode_rows, load_rows
-from ckpt_ft.training.trainer import answers, evaluate, prompts_of, start, train, write_model_card
+from ckpt_ft.training.trainer import answers, evaluate, prompts_of, start, train, with_sample, write_model_card
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.from_trainer import precision_of
 
@@ -57,11 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     directory = start(training_args, ac_args, lora=model_args.adapts, packing=data_args.packing)
 
     # 1. Model and tokenizer
-    if model_args.model_name_or_path is None:
-        with training_args.main_process_first(desc="making the built-in sample"):
-            built_in, corpus = make_docstrings()
-        model_args = replace(model_args, model_name_or_path=built_in)
-        data_args = replace(data_args, dataset_name=data_args.dataset_name or corpus)
+    model_args, data_args = with_sample(model_args, data_args, training_args, make_docstrings)
     tokenizer = load_tokenizer(model_args)
     data_args = replace(data_args, max_length=within_positions(model_args, data_args.max_length))
 
@@ -94,8 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             trainer.eval_dataset = None if eval_rows is None else encode_rows(eval_rows, tokenizer, data_args)
     memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)
-    if eval_dataset is not None:
-        evaluate(trainer)
+    evaluate(trainer)
     said = answers(trainer, tokenizer, prompts_of(train_dataset))
     write_model_card(trainer, memory.report, dataset=data_args.dataset_name, answers=said)
 

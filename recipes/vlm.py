@@ -26,7 +26,7 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.samples.language import make_questions
-from ckpt_ft.training.trainer import evaluate, start, train, write_model_card
+from ckpt_ft.training.trainer import evaluate, start, train, with_sample, write_model_card
 from ckpt_ft.training.vision_language import (
     ImageLoader,
     Questions,
@@ -78,11 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     directory = start(training_args, ac_args, lora=model_args.adapts, packing=data_args.packing)
 
     # 1. Model and processor
-    if model_args.model_name_or_path is None:
-        with training_args.main_process_first(desc="making the built-in sample"):
-            built_in, drawn = make_questions()
-        model_args = replace(model_args, model_name_or_path=built_in)
-        data_args = replace(data_args, dataset_name=data_args.dataset_name or drawn)
+    model_args, data_args = with_sample(model_args, data_args, training_args, make_questions)
     processor = load_processor(model_args, data_args)
     model = load_model(model_args, data_args.max_length)
     collator = collator_of(model, processor.tokenizer.pad_token_id, data_args.packing)
@@ -116,12 +112,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         questions = Questions(asked, processor.tokenizer, collator)
         before = questions.right(model)
     train(trainer, memory, directory)
-    if eval_dataset is not None:
-        counts = {}
-        if questions is not None:
-            counts = {"answers_asked": len(asked), "answers_before": before, "answers_after": questions.right(model)}
-            print(f"held-out questions answered: {before} of {len(asked)} before, {counts['answers_after']} after")
-        evaluate(trainer, **counts)
+    counts = {}
+    if questions is not None:
+        counts = {"answers_asked": len(asked), "answers_before": before, "answers_after": questions.right(model)}
+        print(f"held-out questions answered: {before} of {len(asked)} before, {counts['answers_after']} after")
+    evaluate(trainer, **counts)
     write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
 
 

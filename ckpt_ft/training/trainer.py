@@ -8,11 +8,11 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from transformers import set_seed
@@ -24,6 +24,8 @@ from ckpt_ft.tables import code_block
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.checkpoints import Finished, RunDirectory, keep_checkpoints, load_finished
 from ckpt_ft.training.fit import make_plan, parallelism_of, replans, say, smaller_budget
+from ckpt_ft.training.flags import SplitArguments
+from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
 from ckpt_ft.training.text import IGNORED
 from ckpt_ft.units import format_bytes
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.measure.report import MemoryReport
     from ckpt_ft.training.arguments import ACArguments
 
+Model = TypeVar("Model", bound=ModelArguments)
+Data = TypeVar("Data", bound=SplitArguments)
 logger = logging.getLogger(__name__)
 SHOWN = 3  # prompts in a model card
 _TEXT_PROMPT = 16  # tokens of a plain text that serve as its prompt
@@ -75,6 +79,23 @@ def start(
     return directory
 
 
+def with_sample(
+    model_args: Model, data_args: Data, args: TrainingArguments, make: Callable[[], tuple[str, str]]
+) -> tuple[Model, Data]:
+    """Returns the flags with the built-in model and dataset in them if no model is given.
+
+    make: makes both on first use, and returns where they are. One process calls it before the others.
+    """
+    if model_args.model_name_or_path is not None:
+        return model_args, data_args
+    with args.main_process_first(desc="making the built-in sample"):
+        model, dataset = make()
+    return (
+        replace(model_args, model_name_or_path=model),
+        replace(data_args, dataset_name=data_args.dataset_name or dataset),
+    )
+
+
 def check_best_metric(args: TrainingArguments, metrics: Sequence[str]) -> None:
     """Raises UserError if an evaluation does not return `--metric_for_best_model`; a Trainer only fails after it."""
     name = args.metric_for_best_model
@@ -102,7 +123,9 @@ def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None
 
 
 def evaluate(trainer: Trainer, **metrics: Any) -> None:
-    """Evaluates, then logs and saves the results with other `metrics`."""
+    """Evaluates if there are rows for it, then logs and saves the results with other `metrics`."""
+    if trainer.eval_dataset is None:
+        return
     results = trainer.evaluate() | metrics
     trainer.log_metrics("eval", results)
     trainer.save_metrics("eval", results)
