@@ -256,10 +256,14 @@ def make_page() -> Any:
 
     visitors = Visitors()
 
+    def shown(text: str) -> Any:
+        """Puts `text` into a code box, which is hidden while it is empty."""
+        return gr.Code(text, visible=bool(text))
+
     def ask(
         asked: str, model: str, cards: list[str], method: str, policy: str, tokens: float, batch: float, gpus: float,
         prices: str, request: Any,
-    ) -> Iterator[tuple[str, ...]]:  # fmt: skip
+    ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
         try:
             numbers = int(tokens), int(batch), int(gpus)
             words = Question(
@@ -268,11 +272,12 @@ def make_page() -> Any:
             typed = f"ckpt-ft {' '.join(words)}"
             for step in visitors.answer(words, request.client.host if request.client else ""):
                 if isinstance(step, str):
-                    yield _line(step, "running"), "", "", "", typed
+                    yield _line(step, "running"), shown(""), "", "", shown(typed)
                 else:
-                    yield _line(step.verdict, "verdict"), step.commands, _frame(step.page), _printed(step.text), typed
+                    said = _line(step.verdict, "verdict")
+                    yield said, shown(step.commands), _frame(step.page), _printed(step.text), shown(typed)
         except (UserError, TypeError, ValueError) as error:
-            yield _line(str(error), "verdict wrong"), "", "", "", ""
+            yield _line(str(error), "verdict wrong"), shown(""), "", "", shown("")
 
     ask.__annotations__["request"] = gr.Request  # gradio looks for it
     with gr.Blocks(title="ckpt_ft: does it fit?", analytics_enabled=False) as page:
@@ -303,10 +308,11 @@ def make_page() -> Any:
                 prices = gr.Textbox("", label="dollars an hour (which cards)", placeholder="rtx-4090=0.4,h100=2.5")
         button = gr.Button("Ask", variant="primary")
         verdict = gr.HTML(elem_id="verdict")
-        commands = gr.Code(label="train it so", language="shell", wrap_lines=True, show_line_numbers=False)
+        looks = {"language": "shell", "wrap_lines": True, "show_line_numbers": False, "visible": False}
+        commands = gr.Code(label="train it so", **looks)
         frame = gr.HTML(elem_id="page")
         text = gr.HTML()
-        typed = gr.Code(label="the same on your machine", language="shell", wrap_lines=True, show_line_numbers=False)
+        typed = gr.Code(label="the same on your machine", **looks)
         inputs = [asked, model, cards, method, policy, tokens, batch, gpus, prices]
         outputs = [verdict, commands, frame, text, typed]
         button.click(ask, inputs, outputs, api_visibility="private", show_progress="hidden")
