@@ -13,7 +13,7 @@ from ckpt_ft.errors import NothingFits, UserError, WorkFailed, meant
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.gpus import GPU, asked_gpu
-from ckpt_ft.spec.command import RECIPES, training_command
+from ckpt_ft.spec.command import RECIPES, can_train, training_command
 from ckpt_ft.spec.flags import Edit, offloaded
 from ckpt_ft.spec.launch import accelerate_config
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -159,8 +159,8 @@ def plan(
         print_table(_frontier_of(plans), stdout())
     if write_launch and found.best.launch is not None:
         write(write_launch, accelerate_config(found.best.launch))
-    if found.best.launch is not None and not as_json:
-        print(_command(found, spec, dataset, write_launch))
+    if not as_json and (command := _command(found, spec, dataset, write_launch)):
+        print(f"train it: {command}")
     if output:
         write(output, found.to_json())
     if plot:
@@ -228,7 +228,10 @@ def _batch(text: str | int | None) -> int | None:
 
 
 def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> str:
-    """The command that trains as the plan's pick says; with a recipe if one trains the model on the dataset's rows."""
+    """The command that trains as the plan's pick says; with a recipe if one trains the model on the dataset's rows.
+
+    "" in one process without a recipe.
+    """
     from ckpt_ft.workloads.diffusion_models import WITH_RECIPE
     from ckpt_ft.workloads.model_config import read_config
     from ckpt_ft.workloads.transformers_models import class_for, task_of
@@ -243,6 +246,8 @@ def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> 
         recipe = "vlm" if picked.data.images else ""
     else:
         recipe = RECIPES.get(kind, "")
+    if best.launch is None and not (recipe and can_train(recipe, picked)):
+        return ""
     return training_command(picked, recipe, dataset, config_file)
 
 

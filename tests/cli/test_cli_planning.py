@@ -62,6 +62,7 @@ def test_plan_then_the_same_from_the_cache(
     assert typed(monkeypatch, *words, "--jobs", "1", "--output", str(tmp_path / "plan.json")) == 0
     shown = capsys.readouterr().out
     assert "pick: " in shown
+    assert shown.splitlines()[-1].startswith("train it: ckpt-ft recipe llm --model_name_or_path ")
     assert planning.Plan.from_json((tmp_path / "plan.json").read_text()).best.batch == 4
 
     def never(*args: object, **kwargs: object) -> None:
