@@ -133,7 +133,11 @@ def launch_words(launch: Launch) -> list[str]:
         "num_machines": launch.machines,
         "mixed_precision": launch.mixed_precision,
         **next(iter(sharing_options(launch).values()), {}),
-        **({"fp8_backend": "ao"} if launch.mixed_precision == "fp8" else {}),
+        **(
+            {"fp8_backend": "ao", "fp8_enable_fsdp_float8_all_gather": launch.float8_gather}
+            if launch.mixed_precision == "fp8"
+            else {}
+        ),
     }
     words = [_KIND.get("ddp" if launch.ep > 1 else launch.strategy, "--use_deepspeed")]
     for name, value in values.items():

@@ -131,6 +131,7 @@ class Launch:
         mixed_precision: "no", "bf16", "fp16" or "fp8" (which is bf16 here): FSDP2 gathers parameters and reduces
             gradients in it; DeepSpeed holds the whole model in it, its optimizer's part in fp32 as well, and runs it
             without autocast.
+        float8_gather: whether FSDP2 gathers weights of torchao's linear layers in 8 bits under "fp8".
         reshard_after_forward: whether FSDP2 drops a block's gathered parameters after its forward.
         offload_params: whether FSDP2 keeps parameters, gradients and optimizer states in host memory.
         gradient_as_bucket_view: whether DDP's gradients are views of its buckets instead of copies.
@@ -156,6 +157,7 @@ class Launch:
     processes: int = 1
     machines: int = 0
     mixed_precision: str = "no"
+    float8_gather: bool = True
     reshard_after_forward: bool = True
     offload_params: bool = False
     gradient_as_bucket_view: bool = False
@@ -356,10 +358,9 @@ def read_launch(
         name: _at_least_one(found.pop(name), f"{name} size", path) for name in (*SIZES, "dp_shard") if name in found
     }
     shard = sizes.pop("dp_shard", 0)
-    rotation = {"rotation": found.pop("rotation")} if "rotation" in found else {}
-    given = {
+    given: dict[str, Any] = {
         **sizes,
-        **rotation,
+        **{name: found.pop(name) for name in ("rotation", "float8_gather") if name in found},
         "mixed_precision": str(config.get("mixed_precision") or "no"),
         **_SHARING[kind](config, path, ignored),
     }
@@ -520,7 +521,7 @@ def accelerate_config(launch: Launch) -> str:
         **sharing_options(launch),
     }
     if launch.mixed_precision == "fp8":
-        config["fp8_config"] = {"backend": "AO", "enable_fsdp_float8_all_gather": False}
+        config["fp8_config"] = {"backend": "AO", "enable_fsdp_float8_all_gather": launch.float8_gather}
     if sizes := parallelism(launch):
         config["parallelism_config"] = {f"parallelism_config_{name}": value for name, value in sizes.items()}
     if launch.machines > 1:

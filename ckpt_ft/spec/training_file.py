@@ -424,7 +424,9 @@ class _Entries:
             options = {"offload_params": True, **(options or {})}
         plain = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in (options or {}).items()}
         version = self.get("fsdp_version") or (1 if self.kind == "axolotl" else 2)
-        return {"launch": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version, **plain}}}
+        gather = {"fp8_config": {"enable_fsdp_float8_all_gather": bool(self.get("float8_gather"))}}
+        config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version, **plain}}
+        return {"launch": {**config, **(gather if self.get("fp8") else {})}}
 
 
 def _joined(names: Any) -> str:

@@ -2,7 +2,8 @@
 
 accelerate converts a model so under `mixed_precision="fp8"` with torchao (`AORecipeKwargs`, utils/ao.py). Inputs and
 weights are saved for backward as they are, and each product casts its operands anew (torchao 0.18,
-float8/float8_linear.py and float8_ops.py).
+float8/float8_linear.py and float8_ops.py). A weight that FSDP2 gathers in 8 bits is cast before the gather instead
+(fsdp_utils.py: WeightWithDynamicFloat8CastTensor).
 """
 
 from __future__ import annotations
@@ -43,16 +44,29 @@ def to_float8(model: nn.Module, recipe: str) -> None:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer with one scale for each operand."""
+    """A linear layer with one scale for each operand.
 
-    rowwise = False
+    Attributes:
+        gathers: FSDP2 gathers the weight in 8 bits.
+        scale: of the weight, where it is computed for all layers at once, after the update (torchao's
+            `precompute_float8_dynamic_scale_for_fsdp`); None: it is computed before each gather.
+        gathered: the weight in 8 bits as it was gathered last, and its scale.
+    """
+
+    rowwise = gathers = False
+    scale: Tensor | None = None
+    gathered: Cast | tuple[None, None] = None, None
 
     def forward(self, hidden: Tensor) -> Tensor:
         kind = hidden.device.type
         if torch.is_autocast_enabled(kind):
             hidden = hidden.to(torch.get_autocast_dtype(kind))
-        out: Tensor = _Product.apply(hidden, self.weight.t(), self.rowwise)
+        out: Tensor = _Product.apply(hidden, self.weight.t(), self.rowwise, *self.gathered)
         return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def sent(self, shard: Tensor, group: Any) -> Cast:
+        """What a rank sends of its `shard` of the weight: it is cast with the scale of the whole weight."""
+        return cast(shard, E4M3, None, group) if self.scale is None else (scaled(shard, E4M3, self.scale), self.scale)
 
 
 class RowwiseFloat8Linear(Float8Linear):
@@ -65,34 +79,51 @@ class _Product(torch.autograd.Function):
     """hidden (..., inputs) times weight (inputs, outputs); all gradients are computed, needed or not."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, rowwise: bool) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, rowwise: bool, data: Tensor | None, scale: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight if data is None else data.t(), scale)
         ctx.rowwise = rowwise
         left = cast(hidden.reshape(-1, hidden.shape[-1]), E4M3, -1 if rowwise else None)
-        out = product(left, cast(weight, E4M3, 0 if rowwise else None), hidden.dtype, fast=True)
+        right = cast(weight, E4M3, 0 if rowwise else None) if data is None or scale is None else (data.t(), scale)
+        out = product(left, right, hidden.dtype, fast=True)
         return out.reshape(*hidden.shape[:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden, weight = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, gathered = ctx.saved_tensors
         first, last = (0, -1) if ctx.rowwise else (None, None)
         flat, kind = gradient.reshape(-1, gradient.shape[-1]), E4M3 if ctx.rowwise else E5M2
-        data, scale = cast(weight, E4M3, last)
+        data, scale = cast(weight, E4M3, last) if gathered is None else (weight, gathered)
         of_hidden = product(cast(flat, kind, last), (data.t(), scale.t() if ctx.rowwise else scale), gradient.dtype)
         data, scale = cast(flat, kind, first)
         right = cast(hidden.reshape(-1, hidden.shape[-1]), E4M3, first)
         of_weight = product((data.t(), scale.t() if ctx.rowwise else scale), right, gradient.dtype)
-        return of_hidden.reshape(hidden.shape), of_weight.t(), None
+        return of_hidden.reshape(hidden.shape), of_weight.t(), None, None, None
 
 
-def cast(tensor: Tensor, dtype: torch.dtype, dim: int | None) -> Cast:
-    """The tensor in 8 bits. dim: the dimension that shares a scale, a power of two then; None for one scale."""
-    size, most = tensor.abs(), torch.finfo(dtype).max
-    largest = size.max() if dim is None else size.amax(dim, keepdim=True)
+def cast(tensor: Tensor, dtype: torch.dtype, dim: int | None, group: Any = None) -> Cast:
+    """The tensor in 8 bits.
+
+    Args:
+        dim: the dimension that shares a scale, a power of two then; None for one scale.
+        group: processes that hold the other shards of the tensor.
+    """
+    most = torch.finfo(dtype).max
+    largest = tensor.abs().max() if dim is None else tensor.abs().amax(dim, keepdim=True)
+    if group is not None:
+        ops = torch.ops._c10d_functional
+        largest = ops.wait_tensor(ops.all_reduce(largest, "max", group.group_name))
     scale = (most / largest.to(torch.float64).clamp(min=_SMALLEST)).to(torch.float32)
     if dim is not None:
         scale = torch.exp2(torch.floor(torch.log2(scale)))
-    return (tensor.to(torch.float32) * scale).clamp(-most, most).to(dtype), scale
+    return scaled(tensor, dtype, scale), scale
+
+
+def scaled(tensor: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """The tensor times a scale, in 8 bits."""
+    most = torch.finfo(dtype).max
+    return (tensor.to(torch.float32) * scale).clamp(-most, most).to(dtype)
 
 
 def product(left: Cast, right: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -101,8 +132,8 @@ def product(left: Cast, right: Cast, dtype: torch.dtype, fast: bool = False) -> 
     fast: sums in fewer bits, and scales by rows within the kernel; otherwise rows are scaled afterwards.
     """
     (a, by_rows), (b, by_columns) = left, right
-    if short := -a.shape[1] % _MULTIPLE:
-        a, b = nn.functional.pad(a, (0, short)), nn.functional.pad(b, (0, 0, 0, short))
+    short = -a.shape[1] % _MULTIPLE
+    a, b = nn.functional.pad(a, (0, short)), nn.functional.pad(b, (0, 0, 0, short))  # copies, also where none is short
     a = a if a.stride(1) == 1 else a.contiguous()
     b = b if b.stride(0) == 1 else b.t().contiguous().t()
     scales = by_rows.reciprocal(), by_columns.reciprocal()

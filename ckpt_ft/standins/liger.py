@@ -395,6 +395,7 @@ class Family:
 
     Attributes:
         in_place: whether its RMS norms overwrite the gradient that backward gives them.
+        last_in_place: whether the norm before the head does.
         plain_norms: names of norms that stay as they are.
         product: the gated product of its MLPs and experts: "swiglu" or "geglu"; "" if they stay as they are.
         fused_gate: whether gate and up come from one projection.
@@ -404,6 +405,7 @@ class Family:
     """
 
     in_place: bool = True
+    last_in_place: bool = False
     plain_norms: tuple[str, ...] = ()
     product: str = "swiglu"
     fused_gate: bool = False
@@ -414,9 +416,10 @@ class Family:
 
 _GEMMA = Family(product="geglu")
 _LATER_GEMMA = Family(product="geglu", in_place=False)
-_OLMO = Family(in_place=False, plain_norms=("q_norm", "k_norm"))
+_OLMO = Family(in_place=False, last_in_place=True, plain_norms=("q_norm", "k_norm"))
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("llama", "smollm3", "ministral", "mistral", "qwen2", "qwen3", "hunyuan_v1_dense"), Family()),
+    **dict.fromkeys(("llama", "smollm3", "ministral", "mistral", "qwen2", "qwen3"), Family()),
+    "hunyuan_v1_dense": Family(plain_norms=("query_layernorm", "key_layernorm")),
     "granite": Family(loss="cross_entropy"),
     "phi3": Family(fused_gate=True),
     "glm4": Family(in_place=False, fused_gate=True, rope=False),
@@ -462,7 +465,8 @@ def apply(model: Any, asked: Mapping[str, bool]) -> None:
     for name, module in list(model.named_modules()):
         own = type(module).__name__
         if on["rms_norm"] and own.endswith("RMSNorm") and name.rpartition(".")[2] not in family.plain_norms:
-            module.__class__ = _norm(type(module), family.in_place)
+            last = family.last_in_place and name.endswith("model.norm")
+            module.__class__ = _norm(type(module), family.in_place or last)
         elif replaces and own.endswith("MLP"):
             module.__class__ = _mlp(type(module), family.fused_gate)
         elif replaces and own.endswith("Experts"):

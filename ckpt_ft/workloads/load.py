@@ -35,19 +35,8 @@ from .sample_sizes import Lengths
 from .trl_trainers import as_reward_model, trainer_step, vllm_share
 from .workload import MIXED_PRECISION, Batch, Forward, Loss, MakeBatch, Workload
 
+_CASTS = "without torch.compile each cast to 8 bits is several kernels; --compile regional fuses them"
 _FALLBACK = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"([\w-]+)"')
-
-
-def _notes_on_float8(spec: TrainingSpec) -> list[str]:
-    launch, notes = spec.launch.launch, []
-    if launch is not None and launch.strategy == "fsdp2":
-        notes.append(
-            "FSDP2 gathers bf16 weights here; accelerate's own choice is 8-bit ones: set "
-            "enable_fsdp_float8_all_gather to false in its fp8_config"
-        )
-    if not spec.kernels.compile:
-        notes.append("without torch.compile each cast to 8 bits is several kernels; --compile regional fuses them")
-    return notes
 
 
 def load(
@@ -127,7 +116,7 @@ def load(
             *([f"vLLM takes {share:.0%} of the card, {when}"] if share else []),
             *(f"{what} between steps has a row in an estimate, and limits the batch of a plan" for what in phases),
             *notes_on(spec, config),
-            *(_notes_on_float8(spec) if spec.precision.mixed_precision == "fp8" else []),
+            *([_CASTS] if spec.precision.mixed_precision == "fp8" and not spec.kernels.compile else []),
             *notes_on_optimizer(spec.optimizer.name),
             *([gpu.note] if gpu and gpu.note else []),
         ),

@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch
+from ckpt_ft.standins.float8 import Float8Linear
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
@@ -179,6 +180,41 @@ def host_copies(recorder: Recorder, streams: Any) -> Iterator[None]:
         patch.object(shard, "all_gather_inputs", property(gathered)),
         patch.object(shard, "to_sharded_dtensor", placed),
     ):
+        yield
+
+
+@contextmanager
+def gathers_in_8_bits(recorder: Recorder, fakes: Any) -> Iterator[None]:
+    """FSDP2 gathers the weights of torchao's linear layers in 8 bits if they ask for it.
+
+    torchao's weights do it by two methods (_fsdp_param.py: all_gather_inputs, init_unsharded_param). The weight that
+    a layer then sees has the dtype of its gradient, and no memory but that of the 8-bit values.
+    """
+    shard: Any = _fsdp_param.FSDPParam
+    local = shard._sharded_local_tensor.fget
+
+    def extended(parameter: Any) -> Tensor:
+        tensor, layer = local(parameter), parameter._module_info.module
+        if not (isinstance(layer, Float8Linear) and layer.gathers and parameter._module_info.param_name == "weight"):
+            return tensor
+
+        def before(mesh: DeviceMesh) -> tuple[tuple[Tensor], tuple[Tensor]]:
+            data, scale = layer.sent(tensor, mesh.get_group())
+            return (data,), (scale,)
+
+        def after(outputs: tuple[Tensor], scales: tuple[Tensor], dtype: torch.dtype, *, out: Any = None) -> Any:
+            layer.gathered = outputs[0], scales[0]
+            if out is None:
+                out = fakes.new(parameter._orig_size, parameter._contiguous_orig_stride, dtype)
+                recorder.ignore(out)
+                return out, outputs
+
+        if not hasattr(parameter, "_extensions_data"):
+            parameter._extensions_data = _fsdp_param.ExtensionsData()
+        tensor.fsdp_pre_all_gather, tensor.fsdp_post_all_gather = before, after
+        return tensor
+
+    with patch.object(shard, "_sharded_local_tensor", property(extended)):
         yield
 
 

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch
+from ckpt_ft.standins.float8 import Float8Linear
 
 from . import sequence_parallel
 from .ddp import Buckets
@@ -286,6 +287,13 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
             transformer_cls_names_to_wrap=list(launch.wrap or ()) or None,
             cpu_ram_efficient_loading=False,
         )
+    for layer in [m for m in model.modules() if isinstance(m, Float8Linear) and not m.rowwise]:
+        layer.gathers = launch.float8_gather
+        if layer.gathers and launch.offload_params:
+            raise UserError(
+                "launch: parameters in host memory are predicted to be gathered in bf16; set "
+                "enable_fsdp_float8_all_gather: false in fp8_config"
+            )
     packed: list[nn.Linear] = [m for m in model.modules() if isinstance(m, nn.Linear) and _is_packed(m)]
     # bitsandbytes packs into uint8 by default, which accelerate does not shard
     plugin.ignored_modules = [m for m in packed if not m.weight.is_floating_point()] or None

@@ -6,9 +6,6 @@ without), as many blocks as it takes until the kinds repeat. Blocks are of one k
 ends, skipped blocks get gradients like those of the third unit. When the step ends, record/splice.py inserts into the
 record what they would have done. The head, clipping and the optimizer run over all parameters.
 
-Blocks of a region that torch.compile compiles are left out of its graphs: they hand on their arguments there, so that
-Inductor lowers four units. A forward that is not compiled shows which blocks can be skipped.
-
 A block is skipped only if the model does nothing between its call and the one before, and holds none of the blocks'
 outputs. The first three units show it. If a step turns out to be otherwise (layers dropped at random, say), the trace
 begins anew, and all blocks of that run are traced in that step.
@@ -21,8 +18,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from copy import copy
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -40,7 +36,6 @@ from .block_equivalence import BuiltAlike
 from .faked_model import Fakes, tensors_held
 
 Traced = set[tuple[int, str]]  # numbers of steps, and names of the runs that are traced whole in them
-Forwards = dict[nn.Module, Callable[..., Any] | None]  # of blocks, where compiled regions leave them out
 _FEWEST = 2  # blocks of a run that are skipped
 _CALL_KINDS: weakref.WeakKeyDictionary[nn.Module, list[int]] = (
     weakref.WeakKeyDictionary()
@@ -62,7 +57,6 @@ class SkippedBlocks:
         self._lists = list(_block_lists(model))
         self._members = {id(block): (found, k) for found in self._lists for k, block in enumerate(found.blocks)}
         self._busy = False  # inside a block of a run: lists in it are traced whole
-        self._left_out: list[_Run] = []  # of compiled regions, in every step
         tracker.context.phase_listeners.append(self._phase_begins)
 
     @contextmanager
@@ -79,51 +73,6 @@ class SkippedBlocks:
         with patch.object(nn.Module, "__call__", call):
             yield
 
-    @contextmanager
-    def left_out(self, regions: Sequence[nn.Module], step: Callable[[], object], forwards: Forwards) -> Iterator[None]:
-        """Leave blocks out of the graphs of compiled `regions`.
-
-        Args:
-            step: the first one. An eager forward of it shows which blocks can be skipped.
-            forwards: of these blocks; None for those that cannot. Filled by the forward.
-
-        Raises:
-            NotPeriodic: after the forward, which is in the record.
-        """
-        inside = {id(module) for region in regions for module in region.modules()}
-        runs = [run for found in self._lists if id(found.holds) in inside for run in found.runs_without_first()]
-        if not forwards.keys() >= {block for run in runs for block in run.blocks}:
-            self._run_eagerly(step)
-            for found in self._lists:
-                forwards |= dict.fromkeys(found.blocks) | found.forwards()
-            raise NotPeriodic("a region that is compiled next")
-        traced = {name for _, name in self.traced}
-        self._left_out = [r for r in runs if r.name not in traced and all(forwards[block] for block in r.inner)]
-        with ExitStack() as stack:
-            for block in (block for run in self._left_out for block in run.inner):
-                stack.enter_context(patch.object(block, "forward", forwards[block]))
-            yield
-
-    def _run_eagerly(self, step: Callable[[], object]) -> None:
-        """Run the forward of `step` without torch.compile."""
-
-        def stop(phase: str) -> None:
-            if phase == "backward":
-                raise _ForwardEnded
-
-        for found in self._lists:
-            found.begin(set())
-        self.tracker.start_step()
-        self.tracker.context.phase_listeners.insert(0, stop)
-        try:
-            with self.on(), torch.compiler.set_stance("force_eager"):
-                step()
-        except _ForwardEnded:
-            pass
-        except Exception:  # the compiled step raises it, too, or does what the blocks do not show
-            for found in self._lists:
-                found.runs = []
-
     def record(self, step: Callable[[], object], number: int) -> None:
         """Record step `number`.
 
@@ -133,7 +82,7 @@ class SkippedBlocks:
         self._start = self.recorder.position
         traced = {name for traced, name in self.traced if traced == number}
         for found in self._lists:
-            found.begin(traced, [run for run in self._left_out if run.blocks[0] in found.blocks])
+            found.begin(traced)
         self.tracker.start_step()
         try:
             step()
@@ -211,15 +160,8 @@ class SkippedBlocks:
         """Set a gradient `like` that of the third unit, which is storage `index`; returns its own storage."""
         if parameter.grad is not None:
             self.recorder.unfollow(parameter.grad)
-        last = self.recorder.ops[-1]
-        if self._left_out and last.name == "aten.detach.default":  # of each gradient, when all have been computed
-            self.recorder.ops.append(last.later(0, last.module))
         parameter.grad = self.fakes.new(like.shape, like.stride(), like.dtype)
         return self.recorder.follow_like(parameter.grad, index)
-
-
-class _ForwardEnded(Exception):
-    """What an eager forward is run for has been seen."""
 
 
 def is_whole(gradient: torch.Tensor) -> bool:
@@ -289,7 +231,7 @@ class ShortenedRun(NamedTuple):
 
 def shorten(model: nn.Module, units: int) -> ShortenedRun | None:
     """Remove blocks of the longest run that repeats until `units` units are left; None if it has no more."""
-    runs = [(found, stretch) for found in _block_lists(model) for stretch in found.stretches]
+    runs = [(found, stretch) for found in _block_lists(model) for stretch in stretches(found.kinds)]
     found, (blocks, period) = max(runs, key=lambda run: len(run[1].blocks), default=(None, Stretch(range(0), 1)))
     count, left = len(blocks) // period, slice(blocks.start, blocks.start + units * period)
     if found is None or count <= units or not isinstance(found.holds, (nn.ModuleList, nn.Sequential)):
@@ -313,14 +255,14 @@ class _BlockList:
         self.begin(set())
 
     @property
-    def stretches(self) -> list[Stretch]:
-        """Where blocks that are built alike repeat."""
-        return list(stretches(self._alike.kinds()))
+    def kinds(self) -> list[int]:
+        """Equal numbers for blocks that are built alike."""
+        return self._alike.kinds()
 
-    def begin(self, traced: set[str], left_out: Sequence[_Run] = ()) -> None:
-        """A step begins, in which the runs called `traced` are traced whole, and `left_out` are skipped."""
+    def begin(self, traced: set[str]) -> None:
+        """A step begins, in which the runs called `traced` are traced whole."""
         self._traced, self.whole = traced, False
-        self.runs: list[_Run] = [run.again() for run in left_out]
+        self.runs: list[_Run] = []
         self._run_of: list[_Run | None] = []
         self.calls: list[_Call] = []
         self.first = 0
@@ -334,7 +276,7 @@ class _BlockList:
         if not self._run_of:
             self._run_of = [None] * len(self.blocks)
             called = _CALL_KINDS.get(self.holds, [0] * len(self.blocks))
-            for blocks, period in stretches(list(zip(self._alike.kinds(), called, strict=True))):
+            for blocks, period in stretches(list(zip(self.kinds, called, strict=True))):
                 if self.names[blocks.start] not in self._traced:
                     numbers = slice(blocks.start, blocks.stop)
                     self.runs.append(_Run(blocks.start, self.blocks[numbers], self.names[numbers], period))
@@ -370,20 +312,6 @@ class _BlockList:
             return False
         run.skipped = True
         return True
-
-    def runs_without_first(self) -> list[_Run]:
-        """Runs that begin one unit later: Inductor adds up the residuals of the first two units in one kernel."""
-        made = []
-        for blocks, period in self.stretches:
-            numbers = slice(blocks.start + period, blocks.stop)
-            made.append(_Run(numbers.start, self.blocks[numbers], self.names[numbers], period))
-        return [run for run in made if len(run.missing) >= _FEWEST]
-
-    def forwards(self) -> Forwards:
-        """What the blocks that were skipped in the latest traversal did, as forwards."""
-        calls = dict(zip(self.blocks[self.first :], self.calls, strict=False))
-        inner = [block for run in self.runs if run.skipped for block in run.inner]
-        return {block: calls[block].handing_on() for block in inner if block in calls}
 
     def _follows(self, run: _Run, at: int, position: Position) -> bool:
         """Whether the block last called, number `at` of its run, is called like the one a unit before, if any."""
@@ -448,17 +376,6 @@ class _Run(SkippedRun):
         self.other: list[_Call] | None = None
         self.drawn: object = None
         self.counts: list[tuple[int, int, int]] = []
-
-    def again(self) -> _Run:
-        """The same run in another step, in which it is skipped, too."""
-        run = copy(self)
-        run.gradients, run.failed, run.skipped = {}, False, True
-        return run
-
-    @property
-    def inner(self) -> list[nn.Module]:
-        """The blocks of the skipped units."""
-        return self.blocks[FIRST * self.period : -self.period]
 
     def modules(self, unit: int) -> Iterator[nn.Module]:
         """Those of all blocks of a unit."""
@@ -526,40 +443,10 @@ class _Call:
         """What the block returns if it is skipped: what `like` did, with arguments in place of new results."""
         self.returned, self.returned_spec, self.handed_on = like.returned, like.returned_spec, like.handed_on
         leaves = list(self.returned)
-        for at, argument in self._arguments.items():
-            leaves[at] = self.given[argument]()
+        for at, argument in enumerate(self.handed_on):
+            if argument is not None or at in self.new:
+                leaves[at] = self.given[self.from_before.index(at) if argument is None else argument]()
         return tree_unflatten(leaves, self.returned_spec)
-
-    @property
-    def _arguments(self) -> dict[int, int]:
-        """The results that are arguments if the block is skipped, and which ones."""
-        return {
-            at: self.from_before.index(at) if argument is None else argument
-            for at, argument in enumerate(self.handed_on)
-            if argument is not None or at in self.new
-        }
-
-    def handing_on(self) -> Callable[..., Any] | None:
-        """A forward that returns what a skipped block did, and that torch.compile can trace; None if there is none."""
-        args, kwargs = tree_unflatten(list(range(len(self.given))), self.spec)
-        places = {leaf: at for at, leaf in (*enumerate(args), *kwargs.items()) if isinstance(leaf, int)}
-        arguments = self._arguments
-        others = [leaf for at, leaf in enumerate(self.returned) if at not in arguments]
-        if not all(leaf in places for leaf in arguments.values()) or _OBJECT in others:
-            return None
-        made: list[tuple[bool, Any]] = [(False, leaf) for leaf in self.returned]
-        for at, argument in arguments.items():
-            made[at] = True, places[argument]
-        spec = self.returned_spec
-        single = spec.is_leaf()
-        if not single and (spec.type is not tuple or spec.num_children != len(made)):
-            return None
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            out = [(kwargs[at] if isinstance(at, str) else args[at]) if given else at for given, at in made]
-            return out[0] if single else tuple(out)
-
-        return torch._dynamo.dont_skip_tracing(forward)
 
 
 def _reference(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
-from ckpt_ft.memory.distributed.fsdp2 import Sharding, host_copies, offloaded_parameters, sharding_of
+from ckpt_ft.memory.distributed.fsdp2 import (
+    Sharding,
+    gathers_in_8_bits,
+    host_copies,
+    offloaded_parameters,
+    sharding_of,
+)
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.distributed.wrap import (
@@ -37,7 +43,7 @@ from ckpt_ft.memory.distributed.wrap import (
     share,
     whole_again,
 )
-from ckpt_ft.memory.fake.compiled.lowering import compiled_regions, compiled_steps, prepare
+from ckpt_ft.memory.fake.compiled.lowering import compiled_steps, is_compiled, prepare
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.dispatch import run_eagerly
 from ckpt_ft.memory.record.splice import NotPeriodic
@@ -53,7 +59,7 @@ from . import patches
 from .dispatcher import FakeOps, compute_capability
 from .faked_model import Fakes, faked_model
 from .replay_step import ReplayStep
-from .skipped_blocks import Forwards, SkippedBlocks, Traced
+from .skipped_blocks import SkippedBlocks, Traced
 
 Step = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -95,11 +101,7 @@ def trace_step(
     """
     if warmup_steps < 0:
         raise UserError(f"warmup_steps {warmup_steps}: give 0 or more")
-    whole = launch or sharding_of(model) or not compiled_regions(model)
-    traced: Traced | None = None if whole else set()
-    return _repeated(
-        _Trace(model, [step] * (warmup_steps + 1), make_optimizer, device, launch, alloc_conf, traced=traced)
-    )
+    return _Trace(model, [step] * (warmup_steps + 1), make_optimizer, device, launch, alloc_conf).run()
 
 
 def trace_steps(
@@ -125,17 +127,14 @@ def trace_steps(
             step is then copied from the first (replay_step.py).
         phase: what runs after `steps`, and is the measured one then; all of its blocks are traced.
     """
-    whole = launch or sharding_of(model) or any(swapped_weights(model)) or (phase and compiled_regions(model))
+    whole = launch or sharding_of(model) or is_compiled(model) or any(swapped_weights(model))
     traced: Traced | None = None if whole else set()
-    return _repeated(_Trace(model, steps, make_optimizer, device, launch, alloc_conf, beside, update, traced, phase))
-
-
-def _repeated(trace: _Trace) -> StepTrace:
-    """Run `trace` until its blocks repeat each other, or are traced whole."""
     while True:
         try:
-            return trace.run()
-        except NotPeriodic:  # `trace.traced` has grown
+            return _Trace(
+                model, steps, make_optimizer, device, launch, alloc_conf, beside, update, traced, phase
+            ).run()
+        except NotPeriodic:  # `traced` has grown
             continue
 
 
@@ -209,7 +208,6 @@ class _Trace:
     """One attempt at a trace: the arguments of `trace_steps`, and the runs of blocks that must be traced whole.
 
     traced: None if nothing may be skipped; it grows where blocks turn out not to repeat each other.
-    forwards: of the blocks that compiled regions leave out.
     """
 
     model: nn.Module
@@ -222,7 +220,6 @@ class _Trace:
     update: Step | None = None
     traced: Traced | None = None
     phase: Step | None = None
-    forwards: Forwards = field(default_factory=dict)
     freezes: bool = True  # whether the garbage collector's frozen objects are those of the trace alone
 
     def run(self) -> StepTrace:
@@ -241,7 +238,7 @@ class _Trace:
         if experts not in (None, "eager", "batched_mm", "grouped_mm"):
             raise UserError(f"experts_implementation {experts}: a kernel of the Hub is not predicted; give grouped_mm")
         liger.check_experts(model, divided=launch is not None and launch.ep > 1)
-        if compiled := compiled_regions(model):
+        if compiled := is_compiled(model):
             if launch is not None and (
                 launch.strategy != "fsdp2" or launch.tp * launch.cp * launch.sp * launch.ep > 1
             ):
@@ -259,7 +256,7 @@ class _Trace:
             nullcontext() if gpu is None else fused_head.on_gpu(),
             nullcontext() if gpu is None else liger.on_card(gpu.sms, compute_capability(gpu)),
             process_group(launch, sharding) as mesh,
-            torch_like(gpu, bool(compiled)) as fakes,
+            torch_like(gpu, compiled) as fakes,
             whole_again(model) if launch or sharding or torch.distributed.is_initialized() else nullcontext(),
             faked(model, self.beside, fakes, sharding),
             launched(model, launch, mesh, sharding) as (streams, held),
@@ -307,6 +304,7 @@ class _Trace:
             with (
                 tracker, patches.device_calls(recorder), patches.triton_launches(recorder),
                 patches.lists_of_fakes(recorder, ops.values), host_copies(recorder, streams),
+                gathers_in_8_bits(recorder, ops.fakes),
                 nullcontext() if compiled else patches.cast_from_meta(ops.off_meta),
             ):  # fmt: skip
                 yield
@@ -340,10 +338,7 @@ class _Trace:
 
     def _record_steps(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:
         """Run the steps. Blocks are not skipped if hooks act on gradients: they run where a gradient is computed."""
-        regions = compiled_regions(self.model)
-        sharded = regions and any(map(is_traceable_wrapper_subclass, self.model.parameters()))
-        hooked = any(p._backward_hooks or _steps(p) for p in self.model.parameters())
-        if self.traced is None or sharded or hooked:
+        if self.traced is None or any(p._backward_hooks or _steps(p) for p in self.model.parameters()):
             for number, step in enumerate(self.steps):
                 self._between_steps(number)
                 tracker.start_step()
@@ -353,8 +348,7 @@ class _Trace:
         replay = None
         if self.update is not None:
             replay = ReplayStep(self.model, tracker, fakes, partial(self.update, self.model, optimizer))
-        first = partial(self.steps[0], self.model, optimizer)
-        with skipped.left_out(regions, first, self.forwards) if regions else skipped.on():
+        with skipped.on():
             for number, step in enumerate(self.steps):
                 self._between_steps(number)
                 if number != 1 or replay is None or not replay.replay():

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -212,14 +212,12 @@ class _Copies:
         Frees in a row are sorted: autocast's cache is freed in the order of addresses. What neither the second nor the
         third unit has made is the first's if the second frees it, the last's if the third does.
         """
-        as_third = self._moved(part.unit, _THIRD)
+        as_third = functools.cache(functools.partial(self._four[part.unit].moved, to=self._four[_THIRD]))
         start, made, freed = part.events.start, [], []
         for at in part.events:
             event, row = self.events[at], self._rows[at] - self._rows[start]
             if event >= 0:
-                storage = self.storages[event].copy(as_third)
-                storage.owner = ""  # compiled code takes any buffer of the size for a gradient
-                made.append((row, storage))
+                made.append((row, self.storages[event].copy(as_third)))
             else:
                 like = self.storages[~event]
                 unit, place = self._place_of.get(~event, (0 if part.unit == _SECOND else _LAST, (0, 0)))
@@ -227,11 +225,6 @@ class _Copies:
                 freed.append(((row, away, like.op, like.nbytes, place if not away else ()), ~event))
         ops = [op.later(-start, as_third(op.module)) for op in self.ops[part.ops.start : part.ops.stop]]
         return ops, made, sorted(freed)
-
-    def _moved(self, number: int, to: int) -> Callable[[str], str]:
-        """Maps modules of unit `number` and of the unit before it to those of unit `to` and of the one before it."""
-        (before, unit), (there_before, there) = self.units[number - 1 : number + 1], self.units[to - 1 : to + 1]
-        return functools.cache(lambda module: before.moved(unit.moved(module, there), there_before))
 
     def _role(self, storage: int, part: _Part) -> tuple[int, Place]:
         """How many units away from the part's the one is that allocates `storage`, and at which place."""
@@ -241,10 +234,11 @@ class _Copies:
     # -- what the skipped units did ---------------------------------------------------------------------------------
 
     def _copy_storages(self) -> None:
-        missing = self.run.missing
-        gradients = self.run.gradients = self._made_in_third()
+        gradients, missing, third = self.run.gradients, self.run.missing, self._four[_THIRD]
+        if any(self._place_of.get(gradient, (None,))[0] != _THIRD for gradient in gradients):
+            raise NotPeriodic("a gradient is not made in its unit")
         for number, k in ((number, k) for k, number in enumerate(missing)):
-            moved = self._moved(_THIRD, number)
+            moved = functools.cache(functools.partial(third.moved, to=self.units[number]))
             for (unit, place), storage in self._storage_of.items():
                 if unit == _THIRD:
                     self.storages.append(self.storages[storage].copy(moved))
@@ -252,22 +246,6 @@ class _Copies:
                     if storage in gradients:
                         self._new[number, place] = gradients[storage][k]
                         self.storages[gradients[storage][k]] = self.storages.pop()
-
-    def _made_in_third(self) -> dict[int, list[int]]:
-        """The skipped units' gradients by those that the third unit allocates: compiled code takes any free buffer of
-        the size for a gradient, so that they may be other units'."""
-        made = [storage for (unit, _), storage in self._storage_of.items() if unit == _THIRD]
-        free = [at for at in made if self.storages[at].category == "gradients" and at not in self.run.gradients]
-        found = {}
-        for gradient, missing in self.run.gradients.items():
-            if self._place_of.get(gradient, (None,))[0] != _THIRD:
-                like = (at for at in free if self.storages[at].nbytes == self.storages[gradient].nbytes)
-                gradient = next(like, -1)
-                if gradient < 0:
-                    raise NotPeriodic("a gradient is not made in its unit")
-                free.remove(gradient)
-            found[gradient] = missing
-        return found
 
     def _storage_in(self, number: int, place: Place) -> int:
         """The storage of unit `number` at `place`."""
@@ -280,14 +258,14 @@ class _Copies:
         up = other.unit == _THIRD
         like = other if up else one
         inserted = _Insertion(like.events.stop, like.ops.stop) if up else _Insertion(like.events.start, like.ops.start)
-        missing = self.run.missing
+        missing, third = self.run.missing, self._four[_THIRD]
         ops = self.ops[like.ops.start : like.ops.stop]
         events = [
             (event >= 0, *self._role(max(event, ~event), like))
             for event in self.events[like.events.start : like.events.stop]
         ]
         for number in missing if up else reversed(missing):
-            moved = self._moved(_THIRD, number)
+            moved = functools.cache(functools.partial(third.moved, to=self.units[number]))
             shift = len(inserted.events) - like.events.start
             inserted.ops += [op.later(shift, moved(op.module)) for op in ops]
             for made, away, place in events:

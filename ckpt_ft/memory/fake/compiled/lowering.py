@@ -57,19 +57,13 @@ def compiling(model: nn.Module, what: str) -> Iterator[None]:
             module._compiled_call_impl = compiled
 
 
-def compiled_regions(model: nn.Module) -> list[nn.Module]:
-    """The modules for which `torch.compile` was called, without those inside of another one."""
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` was called for the model or a module of it."""
     if "torch._dynamo" not in sys.modules:
-        return []
+        return False
     from torch._dynamo import OptimizedModule
 
-    found, inside = [], set[int]()
-    for module in model.modules():
-        compiled = module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
-        if compiled and id(module) not in inside:
-            found.append(module)
-            inside.update(map(id, module.modules()))
-    return found
+    return any(m._compiled_call_impl is not None or isinstance(m, OptimizedModule) for m in model.modules())
 
 
 def prepare() -> None:
@@ -84,13 +78,16 @@ def prepare() -> None:
 @contextmanager
 def followed(model: nn.Module, context: StepContext) -> Iterator[None]:
     """Tells `context` of the modules that run: those outside of compiled regions, and each region as a whole."""
+    from torch._dynamo import OptimizedModule
+
     context.by_global_hooks = False
-    regions = compiled_regions(model)
-    inside = {id(module) for region in regions for module in region.modules()} - set(map(id, regions))
     with ExitStack() as stack:
+        inside: set[int] = set()
         for module in model.modules():
             if id(module) in inside:
                 continue
+            if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+                inside.update(map(id, module.modules()))
             if module._compiled_call_impl is not None:
                 run = _located(module, context, module._compiled_call_impl)
                 stack.enter_context(patch.object(module, "_compiled_call_impl", run))
