@@ -220,7 +220,9 @@ def compiled(most: int | None) -> Group:
     for row, trace in islice(llama.published(llama.COMPILED), most):
         assert row.reserved is not None
         error = trace.peak_reserved / 2**30 / row.reserved - 1
-        name = f"Llama 3 8B, {row.gpus} H100, {row.shape}, {'each block compiled' if row.compiled else 'eager'}"
+        how = "each block compiled" if row.compiled else "eager"
+        how += f", float8 {row.float8}" * bool(row.float8)
+        name = f"Llama 3 8B, {row.gpus} {row.card}, {row.shape}, {how}"
         cells = [f"{row.reserved:.2f} GiB", f"{trace.peak_reserved / 2**30:.2f} GiB", percent(error)]
         group.add(name, cells, row.seconds, trace.seconds, bytes=error)
     for model, tokens, gpus, card, reserved, seconds in islice(others.QWEN, most):

@@ -33,7 +33,8 @@ POLICIES = {"selective op": "save:attention+matmul/2", "selective layer": "every
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "distributed.md"
 BEGIN, END = "<!-- benchmarks/sharded.py --scaling --write -->", "<!-- to here -->"
 REACHED = 0.9  # of a network's rate (memory/cost/collectives.py)
-CARDS = {"H100": "h100-500w", "A100": "a100-80gb"}  # torchtitan's H100; torchao's rows do not say, by the same authors
+# torchtitan's H100; torchao's rows do not say, by the same authors
+CARDS = {"H100": "h100-500w", "H200": "h200", "A100": "a100-80gb"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Row:
     seconds: float
     compiled: bool = False
     tp: int = 1
+    float8: str = ""
 
     @property
     def shape(self) -> str:
@@ -70,12 +72,12 @@ def published(rows: Path) -> Iterator[tuple[Row, StepTrace]]:
             kind, keeps = cells["activation_checkpointing"], cells["reshard_after_forward"] == "never"
             reserved = float(cells["reserved"]) if cells["reserved"] else None
             card, tp = cells["gpu"].split()[0], int(cells.get("tp", 1))
-            compiled = cells.get("compiled") == "each block"
-            row = Row(cells["model"], gpus, card, batch, tokens, kind, keeps, reserved, took, compiled, tp)
-            eight = cells.get("float8") == "tensorwise"
-            model = torchtitan.llama(row.model, fused_norms=cells.get("norms") == "fused", float8=eight, tp=tp)
+            compiled, float8 = cells.get("compiled") == "each block", cells.get("float8") or ""
+            row = Row(cells["model"], gpus, card, batch, tokens, kind, keeps, reserved, took, compiled, tp, float8)
+            model = torchtitan.llama(row.model, cells.get("norms") == "fused", float8, tp)
             like = "h100" if cells["gpu"] == "H100 SXM" else CARDS[card]
-            trace = torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, gpus, like, compiled, tp)
+            loss_too = cells.get("loss") == "compiled"
+            trace = torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, gpus, like, compiled, tp, loss_too)
             network = cells.get("network_of_a_machine")  # as "400 Gb/s"
             link = REACHED * float(network.split()[0]) * 1e9 / 8 if network else None
             launch = Launch("fsdp2", gpus, tp=tp, link=link)  # for the seconds of its collectives
@@ -89,7 +91,8 @@ def print_published() -> None:
     print(" predicted | tokens/s/GPU: published | predicted |\n|---|---|---|---|---:|---:|---:|---:|")
     for row, trace in (row for file in (EIGHT, MANY, COMPILED, PARALLEL) for row in published(file)):
         reserved = f"{row.reserved or ''} | {trace.peak_reserved / GIB:.2f}"
-        tokens, compiled = row.batch * row.tokens / row.tp, ", compiled" * row.compiled
+        tokens = row.batch * row.tokens / row.tp
+        compiled = ", compiled" * row.compiled + f", float8 {row.float8}" * bool(row.float8)
         print(
             f"| {row.model}, {row.gpus} {row.card}{compiled} | {row.shape} | {row.checkpointing} | {row.resharding} | "
             f"{reserved} | {tokens / row.seconds:.0f} | {tokens / trace.seconds:.0f} |",

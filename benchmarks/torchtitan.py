@@ -6,6 +6,7 @@ has norms of its own in fp32 (github.com/pytorch/torchtitan, torchtitan/models/l
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,7 +22,7 @@ from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.standins.float8 import to_float8
+from ckpt_ft.standins.float8 import E4M3, Float8Linear, to_float8
 
 
 @dataclass(frozen=True)
@@ -139,17 +140,33 @@ class Transformer(nn.Module):
 
 
 @cache
-def llama(name: str, fused_norms: bool, float8: bool = False, tp: int = 1) -> nn.Module:
+def llama(name: str, fused_norms: bool, float8: str = "", tp: int = 1) -> nn.Module:
     """One of `SHAPES`, on the meta device.
 
-    float8: the matrix products of all blocks are in 8 bits (torchao).
+    float8: the matrix products of all blocks are in 8 bits (torchao): "tensorwise", or "tensorwise, gathered" if
+        FSDP2 gathers the weights in 8 bits, too.
     tp: for how many ranks `trace` divides it, so that no other step gets a divided model.
     """
     with torch.device("meta"):
         model = Transformer(replace(SHAPES[name], fused_norms=fused_norms)).train()
     for block in model.layers.values() if float8 else ():
         to_float8(nn.ModuleList([nn.Linear(1, 1), block, nn.Linear(1, 1)]), "tensorwise")
+    for layer in float8_layers(model):
+        layer.gathers = float8.endswith("gathered")
     return model
+
+
+def float8_layers(model: nn.Module) -> list[Float8Linear]:
+    return [module for module in model.modules() if isinstance(module, Float8Linear)]
+
+
+@torch.no_grad()
+def agree_on_scales(layers: list[Float8Linear]) -> None:
+    """The scales of all weights by one all-reduce (torchao: precompute_float8_dynamic_scale_for_fsdp)."""
+    largest: Any = torch.stack(torch._foreach_norm([layer.weight for layer in layers], math.inf)).clamp(1e-12)
+    scales = (torch.finfo(E4M3).max / largest.to(torch.float64)).to_local().to(torch.float32)
+    for number, layer in enumerate(layers):
+        layer.scale = scales[number]
 
 
 def divide(model: Any, mesh: DeviceMesh) -> None:
@@ -189,13 +206,14 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
 
 def trace(
     model: Any, policy: str, batch: int, tokens: int, keeps: bool, processes: int, card: str, compiled: bool = False,
-    tp: int = 1,
+    tp: int = 1, loss_too: bool = False,
 ) -> StepTrace:  # fmt: skip
     """One rank's step: each block sharded, then the rest; the loss over whole logits; fused AdamW, clipping.
 
     keeps: gathered parameters after forward; else those of all blocks but the last are dropped.
     compiled: each block, by torch.compile.
     tp: ranks that divide each weight matrix, and norms and residuals along the sequence.
+    loss_too: the loss is compiled, as since 2025.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor.parallel import loss_parallel
@@ -211,6 +229,12 @@ def trace(
         fully_shard(model, mesh=rows, mp_policy=precision, reshard_after_forward=False)  # the PyTorch of then did so
         return torch.optim.AdamW(model.parameters(), fused=True)
 
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+
+    compute_loss: Any = torch.compile(loss_of) if loss_too else loss_of
+    gathered = [layer for layer in float8_layers(model) if layer.gathers]
+
     def step(model: Any, optimizer: Any) -> None:
         ids = torch.zeros(batch, tokens, dtype=torch.long)
         labels = ids.clone()
@@ -218,11 +242,13 @@ def trace(
         # what the PyTorch of these runs took on Hopper
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), loss_parallel() if tp > 1 else nullcontext():
             logits = model(ids)
-            loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+            loss = compute_loss(logits, labels)
             del logits
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
+        if gathered:
+            agree_on_scales(gathered)
 
     apply_policy(model, policy)
     for block in model.layers.values() if compiled else ():

@@ -72,7 +72,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
 }
 # What the readers make of a modelled setting that is no flag by itself.
 READ = {
-    "dp_shard", "rotation",
+    "dp_shard", "rotation", "float8_gather",
     "model", "dataset", "checkpointing", "every_n_layers", "evaluation", "eval_batch_size", "eval_accumulation_steps",
     "offload_optimizer",
     "tf32", "use_cpu", "use_8bit_adam", "use_muon", "use_adam_mini", "cache_latents", "center_crop", "random_flip",

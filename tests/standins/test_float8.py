@@ -65,6 +65,31 @@ def test_three_products_in_8_bits_and_operands_saved_as_they_are() -> None:
     assert compiled.seconds < eager.seconds  # casts are fused
 
 
+def test_fsdp2_gathers_weights_in_8_bits() -> None:
+    """On the wire and at the peaks as many bytes as with torchao 0.18's own weights in the same trace."""
+    width, traces = 1024, []
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.empty(64, width, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), fused=True)
+
+    for eight in (False, True):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
+        to_float8(model, "tensorwise")
+        launch = Launch("fsdp2", 4, mixed_precision="fp8", float8_gather=eight, wrap=None)
+        traces.append(trace_step(model, step, make_optimizer=adamw, device="h100", launch=launch))
+        assert not model[1].gathers
+    sent = [[(op.name, op.wire) for op in trace.ops if op.wire and op.at >= trace.start] for trace in traces]
+    gathers = [[wire for name, wire in each if "allgather" in name] for each in sent]
+    assert gathers == [[4 * 2 * width**2 * 3 // 4], [(2 * 2 + 2) * width**2 * 3 // 4]]  # the first and last are plain
+    assert [wire for name, wire in sent[1] if "all_reduce" in name] == [6, 6]  # the scales of two weights
+    assert (traces[1].peaks["forward"], traces[1].peaks["backward"]) == (93_983_232, 96_473_088)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -86,7 +111,9 @@ def test_where_there_are_no_such_products(given: dict[str, object], says: str, t
 def test_a_launch_in_8_bits_names_torchao(tmp_path: Path) -> None:
     path = tmp_path / "launch.yaml"
     path.write_text(accelerate_config(Launch("fsdp2", 2, mixed_precision="fp8")))
-    assert read_launch(str(path))[0].mixed_precision == "fp8"
+    assert read_launch(str(path))[0] == Launch("fsdp2", 2, mixed_precision="fp8")
+    path.write_text(accelerate_config(Launch("fsdp2", 2, mixed_precision="fp8", float8_gather=False)))
+    assert not read_launch(str(path))[0].float8_gather
     path.write_text(path.read_text().replace("backend: AO", "backend: TE"))
     with pytest.raises(UserError, match="FP8 of TransformerEngine and MS-AMP is not predicted; set it to AO"):
         read_launch(str(path))
