@@ -135,10 +135,10 @@ def _seconds(
     name: str, flops: int, nbytes: int, dtype: str, kernels: int, shape: Shape, gpu: GPU, memory_left: float
 ) -> float:
     if gpu.is_cpu:
-        heads = in_turn(name, shape, gpu)
-        if heads > 1:
+        if "attention" in name and shape:
             flops = round(flops * (1 + _EXPONENTIAL / shape[3]))
-        return heads * _own_seconds(name, dtype, shape, max(flops / gpu.fp32, nbytes / gpu.bandwidth) / heads, gpu)
+        turns = in_turn(name, shape, gpu)
+        return turns * _own_seconds(name, dtype, shape, max(flops / gpu.fp32, nbytes / gpu.bandwidth) / turns, gpu)
     memory = _traffic(name, nbytes, shape, gpu) / memory_left
     windows = len(shape) == 2 and shape[1] == WINDOW and flops > 0
     arithmetic = _arithmetic(name, flops, dtype, shape, gpu) if flops and not windows else 0.0
@@ -174,6 +174,7 @@ def _own_seconds(name: str, dtype: str, shape: Shape, seconds: float, gpu: GPU) 
 _EXPONENTIAL = 64
 _MEASURED_DTYPES = ("float32", "float16", "bfloat16", TF32)
 _PRODUCTS = {"mm": "matmul", "addmm": "matmul", "bmm": "batched matmul", "baddbmm": "batched matmul"}
+_NARROW = 16  # rows, columns or terms of a product that is timed apart, as of adapters: memory and overhead decide
 # Parts of an op's name -> its kind; the first that is found decides.
 _KINDS = {
     "bernoulli": "random", "dropout": "random", "rand": "random", "normal_": "random", "uniform": "random",
@@ -192,7 +193,7 @@ def kind_of(name: str, shape: Shape) -> str:
     short = name.partition(".")[2]
     product = _PRODUCTS.get(short.partition(".")[0])
     if product:
-        return product
+        return "narrow matmul" if len(shape) > 3 and min(shape[1:4]) <= _NARROW else product
     backward = " backward" if "backward" in short else ""
     found = next((kind for part, kind in _KINDS.items() if part in short), "")
     if found == "convolution":

@@ -43,7 +43,7 @@ Make = Callable[[], Case]
 _COPIES = 64 * MIB  # bytes of all copies of an operator's arguments: a step's weights and states pass the caches, too
 _PRODUCTS = (
     (8, 16, 16), (64, 64, 64), (256, 64, 256), (128, 256, 256), (512, 256, 1024), (1024, 768, 768), (2048, 1024, 1024),
-    (4096, 4096, 4096), (8192, 8192, 8192),
+    (4096, 4096, 4096), (8192, 8192, 8192), (64, 64, 8), (512, 512, 8), (512, 8, 512), (4096, 4096, 16),
 )  # fmt: skip
 _BATCHED = (
     (4, 8, 8, 8),
@@ -57,7 +57,7 @@ _IMAGES = (  # images, channels, side, groups
     (1, 8, 8, 1), (4, 16, 16, 1), (4, 32, 32, 1), (8, 64, 56, 1), (32, 256, 56, 1),
     (1, 8, 8, 8), (4, 32, 32, 32), (8, 64, 56, 64), (4, 32, 32, 8), (8, 64, 56, 8),
 )  # fmt: skip
-_HEADS = ((2, 8, 8), (4, 64, 16), (8, 128, 64), (8, 512, 64), (32, 4096, 128))  # heads, tokens, size
+_HEADS = ((2, 8, 8), (4, 64, 16), (16, 128, 32), (8, 128, 64), (8, 512, 64), (32, 4096, 128))  # heads, tokens, size
 _ELEMENTS = (64, 4096, 65536, 2**20, 2**23)
 
 
@@ -75,7 +75,8 @@ class _Cases:
         return torch.randint(1000, (rows,), device=self.device)
 
     def __iter__(self) -> Iterator[Make]:
-        yield from (partial(self.product, *size) for size in _PRODUCTS if prod(size) <= self.most)
+        for size in (size for size in _PRODUCTS if prod(size) <= self.most):
+            yield from (partial(make, *size) for make in (self.product, self.product_backward))
         yield from (partial(self.batched, *size) for size in _BATCHED if prod(size) <= self.most)
         for images, channels, side, groups in _IMAGES:
             if 9 * images * channels**2 // groups * side**2 <= self.most:
@@ -93,6 +94,9 @@ class _Cases:
 
     def product(self, rows: int, terms: int, columns: int) -> Case:
         return partial(aten.mm.default, self.x(rows, terms), self.x(columns, terms).t())
+
+    def product_backward(self, rows: int, terms: int, columns: int) -> Case:
+        return partial(aten.mm.default, self.x(terms, rows).t(), self.x(terms, columns))
 
     def batched(self, heads: int, rows: int, terms: int, columns: int) -> Case:
         return partial(aten.bmm.default, self.x(heads, rows, terms), self.x(heads, columns, terms).transpose(1, 2))

@@ -67,9 +67,21 @@ def test_attention_on_the_cpu_has_flops() -> None:
     assert flops == [4 * 2 * 16 * 16 * 8, 10 * 2 * 16 * 16 * 8]
 
 
+def test_heads_of_attention_run_one_after_another_on_a_cpu() -> None:
+    """Twice as many heads take twice as long, wherever on its curve one head lies."""
+    curves = (("attention float32", ((1e-6, 8.0), (1e-2, 0.1))),)
+    card = replace(CARD, calibration=Calibration("2026-11-23", curves=curves))
+    name = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    one, two = (Op(name, n * 10**6, 0, "float32", "", "", 0, shape=(n, 64, 64, 32)) for n in (1, 2))
+    assert device_seconds(two, card) == pytest.approx(2 * device_seconds(one, card))
+
+
 def test_kinds() -> None:
     kinds = {
         ("aten.addmm.default", ()): "matmul",
+        ("aten.mm.default", (1, 512, 64, 8, 0)): "narrow matmul",
+        ("aten.bernoulli_.float", ()): "random",
+        ("aten.native_dropout.default", ()): "random",
         ("aten.convolution.default", (4, 100, 8, 9, 0, 0)): "grouped",
         ("aten.convolution_backward.default", (9, WINDOW)): "depthwise backward",
         ("aten.native_batch_norm.default", ()): "batch norm",
