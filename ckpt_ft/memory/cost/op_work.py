@@ -60,6 +60,7 @@ VECTOR = 16  # bytes that a thread loads at once
 # gradient of the input finds the windows over each value; in that of the weight, each value is one block's sum over
 # all images (ATen/native/cuda/DepthwiseConv2d.cu; timings: pytorch/pytorch#3265, #18631, 3 x 3 with stride 1 and 2).
 OWN_INPUT, OWN_WEIGHT = 5, 9
+ALONE = 5  # times as long where channels in channels last are read one by one (timm's steps that are seen: 5.0 to 5.6)
 PIXEL = 6  # values under a window that take as long as a pixel's address and store (timm's steps that are seen)
 # cuDNN's kernels on tensor cores for grouped convolutions in channels last: groups of a multiple of this, of at most
 # as many channels. Others run directly (RTX 3090: ResNeXt and RegNet-Z with 32 to 192 groups of 4 to 32 channels are
@@ -379,7 +380,7 @@ def _row_bytes(matrix: Tensor) -> int:
 def _convolution(args: tuple[Any, ...], out: Any) -> Shape:
     given, weight = args[:2]
     if _depthwise(given, weight, args[8]):
-        return _windows(out, weight), WINDOW
+        return _windows(out, given, weight), WINDOW
     return _as_matmul(given, weight, out, args[3:9], 1)
 
 
@@ -389,9 +390,9 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> Shape:
     if _depthwise(given, weight, args[9]):
         to_input, to_weight = args[10][:2]
         if _cudnn_depthwise(given, weight, args[4]):
-            return (to_input + to_weight) * _windows(gradient, weight), WINDOW
-        own = to_input * OWN_INPUT * _windows(given, weight) + to_weight * OWN_WEIGHT * _windows(gradient, weight)
-        return own, WINDOW
+            return (to_input + to_weight) * _windows(gradient, given, weight), WINDOW
+        input, gradients = (_windows(images, given, weight) for images in (given, gradient))
+        return to_input * OWN_INPUT * input + to_weight * OWN_WEIGHT * gradients, WINDOW
     return _as_matmul(given, weight, gradient, args[4:10], sum(args[10][:2]))
 
 
@@ -400,9 +401,13 @@ def _depthwise(given: Tensor, weight: Tensor, groups: int) -> bool:
     return groups > 1 and groups == given.shape[1] and weight.shape[1] == 1
 
 
-def _windows(result: Tensor, weight: Tensor) -> int:
-    """The number of values under the windows of all pixels of a result, and what a pixel costs in values."""
-    return result.numel() * (PIXEL + prod(weight.shape[2:]))
+def _windows(result: Tensor, given: Tensor, weight: Tensor) -> int:
+    """The number of values under the windows of all pixels of a result, and what a pixel costs in values.
+
+    cuDNN's kernels for channels last take vectors of channels; channels that fill none are read one by one.
+    """
+    alone = _channels_last(given) and given.shape[1] * given.itemsize % VECTOR
+    return result.numel() * (PIXEL + prod(weight.shape[2:])) * (ALONE if alone else 1)
 
 
 def _cudnn_depthwise(given: Tensor, weight: Tensor, stride: Any) -> bool:

@@ -270,6 +270,18 @@ def test_grouped_convolutions_in_channels_last_are_direct_but_for_many_narrow_gr
     assert (seconds == pytest.approx(work.flops / (0.16 * 10e12))) is direct
 
 
+@pytest.mark.parametrize(("channels", "last", "times"), [(64, True, 1), (60, True, 5), (60, False, 1), (64, False, 1)])
+def test_channels_that_fill_no_vectors_are_read_one_by_one_in_channels_last(channels, last, times):
+    image = meta(8, channels, 28, 28, dtype=torch.half)
+    given = image.to(memory_format=torch.channels_last) if last else image
+    weight, how = meta(channels, 1, 3, 3, dtype=torch.half), ([1, 1], [1, 1], [1, 1], False, [0, 0], channels)
+    work = op_work.measure(aten.convolution.default, (given, weight, None, *how), {}, image)
+    assert work.shape == (times * 15 * image.numel(), WINDOW)
+    args = (image, given, weight, None, *how, [True, True, False])
+    backward = op_work.measure(aten.convolution_backward.default, args, {}, (given, weight, None))
+    assert backward.shape == (2 * times * 15 * image.numel(), WINDOW)
+
+
 @pytest.mark.parametrize(
     ("dtype", "window", "last", "times"),
     [
