@@ -166,9 +166,9 @@ BERT = """\
 `python benchmarks/bert_large.py`; published in Hugging Face's documentation
 (huggingface.co/docs/transformers/v4.21.0/perf_train_gpu_one), predicted before anything was compared. The last column
 of the bytes is that first prediction. Steps without checkpointing missed one tensor of attention scores for each
-layer, to the MiB: PyTorch 1.10, which ran them, saved a softmax's input besides its result. That is known of that
-version, no rule was changed, and with it the other column is traced. What the fp16 step without checkpointing holds
-beyond that is not known.
+layer, to the MiB: PyTorch 1.10, which ran them, saved a softmax's input besides its result, and transformers 4.15 made
+that input float32 by a mask, also under fp16. These are facts of those versions; no rule was changed, and the other
+column is traced with them. What the fp16 step without checkpointing holds beyond that is not known.
 
 The steps in fp32 keep the card busy. Those in fp16 with checkpointing are bound by the host, an unnamed one of January
 2022, which was faster than the hosts that are assumed beside a V100 (`Host` in memory/cost/schedule.py)."""
