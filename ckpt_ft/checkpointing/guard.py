@@ -18,6 +18,12 @@ _flag = attrgetter("gradient_checkpointing")
 _hooks_are_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message  # None if hooks are enabled
 
 
+def _is_batched() -> bool:
+    """Whether torch.vmap is among the transforms of torch.func that run."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
+
+
 class Guard(StandIn):
     """Replaces the model's forward: counts steps for verification and rejects what a policy cannot be combined with.
 
@@ -51,11 +57,16 @@ class Guard(StandIn):
         verification = self.verification
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or verification.inside:
             return self.forward(*args, **kwargs)
+        if torch._C._functorch.maybe_current_level() is not None and _is_batched():
+            raise UserError(
+                f"policy '{self.policy}' on {type(self.module).__name__} does not work inside of torch.vmap, whose "
+                "tensors backward cannot run the model's blocks with; remove the policy for this call"
+            )
         if self.refuses:
             if any(map(_flag, self.flagged)):
                 self._refuse(next(filter(_flag, self.flagged)))
-            if (message := _hooks_are_off()) is not None:
-                raise self._without_hooks(message)
+        if (self.refuses or self.policy.head) and (message := _hooks_are_off()) is not None:
+            raise self._without_hooks(message)
         verification.begin_step()
         try:
             output = self.forward(*args, **kwargs)

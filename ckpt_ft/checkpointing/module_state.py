@@ -49,19 +49,15 @@ from ckpt_ft.units import MIB, format_bytes
 from . import rng
 from .libraries import ADAPTED, CONFIG, is_a, is_class
 from .tensor_identity import as_stored, flat, is_array, looked_at, version_of, view_of
+from .verify import fingerprint
 
-_tables = operator.itemgetter(
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_pre_hooks",
     "_backward_hooks",
+)  # fmt: skip
+_tables = operator.itemgetter(
+    "_parameters", "_buffers", "_modules", *_HOOKS, "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"
 )
+_global_tables = [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
 _OWN = frozenset(vars(nn.Module()))
 _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
 _LONG = 1000  # entries; longer containers in attributes are data, which is not copied in each call
@@ -166,7 +162,7 @@ class Contents:
         self.opaque: list[tuple[Place, Any]] = []
         self.held: list[tuple[Place, Container | None, torch.Tensor]] = []
         attributes = [inner.__dict__ for inner in self.modules]
-        tables = list(chain.from_iterable(map(_tables, attributes)))
+        tables = [*chain.from_iterable(map(_tables, attributes)), *_global_tables]
         seen = set(map(id, attributes))
         for inner in self.modules:
             self._add_buffers(inner)
@@ -520,7 +516,7 @@ class _HeldTensor:
             return None
         if self.training not in history.written:
             return value.detach().clone()
-        if value.nbytes > _TINY:
+        if _is_large(value):
             return None
         if history.tensor is not value or history.version != self.version:
             history.tensor, history.version, history.copy = value, self.version, value.detach().clone()
@@ -539,7 +535,7 @@ class _HeldTensor:
         self.written = counted or self._is_statistic() or history.written.get(self.training, False)
         if real and self.training not in history.written:
             assert self.copy is not None
-            self.written = self.written or not torch.equal(self.value, self.copy)
+            self.written = self.written or not _equal(self.value, self.copy)
             history.written[self.training] = self.written
         if self.written:
             if counted:
@@ -554,7 +550,7 @@ class _HeldTensor:
                     f"forward modified {self} ({format_bytes(self.value.nbytes)}) and did not in its first call; "
                     "recomputation needs the old values. Repeat the step: they are copied from now on"
                 )
-        elif self.value.nbytes > _TINY:
+        elif _is_large(self.value):
             self.copy = None
         elif self.copy is not None:
             history.tensor, history.version, history.copy = self.value, self.version, self.copy
@@ -620,6 +616,16 @@ def _versions(parameters: list[nn.Parameter]) -> list[int]:
 def _is_managed(value: Any) -> bool:
     """Whether the value is sharded by FSDP2 or offloaded by accelerate."""
     return isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.is_meta)
+
+
+def _is_large(value: torch.Tensor) -> bool:
+    return value.layout is torch.strided and value.nbytes > _TINY
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout is torch.strided:
+        return torch.equal(one, other)
+    return fingerprint(one)[1] == fingerprint(other)[1]  # sparse
 
 
 def _without_values(value: torch.Tensor) -> bool:

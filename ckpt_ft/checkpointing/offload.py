@@ -383,5 +383,6 @@ def _storages(module: nn.Module) -> dict[int, Any]:
     While it lives, no new storage gets the address of one that is gone (ZeRO-3's gathered parameters).
     """
     tensors: list[Any] = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
-    storages = ((t._local_tensor if is_dtensor(t) else t).untyped_storage() for t in tensors)
+    dense = (t for t in tensors if t.layout is torch.strided)
+    storages = ((t._local_tensor if is_dtensor(t) else t).untyped_storage() for t in dense)
     return {storage._cdata: StorageWeakRef(storage) for storage in storages}

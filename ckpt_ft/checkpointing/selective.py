@@ -27,7 +27,7 @@ from .offload import Saved
 from .ops import check_op_name, group_of
 from .tensor_identity import counter_of
 
-_RECOMPUTE, _CONSUMED = object(), object()
+_RECOMPUTE = object()
 # views that do not share their input's version counter
 _UNSAFE_VIEWS = {
     torch.ops.aten._unsafe_view.default,
@@ -183,14 +183,9 @@ class _Replaying(_Mode):
             )
         self.next[func] = index + 1
         entry = calls[index]
-        if entry is _CONSUMED:
-            raise RuntimeError(
-                "backward ran a second time over a region that keeps operator outputs: they are released as they are "
-                "used. Use a policy without 'save:' with retain_graph=True"
-            )
         if entry is _RECOMPUTE or not entry.intact():
             return func(*args, **(kwargs or {}))
-        calls[index] = _CONSUMED
+        calls[index] = _RECOMPUTE  # it is released; a second backward (retain_graph) makes it anew
         return entry.hand_back()
 
 

@@ -17,10 +17,12 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -32,6 +34,7 @@ from .arguments import leaves
 from .offload import CopyStream, host_tensor
 from .standin import Installed, StandIn, Treated
 from .tensor_identity import is_dtensor
+from .verify import TensorComparison, Verification
 
 _ALIGNED = 16  # bytes
 _MERGES = ("merge", "unmerge")  # methods of PEFT's layers
@@ -119,13 +122,19 @@ class Swapper:
     Args:
         model: its attribute `IN_HOST_MEMORY` gets the waiting weights by name, where a trace finds them.
         blocks: for each swapped block, its module and the names in `model` of its swapped weights.
+
+    A weight is found by the layer that has it, which may get another name (an adapter around it). If something else
+    has taken its place there, that stays on the device.
     """
 
     def __init__(self, model: nn.Module, blocks: list[tuple[nn.Module, list[str]]]) -> None:
-        self.model, self.blocks = model, blocks
+        self.model, self.blocks = model, [block for block, _ in blocks]
+        self.places = [{name: _place(model, name) for name in names} for _, names in blocks]
+        self.proved = 0  # the last step that was verified
         self.last = 0  # number of the block that was used last
         self.present: set[int] = set()
-        self.running: set[int] = set()  # blocks that are in their forward
+        self.running: set[int] = set()  # blocks that are in their forward, in this thread
+        self.thread = 0
         self.copies: CopyStream | None = None
         self.copied: dict[int, tuple[CopyStream, Any]] = {}  # where a block's copies run, and the event that ends them
 
@@ -140,36 +149,43 @@ class Swapper:
 
     def begin(self) -> None:
         """Move the weights to host memory, except those of the first block: a step ends with it."""
-        found = {name: self.model.get_parameter(name) for _, names in self.blocks for name in names}
-        self.arena = Arena(sum(p.nbytes for p in found.values()), next(iter(found.values())).device)
-        self.model.__dict__[IN_HOST_MEMORY] = waiting = {}
+        found = [layer._parameters[key] for places in self.places for layer, key in places.values()]
+        self.arena = Arena(sum(p.nbytes for p in found), found[0].device)
+        self.model.__dict__[IN_HOST_MEMORY] = {}
         self.present, self.last = set(range(len(self.blocks))), 0
-        for number, (_, names) in enumerate(self.blocks):
-            for name in names:
-                waiting[name] = self.arena.copy(found[name].detach(), found[name])
-                if not found[name].untyped_storage().resizable():  # it is mapped from a file of safetensors
-                    found[name].data = waiting[name].to(found[name].device, copy=True)
-                weight = found[name]
-                vars(weight).update({SWAPPED: weight._version, "__deepcopy__": partial(self.deep_copy, name)})
-            if number:
-                self.drop(number)
+        for number in self.present:
+            self.adopt(number)
+        for number in range(1, len(self.blocks)):
+            self.drop(number)
+
+    def adopt(self, number: int) -> None:
+        """Copy the weights of a block that have no copy in host memory yet, and mark them."""
+        for name, (layer, key) in self.places[number].items():
+            parameter = layer._parameters.get(key)
+            if not isinstance(parameter, nn.Parameter) or hasattr(parameter, SWAPPED) or not _can_wait(parameter):
+                continue
+            self.waiting[name] = self.arena.copy(parameter.detach(), parameter)
+            if not (parameter.is_meta or isinstance(parameter, FakeTensor)):
+                # a storage of its own: that of before may be mapped from a file, or a state dict has it, too
+                parameter.data = self.waiting[name].to(parameter.device, copy=True)
+            vars(parameter)["__deepcopy__"] = partial(self.deep_copy, name)
+            _note_copied(parameter)
 
     def end(self) -> None:
         """Move all weights to the device."""
         for number in range(len(self.blocks)):
             self.fetch(number)
             self.wait(number)
-            for name, _ in list(self._weights(number)):
-                self._forget(name)
+            for name, parameter in list(self.weights(number)):
+                self._forget(name, parameter)
         del self.model.__dict__[IN_HOST_MEMORY], self.arena
 
-    def use(self, number: int, backward: bool = False) -> None:
+    def use(self, number: int, step: int = 1) -> None:
         """Have a block's weights on the device, those of the next block on their way, and no others.
 
-        backward: whether the order of the blocks is that of a backward; in a second run of several blocks (`stages`)
-            it is that of a forward again.
+        step: 1 in the order of a forward, -1 in that of a backward.
         """
-        following = number - 1 if backward and self.last >= number else number + 1
+        following = number + step
         for other in self.present - {number, following}:
             self.drop(other)
         self.fetch(number)
@@ -180,11 +196,10 @@ class Swapper:
 
     def fetch(self, number: int) -> None:
         """Start the copies of a block's weights to the device."""
-        missing = [(name, p) for name, p in self._weights(number) if not p.untyped_storage().nbytes()]
+        missing = [(name, p) for name, p in self.weights(number) if not p.untyped_storage().nbytes()]
         self.present.add(number)
         for name, parameter in missing:  # on the current stream, which also frees them
             _fill(parameter, self.waiting[name].nbytes)
-            self._unwritten(parameter)
         if not missing:
             return
         if self.copies is None or self.copies.streams is not CopyStream.of(missing[0][1]):
@@ -207,46 +222,57 @@ class Swapper:
         if number in self.running or torch._C._current_graph_task_id() >= 0:
             return
         own = {id(parameter) for parameter in layer._parameters.values()}
-        for name, parameter in list(self._weights(number)):
+        for name, parameter in list(self.weights(number)):
             if id(parameter) in own:
                 self.wait(number)
                 if not parameter.untyped_storage().nbytes():
                     _fill(parameter, self.waiting[name].nbytes)
                     parameter.data.copy_(self.waiting[name])
-                self._forget(name)
+                self._forget(name, parameter)
 
-    def _forget(self, name: str) -> None:
+    def _forget(self, name: str, parameter: nn.Parameter) -> None:
         """A weight is on the device from here on."""
         del self.waiting[name]
         for mark in (SWAPPED, "__deepcopy__"):
-            vars(self.model.get_parameter(name)).pop(mark, None)
+            vars(parameter).pop(mark, None)
 
     def drop(self, number: int) -> None:
         """Free a block's weights on the device."""
         self.wait(number)
         self.present.discard(number)
-        for name, parameter in self._weights(number):
+        for name, parameter in self.weights(number):
             if parameter.requires_grad:
                 raise UserError("policy 'swap': a weight that waits in host memory is to be trained; freeze it again")
             self._keep_written(name, parameter)
             _empty(parameter)
 
     def _keep_written(self, name: str, parameter: nn.Parameter) -> None:
-        """Copy to the host what was written into a weight on the device, such as an average of other weights."""
-        version = parameter._version
-        if getattr(parameter, SWAPPED, version) != version and parameter.untyped_storage().nbytes():
-            self.waiting[name].copy_(parameter.detach())
-            self._unwritten(parameter)
+        """Copy to the host what was written into a weight on the device, or what was assigned to its `.data`."""
+        if not parameter.untyped_storage().nbytes() or vars(parameter).get(SWAPPED) in (None, _written(parameter)):
+            return
+        host = self.waiting[name]
+        if (host.dtype, host.shape, host.stride()) == (parameter.dtype, parameter.shape, parameter.stride()):
+            host.copy_(parameter.detach())
+        else:
+            self.waiting[name] = self.arena.copy(parameter.detach(), parameter)
+        _note_copied(parameter)
 
-    @staticmethod
-    def _unwritten(parameter: nn.Parameter) -> None:
-        """The copy in host memory is up to date; a trace's fakes are not watched."""
-        if hasattr(parameter, SWAPPED):
-            setattr(parameter, SWAPPED, parameter._version)
+    def prove(self, verification: Verification) -> None:
+        """Compare the weights that are on the device with their copies in host memory, once in a verified step."""
+        if self.proved == verification.steps:
+            return
+        self.proved = verification.steps
+        comparison = TensorComparison(verification, "", type(self.model).__name__)
+        for number in sorted(self.present):
+            self.wait(number)
+            for name, parameter in self.weights(number):
+                self._keep_written(name, parameter)
+                what = f"the frozen weight '{name}', written through .data since it came from host memory"
+                comparison.restored(comparison.saved(self.waiting[name], what), parameter)
 
     def move(self, number: int, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """`nn.Module._apply` of a block, for `.to()` and `.half()`: what waits does not pass through the device."""
-        block, weights = self.blocks[number][0], list(self._weights(number))
+        block, weights = self.blocks[number], list(self.weights(number))
         there = {id(parameter) for _, parameter in weights}
         own = [(inner, key, p) for inner in block.modules() for key, p in inner._parameters.items() if id(p) in there]
         try:
@@ -264,7 +290,7 @@ class Swapper:
                 _fill(parameter, 0)
                 size, stride = parameter.size(), parameter.stride()
                 parameter.data = torch.empty_strided(size, stride, dtype=made.dtype, device=made.device)
-                self._unwritten(parameter)
+                _note_copied(parameter)
                 self.drop(number)
                 if self.arena.device != made.device:
                     self.arena = Arena(sum(one.nbytes for one in self.waiting.values()), made.device)
@@ -273,11 +299,12 @@ class Swapper:
 
     def as_saved(self, number: int, block: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """State-dict hook of a block: the weights in host memory take the place of those that are not there."""
-        own = self._prefix(number)
-        for name, parameter in self._weights(number):
+        paths = {layer: f"{prefix}{path}." if path else prefix for path, layer in block.named_modules()}
+        for name, parameter in self.weights(number):
             self._keep_written(name, parameter)
-            if (key := prefix + name.removeprefix(own)) in state:
-                state[key] = self.waiting[name]
+            layer, key = self.places[number][name]
+            if (path := f"{paths.get(layer, '')}{key}") in state:
+                state[path] = self.waiting[name]
 
     def before_load(self, number: int, block: nn.Module, state: Any, prefix: str, *_: Any) -> None:
         """Pre-hook of `load_state_dict`: the weights are on the device."""
@@ -286,32 +313,49 @@ class Swapper:
             self.wait(number)
 
     def after_load(self, number: int, *_: Any) -> None:
-        """Post-hook of `load_state_dict`: the copies in host memory are those of the new weights."""
+        """Post-hook of `load_state_dict`: the copies in host memory are those of the new weights (`assign=True`)."""
         if number in self.present:
-            for name, parameter in self._weights(number):
-                self.waiting[name].copy_(parameter.detach())
+            for name, parameter in self.weights(number):
+                self._keep_written(name, parameter)
+            self.adopt(number)
 
     def deep_copy(self, name: str, memo: dict[int, Any]) -> nn.Parameter:
         """A weight's `__deepcopy__`: torch's reads data that may not be there."""
-        parameter = self.model.get_parameter(name)
+        layer, key = next(places[name] for places in self.places if name in places)
+        parameter: Any = layer._parameters[key]
         absent = not parameter.untyped_storage().nbytes()
         if absent:
             _fill(parameter, self.waiting[name].nbytes)
             parameter.data.copy_(self.waiting[name])
         twin: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)
-        vars(twin).update({SWAPPED: twin._version, "__deepcopy__": partial(copy.deepcopy(self, memo).deep_copy, name)})
+        vars(twin)["__deepcopy__"] = partial(copy.deepcopy(self, memo).deep_copy, name)
+        _note_copied(twin)
         for one in (parameter, twin) if absent else ():
             _empty(one)
         return twin
 
-    def _prefix(self, number: int) -> str:
-        block = self.blocks[number][0]
-        return next(f"{name}." for name, module in self.model.named_modules() if module is block)
-
-    def _weights(self, number: int) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters as they are now: fake ones in a trace."""
+    def weights(self, number: int) -> Iterator[tuple[str, nn.Parameter]]:
+        """The block's weights that are swapped, by name, as they are now: fake ones in a trace."""
         waiting = self.waiting
-        return ((name, self.model.get_parameter(name)) for name in self.blocks[number][1] if name in waiting)
+        for name, (layer, key) in self.places[number].items():
+            parameter = layer._parameters.get(key)
+            if name in waiting and (isinstance(parameter, FakeTensor) or hasattr(parameter, SWAPPED)):
+                yield name, parameter  # type: ignore[misc]
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def _written(parameter: nn.Parameter) -> tuple[int, int]:
+    """What changes if something is written into a weight, but through `.data`, or assigned to `.data`."""
+    return parameter._version, parameter.untyped_storage()._cdata
+
+
+def _note_copied(parameter: nn.Parameter) -> None:
+    """Mark a weight as swapped, with the values of its copy in host memory."""
+    vars(parameter)[SWAPPED] = _written(parameter)
 
 
 class SwappedBlock(StandIn):
@@ -347,33 +391,46 @@ class SwappedBlock(StandIn):
         return getattr(type(layer), name)(layer, *args, **kwargs)
 
     def remove(self) -> None:
-        super().remove()
         del self.module.__dict__[SWAPPED], self.module.__dict__["_apply"]
         for layer in self._adapted():
             for name in _MERGES:
                 vars(layer).pop(name, None)
         for handle in self.handles:
             handle.remove()
+        super().remove()  # last: it changes the class if another library has wrapped this
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             raise UserError("policy 'swap' and torch.compile: compiled code cannot wait for weights; drop one of them")
-        again = torch._C._current_graph_task_id() >= 0  # a second run, in backward
-        self.swapper.use(self.number, backward=again)
-        self.swapper.running.add(self.number)
+        swapper, number, grad = self.swapper, self.number, torch.is_grad_enabled()
+        if swapper.running and swapper.thread != get_ident():
+            raise UserError("policy 'swap': two threads run the model at once, and its weights are there for one of them")
+        swapper.thread = get_ident()
+        if grad and self.verification.active:
+            swapper.prove(self.verification)
+        again = torch._C._current_graph_task_id() >= 0  # a second run, in backward; of `stages` it runs forward
+        swapper.use(number, -1 if again and swapper.last >= number else 1)
+        given = {id(x): x.grad_fn for x in (*leaves(args), *leaves(kwargs)) if isinstance(x, torch.Tensor)}
+        swapper.running.add(number)
         try:
             out = self.forward(*args, **kwargs)
         finally:
-            self.swapper.running.discard(self.number)
-        if torch.is_grad_enabled() and not again:
-            for leaf in leaves(out):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self.before_backward)
+            swapper.running.discard(number)
+        found = [leaf for leaf in leaves(out) if isinstance(leaf, torch.Tensor)] if grad else ()
+        if grad and not found:
+            raise UserError(
+                f"policy 'swap': a {type(self.module).__name__} returns no tensor in a tuple, list, dict or dataclass, "
+                f"so that nothing tells when its backward begins: {type(out).__name__}; leave 'swap' out"
+            )
+        for leaf in found:
+            if leaf.requires_grad and given.get(id(leaf), leaf) is not leaf.grad_fn:  # not an input, unchanged
+                leaf.register_hook(self.before_backward)
         return out
 
     def before_backward(self, _: torch.Tensor) -> None:
         """Hook of an output's gradient."""
-        self.swapper.use(self.number, backward=True)
+        if IN_HOST_MEMORY in self.swapper.model.__dict__:  # the policy is still on
+            self.swapper.use(self.number, -1)
 
 
 class _Installed(Installed):

@@ -63,7 +63,7 @@ def calls(model: nn.Module) -> Counter[str]:
 def test_recompute_is_counted_exactly(policy: str, attention: int, matmuls: int) -> None:
     model = make("llama")
     backward = calls(model)["aten.mm.default"] - (7 * LAYERS + 1)  # what backward itself multiplies
-    apply_policy(model, policy)
+    apply_policy(model, policy, verify="never")  # a verified second run goes on to the block's end
     counted = calls(model)
     assert counted[ATTENTION] == attention
     assert counted["aten.mm.default"] - backward == matmuls
@@ -152,7 +152,7 @@ def test_autocast_and_accumulation(policy: str) -> None:
     assert differing(run(model), plain) == []
 
 
-@pytest.mark.parametrize("policy", ["full", "segments:2"])
+@pytest.mark.parametrize("policy", ["full", "segments:2", "save:attention+matmul"])
 def test_retain_graph_and_gradient_of_gradient(policy: str) -> None:
     def run(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -165,15 +165,6 @@ def test_retain_graph_and_gradient_of_gradient(policy: str) -> None:
     plain, model = run(make("llama")), make("llama")
     apply_policy(model, policy)
     assert all(torch.equal(a, b) for a, b in zip(run(model), plain, strict=True))
-
-
-def test_kept_outputs_refuse_a_second_backward_clearly() -> None:
-    model = make("llama")
-    apply_policy(model, "save:matmul")
-    loss = model(**batch()).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a second time over a region that keeps operator outputs"):
-        loss.backward()
 
 
 def test_kv_cache_is_off_only_while_training() -> None:
@@ -318,7 +309,7 @@ def test_plain_stack_of_layers() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     with Count() as plain:
         stack(x).sum().backward()
-    assert apply_policy(stack, "segments:2").covered == [str(i) for i in range(8)]
+    assert apply_policy(stack, "segments:2", verify="never").covered == [str(i) for i in range(8)]
     with Count() as count:
         stack(x).sum().backward()
     # of each run of four, the last layer's output is nobody's saved tensor: three are re-run

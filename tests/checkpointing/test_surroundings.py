@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from ckpt_ft import apply_policy
@@ -243,3 +244,43 @@ def test_a_blocks_own_generator_is_where_forward_left_it(policy: str) -> None:
         ours.generator.set_state(theirs.generator.get_state())
     apply_policy(treated, policy, verify="never")
     assert all(map(torch.equal, steps(treated), steps(plain)))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "full,offload", "offload"])
+def test_vmap_is_refused_in_one_line(policy: str) -> None:
+    model = Net().eval()
+    apply_policy(model, policy)
+    with pytest.raises(UserError, match="on Net does not work inside of torch.vmap"):
+        torch.vmap(model)(torch.stack([inputs(), inputs()]))
+    torch.no_grad()(torch.vmap(model))(torch.stack([inputs(), inputs()]))
+
+
+class Neighbours(Block):
+    """Of a graph, as a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", (torch.eye(5) + torch.ones(5, 5).tril(-3)).to_sparse())
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(torch.stack([torch.sparse.mm(self.edges, row) for row in x]), mask)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "full,offload", "offload"])
+def test_sparse_buffers(policy: str) -> None:
+    plain, model = Net(Neighbours), Net(Neighbours)
+    apply_policy(model, policy)
+    for _ in range(2):
+        assert_alike(numbers(model), numbers(plain), policy)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "full,offload", "offload"])
+def test_a_hook_on_all_modules_during_forward(policy: str) -> None:
+    def hooked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with register_module_forward_hook(lambda module, _, out: out * 1.5 if type(module) is nn.GELU else None):
+            return model(x)  # type: ignore[no-any-return]
+
+    plain, model = Net(), Net()
+    apply_policy(model, policy)
+    for _ in range(4):  # also in steps that are not verified
+        assert_alike(numbers(model, hooked), numbers(plain, hooked), policy)

@@ -17,11 +17,13 @@ import pytest
 import torch
 from language_models import differing, make, numbers
 from torch import nn
+from torch.func import functional_call
 
 from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.checkpointing import offload
 from ckpt_ft.checkpointing.apply import remove_policy
 from ckpt_ft.checkpointing.swap import Arena
+from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.policy import IN_HOST_MEMORY
@@ -295,6 +297,94 @@ def test_what_is_written_into_a_frozen_weight_is_kept() -> None:
         return [model(x).detach() for _ in range(3)] + list(model.state_dict().values())
 
     assert all(map(torch.equal, outputs("swap:4"), outputs("none")))
+
+
+def _replaced(model: Any) -> None:
+    model.blocks[1][0].weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.1), requires_grad=False)
+
+
+def _assigned(model: Any) -> None:
+    for block in model.blocks:
+        block[0].weight.data = torch.full((WIDTH, WIDTH), 0.1)
+
+
+def _adapted(model: Any) -> None:
+    for block in model.blocks:
+        block[0] = nn.Sequential(block[0], nn.Linear(WIDTH, WIDTH))
+
+
+def _reordered(model: Any) -> None:
+    model.blocks = nn.ModuleList([model.blocks[number] for number in (2, 0, 3, 1)])
+
+
+def _loaded(model: Any) -> None:
+    values = {name: value.clone() * 1.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+
+
+@pytest.mark.parametrize("change", [_replaced, _assigned, _adapted, _reordered, _loaded])
+@pytest.mark.parametrize("policy", ["swap:3", "full,swap:4"])
+def test_what_changes_in_the_model_afterwards(policy: str, change: Callable[[Any], None]) -> None:
+    """Another weight in a layer, an adapter around a layer, blocks in another order."""
+    found = []
+    for applied in ("none", policy):
+        torch.manual_seed(0)
+        model, x = Stack(4), torch.randn(ROWS, WIDTH)
+        apply_policy(model, applied)
+        for step in range(4):
+            if step == 2:
+                change(model)
+            model(x).backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None] + list(model.state_dict().values()))
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))
+
+
+class Skips(nn.Module):
+    """Returns its input in half of its calls."""
+
+    def __init__(self, inner: nn.Module, number: int) -> None:
+        super().__init__()
+        self.inner, self.number = inner, number
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x if self.number % 2 else self.inner(x)
+
+
+def test_blocks_that_return_their_input_or_no_tensor() -> None:
+    grads = []
+    for policy in ("none", "swap:4"):
+        torch.manual_seed(0)
+        model, x = Stack(4), torch.randn(ROWS, WIDTH, requires_grad=True)
+        model.blocks = nn.ModuleList(Skips(block, number) for number, block in enumerate(model.blocks))
+        apply_policy(model, policy)
+        model(x).backward()
+        grads.append(x.grad)
+    assert torch.equal(grads[0], grads[1])
+    model.blocks[0].forward = lambda x: iter([x])  # type: ignore[assignment]
+    apply_policy(model, "swap:3")
+    with pytest.raises(UserError, match="a Skips returns no tensor in a tuple, list, dict or dataclass.*: list_iterator"):
+        model(x)
+
+
+def test_weights_elsewhere_are_the_users() -> None:
+    """A state dict from before, a call with other weights, and what is written through `.data`."""
+    model, x = Stack(4), torch.randn(ROWS, WIDTH)
+    values = model.state_dict()
+    before = copy.deepcopy(values)
+    apply_policy(model, "full,swap:4")
+    assert all(values[name].equal(value) for name, value in before.items())
+    other = {name: value * 2 for name, value in before.items()}
+    plain = Stack(4)
+    plain.load_state_dict(other)
+    assert functional_call(model, other, (x,)).equal(plain(x))
+    loss = model(x)
+    remove_policy(model)
+    loss.backward()  # the policy is gone
+    apply_policy(model, "swap:4")
+    model.blocks[0][0].weight.data.mul_(2)  # type: ignore[index]
+    with pytest.raises(VerificationError, match="frozen weight 'blocks.0.0.weight', written through .data"):
+        model(x)
 
 
 def test_refusals() -> None:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_ft.memory.cost.op_work import Work, collective_bytes, group_of, is_collective, measure, tensors
-from ckpt_ft.policy import IN_HOST_MEMORY, SWAPPED
+from ckpt_ft.policy import SWAPPED
 
 from .cpu_kernels import real_kernels
 from .dispatch import (
@@ -369,8 +369,9 @@ def states_of(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, An
 def swapped_weights(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Parameters that the policy `swap` moves, each with its copy in host memory."""
     for inner in model.modules():
-        for name, host in inner.__dict__.get(IN_HOST_MEMORY, {}).items():
-            yield inner.get_parameter(name), host
+        if (swapped := inner.__dict__.get(SWAPPED)) is not None:
+            for name, parameter in swapped.swapper.weights(swapped.number):
+                yield parameter, swapped.swapper.waiting[name]
 
 
 def _spare_of_swapped(model: nn.Module) -> int:
