@@ -62,9 +62,8 @@ class Guard(StandIn):
                 f"policy '{self.policy}' on {type(self.module).__name__} does not work inside of torch.vmap, whose "
                 "tensors backward cannot run the model's blocks with; remove the policy for this call"
             )
-        if self.refuses:
-            if any(map(_flag, self.flagged)):
-                self._refuse(next(filter(_flag, self.flagged)))
+        if self.refuses and any(map(_flag, self.flagged)):
+            self._refuse(next(filter(_flag, self.flagged)))
         if (self.refuses or self.policy.head) and (message := _hooks_are_off()) is not None:
             raise self._without_hooks(message)
         verification.begin_step()

@@ -149,7 +149,7 @@ class Swapper:
 
     def begin(self) -> None:
         """Move the weights to host memory, except those of the first block: a step ends with it."""
-        found = [layer._parameters[key] for places in self.places for layer, key in places.values()]
+        found = [layer.get_parameter(key) for places in self.places for layer, key in places.values()]
         self.arena = Arena(sum(p.nbytes for p in found), found[0].device)
         self.model.__dict__[IN_HOST_MEMORY] = {}
         self.present, self.last = set(range(len(self.blocks))), 0
@@ -404,7 +404,9 @@ class SwappedBlock(StandIn):
             raise UserError("policy 'swap' and torch.compile: compiled code cannot wait for weights; drop one of them")
         swapper, number, grad = self.swapper, self.number, torch.is_grad_enabled()
         if swapper.running and swapper.thread != get_ident():
-            raise UserError("policy 'swap': two threads run the model at once, and its weights are there for one of them")
+            raise UserError(
+                "policy 'swap': two threads run the model at once, and its weights are there for one of them"
+            )
         swapper.thread = get_ident()
         if grad and self.verification.active:
             swapper.prove(self.verification)
@@ -419,8 +421,8 @@ class SwappedBlock(StandIn):
         found = [leaf for leaf in leaves(out) if isinstance(leaf, torch.Tensor)] if grad else ()
         if grad and not found:
             raise UserError(
-                f"policy 'swap': a {type(self.module).__name__} returns no tensor in a tuple, list, dict or dataclass, "
-                f"so that nothing tells when its backward begins: {type(out).__name__}; leave 'swap' out"
+                f"policy 'swap': a {type(self.module).__name__} returns no tensor in a tuple, list, dict or "
+                f"dataclass, so that nothing tells when its backward begins: {type(out).__name__}; leave 'swap' out"
             )
         for leaf in found:
             if leaf.requires_grad and given.get(id(leaf), leaf) is not leaf.grad_fn:  # not an input, unchanged

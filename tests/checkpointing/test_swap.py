@@ -363,7 +363,9 @@ def test_blocks_that_return_their_input_or_no_tensor() -> None:
     assert torch.equal(grads[0], grads[1])
     model.blocks[0].forward = lambda x: iter([x])  # type: ignore[assignment]
     apply_policy(model, "swap:3")
-    with pytest.raises(UserError, match="a Skips returns no tensor in a tuple, list, dict or dataclass.*: list_iterator"):
+    with pytest.raises(
+        UserError, match="a Skips returns no tensor in a tuple, list, dict or dataclass.*: list_iterator"
+    ):
         model(x)
 
 

@@ -539,7 +539,7 @@ class CountsInADefault(Block):
 @pytest.mark.parametrize("block", [CountsInItsClass, CountsInAQueue, CountsInADefault])
 @pytest.mark.parametrize("policy", ["full", "every:2", "segments:2", "save:matmul"])
 def test_state_that_no_saved_tensor_shows_is_seen_in_what_the_block_returns(block: type[Block], policy: str) -> None:
-    """Autograd keeps the factor as a number; the gradients of the step are right, and the next step would start wrong."""
+    """Autograd keeps the factor as a number: this step's gradients are right, and the next step starts wrong."""
     model = Net(block)
     apply_policy(model, policy)
     with pytest.raises(VerificationError, match=f"{block.__name__}.*\n.*values"):
