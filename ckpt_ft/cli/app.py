@@ -14,6 +14,7 @@ import warnings
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import ckpt_ft
 from ckpt_ft.errors import UserError, one_line, run
@@ -22,7 +23,17 @@ from ckpt_ft.spec.settings import typed_as
 from . import catalogue, estimate, max_length, planning, policies, recipe, web, where
 from .params import words_in_our_names
 
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:  # typer would exit without a word
+            return stop
+
+
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -51,11 +62,14 @@ def main() -> None:
 
 def _main() -> int:
     try:
-        return app(words_in_our_names(sys.argv[1:], _switches) or ["--help"], standalone_mode=False) or 0
+        done = app(words_in_our_names(sys.argv[1:], _switches) or ["--help"], standalone_mode=False) or 0
     except typer.Exit as stop:
         return stop.exit_code
     except _UsageError as error:
         raise UserError(one_line(error.format_message())) from error
+    if isinstance(done, KeyboardInterrupt):
+        raise done
+    return done
 
 
 def _switches(command: str) -> dict[str, bool]:

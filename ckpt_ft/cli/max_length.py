@@ -136,7 +136,8 @@ def _ladder(spec: TrainingSpec, found: MaxLength, device: str) -> Table:
     several = spec.launch.launches or ([spec.launch.launch] if spec.launch.launch else [])
     on = f"{several[0].processes} x {device}" if several and several[0] else device
     title = f"{spec.model.name} on {on}: longest at batch {found.batch_size}"
-    return Table(title, (*(["launch"] if spec.launch.launches else []), *header), rows)
+    words = (0, 1) if spec.launch.launches else (0,)
+    return Table(title, (*(["launch"] if spec.launch.launches else []), *header), rows, words)
 
 
 def _next_term(more: NextTerm, length: int) -> str:

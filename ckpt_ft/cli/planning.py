@@ -140,7 +140,7 @@ def plan(
             if stop.plan is not None:
                 _show(stop.plan, as_json)
             print(stop, file=sys.stderr)
-            raise typer.Exit(128 + stop.number) from stop
+            raise typer.Exit(128 + stop.number) from None  # all is said
         cache.put(found.to_json())
     _show(found, as_json)
     plans = {"": found}
@@ -232,20 +232,16 @@ def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> 
 
     "" in one process without a recipe.
     """
-    from ckpt_ft.workloads.diffusion_models import WITH_RECIPE
     from ckpt_ft.workloads.model_config import read_config
-    from ckpt_ft.workloads.transformers_models import class_for, task_of
 
     best = plan.best
     changes = {"batch_size": best.batch, "accumulation": best.accumulation, "launch": best.launch}
     picked = spec.edit(policy=best.policy, **changes)
     config = read_config(spec.model.name)
-    task = task_of((config.get("architectures") or [""])[0] or class_for(config.get("model_type", "")))
-    kind = task.kind if task else WITH_RECIPE.get(config.get("_class_name", ""), "")
     if "vision_config" in config and (dataset or picked.data.images):  # recipes/llm.py reads no images
         recipe = "vlm" if picked.data.images else ""
     else:
-        recipe = RECIPES.get(kind, "")
+        recipe = RECIPES.get(plan.kind, "")
     if best.launch is None and not (recipe and can_train(recipe, picked)):
         return ""
     return training_command(picked, recipe, dataset, config_file)

@@ -183,6 +183,7 @@ def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan
         holders=best.grouped_holders(8),
         rejected=estimates.rejected,
         notes=best.notes,
+        kind=workload.kind,
         data="" if workload.lengths is None else _describe(workload.lengths, found[0].batch),
     )
 

@@ -232,6 +232,7 @@ class Plan:
         fixes: changes other than a policy that lower the peak of `best`, each with its predicted saving.
         holders: the largest holders of the peak of `best`.
         rejected: policies and launches that do not suit this model, each with the reason.
+        kind: of workload, such as "language model".
         data: the lengths of the dataset's rows in words; "" if all batches are alike.
         notes: assumptions of the traces, one sentence each.
         fewest: with several launches, the candidate on the fewest GPUs, if that is fewer than the launches have.
@@ -248,6 +249,7 @@ class Plan:
     fixes: list[Fix] = field(default_factory=list)
     holders: list[Holder] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
+    kind: str = ""
     data: str = ""
     notes: list[str] = field(default_factory=list)
     fewest: Candidate | None = None

@@ -340,6 +340,10 @@ def run_tasks(
                 while not said.empty():
                     tell(said.get())
                 yield from ((running.pop(task), task.result()) for task in done)
+        except BaseException:  # a process would go on with its task, and after Ctrl-C with the next one
+            for process in list(pool._processes.values()):
+                process.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 

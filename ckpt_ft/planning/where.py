@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import Interrupted, UserError
 from ckpt_ft.memory.fake.skipped_blocks import ShortenedRun
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.trace import StepTrace
@@ -159,12 +159,17 @@ def where(
         so_far = f", fastest so far {best.method} on {best.card}" if best else ""
         report(f"{count} of {total}: {len(alone)} fit one card{so_far}")
 
-    for task, answer in run_tasks([run for *_, run in tasks], jobs, tell):
-        method, length, _ = tasks[task]
-        if isinstance(answer, str):
-            refused[method] = answer
-        else:
-            found.update({(method, length, place.card): place for place in answer})
+    try:
+        for task, answer in run_tasks([run for *_, run in tasks], jobs, tell):
+            method, length, _ = tasks[task]
+            if isinstance(answer, str):
+                refused[method] = answer
+            else:
+                found.update({(method, length, place.card): place for place in answer})
+    except KeyboardInterrupt as stop:
+        fast = max(alone, key=lambda place: place.speed, default=None)
+        best = f"; the fastest of them, {fast.method} on {fast.card}: {fast.command}" if fast else ""
+        raise Interrupted(f"stopped after {count} of {total} answers{best}") from stop
     unit = "tokens" if all(place.tokens for place in found.values()) else "samples"
     if not found:
         raise UserError("; ".join(dict.fromkeys(refused.values())))

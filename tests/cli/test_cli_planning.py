@@ -269,7 +269,7 @@ def test_the_recipe_is_told_all_that_was_planned(config: str) -> None:
     settings = TrainingSpec.of(config, **asked, load_in_4bit=True, double_quant=True, seq_length=32)
     launch = Launch("ddp", 2)
     candidate = Candidate("full", 2, 1, 1, 1.0, 4, launch)
-    plan = Plan([candidate], MemoryBudget(GIB), config, "t4", "throughput", "")
+    plan = Plan([candidate], MemoryBudget(GIB), config, "t4", "throughput", "", kind="language model")
     words = shlex.split(planning_commands._command(plan, settings, "rows.jsonl", "").partition('--path llm)"')[2])
     model, data, memory, run = parse_args((ModelArguments, DataArguments, ACArguments, RunArguments), words)
     assert (model.lora_r, model.use_dora, model.lora_dropout, data.max_length, data.packing) == (

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_ft.cli import app as cli
 from ckpt_ft.cli.where import read_prices
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import Interrupted, UserError
 from ckpt_ft.memory.fake.dispatcher import compute_capability
 from ckpt_ft.memory.gpus import GPUS, find_gpu
 from ckpt_ft.memory.rules import cuda, sdpa
@@ -151,6 +151,17 @@ def test_the_command_prints_rows_by_price(
     assert "rtx-3090" in page.read_text()
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "where", config, "--method", "qat"])
     with pytest.raises(UserError, match="choose from full, LoRA, QLoRA"):
+        cli._main()
+
+
+def test_an_interrupt_says_the_best_so_far(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(tasks: object, jobs: int, tell: Callable[[Place], None]) -> None:
+        tell(Place("l4", "full", 64, 1, "none", 8, speed=9.0, command="ckpt-ft recipe llm"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckpt_ft.planning.where.run_tasks", stopped)
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", "where", config, "--device", "l4,h100", "--method", "full"])
+    with pytest.raises(Interrupted, match="stopped after 1 of 2 answers; the fastest of them, full on l4: ckpt-ft"):
         cli._main()
 
 
