@@ -299,7 +299,7 @@ class _Trace:
         ops = tracker.dispatcher
         assert isinstance(ops, FakeOps)
         recorder = tracker.recorder
-        compiled = self.model._compiled_call_impl is not None
+        compiled = is_compiled(self.model)  # a mode around autocast would break its graphs
         try:
             with (
                 tracker, patches.device_calls(recorder), patches.triton_launches(recorder),
