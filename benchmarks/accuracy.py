@@ -297,6 +297,23 @@ def host(most: int | None) -> Group:
     return group
 
 
+def longest(most: int | None) -> Group:
+    """The longest sequences of Llama-3.1-8B that ALST published; no seconds were."""
+    header = ("run", "tokens: published", "predicted to fit", "error", "at the published bytes", "error")
+    group = Group("Longest sequences", prose.LONGEST, header, unseen=True)
+    for row in islice(parked.longest(), most):
+        errors = {"longest": row.predicted / row.published - 1}
+        cells = [f"{row.published:,}", f"{row.predicted:,}", percent(errors["longest"]), "", ""]
+        if row.at_used is not None:
+            errors["at the published bytes"] = row.at_used / row.published - 1
+            cells[3:] = f"{row.at_used:,.0f}", percent(errors["at the published bytes"])
+        group.lines.append([row.name, *cells, "", "", ""])
+        for column, error in errors.items():
+            group.errors.setdefault(column, []).append(error)
+        print(*group.lines[-1], sep="  ", flush=True)
+    return group
+
+
 def fp32(most: int | None) -> Group:
     """BERT and GPT-2 in fp32 on four cards, of which no bytes were published."""
     group = Group(
@@ -352,6 +369,7 @@ GROUPS: dict[str, Callable[[int | None], Group]] = {
     "experts": mixtures,
     "long": long,
     "host": host,
+    "longest": longest,
     "fp32": fp32,
     "bert": bert,
 }

@@ -22,11 +22,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import compiled
+from ckpt_ft.memory.gpus import GPUS
 from ckpt_ft.planning.estimate import traced_estimate
+from ckpt_ft.planning.max_length import predict_max_length
 from ckpt_ft.planning.results import Estimate
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import GIB
+from ckpt_ft.workloads.load import load
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,14 @@ _ALST = (
     ("h200", 650_000, 126.81, "full,offload", True),
     ("h200", 1_200_000, 136.15, "full,offload,tile:32", True),
 )
+_LONGEST = (  # card, GPUs that share the sequence, longest published, GiB of the device there, policy, whether with Liger
+    ("h200", 1, 65_000, 137.36, "full", False),
+    ("h200", 1, 300_000, 134.96, "full", True),
+    ("h200", 1, 650_000, 126.81, "full,offload", True),
+    ("h200", 1, 1_200_000, 136.15, "full,offload,tile:32", True),
+    ("h100", 1, 500_000, None, "full,offload,tile:32", True),
+    ("h100", 8, 3_700_000, None, "full,offload,tile:32", True),
+)
 _ULYSSES = ((1, 8192, 76.4), (4, 8192, 23.4), (4, 65536, 50.5))  # GPUs that share a sequence, tokens, GB allocated
 _VIT = (("adamw_fused", 12.23), ("adamw_8bit", 8.32), ("ao_adamw_8bit", 8.33), ("ao_adamw_4bit", 7.72))  # GB allocated
 
@@ -75,13 +86,48 @@ def rows() -> Iterator[Row]:
         yield Row(name, allocated, trace.peak_allocated / 1e9, trace.seconds, "GB")
 
 
+@dataclass(frozen=True)
+class Longest:
+    """A published longest sequence beside the longest that fits by prediction, in tokens.
+
+    Attributes:
+        used: GiB of the device that the published run used, if it says so.
+        at_used: the length at which the predicted bytes are those, on the line through two traced lengths.
+    """
+
+    name: str
+    published: int
+    predicted: int
+    used: float | None
+    at_used: float | None
+
+
+def longest() -> Iterator[Longest]:
+    """ALST's longest sequences of Llama-3.1-8B."""
+    for card, gpus, published, used, policy, liger in _LONGEST:
+        launch = Launch("zero3", gpus, mixed_precision="bf16", sp=gpus)
+        launch = launch.with_offload("all" if gpus == 1 else "optimizer")
+        spec = _spec("meta-llama/Llama-3.1-8B", card, 16, policy, launch, use_liger_kernel=liger)
+        found = predict_max_length(load(spec, GPUS[card]), [policy]).ladder[0]
+        at_used = None
+        if used is not None:
+            there = _estimate("meta-llama/Llama-3.1-8B", card, published, policy, launch, use_liger_kernel=liger)
+            slope = (found.peak_reserved - there.peak_reserved) / (found.length - published)
+            at_used = published + (used * GIB - there.context - there.peak_reserved) / slope
+        name = f"Llama-3.1-8B, {f'{gpus} x ' * (gpus > 1)}{card.upper()}, `{policy}`{', Liger' * liger}"
+        yield Longest(name, published, found.length, used, at_used)
+
+
 def _estimate(model: str, card: str, tokens: int, policy: str, launch: Launch, **more: Any) -> Estimate:
+    return traced_estimate(_spec(model, card, tokens, policy, launch, **more), lambda line: None, suggests=False)[0]
+
+
+def _spec(model: str, card: str, tokens: int, policy: str, launch: Launch, **more: Any) -> TrainingSpec:
     os.environ["OMP_NUM_THREADS"] = "1"  # as `accelerate launch` sets it: the seconds of Adam on the host
-    spec = TrainingSpec.of(
+    return TrainingSpec.of(
         model, dtype="bfloat16", mixed_precision="bf16", seq_length=tokens, policy=policy, device=card, launch=launch,
         attn_implementation="flash_attention_2", alloc_conf="expandable_segments:True", rope_scaling="none", **more
     )  # fmt: skip
-    return traced_estimate(spec, lambda line: None, suggests=False)[0]
 
 
 def main() -> None:

@@ -40,10 +40,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _CONTAINERS = (dict, OrderedDict, set)  # types of the containers of a module's parameters, buffers and hooks
 
 
-def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tensor]:
+def share(model: nn.Module, launch: Launch, mesh: DeviceMesh, undo: ExitStack) -> list[torch.Tensor]:
     """Wrap `model` in place as `accelerate launch` does; returns the tensors that communication holds from then on.
 
-    DeepSpeed needs the optimizer too: see `initialize`.
+    DeepSpeed needs the optimizer too: see `initialize`. `undo` gets what must be put back besides the modules' own
+    attributes.
 
     Raises:
         UserError: accelerate refuses it.
@@ -52,7 +53,7 @@ def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tens
     if launch.cp > 1:
         sequence_parallel.without_masks(model)
     if launch.by_transformers:
-        by_transformers(model, launch, mesh)
+        by_transformers(model, launch, mesh, undo)
     if launch.stage or launch.by_transformers:
         return []
     if launch.strategy == "ddp":
@@ -128,7 +129,7 @@ def _exchanged(given: torch.Tensor, receives: list[int], sends: list[int], group
     return waited
 
 
-def by_transformers(model: Any, launch: Launch, mesh: DeviceMesh) -> None:
+def by_transformers(model: Any, launch: Launch, mesh: DeviceMesh, undo: ExitStack) -> None:
     """Divide weights over "tp", experts over "ep" and all over the other ranks, as transformers does when it loads.
 
     accelerate 1.15 cannot shard such a model itself: it imports `ReplicateParallel`, which transformers 5.23 does not
@@ -152,7 +153,8 @@ def by_transformers(model: Any, launch: Launch, mesh: DeviceMesh) -> None:
         head.weight = nn.Parameter(head.weight.detach(), head.weight.requires_grad)
     tp_plan, ep_plan, fsdp_plan = model._resolve_parallel_plans(config)
     if launch.tp > 1:
-        apply_tensor_parallelism(model, mesh["tp"], tp_plan)
+        with _below_policies(model, undo):
+            apply_tensor_parallelism(model, mesh["tp"], tp_plan)
     experts = None
     if launch.ep > 1:
         kind, names = mesh.device_type, ("dp_replicate", "efsdp", "ep")
@@ -176,6 +178,23 @@ def by_transformers(model: Any, launch: Launch, mesh: DeviceMesh) -> None:
             apply_fully_sharded_data_parallelism(model, SimpleNamespace(get_mesh=get_mesh), fsdp_plan, ep_plan)
         finally:
             del model.config.distributed_config
+
+
+@contextmanager
+def _below_policies(model: nn.Module, undo: ExitStack) -> Iterator[None]:
+    """Forwards that are replaced meanwhile are the models' own, below those of a policy, which a run applies later."""
+    policies = []
+    for module in model.modules():
+        outer = inner = vars(module).get("forward")
+        while getattr(getattr(inner, "forward", None), "module", None) is module:
+            inner = inner.forward
+        if getattr(outer, "module", None) is module:
+            policies.append((module, outer, inner))
+            undo.callback(setattr, inner, "forward", inner.forward)
+            module.forward = inner.forward
+    yield
+    for module, outer, inner in policies:
+        inner.forward, module.forward = module.forward, outer
 
 
 def _by_mesh(parameters: Iterable[Any]) -> list[list[Any]]:

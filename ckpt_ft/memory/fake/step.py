@@ -198,7 +198,10 @@ def launched(
     with streams_are_followed() as streams, ExitStack() as stack:
         held = None
         if launch is not None and mesh is not None:
-            held = share(model, launch, mesh) if sharding is None else sharding.put_on(sharding_mesh(mesh, launch))
+            if sharding is None:
+                held = share(model, launch, mesh, stack)
+            else:
+                held = sharding.put_on(sharding_mesh(mesh, launch))
             stack.enter_context(library_patches(model, launch, mesh))
         yield streams, held
 

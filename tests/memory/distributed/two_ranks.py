@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ def _all() -> Iterator[Case]:
     yield "cp", replace(fsdp, cp=2), "full", "llama", 1
     yield "cp alltoall", replace(fsdp, cp=2, rotation="alltoall"), "save:attention", "llama", 1
     yield "cp accumulated", replace(fsdp, cp=2), "none", "llama", 3
-    yield "tp", replace(ddp, tp=2), "full", "llama", 1
+    yield "tp", replace(ddp, tp=2), "full,head,tile:2", "llama", 1
     yield "tp tied", replace(ddp, tp=2), "none", "tied", 1
     yield "ep", replace(fsdp, ep=2), "full", "experts", 1
     yield "ep uneven", replace(fsdp, ep=2), "full", "experts, unevenly", 1
@@ -254,7 +254,7 @@ def apart(launch: Launch, policy: str, kind: str = "llama") -> float:
         own = torch.cat([pieces[part], pieces[-1 - part]])
     if launch.sp > 1:
         own = own.chunk(launch.sp)[part]
-    share(model, launch, mesh)
+    share(model, launch, mesh, ExitStack())
     with library_patches(model, launch, mesh):
         backward(model, ids[rows, own], targets[rows, own], positions[rows, own])
     expected = dict(alone.named_parameters())
@@ -282,8 +282,9 @@ def main(out: str, few: str = "") -> None:
         "cp": replace(fsdp, cp=2), "cp alltoall": replace(fsdp, cp=2, rotation="alltoall"),
         "tp": Launch("ddp", PROCESSES, tp=2), "sp": Launch("zero1", PROCESSES, sp=2), "ep": replace(fsdp, ep=2),
     }  # fmt: skip
+    policies = {"cp": ("none", "full,tile:4"), "tp": ("full,head,tile:4",)}
     for name, launch in shared.items():
-        for policy in ("none", "full,tile:4") if name == "cp" else ("full",):
+        for policy in policies.get(name, ("full",)):
             assert (far := apart(launch, policy, "experts" if name == "ep" else "llama")) < 1e-6, (name, policy, far)
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
@@ -306,7 +307,7 @@ def peaks_of(cases: list[Case]) -> dict[str, dict[str, int]]:
             model = DistributedDataParallel(model, **options)
             asked = replace(asked, launch=replace(launch, find_unused_parameters=False))  # it copies outputs itself
         else:
-            share(model, launch, mesh)
+            share(model, launch, mesh, ExitStack())
         with library_patches(model, launch, mesh), routing(uneven=kind.endswith("unevenly")):
             peaks[name] = measured(asked, model, STEPS)
         dist.barrier()
