@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -278,7 +279,7 @@ def test_a_model_that_is_sharded_already_is_traced_as_it_stands() -> None:
     with rank_of(4) as mesh:
         group = mesh.get_group()
         with torch.device("meta"):
-            share(asked.model, launch, mesh)
+            share(asked.model, launch, mesh, ExitStack())
         kinds, parameters = [type(module) for module in asked.model.modules()], list(asked.model.parameters())
         for again in (asked, replace(asked, launch=None)):
             assert again.trace(2).events == fresh.events
