@@ -55,7 +55,7 @@ _ALST = (
     ("h200", 650_000, 126.81, "full,offload", True),
     ("h200", 1_200_000, 136.15, "full,offload,tile:32", True),
 )
-_LONGEST = (  # card, GPUs that share the sequence, longest published, GiB of the device there, policy, whether with Liger
+_LONGEST = (  # card, GPUs that share the sequence, longest published, GiB of the device there, policy, with Liger
     ("h200", 1, 65_000, 137.36, "full", False),
     ("h200", 1, 300_000, 134.96, "full", True),
     ("h200", 1, 650_000, 126.81, "full,offload", True),
