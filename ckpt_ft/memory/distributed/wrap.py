@@ -183,9 +183,10 @@ def by_transformers(model: Any, launch: Launch, mesh: DeviceMesh, undo: ExitStac
 @contextmanager
 def _below_policies(model: nn.Module, undo: ExitStack) -> Iterator[None]:
     """Forwards that are replaced meanwhile are the models' own, below those of a policy, which a run applies later."""
-    policies = []
+    policies: list[tuple[Any, Any, Any]] = []
     for module in model.modules():
-        outer = inner = vars(module).get("forward")
+        outer: Any = vars(module).get("forward")
+        inner = outer
         while getattr(getattr(inner, "forward", None), "module", None) is module:
             inner = inner.forward
         if getattr(outer, "module", None) is module:
