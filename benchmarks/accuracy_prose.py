@@ -168,17 +168,18 @@ BERT = """\
 of the bytes is that first prediction. Steps without checkpointing missed one tensor of attention scores for each
 layer, to the MiB: PyTorch 1.10, which ran them, saved a softmax's input besides its result, and transformers 4.15 made
 that input float32 by a mask, also under fp16. These are facts of those versions; no rule was changed, and the other
-column is traced with them. What the fp16 step without checkpointing holds beyond that is not known.
+column is traced with them. The summary counts the first prediction. What the fp16 step without checkpointing holds
+beyond that is not known.
 
 The steps in fp32 keep the card busy. Those in fp16 with checkpointing are bound by the host, an unnamed one of January
 2022, which was faster than the hosts that are assumed beside a V100 (`Host` in memory/cost/schedule.py)."""
 
 LONGEST = """\
 `python benchmarks/parked.py`. ALST's longest sequences (ArcticTraining, projects/sequence-parallelism; the last two
-also in arXiv 2506.13996), beside the longest that `ckpt-ft max-length --policy ...` finds for the card. Bytes of the
-first four rows were seen (they are in the table above); the last two rows are unseen: nothing was changed after they
-were first traced. "At the published bytes" is the length at which the predicted bytes are those that the run used, on
-the line through two traced lengths: it compares lengths where the published run left memory free.
+are also in arXiv 2506.13996), beside the longest that `ckpt-ft max-length --policy ...` finds for the card. Bytes of
+the first four rows were seen (they are in the table above); the last two rows are unseen: nothing was changed after
+they were first traced. "At the published bytes" is the length at which the predicted bytes are those that the run
+used, on the line through two traced lengths: it compares lengths where the published run left memory free.
 
 The target is 8 %. Three rows meet it. The third row left 13.6 of 140.4 GiB free, and meets it at its own bytes. The
 fifth row does not end for lack of memory: its configuration says that 555,000 tokens stop with an illegal address in a

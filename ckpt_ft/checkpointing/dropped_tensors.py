@@ -43,10 +43,9 @@ class DroppedTensors:
     def __init__(self) -> None:
         self.slots: list[weakref.ref[_Slot]] = []  # a slot dies with the node that saved its tensor
         self.task = _NO_TASK  # the backward for which the tensors were recomputed
-        self.whole = False  # whether the second run goes on to its end when it has saved as many tensors
 
     def repeat(self) -> None:
-        """Run once more what the first run did. `RunComplete` stops it, unless it is to run as a whole."""
+        """Run once more what the first run did. It is stopped by `RunComplete`."""
         raise NotImplementedError
 
     def pack(self, tensor: torch.Tensor) -> _Slot:
@@ -71,7 +70,7 @@ class DroppedTensors:
         return tensor
 
     def _recompute(self) -> None:
-        slots, whole, made = self.slots, self.whole, 0
+        slots, made = self.slots, 0
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:  # must not refer to `self`: reference cycle
             nonlocal made
@@ -85,7 +84,7 @@ class DroppedTensors:
                     )
                 slot.tensor = tensor
             made += 1
-            if made == len(slots) and not whole:
+            if made == len(slots):
                 raise RunComplete(slots)
             return tensor
 

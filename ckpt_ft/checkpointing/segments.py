@@ -141,10 +141,7 @@ class _Call:
 
         args, kwargs = rebuild(self.arguments, fill)
         with autocast_as(self.autocast), self.second:
-            out = self.member.forward(*args, **kwargs)
-        if (comparison := self.second.first.comparison) is not None:
-            comparison.returned_again(out)
-        return _outputs(out, args, kwargs)
+            return _outputs(self.member.forward(*args, **kwargs), args, kwargs)
 
 
 def _outputs(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -198,9 +195,6 @@ class _CallSequence(DroppedTensors):
                 out = member.forward(*args, **kwargs)
         finally:
             pop_hooks()
-        if first.comparison is not None:
-            self.whole = True
-            first.comparison.returned(out)
         member.inputs.after(inputs)
         for given_tensor in inputs:
             if given_tensor.copy is not None and id(given_tensor.tensor) in held:

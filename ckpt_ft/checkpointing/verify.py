@@ -46,7 +46,6 @@ from .tensor_identity import as_stored, version_of
 _ROWS, _SAMPLE = 256, 2048  # sums of rows and sampled words per tensor: at most 20 KiB of temporaries
 _SMALL = 4096  # words; a tensor of no more is weighted word by word
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_ROUNDING = 1e-3  # of the norm of what a region returns, where kernels may round otherwise
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _weights: dict[torch.device, torch.Tensor] = {}
 _queue = torch.autograd.Variable._execution_engine.queue_callback  # for the end of the backward that runs
@@ -110,9 +109,7 @@ class Schedule:
 class TensorComparison:
     """Fingerprints of what one call of a region saved, and flags of what was put back."""
 
-    __slots__ = (
-        "differing", "hashes", "index", "kind", "layouts", "name", "notes", "operators", "outputs", "verification",
-    )  # fmt: skip
+    __slots__ = ("differing", "hashes", "index", "kind", "layouts", "name", "notes", "operators", "verification")
 
     def __init__(self, verification: Verification, name: str, kind: str) -> None:
         self.verification, self.name, self.kind = verification, name, kind
@@ -122,24 +119,22 @@ class TensorComparison:
         self.operators: list[str] = []
         self.differing: list[tuple[int, torch.Tensor | str]] = []  # slots with a flag, or with what differs
         self.notes: list[str] = []
-        self.outputs: list[int] = []  # slots of what the region returned
 
-    def saved(self, tensor: torch.Tensor, what: str = "", rounds: bool = False) -> int:
+    def saved(self, tensor: torch.Tensor, what: str = "") -> int:
         """Fingerprint a tensor that forward saves; returns its slot.
 
         Args:
             tensor: of any dtype, layout and subclass.
             what: names it in the error; by default the autograd node that made it does.
-            rounds: whether a kernel of an accelerator may round otherwise in a second run (sums by atomics).
         """
-        layout, hashed = fingerprint(tensor, rounds)
+        layout, hashed = fingerprint(tensor)
         node = tensor.grad_fn if not what and tensor.requires_grad else None
         self.layouts.append(layout)
         self.hashes.append(hashed)
         self.operators.append(what or ("" if node is None else node.name()))
         return len(self.hashes) - 1
 
-    def restored(self, slot: int, tensor: torch.Tensor, rounds: bool = False) -> torch.Tensor:
+    def restored(self, slot: int, tensor: torch.Tensor) -> torch.Tensor:
         """Compare a tensor that was put back in backward with the one saved in `slot`.
 
         Returns what backward goes on with, so that a rank with an error meets the other ranks in their collectives:
@@ -148,28 +143,13 @@ class TensorComparison:
         Raises:
             VerificationError: no such zeros can be made for a tensor of another kind.
         """
-        layout, hashed = fingerprint(tensor, rounds)
+        layout, hashed = fingerprint(tensor)
         if layout != self.layouts[slot]:
             return self.absent(slot, _layout_change(self.layouts[slot], layout))
         before = self.hashes[slot]
         if before is not None and hashed is not None:
-            before = before.to(hashed.device, non_blocking=True)
-            near = hashed.is_floating_point()
-            self.differs(slot, (before - hashed).abs() > _ROUNDING * before if near else before != hashed)
+            self.differs(slot, before.to(hashed.device, non_blocking=True) != hashed)
         return tensor
-
-    def returned(self, out: Any) -> None:
-        """Fingerprint the tensors that the first run of a region returns."""
-        tensors = [leaf for leaf in leaves(out) if isinstance(leaf, torch.Tensor)]
-        self.outputs = [self.saved(tensor, "what it returns", rounds=True) for tensor in tensors]
-
-    def returned_again(self, out: Any) -> None:
-        """Compare the tensors that its second run returns."""
-        tensors = [leaf for leaf in leaves(out) if isinstance(leaf, torch.Tensor)]
-        if len(tensors) != len(self.outputs):
-            self.differs(0, f"it returned {len(self.outputs)} tensors in forward, {len(tensors)} in backward")
-        for slot, tensor in zip(self.outputs, tensors, strict=False):
-            self.restored(slot, tensor, rounds=True)
 
     def absent(self, slot: int, differs: str) -> torch.Tensor:
         """Note that the tensor of `slot` was not put back; return zeros in its place (see `restored`)."""
@@ -442,11 +422,8 @@ NEVER = Verification(Schedule(0, 0, False), "")  # of what no policy has install
 
 
 @torch._disable_dynamo  # which would trace it where compiled code saves a tensor
-def fingerprint(tensor: torch.Tensor, rounds: bool = False) -> tuple[Layout, torch.Tensor | None]:
-    """The layout of `tensor` and a hash of its bits, an int64 scalar on its device; None if it has no bits (meta).
-
-    With `rounds`, floating-point numbers on an accelerator give their norm instead.
-    """
+def fingerprint(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor | None]:
+    """The layout of `tensor` and a hash of its bits, an int64 scalar on its device; None if it has no bits (meta)."""
     layout: list[Any] = [type(tensor) if is_traceable_wrapper_subclass(tensor) else torch.Tensor]
     total: torch.Tensor | None = None
     with _quietly():
@@ -454,8 +431,7 @@ def fingerprint(tensor: torch.Tensor, rounds: bool = False) -> tuple[Layout, tor
             layout.append((part.dtype, tuple(part.shape), _strides(part)))
             if part.device.type == "meta" or isinstance(part, FakeTensor) or _is_freed(part):
                 continue
-            near = rounds and not part.is_cpu and part.is_floating_point()
-            hashed = torch.linalg.vector_norm(part, dtype=torch.float64) if near else _hash(part)
+            hashed = _hash(part)
             total = hashed if total is None else total * 0x9E3779B97F4A7C1 + hashed
     return tuple(layout), total
 

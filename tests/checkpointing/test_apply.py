@@ -63,7 +63,7 @@ def calls(model: nn.Module) -> Counter[str]:
 def test_recompute_is_counted_exactly(policy: str, attention: int, matmuls: int) -> None:
     model = make("llama")
     backward = calls(model)["aten.mm.default"] - (7 * LAYERS + 1)  # what backward itself multiplies
-    apply_policy(model, policy, verify="never")  # a verified second run goes on to the block's end
+    apply_policy(model, policy)
     counted = calls(model)
     assert counted[ATTENTION] == attention
     assert counted["aten.mm.default"] - backward == matmuls
@@ -309,7 +309,7 @@ def test_plain_stack_of_layers() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     with Count() as plain:
         stack(x).sum().backward()
-    assert apply_policy(stack, "segments:2", verify="never").covered == [str(i) for i in range(8)]
+    assert apply_policy(stack, "segments:2").covered == [str(i) for i in range(8)]
     with Count() as count:
         stack(x).sum().backward()
     # of each run of four, the last layer's output is nobody's saved tensor: three are re-run

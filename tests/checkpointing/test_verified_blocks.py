@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -510,42 +509,6 @@ def test_state_that_the_second_run_writes_once_more_raises(block: type[Block], p
         numbers(model, 4)
 
 
-class CountsInItsClass(Block):
-    calls: ClassVar[int] = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        CountsInItsClass.calls += 1
-        return self.mlp(x) * (1 + 0.1 * CountsInItsClass.calls)
-
-
-class CountsInAQueue(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: SimpleQueue[float] = SimpleQueue()
-        self.calls.put(1.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        calls = self.calls.get()
-        self.calls.put(calls + 0.1)
-        return self.mlp(x) * calls
-
-
-class CountsInADefault(Block):
-    def forward(self, x: torch.Tensor, calls: list[float] = [1.0]) -> torch.Tensor:  # noqa: B006
-        calls[0] += 0.1
-        return self.mlp(x) * calls[0]
-
-
-@pytest.mark.parametrize("block", [CountsInItsClass, CountsInAQueue, CountsInADefault])
-@pytest.mark.parametrize("policy", ["full", "every:2", "segments:2", "save:matmul"])
-def test_state_that_no_saved_tensor_shows_is_seen_in_what_the_block_returns(block: type[Block], policy: str) -> None:
-    """Autograd keeps the factor as a number: this step's gradients are right, and the next step starts wrong."""
-    model = Net(block)
-    apply_policy(model, policy)
-    with pytest.raises(VerificationError, match=f"{block.__name__}.*\n.*values"):
-        numbers(model)
-
-
 class OtherDraws(Block):
     calls: ClassVar[list[int]] = [0]
 
@@ -702,5 +665,4 @@ def test_a_verified_step_peaks_where_any_other_does(policy: str) -> None:
 
     unverified = peak("never")
     assert unverified > 10 << 20
-    kept = x.nbytes if "save" in policy else 0  # of the last operator, whose output the second run takes back earlier
-    assert unverified - kept <= peak("always") <= unverified + (64 << 10)
+    assert unverified <= peak("always") <= unverified + (64 << 10)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
 import torch
 
-from ckpt_ft.checkpointing import verify
 from ckpt_ft.checkpointing.verify import Schedule, Verification, VerificationError, fingerprint
 from ckpt_ft.errors import UserError
 
@@ -190,17 +188,3 @@ def test_ranks_do_not_wait_for_a_part_of_a_deepspeed_engine() -> None:
 class DeepSpeedEngine:
     def hook(self) -> Any:
         return lambda module, args: None
-
-
-@pytest.mark.parametrize(("norm", "raises"), [(1.0005, False), (1.002, True)])
-def test_what_a_region_returns_may_round_on_an_accelerator(
-    norm: float, raises: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its norm is compared there, within a thousandth, because sums by atomics have no order."""
-    norms = iter([1.0, norm])
-    monkeypatch.setattr(verify, "fingerprint", lambda *_: ((torch.Tensor,), torch.tensor(next(norms))))
-    comparison = Verification(Schedule(0, 1, False), "full").region("", torch.nn.Identity(), 1)
-    assert comparison is not None
-    comparison.returned((torch.ones(2), 3))
-    with pytest.raises(VerificationError, match="what it returns") if raises else contextlib.nullcontext():
-        comparison.returned_again([torch.ones(2)])
