@@ -105,7 +105,7 @@ def real_model(workload: Workload) -> nn.Module:
         torch.set_default_dtype(base.dtype)
         with torch.device(_device()):
             kind = type(base)
-            real: Any = kind.from_config(base.config) if workload.kind == "diffusion model" else kind(base.config)
+            real: Any = kind.from_config(base.config) if hasattr(kind, "from_config") else kind(base.config)
     finally:
         torch.set_default_dtype(default)
     if adapted:
