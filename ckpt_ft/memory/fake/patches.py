@@ -135,16 +135,16 @@ class _OffMeta(TorchFunctionMode):
 
 @contextmanager
 def cast_from_meta(fake: Callable[[Any], Any]) -> Iterator[None]:
-    """Lets autocast cast tensors on "meta" that a step closes over: it comes before dispatch, and passes them by."""
+    """Replace tensors on "meta" that a step closes over by fakes inside autocast, which does not cast meta tensors."""
     autocast = torch.amp.autocast_mode.autocast
     enter, leave = autocast.__enter__, autocast.__exit__
     modes: list[_OffMeta] = []
 
     def entered(self: Any) -> Any:
-        entered = enter(self)
+        context = enter(self)
         modes.append(_OffMeta(fake))
         modes[-1].__enter__()
-        return entered
+        return context
 
     def left(self: Any, *error: Any) -> Any:
         modes.pop().__exit__(*error)

@@ -182,6 +182,24 @@ def test_a_model_that_cannot_be_traced_is_refused_by_name(capfd: pytest.CaptureF
     assert "W1" not in capfd.readouterr().err  # no line of torch's log
 
 
+def test_blocks_compiled_under_autocast() -> None:
+    """The graphs are those of the compiled blocks: a mode of the trace inside autocast would break them."""
+    model, loss = language_model(num_hidden_layers=2)
+    traces = []
+    for compiled in (False, True):
+        for block in model.model.layers if compiled else ():
+            block.compile()
+
+        def step(model: nn.Module, optimizer: object) -> None:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss(model).backward()
+
+        traces.append(trace_step(model, step, device="h100", warmup_steps=0))
+    assert any("compiled: 2 graphs" in note for note in traces[1].notes)
+    assert len(traces[1].ops) < len(traces[0].ops) / 2
+    assert sum(op.name.startswith("triton") for op in traces[1].ops) >= 8
+
+
 def test_blocks_compiled_under_fsdp2() -> None:
     """FSDP2 gathers and reduces as around eager blocks, and alike blocks under a policy are compiled once."""
     launch, traces = Launch("fsdp2", 2, mixed_precision="bf16"), []
