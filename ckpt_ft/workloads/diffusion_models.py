@@ -24,7 +24,7 @@ from ckpt_ft.spec.peft_file import takes
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import Valueless, adapt
-from ckpt_ft.workloads.model_config import read_parts
+from ckpt_ft.workloads.model_config import known_models, read_parts
 from ckpt_ft.workloads.sample_sizes import Lengths, Size, sizes_of
 from ckpt_ft.workloads.workload import DTYPES, MIXED_PRECISION, Batch, Forward, Workload
 
@@ -131,38 +131,8 @@ def add_text_adapters(model: TextAndUNet, rank: int, alpha: int | None = None, d
 TEXT_ENCODERS = (*NAMES, "text_encoder_3")
 UNET = "UNet2DConditionModel"
 _MOST_LEVELS = 8  # of a VAE; each level halves the side
+_OF_PROMPTS = ("_class_name", "cross_attention_dim", "joint_attention_dim")  # class, and width of the prompts
 _VIDEO = ("AutoencoderKLQwenImage",)  # VAEs that take an image as a video of one frame
-
-_CLIP_L = {
-    "architectures": ["CLIPTextModel"], "model_type": "clip_text_model", "vocab_size": 49408, "hidden_size": 768,
-    "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "projection_dim": 768,
-}  # fmt: skip
-_CLIP_H = {
-    **_CLIP_L, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 23, "num_attention_heads": 16,
-    "hidden_act": "gelu", "projection_dim": 512,
-}  # fmt: skip
-_PROJECTED = {"architectures": ["CLIPTextModelWithProjection"]}
-_CLIP_G = {
-    **_CLIP_L, **_PROJECTED, "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32,
-    "num_attention_heads": 20, "hidden_act": "gelu", "projection_dim": 1280,
-}  # fmt: skip
-_T5_XXL = {
-    "architectures": ["T5EncoderModel"], "model_type": "t5", "d_model": 4096, "d_kv": 64, "d_ff": 10240,
-    "num_layers": 24, "num_heads": 64, "vocab_size": 32128, "feed_forward_proj": "gated-gelu",
-}  # fmt: skip
-_VAE = {
-    "_class_name": "AutoencoderKL", "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2,
-    "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4, "latent_channels": 4,
-}  # fmt: skip
-_VAE_16 = {**_VAE, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
-# (class, width of prompts) -> VAE and text encoders of the published pipelines.
-_PUBLISHED: dict[tuple[str, int], tuple[dict[str, Any], ...]] = {
-    (UNET, 768): (_VAE, _CLIP_L),
-    (UNET, 1024): (_VAE, _CLIP_H),
-    (UNET, 2048): (_VAE, _CLIP_L, _CLIP_G),
-    ("FluxTransformer2DModel", 4096): (_VAE_16, _CLIP_L, _T5_XXL),
-    ("SD3Transformer2DModel", 4096): (_VAE_16, {**_CLIP_L, **_PROJECTED}, _CLIP_G, _T5_XXL),
-}
 
 
 def inpaints(config: Any) -> bool:
@@ -173,7 +143,7 @@ def inpaints(config: Any) -> bool:
 def unet_sizes(name: str) -> tuple[int, int] | None:
     """(pixels of an image's side per latent, tokens of a prompt) of the U-Net pipeline `name`.
 
-    Read from the pipeline's VAE and text encoder; None if their configurations are not available, as for known models.
+    Read from the pipeline's VAE and text encoder; None if their configurations do not say.
     """
     parts = read_parts(name)
     vae, text = (parts.get(part, {}) for part in ("vae", NAMES[0]))
@@ -192,13 +162,11 @@ def part_configs(name: str, config: Mapping[str, Any]) -> dict[str, dict[str, An
     found = read_parts(name)
     if "vae" in found and len(found) > 1:
         return found
-    width = config.get("cross_attention_dim") or config.get("joint_attention_dim")
-    known = _PUBLISHED.get((config["_class_name"], width)) if isinstance(width, int) else None
-    if known is None:
-        raise UserError(
-            f"{name}: its VAE and text encoders are not known; give the directory or Hub id of its pipeline"
-        )
-    return dict(zip(("vae", *TEXT_ENCODERS), known, strict=False))
+    like = [config.get(key) for key in _OF_PROMPTS]
+    for known in known_models().values():
+        if known.parts and [known.config.get(key) for key in _OF_PROMPTS] == like:
+            return known.parts
+    raise UserError(f"{name}: its VAE and text encoders are not known; give the directory or Hub id of its pipeline")
 
 
 def build_text_encoder(name: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:

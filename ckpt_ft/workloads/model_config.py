@@ -43,7 +43,9 @@ class KnownModel:
         family: the file that has it.
         parameters: as published, exact or rounded ("32B").
         also: other names on the Hub with the same shapes.
+        dtype: of the published checkpoint: `torch_dtype` of its config.json, or that of its weights.
         processor: the published settings of its image processor.
+        parts: of a pipeline: the configurations of its VAE and text encoders.
     """
 
     name: str
@@ -52,7 +54,9 @@ class KnownModel:
     parameters: int | str
     also: tuple[str, ...]
     source: str
+    dtype: str = ""
     processor: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -128,26 +132,6 @@ def read_config(name: str) -> dict[str, Any]:
     return dict(known.config) if known else _from_hub(name)
 
 
-# The dtype of published checkpoints, by the start of their names: `torch_dtype` of config.json or the weights
-_DTYPES = {
-    "float32": (
-        "openai-community/gpt2", "google/gemma-2-", "google-bert/", "FacebookAI/", "distilbert/", "answerdotai/",
-        "sentence-transformers/", "BAAI/", "google-t5/", "google/flan-t5", "google/mt5", "facebook/bart",
-        "openai/whisper-tiny", "openai/whisper-base", "openai/whisper-small", "openai/whisper-medium",
-        "facebook/wav2vec2", "google/vit", "microsoft/resnet", "facebook/convnext", "microsoft/swin",
-        "facebook/dinov2", "nvidia/segformer", "openai/clip", "google/paligemma", "allenai/OLMo-2-1124-7B",
-    ),
-    "float16": (
-        "meta-llama/Llama-2-", "microsoft/phi-2", "EleutherAI/pythia", "facebook/opt", "openai/whisper-large-v3",
-        "llava-hf/",
-    ),
-    "bfloat16": (
-        "meta-llama/", "codellama/", "TinyLlama/", "HuggingFaceTB/SmolLM", "deepseek-ai/", "Qwen/", "mistralai/",
-        "google/gemma-", "microsoft/Phi-3", "microsoft/phi-4", "microsoft/Phi-4", "openai/gpt-oss", "tiiuae/falcon",
-    ),
-}  # fmt: skip
-
-
 def checkpoint_dtype(name: str) -> str:
     """The dtype of a model's checkpoint, which `dtype: auto` loads it in.
 
@@ -159,10 +143,8 @@ def checkpoint_dtype(name: str) -> str:
         stated = str(part.get("dtype") or part.get("torch_dtype") or "").removeprefix("torch.")
         if stated:
             return stated
-    if known is not None:
-        for dtype, starts in _DTYPES.items():
-            if known.name.startswith(starts):
-                return dtype
+    if known is not None and known.dtype:
+        return known.dtype
     for file in sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else ():
         from safetensors import safe_open
 
@@ -181,9 +163,11 @@ def read_processor(name: str) -> dict[str, Any]:
 
 
 def read_parts(name: str) -> dict[str, dict[str, Any]]:
-    """The pipeline's own configurations of its VAE and text encoders; {} for a known model or a single file."""
-    path = Path(name)
-    if path.exists() or find_model(name):
+    """The pipeline's configurations of its VAE and text encoders; {} if they are not known."""
+    path, known = Path(name), find_model(name)
+    if known:
+        return known.parts
+    if path.exists():
         files = [path / part / "config.json" for part in _PARTS]
     else:
         files = _hub_files(name, [f"{part}/config.json" for part in _PARTS])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from ckpt_ft.standins.optimizers import LAYOUTS, MINIMUM, RANK, Tabulated
 from ckpt_ft.validation import require_package
 
 _EMA_DECAY = 0.9999  # default of EMAModel
-_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 def optimizer_maker(
@@ -145,15 +143,14 @@ class HostAdamW(torch.optim.Optimizer):
 
 
 def _decayed_first(model: nn.Module) -> list[dict[str, Any]]:
-    """Trainable parameters in the groups of transformers' Trainer: without norms and biases, then those.
+    """Trainable parameters in the groups of transformers' Trainer: without norms and biases, then those."""
+    from transformers import Trainer
 
-    [transformers/trainer.py, create_optimizer and get_decay_parameter_names]
-    """
-    norms = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # it reads no trainer
     groups: tuple[list[nn.Parameter], ...] = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
-            groups[id(p) in norms or bool(_UNDECAYED.search(name.lower()))].append(p)
+            groups[name not in decayed].append(p)
     return [{"params": group} for group in groups if group]
 
 
