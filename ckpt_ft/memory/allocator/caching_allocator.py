@@ -30,6 +30,15 @@ class OutOfMemory(Exception):
     """The request does not fit into the device's capacity, even with every cached segment given back."""
 
 
+@dataclass(frozen=True)
+class Action:
+    """A segment that was taken from the device or given back; names are torch's (see torch.cuda.memory._snapshot)."""
+
+    name: str
+    address: int
+    size: int
+
+
 class Block:
     """A range of addresses in one segment. `prev` and `next` are its neighbours in that segment."""
 
@@ -80,6 +89,7 @@ class CachingAllocator:
     capacity: bytes of all segments together, None for no limit.
     allocated, reserved: torch.cuda.memory_allocated and memory_reserved.
     retries: allocations that gave cached segments back first (torch's num_alloc_retries).
+    actions: if it is a list, every change of `reserved` is appended to it.
     """
 
     settings: AllocatorSettings = field(default_factory=AllocatorSettings)
@@ -87,6 +97,7 @@ class CachingAllocator:
     allocated: int = 0
     reserved: int = 0
     retries: int = 0
+    actions: list[Action] | None = None
 
     def __post_init__(self) -> None:
         self._pools: dict[str, tuple[Pool, Pool]] = {}  # stream -> its small and its large pool
@@ -180,8 +191,9 @@ class CachingAllocator:
             segment = -(-size // ROUND_LARGE) * ROUND_LARGE
         if not self._fits(segment):
             return None
-        self.reserved += segment
-        return Block(self._addresses(segment, align=ROUND_LARGE), segment, pool)
+        block = Block(self._addresses(segment, align=ROUND_LARGE), segment, pool)
+        self._reserve("segment_alloc", block.address, segment)
+        return block
 
     def _after_release(self, pool: Pool, size: int) -> Block:
         """Give cached segments back until the request fits: first blocks that are never split, then all (malloc)."""
@@ -213,7 +225,13 @@ class CachingAllocator:
 
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
-        self.reserved -= block.size
+        self._reserve("segment_free", block.address, -block.size)
+
+    def _reserve(self, action: str, address: int, nbytes: int) -> None:
+        """Take memory from the device, or give it back if `nbytes` is negative."""
+        self.reserved += nbytes
+        if self.actions is not None:
+            self.actions.append(Action(action, address, abs(nbytes)))
 
     def _fits(self, nbytes: int) -> bool:
         return self.capacity is None or self.reserved + nbytes <= self.capacity
@@ -285,9 +303,9 @@ class CachingAllocator:
             block.pool.add(rest)
             block.size = mapped
         block.mapped = True
+        self._reserve("segment_map", block.address, mapped)
         self._merge_neighbours(block)
         block.pool.add(block)
-        self.reserved += mapped
         return True
 
     def _unmap(self, block: Block) -> None:
@@ -308,9 +326,9 @@ class CachingAllocator:
             after.insert_between(block, block.next)
             pool.add(after)
         block.address, block.size, block.mapped = start, stop - start, False
+        self._reserve("segment_unmap", start, start - stop)
         self._merge_neighbours(block)
         pool.add(block)
-        self.reserved -= stop - start
 
 
 def _growable(block: Block) -> int:

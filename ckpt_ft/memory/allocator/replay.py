@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from .caching_allocator import Block, CachingAllocator, OutOfMemory, Pool
+from .caching_allocator import Action, Block, CachingAllocator, OutOfMemory
 from .settings import AllocatorSettings
 
 DEFAULTS = AllocatorSettings()
@@ -85,15 +85,6 @@ def _peak(counter: list[int], start: int, stop: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Action:
-    """A segment that was taken from the device or given back; names are torch's (see torch.cuda.memory._snapshot)."""
-
-    name: str
-    address: int
-    size: int
-
-
-@dataclass(frozen=True)
 class Segment:
     """A mapped range of addresses and the blocks that fill it."""
 
@@ -128,12 +119,13 @@ def allocator_history(
     streams: Sequence[str] = (),
 ) -> AllocatorHistory:
     """Replay `events` on an empty device without a limit; the arguments are those of `replay`."""
-    allocator = _RecordingAllocator(settings)
+    allocator = CachingAllocator(settings)
     blocks: dict[int, Block] = {}
     addresses: list[int | None] = []
     actions: list[list[Action]] = []
     for at, event in enumerate(events):
-        allocator.actions = []
+        actions.append([])
+        allocator.actions = actions[-1]
         if at in empty_cache_at:
             allocator.empty_cache()
         block = allocator.malloc(sizes[event], streams[event]) if event >= 0 else blocks.pop(~event, None)
@@ -142,47 +134,15 @@ def allocator_history(
             allocator.free(block)
         elif block is not None:
             blocks[event] = block
-        actions.append(allocator.actions)
     live = {block.address: index for index, block in blocks.items()}
-    return AllocatorHistory(addresses, actions, allocator.segments(list(blocks.values())), live)
+    return AllocatorHistory(addresses, actions, _segments(allocator, list(blocks.values())), live)
 
 
-class _RecordingAllocator(CachingAllocator):
-    """A caching allocator that records the segments it takes from the device and gives back."""
-
-    def __init__(self, settings: AllocatorSettings) -> None:
-        super().__init__(settings)
-        self.actions: list[Action] = []
-
-    def segments(self, live: list[Block]) -> list[Segment]:
-        """The segments that are mapped now; `live` are the blocks of `malloc` that are not freed."""
-        free = [block for pool in self.pools for block in pool.at.values()]
-        first = [block for block in [*live, *free] if block.mapped and not (block.prev and block.prev.mapped)]
-        return [_segment(block) for block in sorted(first, key=lambda block: block.address)]
-
-    def _new_segment(self, pool: Pool, size: int) -> Block | None:
-        block = super()._new_segment(pool, size)
-        if block is not None and not block.expandable:
-            self.actions.append(Action("segment_alloc", block.address, block.size))
-        return block
-
-    def _release(self, block: Block) -> None:
-        self.actions.append(Action("segment_free", block.address, block.size))
-        super()._release(block)
-
-    def _map(self, block: Block, nbytes: int) -> bool:
-        address, before = block.address, self.reserved
-        mapped = super()._map(block, nbytes)
-        if mapped:
-            self.actions.append(Action("segment_map", address, self.reserved - before))
-        return mapped
-
-    def _unmap(self, block: Block) -> None:
-        page = self._page(block.pool)
-        address, before = -(-block.address // page) * page, self.reserved
-        super()._unmap(block)
-        if self.reserved < before:
-            self.actions.append(Action("segment_unmap", address, before - self.reserved))
+def _segments(allocator: CachingAllocator, live: list[Block]) -> list[Segment]:
+    """The segments that are mapped now; `live` are the blocks of `malloc` that are not freed."""
+    free = [block for pool in allocator.pools for block in pool.at.values()]
+    first = [block for block in [*live, *free] if block.mapped and not (block.prev and block.prev.mapped)]
+    return [_segment(block) for block in sorted(first, key=lambda block: block.address)]
 
 
 def _segment(first: Block) -> Segment:
