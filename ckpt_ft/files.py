@@ -109,6 +109,23 @@ def make_directory(path: Path, fill: Callable[[Path], object]) -> Path:
     return path
 
 
+def made_once(name: str, fill: Callable[[Path], object]) -> Path:
+    """Returns the directory `name` of the cache, filled by `fill(directory)` the first time.
+
+    Raises:
+        UserError: the directory cannot be created.
+        OSError: the disk is full.
+    """
+    path = cache_root() / name
+    try:
+        return make_directory(path, fill)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise UserError(
+            f"{path} cannot be made ({error.strerror}: {error.filename}); CKPT_FT_CACHE names another directory for "
+            "what is made once"
+        ) from error
+
+
 def flush_tree(directory: Path) -> None:
     """Flush all files in `directory` from the page cache to the disk."""
     for path in [*directory.rglob("*"), directory]:

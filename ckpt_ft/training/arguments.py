@@ -31,19 +31,6 @@ class ACArguments:
     """The activation checkpointing policy, its memory budget, and the memory reports.
 
     Attributes:
-        ac_policy: a policy for `Policy.parse`, or a plan file written by `ckpt-ft plan --output plan.json`, which
-            selects its best policy. None leaves the model unchanged; memory is still reported.
-        ac_budget: an amount of memory such as "24GiB" that `auto` and `find_max_...` may use. On a CPU a step
-            that exceeds it runs out of memory, as on a card of that size.
-        ac_report: comma-separated kinds of report to write to the output directory, or "none". With "none" nothing is
-            measured, except for a budget on a CPU.
-        find_max_batch_size: before training, find the largest micro-batch that fits, by prediction and then by a real
-            step, and use it as far as gradient accumulation can preserve the effective batch size.
-        ac_on_oom: what to do under `auto` when memory runs out. "replan": continue from the last checkpoint under a
-            policy that needs less. "stop": stop with advice. None: "replan" in one process and "stop" in several,
-            where one process runs out while the others wait for it.
-        ac_check: before training, compare one step's loss, gradients, buffers and RNG with and without the policy.
-        ac_verify: the training steps that verify that recomputed values equal those of forward; see `apply_policy`.
         plan: the plan that `ac_policy` names, read once; None if it names none. Not a flag.
 
     Raises:
@@ -55,21 +42,27 @@ class ACArguments:
     ac_policy: str | None = flag(
         None,
         "What to keep for backward and what to recompute, e.g. full, every:2, save:attention+matmul, modules:mlp; "
-        "none switches checkpointing off; without this flag the model is unchanged.",
+        "none switches checkpointing off; without this flag the model is unchanged; plan.json applies the best policy "
+        "of a plan that `ckpt-ft plan --output` wrote.",
     )
     ac_budget: str | None = flag(
-        None, "Memory that --ac_policy auto or --find_max_batch_size may use, with its unit, e.g. 24GiB."
+        None,
+        "Memory that --ac_policy auto or --find_max_batch_size may use, with its unit, e.g. 24GiB. On a CPU a step "
+        "that exceeds it runs out of memory, as on a card of that size.",
     )
     find_max_batch_size: bool = flag(
-        False, "Use the largest micro-batch that fits; gradient accumulation keeps the effective batch."
+        False,
+        "Use the largest micro-batch that fits, found by prediction and then by a real step; gradient accumulation "
+        "keeps the effective batch.",
     )
     ac_on_oom: str | None = flag(
         None,
         "When memory runs out under --ac_policy auto: replan (a leaner policy, from the last checkpoint; the default "
-        "in one process) or stop.",
+        "in one process) or stop (the default in several, where one runs out while the others wait for it).",
     )
     ac_report: str = flag(
-        "json,md,html,png", "Memory reports to write to output_dir: any of json,md,html,png, or none."
+        "json,md,html,png",
+        "Memory reports to write to output_dir: any of json,md,html,png, or none, which measures nothing.",
     )
     ac_check: bool = flag(
         False, "Before training, prove that the policy changes no loss, gradient, buffer or random state."
@@ -155,14 +148,13 @@ class ACArguments:
 
 @dataclass
 class TextACArguments(ACArguments):
-    """`ACArguments` of a recipe that cuts text into sequences of any length.
+    """`ACArguments` of a recipe that cuts text into sequences of any length."""
 
-    Attributes:
-        find_max_length: before training, find the longest sequences that fit, by prediction and then by a real step,
-            and train on sequences of that length. `max_length` is the longest one to consider.
-    """
-
-    find_max_length: bool = flag(False, "Use the longest sequences that fit, of --max_length tokens at most.")
+    find_max_length: bool = flag(
+        False,
+        "Use the longest sequences that fit, of --max_length tokens at most, found by prediction and then by a real "
+        "step.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from . import made_once
+from ckpt_ft.files import made_once
+
 from .drawings import drawings
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.samples import made_once
+from ckpt_ft.files import made_once
 from ckpt_ft.training.samples.drawings import (
     BACKGROUNDS,
     COLOURS,
