@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckpt_ft.errors import run
 from ckpt_ft.memory.fake.dispatcher import forget
-from ckpt_ft.memory.fake.faked_model import Fakes, faked_model
+from ckpt_ft.memory.fake.faked_model import Fakes, faked_model, restored
 from ckpt_ft.memory.fake.step import trace_step, trace_steps
 from ckpt_ft.units import GIB
 
@@ -92,7 +92,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def with_mem_tracker(model: nn.Module, step: Step) -> None:
     """Two steps under torch's own tracker, on fake tensors."""
-    with FakeTensorMode() as mode, faked_model(model, Fakes(mode)):
+    with FakeTensorMode() as mode, restored(model), faked_model(model, Fakes(mode)):
         optimizer = adamw(model)
         tracker = MemTracker()
         tracker.track_external(model, optimizer)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckpt_ft import apply_policy
 from ckpt_ft.checkpointing.apply import applied_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.wrap import whole_again
+from ckpt_ft.memory.fake.faked_model import restored
 
 LAYERS = 4
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -321,7 +321,7 @@ def test_what_warned_in_a_trace_of_a_launch_warns_no_more() -> None:
     model = make("llama")
     apply_policy(model, "save:conv")
     hooks = list(model._forward_pre_hooks.values())
-    with whole_again(model), pytest.warns(UserWarning, match="no operator of 'conv'"):
+    with restored(model), pytest.warns(UserWarning, match="no operator of 'conv'"):
         model(**batch()).loss.backward()
     model(**batch()).loss.backward()
     assert list(model._forward_pre_hooks.values()) == hooks  # they turn the KV cache off

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,7 +15,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -37,7 +35,6 @@ from .zero3 import Zero3, linear_saves_parameters
 
 _SHARED = "_ckpt_ft_shared"  # attribute of the model with our model of DDP's reducer or DeepSpeed's engine
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-_CONTAINERS = (dict, OrderedDict, set)  # types of the containers of a module's parameters, buffers and hooks
 
 
 def share(model: nn.Module, launch: Launch, mesh: DeviceMesh, undo: ExitStack) -> list[torch.Tensor]:
@@ -242,28 +239,6 @@ def sharding_mesh(mesh: DeviceMesh, launch: Launch) -> DeviceMesh:
 
 
 @contextmanager
-def whole_again(model: nn.Module) -> Iterator[None]:
-    """Restores the wrapping of `model` on exit: its modules get back their classes, hooks and attributes."""
-    before = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
-    states = [_module_state_mapping.get(module) for module, *_ in before]
-    try:
-        yield
-    finally:
-        for (module, kind, attributes, contents), state in zip(before, states, strict=True):
-            module.__class__ = kind
-            for name in [name for name in vars(module) if name not in attributes]:
-                del module.__dict__[name]
-            for name, value in attributes.items():
-                if type(value) in _CONTAINERS:
-                    value.clear()
-                    value.update(contents.get(name, ()))
-                module.__dict__[name] = value
-            _module_state_mapping.pop(module, None)
-            if state is not None:
-                _module_state_mapping[module] = state
-
-
-@contextmanager
 def without_synchronisation(model: nn.Module) -> Iterator[None]:
     """Disables gradient synchronisation inside (DDP's and FSDP2's `no_sync`)."""
     _set_synchronisation(model, False)
@@ -281,11 +256,6 @@ def _set_synchronisation(model: nn.Module, on: bool) -> None:
         model.set_requires_gradient_sync(on)
     elif isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    """Copies of the non-empty containers of `module`, which has ten of them."""
-    return {name: value.copy() for name, value in vars(module).items() if type(value) in _CONTAINERS and value}
 
 
 def _is_packed(layer: nn.Linear) -> bool:

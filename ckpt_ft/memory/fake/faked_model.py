@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CellType, FunctionType
@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -83,6 +84,7 @@ def are_fakes(values: Sequence[Any]) -> bool:
 
 
 _TORCH = frozenset(vars(nn.Module()))  # names of attributes that every module has
+_CONTAINERS = (list, dict, OrderedDict, set)  # types of the containers of a module's parameters, buffers and hooks
 _CACHE = type(functools.cache(lambda: None))
 
 
@@ -97,19 +99,48 @@ def fake_wrapped(tensor: Any, fakes: Fakes) -> Tensor:
 
 
 @contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """On exit the modules of `model` have their classes, attributes, hooks and FSDP2 states of before.
+
+    So no module holds a fake, even if a forward stored one (a cache of positions), and what a step that failed would
+    have reset at its end is reset (diffusers' scales of LoRA layers).
+    """
+    before = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
+    states = [_module_state_mapping.get(module) for module, *_ in before]
+    try:
+        yield
+    finally:
+        for (module, kind, attributes, contents), state in zip(before, states, strict=True):
+            module.__class__ = kind
+            for name in [name for name in vars(module) if name not in attributes]:
+                del module.__dict__[name]
+            for name, value in attributes.items():
+                if type(value) is list:
+                    value[:] = contents.get(name, ())
+                elif type(value) in _CONTAINERS:
+                    value.clear()
+                    value.update(contents.get(name, ()))
+                module.__dict__[name] = value
+            _module_state_mapping.pop(module, None)
+            if state is not None:
+                _module_state_mapping[module] = state
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Copies of the non-empty containers of `module`, which has ten of them."""
+    return {name: value.copy() for name, value in vars(module).items() if type(value) in _CONTAINERS and value}
+
+
+@contextmanager
 def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
     """Fakes in place of every tensor that `model` holds: parameters, buffers, attributes, lists and dicts of them.
 
-    Ties are kept. Afterwards no module holds a fake, even if a forward stored one (a cache of positions), and each
-    tensor has the data that it had, even if a hook assigned to the `.data` of one that it holds itself. If the step
-    fails, each module's attributes are those of before, too: a forward may set some at its start and reset them at
-    its end (diffusers' scales of LoRA layers).
+    Ties are kept. `restored` takes the fakes out again. Afterwards each tensor has the data that it had, even if a
+    hook assigned to the `.data` of one that it holds itself.
     """
     made: dict[int, Tensor] = {}
     data: list[tuple[Tensor, Tensor]] = []  # of each tensor that is no subclass
-    tables: list[tuple[dict[Any, Any] | list[Any], dict[Any, Any]]] = []  # with their contents
     hooked: list[tuple[Tensor, Tensor]] = []  # each fake, and what it is a fake of
-    failed = True
 
     def fake(value: Any) -> Any:
         if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
@@ -134,13 +165,10 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
                 attach(made[id(value)], value)
         return made[id(value)]
 
-    modes = {module: module.training for module in model.modules()}  # a step may change them
     try:
-        for module in modes:
+        for module in model.modules():
             for table in _tables(module):
-                before = _content(table)
-                tables.append((table, before))
-                for key, value in before.items():
+                for key, value in _content(table).items():
                     new = fake(value)
                     if new is not value:
                         table[key] = new
@@ -150,16 +178,11 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
         made.clear()  # only the model's own references may be left: FSDP2 frees whole parameters
         with _fresh_caches(model):
             yield
-        failed = False
     finally:
         with torch._C._DisableTorchDispatch():
             for tensor, own in data:
                 if tensor.untyped_storage()._cdata != own.untyped_storage()._cdata:
                     tensor.data = own
-        for table, before in tables:
-            _put_back(table, before, failed)
-        for module, training in modes.items():
-            module.training = training
 
 
 def _hook(fake: Tensor, like: Tensor, fakes: Mapping[int, Any]) -> None:
@@ -262,29 +285,6 @@ def _tables(module: nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
 
 def _content(table: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
     return dict(table) if isinstance(table, dict) else dict(enumerate(table))
-
-
-def _put_back(table: dict[Any, Any] | list[Any], before: dict[Any, Any], whole: bool) -> None:
-    """Replace the fakes in `table` by what was there before; `whole` for all its content."""
-    if whole and isinstance(table, dict):
-        table.clear()
-        table.update(before)
-        return
-    faked = [key for key, value in _content(table).items() if _holds_fake(value)]
-    if isinstance(table, list):
-        if faked or any(isinstance(value, Tensor) for value in before.values()):
-            table[:] = before.values()
-        return
-    for key in faked:
-        if key not in before:
-            del table[key]
-    for key, value in before.items():
-        if isinstance(value, Tensor) or key in faked:
-            table[key] = value
-
-
-def _holds_fake(value: Any) -> bool:
-    return type(value) is FakeTensor or (isinstance(value, tuple) and any(map(_holds_fake, value)))
 
 
 @contextmanager

@@ -41,7 +41,6 @@ from ckpt_ft.memory.distributed.wrap import (
     separate_meshes,
     sharding_mesh,
     share,
-    whole_again,
 )
 from ckpt_ft.memory.fake.compiled.lowering import compiled_steps, is_compiled, prepare
 from ckpt_ft.memory.gpus import GPU, gpu_of
@@ -57,7 +56,7 @@ from ckpt_ft.standins.library_layers import left_on_host, swap_library_layers
 
 from . import patches
 from .dispatcher import FakeOps, compute_capability
-from .faked_model import Fakes, faked_model
+from .faked_model import Fakes, faked_model, restored
 from .replay_step import ReplayStep
 from .skipped_blocks import SkippedBlocks, Traced
 
@@ -181,10 +180,12 @@ def torch_like(gpu: GPU | None, compiled: bool = False) -> Iterator[Fakes]:
 @contextmanager
 def faked(model: nn.Module, beside: Sequence[nn.Module], fakes: Fakes, sharding: Sharding | None) -> Iterator[None]:
     """Fake tensors in place of the models' own, and `model` unsharded. Afterwards both are as they were."""
-    if sharding is not None:
-        sharding.take_off()
-    with faked_model(nn.ModuleList([model, *beside]), fakes):
-        yield
+    held = nn.ModuleList([model, *beside])
+    with restored(held):
+        if sharding is not None:
+            sharding.take_off()
+        with faked_model(held, fakes):
+            yield
 
 
 @contextmanager
@@ -260,7 +261,6 @@ class _Trace:
             nullcontext() if gpu is None else liger.on_card(gpu.sms, compute_capability(gpu)),
             process_group(launch, sharding) as mesh,
             torch_like(gpu, compiled) as fakes,
-            whole_again(model) if launch or sharding or torch.distributed.is_initialized() else nullcontext(),
             faked(model, self.beside, fakes, sharding),
             launched(model, launch, mesh, sharding) as (streams, held),
         ):
