@@ -15,12 +15,11 @@ from ckpt_ft.training.samples.pipelines import (
     RESOLUTION,
     TEXT_WIDTH,
     WORDS,
-    flow_scheduler,
     make_tiny_flux,
-    shapes_vae,
     tiny_clip,
     tiny_t5,
     tiny_tokenizer,
+    tiny_vae,
     word_tokenizer,
 )
 
@@ -40,6 +39,20 @@ def make_tiny_transformer(kind: str, decoder_steps: int = 0, heads: int = 1, lay
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return KINDS[kind](decoder_steps, heads, layers)
+
+
+def flow_scheduler(shift: float) -> Any:
+    """Returns the schedule of times of flow matching."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(shift=shift)
+
+
+def shapes_vae(decoder_steps: int) -> torch.nn.Module:
+    """Returns `tiny_vae` with the shift that transformers' pipelines read."""
+    vae = tiny_vae(decoder_steps)
+    vae.register_to_config(shift_factor=0.0)
+    return vae
 
 
 def _sd3(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:

@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 from diffusers import ControlNetModel
+from tiny_unets import make_tiny_pipeline
 from torch import Tensor, nn
 
 from ckpt_ft import apply_policy
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 
 class Saved:

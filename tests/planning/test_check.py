@@ -78,7 +78,7 @@ def test_a_compilers_budget_with_dropout_is_refused(tmp_path: Path) -> None:
 def test_a_diffusion_models_noise_is_drawn(tmp_path: Path) -> None:
     """Not memory as it was found: the loss is a number, the same each time."""
     pytest.importorskip("diffusers")
-    from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
+    from tiny_unets import make_tiny_pipeline
 
     make_tiny_pipeline("sd1", 0, (16,)).unet.save_pretrained(tmp_path)
     losses = [

@@ -23,6 +23,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusio
 from PIL import Image
 from recipe_scripts import losses_of, losses_on_two_ranks
 from safetensors.torch import load_file
+from tiny_unets import make_tiny_pipeline
 
 from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
@@ -35,7 +36,6 @@ from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.diffusion.sampling import Validation
 from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.run_arguments import parse_args
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.training.session import Session
 from ckpt_ft.units import GIB, parse_bytes
 from ckpt_ft.workloads.workload import Workload

@@ -17,13 +17,13 @@ from PIL import Image
 from recipe_scripts import ROOT, forget_process, load_recipe
 from safetensors.torch import load_file
 from tiny_transformers import make_tiny_transformer
+from tiny_unets import make_tiny_pipeline
 
 from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError, WorkFailed, run
 from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.diffusion.sampling import Sampler
 from ckpt_ft.training.samples.drawings import drawings
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.units import parse_bytes
 
 pytestmark = pytest.mark.usefixtures("one_process")

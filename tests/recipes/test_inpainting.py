@@ -16,6 +16,7 @@ from diffusers import AutoencoderKL, DDPMScheduler, DiffusionPipeline, UNet2DCon
 from PIL import Image
 from recipe_scripts import load_recipe, losses_of
 from safetensors.torch import load_file
+from tiny_unets import make_tiny_pipeline
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
@@ -23,7 +24,6 @@ from ckpt_ft.training.diffusion.data import random_mask
 from ckpt_ft.training.diffusion.encoders import encode_masked
 from ckpt_ft.training.diffusion.families import UNET
 from ckpt_ft.training.diffusion.workload import Denoising
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.workloads.diffusion_models import inpaints
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -16,13 +16,13 @@ from diffusers import DiffusionPipeline
 from peft import PeftModel
 from recipe_scripts import forget_process, load_recipe
 from tiny_transformers import make_tiny_transformer
+from tiny_unets import make_tiny_pipeline
 from transformers import AutoModelForCausalLM
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.checkpoints import PIPELINE_LORA
 from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.merge import merge
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

@@ -16,6 +16,7 @@ import yaml
 from diffusers import AutoencoderKL, DiffusionPipeline
 from recipe_scripts import forget_process, load_recipe, losses_of
 from safetensors.torch import load_file
+from tiny_unets import make_tiny_pipeline
 
 from ckpt_ft.checkpointing.parity import check_parity
 from ckpt_ft.cli import app as cli
@@ -23,7 +24,6 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.denoiser import prepare
 from ckpt_ft.training.diffusion.encoders import family_of, load_denoiser
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.workloads.diffusion_models import KINDS as CALLED
 from ckpt_ft.workloads.diffusion_models import Latents, TextAndUNet, text_inputs
 

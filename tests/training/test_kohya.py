@@ -15,12 +15,12 @@ from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from tiny_unets import make_tiny_pipeline
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.checkpoints import PIPELINE_LORA
 from ckpt_ft.training.diffusion.denoiser import text_encoder_to_file
 from ckpt_ft.training.merge import to_kohya
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 KINDS = {"sd2": StableDiffusionPipeline, "sdxl": StableDiffusionXLPipeline}
 

@@ -67,8 +67,7 @@ def test_the_adapters_own_tokenizer_is_kept_or_the_merge_is_refused(
 def test_a_pipeline_gives_the_adapted_ones_noise(tmp_path: Path) -> None:
     from diffusers import StableDiffusionPipeline
     from diffusers.training_utils import _collate_lora_metadata
-
-    from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
+    from tiny_unets import make_tiny_pipeline
 
     make_tiny_pipeline("sd2", 0, (16, 32)).save_pretrained(tmp_path / "base")
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "base")

@@ -34,10 +34,9 @@ _VAE_WIDTHS = (16, 32, 32)  # channels of the VAE's levels
 _CARRIER, _BIAS = 30.0, 10.0  # see _make_linear
 
 
-def tiny_pipeline_dir(kind: str = "sd2") -> str:
-    """Returns the directory of a cached U-Net pipeline; made on first use, in about a minute."""
-    name = f"tiny-{kind}-v{_VERSION}"
-    return str(made_once(name, lambda directory: make_tiny_pipeline(kind).save_pretrained(directory)))
+def tiny_pipeline_dir() -> str:
+    """Returns the directory of the cached U-Net pipeline; made on first use, in about a minute."""
+    return str(made_once(f"tiny-sd2-v{_VERSION}", lambda directory: make_tiny_pipeline().save_pretrained(directory)))
 
 
 def tiny_transformer_dir() -> str:
@@ -51,56 +50,44 @@ def tiny_transformer_dir() -> str:
     return str(made_once(f"tiny-flux-v{_VERSION}", fill))
 
 
-def make_tiny_pipeline(
-    kind: str = "sd2", decoder_steps: int = DECODER_STEPS, widths: tuple[int, ...] = (64, 96)
-) -> DiffusionPipeline:
+def make_tiny_pipeline() -> DiffusionPipeline:
     """Returns a Stable Diffusion pipeline for `RESOLUTION` pixels, the same on each call; keeps the random state.
 
-    Args:
-        kind: "sd1" (predicts noise), "sd2" (predicts velocity: Salimans and Ho, 2022,
-            https://arxiv.org/abs/2202.00512) or "sdxl" (two text encoders, pooled embedding, time ids).
-        decoder_steps: training steps of the VAE's decoder; 0 leaves it random.
-        widths: channels of the U-Net's levels.
+    Its U-Net predicts velocity (Salimans and Ho, 2022, https://arxiv.org/abs/2202.00512).
     """
-    from diffusers import DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
+    from diffusers import StableDiffusionPipeline
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        parts: dict[str, Any] = {
-            "vae": tiny_vae(decoder_steps),
-            "text_encoder": tiny_clip("CLIPTextModel"),
-            "tokenizer": tiny_tokenizer(),
-            "scheduler": DDIMScheduler(
-                beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
-                prediction_type="v_prediction" if kind == "sd2" else "epsilon",
-                clip_sample=False, set_alpha_to_one=False, steps_offset=1,
-            ),
-        }  # fmt: skip
-        if kind == "sdxl":
-            parts |= {"text_encoder_2": tiny_clip("CLIPTextModelWithProjection"), "tokenizer_2": tiny_tokenizer()}
-            return StableDiffusionXLPipeline(unet=_unet(widths, sdxl=True), **parts)
         return StableDiffusionPipeline(
-            unet=_unet(widths), safety_checker=None, feature_extractor=None, requires_safety_checker=False, **parts
-        )
+            vae=tiny_vae(DECODER_STEPS),
+            text_encoder=tiny_clip("CLIPTextModel"),
+            tokenizer=tiny_tokenizer(),
+            scheduler=diffusion_scheduler("v_prediction"),
+            unet=tiny_unet((64, 96)),
+            safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+        )  # fmt: skip
 
 
-def _unet(widths: tuple[int, ...], sdxl: bool = False) -> nn.Module:
+def diffusion_scheduler(prediction_type: str) -> Any:
+    """Returns the noise schedule of Stable Diffusion."""
+    from diffusers import DDIMScheduler
+
+    return DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type=prediction_type,
+        clip_sample=False, set_alpha_to_one=False, steps_offset=1,
+    )  # fmt: skip
+
+
+def tiny_unet(widths: tuple[int, ...], cross_attention_dim: int = TEXT_WIDTH, **conditioning: Any) -> nn.Module:
+    """Returns a random U-Net with levels of these widths."""
     from diffusers import UNet2DConditionModel
 
-    conditioning: dict[str, Any] = {"cross_attention_dim": TEXT_WIDTH}
-    if sdxl:
-        time_ids = 8  # width of the embedding of each of the six
-        conditioning = {
-            "cross_attention_dim": 2 * TEXT_WIDTH,
-            "addition_embed_type": "text_time",
-            "addition_time_embed_dim": time_ids,
-            "projection_class_embeddings_input_dim": TEXT_WIDTH + 6 * time_ids,
-        }
     return UNet2DConditionModel(
         sample_size=RESOLUTION // 4, in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS,
         block_out_channels=widths, layers_per_block=1, attention_head_dim=4, norm_num_groups=8,
         down_block_types=("CrossAttnDownBlock2D",) * len(widths), up_block_types=("CrossAttnUpBlock2D",) * len(widths),
-        **conditioning,
+        cross_attention_dim=cross_attention_dim, **conditioning,
     )  # fmt: skip
 
 
@@ -153,11 +140,13 @@ def make_tiny_flux(decoder_steps: int = 0, heads: int = 1, layers: int = 1) -> D
         heads: attention heads of the transformer, each 32 wide.
         layers: double-stream blocks, beside twice as many single-stream ones.
     """
-    from diffusers import FluxPipeline, FluxTransformer2DModel
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
+    vae = tiny_vae(decoder_steps)
+    vae.register_to_config(shift_factor=0.0)  # which transformers' pipelines read
     return FluxPipeline(
-        scheduler=flow_scheduler(shift=1.0),
-        vae=shapes_vae(decoder_steps),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
+        vae=vae,
         text_encoder=tiny_clip("CLIPTextModel"),
         tokenizer=tiny_tokenizer(),
         text_encoder_2=tiny_t5(),
@@ -168,20 +157,6 @@ def make_tiny_flux(decoder_steps: int = 0, heads: int = 1, layers: int = 1) -> D
             axes_dims_rope=(8, 12, 12),
         ),
     )  # fmt: skip
-
-
-def flow_scheduler(shift: float) -> Any:
-    """Returns the schedule of times of flow matching."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler(shift=shift)
-
-
-def shapes_vae(decoder_steps: int) -> nn.Module:
-    """Returns `tiny_vae` with the shift that transformers' pipelines read."""
-    vae = tiny_vae(decoder_steps)
-    vae.register_to_config(shift_factor=0.0)
-    return vae
 
 
 def tiny_t5(width: int = TEXT_WIDTH) -> nn.Module:

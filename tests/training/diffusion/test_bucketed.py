@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from recipe_scripts import forget_process, load_recipe, losses_on_two_ranks
 from tiny_transformers import make_tiny_transformer
+from tiny_unets import make_tiny_pipeline
 from torch.utils.data import default_collate
 
 from ckpt_ft.errors import UserError
@@ -25,7 +26,6 @@ from ckpt_ft.training.diffusion.encoders import Encoders
 from ckpt_ft.training.diffusion.families import UNET_XL
 from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.images import ImageArguments, framed, load_captioned, size_of
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

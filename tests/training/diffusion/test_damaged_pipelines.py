@@ -12,13 +12,13 @@ import torch
 from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from tiny_transformers import make_tiny_transformer
+from tiny_unets import make_tiny_pipeline
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, TransformerArguments
 from ckpt_ft.training.diffusion.denoiser import save_result
 from ckpt_ft.training.diffusion.encoders import Encoders, checked_resolution, family_of, load_denoiser
 from ckpt_ft.training.diffusion.families import UNET
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

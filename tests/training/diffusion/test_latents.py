@@ -12,6 +12,7 @@ import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_unets import make_tiny_pipeline
 from torch.utils.data import DataLoader, default_collate
 
 from ckpt_ft.errors import WorkFailed
@@ -19,7 +20,6 @@ from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.data import EndlessBatches, FramedImages, cache_latents
 from ckpt_ft.training.diffusion.encoders import Encoders, family_of
 from ckpt_ft.training.images import ImageArguments, load_captioned
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 
 @pytest.fixture(scope="module", params=["sd1", "sdxl"])

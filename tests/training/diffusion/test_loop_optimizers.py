@@ -9,12 +9,12 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from recipe_scripts import forget_process, load_recipe
+from tiny_unets import make_tiny_pipeline
 from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import LoopArguments
 from ckpt_ft.training.diffusion.loop import make_optimizer, read_losses
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.workloads.optimizers import optimizer_maker
 from ckpt_ft.workloads.workload import Workload
 

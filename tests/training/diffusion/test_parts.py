@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.training_utils import EMAModel
+from tiny_unets import make_tiny_pipeline
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
@@ -19,7 +20,6 @@ from ckpt_ft.training.diffusion.encoders import Encoders, family_of, load_denois
 from ckpt_ft.training.diffusion.families import UNET
 from ckpt_ft.training.diffusion.loop import averaged
 from ckpt_ft.training.diffusion.workload import Denoising, drop_prompts, weighted_loss
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 
 @pytest.fixture(scope="module")

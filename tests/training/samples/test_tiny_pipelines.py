@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from tiny_unets import make_tiny_pipeline
 
 from ckpt_ft.training.samples.drawings import drawings
 from ckpt_ft.training.samples.pipelines import (
     LATENT_CHANNELS,
     _gather,
     _principal_components,
-    make_tiny_pipeline,
     tiny_pipeline_dir,
     tiny_tokenizer,
     tiny_vae,
@@ -58,17 +58,16 @@ def test_the_decoder_learns(images: torch.Tensor) -> None:
 
 
 def test_made_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_ft.training.samples.pipelines.DECODER_STEPS", 0)
-    made: list[str] = []
+    made: list[StableDiffusionPipeline] = []
 
-    def make(kind: str) -> StableDiffusionPipeline:
-        made.append(kind)
-        return make_tiny_pipeline(kind, 0, (16,))
+    def make() -> StableDiffusionPipeline:
+        made.append(make_tiny_pipeline("sd1", 0, (16,)))
+        return made[0]
 
     monkeypatch.setattr("ckpt_ft.training.samples.pipelines.make_tiny_pipeline", make)
-    first = tiny_pipeline_dir("sd1")
-    assert tiny_pipeline_dir("sd1") == first
-    assert made == ["sd1"]
+    first = tiny_pipeline_dir()
+    assert tiny_pipeline_dir() == first
+    assert len(made) == 1
     assert Path(first).parent == own_cache
     assert [path.name for path in Path(first).parent.iterdir()] == [Path(first).name]  # nothing half-made is left
 
