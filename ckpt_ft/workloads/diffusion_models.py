@@ -25,7 +25,7 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import Valueless, adapt
 from ckpt_ft.workloads.model_config import known_models, read_parts
-from ckpt_ft.workloads.sample_sizes import Lengths, Size, sizes_of
+from ckpt_ft.workloads.sample_sizes import ImageSizes, Size, sizes_of
 from ckpt_ft.workloads.workload import DTYPES, MIXED_PRECISION, Batch, Forward, Workload
 
 NAMES = ("text_encoder", "text_encoder_2")  # their names in a pipeline
@@ -364,9 +364,8 @@ def diffusion_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) ->
     frames = (spec.data.frames or _FRAMES) if called.frames else 0
     latent_frames = (frames - 1) // called.frames + 1 if frames else 0
 
-    sizes = sizes_of(spec.data.buckets, side * scale, max(scale, _LEAST)) if spec.data.buckets else []
-    sides = {high * wide: (high // scale, wide // scale) for high, wide in sizes} or {0: (side, side)}
-
+    sizes = sizes_of(spec.data.buckets, side * scale, max(scale, _LEAST))
+    images = ImageSizes(tuple(sizes), (1,) * len(sizes))
     own = model.config
 
     def inputs(samples: int, shape: tuple[int, int]) -> Batch:
@@ -381,20 +380,19 @@ def diffusion_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) ->
         model, encoding = _with_parts(name, part_configs(name, whole), spec, model, tokens, masked)
 
     def make_batch(samples: int, length: int | None) -> Batch:
-        nearest = max(sides) if length is None else min(sides, key=lambda pixels: abs(pixels - length))
-        height, width = sides[nearest]
+        height, width = size = images.of(length)
         if encoding is not None:
-            encoding(samples, (height * scale, width * scale))
-        batch = inputs(samples, (height, width))
+            encoding(samples, size)
+        batch = inputs(samples, (height // scale, width // scale))
         joint = isinstance(model, TextAndUNet)
         return text_inputs(batch, list(model.text_encoders.values())) if joint else batch
 
-    height, width = sides[max(sides)]
+    height, width = images.of(None)
     shape = {"resolution": side * scale, **({"frames": frames} if frames else {})}
     notes: tuple[str, ...] = ()
-    if sizes:
-        shape = {**shape, "height": height * scale, "width": width * scale}
-        notes = (f"buckets: a batch of {height * scale}x{width * scale} pixels, the largest of {len(sizes)}",)
+    if spec.data.buckets:
+        shape = {**shape, "height": height, "width": width}
+        notes = (f"buckets: a batch of {height}x{width} pixels, the largest of {len(sizes)}",)
     return Workload(
         model,
         make_batch,
@@ -403,7 +401,7 @@ def diffusion_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) ->
         shape=shape,
         auxiliary_models=() if encoding is None else encoding.modules,
         notes=notes,
-        lengths=Lengths.of((high * wide for high, wide in sizes), by_length=True, unit="pixels") if sizes else None,
+        lengths=images.lengths,
     )
 
 

@@ -140,6 +140,31 @@ def nearest(image: Size, sizes: Sequence[Size]) -> int:
     return min(range(len(sizes)), key=lambda at: apart(sizes[at]))
 
 
+@dataclass(frozen=True)
+class ImageSizes:
+    """The sizes (height, width) of a dataset's images, in pixels, and how many images have each.
+
+    A workload knows a size by its length, the number of pixels. The largest size sets the peak.
+    """
+
+    sizes: tuple[Size, ...]
+    images: tuple[int, ...]
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """The length of each image; None if there is one size."""
+        if len(self.sizes) == 1:
+            return None
+        each = (math.prod(size) for size, count in zip(self.sizes, self.images, strict=True) for _ in range(count))
+        return Lengths.of(each, by_length=True, unit="pixels")
+
+    def of(self, length: int | None) -> Size:
+        """The size whose length is nearest to `length`; the largest for None."""
+        if length is None:
+            return max(self.sizes, key=math.prod)
+        return min(self.sizes, key=lambda size: abs(math.prod(size) - length))
+
+
 def rows_by_length(rows: Any, grouped: bool = False) -> tuple[Callable[[int, int | None], list[Any]], Lengths | None]:
     """Returns (samples, length) -> rows whose longest has that length, and the histogram of lengths.
 

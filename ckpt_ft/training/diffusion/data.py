@@ -14,7 +14,6 @@ import logging
 import os
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ from ckpt_ft.training.images import (
     open_image,
     size_of,
 )
-from ckpt_ft.workloads.sample_sizes import Lengths, Size, nearest, sizes_of
+from ckpt_ft.workloads.sample_sizes import Size, nearest, sizes_of
 
 from .arguments import LoopArguments
 from .encoders import Encoders
@@ -350,49 +349,3 @@ class EndlessBatches(Sampler[list[Key]]):
     def _order(self, length: int, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
         return torch.randperm(length, generator=generator).tolist()
-
-
-@dataclass(frozen=True)
-class LatentShapes:
-    """The shapes of the images' latents: one, or one for each aspect-ratio bucket. The largest sets the peak.
-
-    A workload knows them by their length, h * w.
-
-    Attributes:
-        shapes: (C, h, w) each.
-        images: number of images with each shape.
-        scale: pixels per latent along a side.
-    """
-
-    shapes: tuple[tuple[int, int, int], ...]
-    images: tuple[int, ...]
-    scale: int
-
-    @classmethod
-    def of(cls, samples: Samples, channels: int, scale: int) -> LatentShapes:
-        """The shapes of `samples`, whose sizes are in pixels."""
-        shapes = tuple((channels, height // scale, width // scale) for height, width in samples.sizes)
-        return cls(shapes, tuple(map(len, samples.buckets)), scale)
-
-    @property
-    def lengths(self) -> Lengths | None:
-        """The length of each image's latents; None if all are equal."""
-        if len(self.shapes) == 1:
-            return None
-        each = [_area(shape) for shape, count in zip(self.shapes, self.images, strict=True) for _ in range(count)]
-        return Lengths.of(each, by_length=True, unit="latents")
-
-    def shape(self, length: int | None) -> tuple[int, int, int]:
-        """Returns the shape whose length is nearest to `length`; the largest for None."""
-        if length is None:
-            return max(self.shapes, key=_area)
-        return min(self.shapes, key=lambda shape: abs(_area(shape) - length))
-
-    def size(self, length: int | None) -> Size:
-        """Returns height and width in pixels of the images of `shape(length)`."""
-        _, height, width = self.shape(length)
-        return height * self.scale, width * self.scale
-
-
-def _area(shape: tuple[int, int, int]) -> int:
-    return shape[1] * shape[2]

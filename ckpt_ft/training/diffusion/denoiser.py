@@ -6,14 +6,13 @@ UserError, one line that names the flag.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import one_line
 from ckpt_ft.files import write
 from ckpt_ft.training.checkpoints import PIPELINE_LORA
 from ckpt_ft.training.models import adapter_of, kind_of
@@ -22,6 +21,7 @@ from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion_models import ATTENTION_PROJECTIONS, TextAndUNet, add_text_adapters
 
 from .arguments import PipelineArguments
+from .families import Family
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -34,40 +34,6 @@ _PIPELINE_SETTINGS = {
 }  # fmt: skip
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal")  # initialisations that do not change the base weights
 _CLIP_PREFIX = "text_model."  # of names in files: transformers' CLIP had it, and other tools still expect it
-
-
-@dataclass(frozen=True)
-class TrainedPart:
-    """The part of a pipeline that is trained.
-
-    Attributes:
-        component: its name in the pipeline, and its folder.
-        model: its class in diffusers.
-        pipeline: the class in diffusers that saves its adapters.
-        old_lora_names: whether adapters are saved under the names that diffusers had before PEFT.
-    """
-
-    component: str
-    model: str
-    pipeline: str
-    old_lora_names: bool = False
-
-    @property
-    def model_class(self) -> Any:
-        return from_diffusers(self.model)
-
-    @property
-    def pipeline_class(self) -> Any:
-        return from_diffusers(self.pipeline)
-
-
-def from_diffusers(name: str) -> Any:
-    import diffusers
-
-    try:
-        return getattr(diffusers, name)
-    except AttributeError:
-        raise UserError(f"diffusers {diffusers.__version__} has no {name}: pip install -U diffusers") from None
 
 
 def components_of(model: Any, component: str) -> dict[str, Any]:
@@ -134,7 +100,7 @@ def parameter_groups(
     return [{"params": [p for p in parameters if id(p) in of_unet]}, {"params": text, "lr": text_rate}]
 
 
-def register_checkpoint_hooks(accelerator: Accelerator, part: TrainedPart, lora: bool) -> None:
+def register_checkpoint_hooks(accelerator: Accelerator, family: Family, lora: bool) -> None:
     """Makes `accelerator.save_state` write only what is trained, as diffusers does, and `load_state` read it.
 
     A LoRA checkpoint has no copy of the frozen model, and `pipe.load_lora_weights(checkpoint)` works on it.
@@ -142,17 +108,17 @@ def register_checkpoint_hooks(accelerator: Accelerator, part: TrainedPart, lora:
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
         if accelerator.is_main_process:
-            save_trained(accelerator.unwrap_model(models[0]), part, output_dir, lora)
+            save_trained(accelerator.unwrap_model(models[0]), family, output_dir, lora)
         weights.clear()  # accelerate would write what is left there
 
     def load(models: list[Any], input_dir: str) -> None:
-        load_trained(accelerator.unwrap_model(models.pop()), part, input_dir, lora)
+        load_trained(accelerator.unwrap_model(models.pop()), family, input_dir, lora)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
 
 
-def save_trained(model: Any, part: TrainedPart, output_dir: str | Path, lora: bool) -> None:
+def save_trained(model: Any, family: Family, output_dir: str | Path, lora: bool) -> None:
     """Writes adapters for `pipe.load_lora_weights` or `PeftModel.from_pretrained`, else the component's folder."""
     from diffusers.training_utils import _collate_lora_metadata
     from diffusers.utils import convert_state_dict_to_diffusers
@@ -163,17 +129,17 @@ def save_trained(model: Any, part: TrainedPart, output_dir: str | Path, lora: bo
         model.save_pretrained(output_dir, save_embedding_layers=False)
         return
     if not lora:
-        model.save_pretrained(Path(output_dir) / part.component)
+        model.save_pretrained(Path(output_dir) / family.component)
         return
-    layers, components = {}, components_of(model, part.component)
+    layers, components = {}, components_of(model, family.component)
     for name, component in components.items():
         weights = get_peft_model_state_dict(component, save_embedding_layers=False)
-        weights = weights if name == part.component else text_encoder_to_file(weights)
-        layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights) if part.old_lora_names else weights
-    part.pipeline_class.save_lora_weights(output_dir, **layers, **_collate_lora_metadata(components))
+        weights = weights if name == family.component else text_encoder_to_file(weights)
+        layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights) if family.old_lora_names else weights
+    family.pipeline_class.save_lora_weights(output_dir, **layers, **_collate_lora_metadata(components))
 
 
-def load_trained(model: Any, part: TrainedPart, input_dir: str | Path, lora: bool) -> None:
+def load_trained(model: Any, family: Family, input_dir: str | Path, lora: bool) -> None:
     """Loads what `save_trained` wrote into `model`.
 
     Raises:
@@ -185,16 +151,16 @@ def load_trained(model: Any, part: TrainedPart, input_dir: str | Path, lora: boo
     from peft.utils import load_peft_weights
 
     if not lora:
-        model.load_state_dict(type(model).from_pretrained(input_dir, subfolder=part.component).state_dict())
+        model.load_state_dict(type(model).from_pretrained(input_dir, subfolder=family.component).state_dict())
         return
     if isinstance(model, PeftModel):
         _load_adapters(model, load_peft_weights(str(input_dir), device="cpu"))
         return
-    weights = part.pipeline_class.lora_state_dict(input_dir, weight_name=PIPELINE_LORA)
+    weights = family.pipeline_class.lora_state_dict(input_dir, weight_name=PIPELINE_LORA)
     weights = weights[0] if isinstance(weights, tuple) else weights  # a U-Net's come with the scales of its adapters
-    for name, component in components_of(model, part.component).items():
+    for name, component in components_of(model, family.component).items():
         ours = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
-        own = name == part.component
+        own = name == family.component
         ours = convert_unet_state_dict_to_peft(ours) if own else _text_encoder_from_file(component, ours)
         _load_adapters(component, ours)
 
@@ -222,28 +188,28 @@ def _load_adapters(model: Any, weights: dict[str, Any]) -> None:
         raise RuntimeError(f"adapter weights that this {kind} has no place for: {outcome.unexpected_keys[:3]}")
 
 
-def save_result(model: Any, part: TrainedPart, vae: Any, args: PipelineArguments, output_dir: str) -> None:
+def save_result(model: Any, family: Family, vae: Any, args: PipelineArguments, output_dir: str) -> None:
     """Writes the adapters, or a whole pipeline that `from_pretrained(output_dir)` loads.
 
     Raises:
         RuntimeError: the pipeline that training began with cannot be loaded any more; the model alone is saved.
     """
     if args.adapts:
-        save_trained(model, part, output_dir, lora=True)
+        save_trained(model, family, output_dir, lora=True)
         if without_adapters(model) is not model:
-            _write_card(part.component, args, output_dir)
+            _write_card(family.component, args, output_dir)
         return
     from diffusers import DiffusionPipeline
 
     try:
         pipeline = DiffusionPipeline.from_pretrained(
             args.pretrained_model_name_or_path, vae=vae, revision=args.revision, variant=args.variant,
-            **{part.component: model},
+            **{family.component: model},
         )  # fmt: skip
     except Exception as error:  # whatever happened to its other parts, the trained weights must not be lost
-        save_trained(model, part, output_dir, lora=False)
+        save_trained(model, family, output_dir, lora=False)
         raise RuntimeError(
-            f"the {part.component} is in {output_dir}/{part.component}, and the rest of its pipeline cannot be "
+            f"the {family.component} is in {output_dir}/{family.component}, and the rest of its pipeline cannot be "
             f"loaded: {error}"
         ) from error
     set_prediction_type(pipeline.scheduler, args)

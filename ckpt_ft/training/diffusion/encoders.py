@@ -19,8 +19,8 @@ from ckpt_ft.workloads.sample_sizes import Size
 from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .arguments import DiffusionModelArguments, PipelineArguments, TransformerArguments
-from .denoiser import from_diffusers, set_prediction_type
-from .families import FAMILIES, UNET, UNET_XL, Family
+from .denoiser import set_prediction_type
+from .families import FAMILIES, UNET, UNET_XL, Family, from_diffusers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -66,6 +66,11 @@ class Encoders:
     def modules(self) -> list[nn.Module]:
         """All models with weights."""
         return [self.vae, *self.text_encoders]
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves all models."""
+        for module in self.modules:
+            module.to(device)
 
     def blank(self, images: int, size: Size) -> dict[str, Any]:
         """Returns the arguments of `encode` for `images` black images of `size` (height, width) without captions."""
@@ -159,11 +164,11 @@ def _load_vae(args: PipelineArguments, family: Family) -> Any:
 
 def _load_text_parts(args: PipelineArguments, family: Family, dtype: torch.dtype, **parts: Any) -> Any:
     """Returns the pipeline with `parts`, its own tokenizers and text encoders, and without what is trained."""
-    source, absent = pipeline_flag(args), dict.fromkeys((family.part.component, *family.absent))
+    source, absent = pipeline_flag(args), dict.fromkeys((family.component, *family.absent))
     if "safety_checker" in absent:
         absent["requires_safety_checker"] = False
     with library_reads(f"{source}: no usable text_encoder or tokenizer"):
-        pipeline = family.part.pipeline_class.from_pretrained(
+        pipeline = family.pipeline_class.from_pretrained(
             args.pretrained_model_name_or_path, revision=args.revision, variant=args.variant,
             **dtype_argument(dtype), **absent, **parts,
         )  # fmt: skip
@@ -202,7 +207,7 @@ def load_denoiser(args: PipelineArguments, family: Family, dtype: torch.dtype) -
             options["quantization_config"] = BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
             )
-    model = load_part(family.part.model_class, args, family.part.component, variant=args.variant, **options)
+    model = load_part(family.model_class, args, family.component, variant=args.variant, **options)
     if isinstance(args, DiffusionModelArguments):
         _check_unet(args, model.config)
         if args.train_text_encoder:
@@ -245,12 +250,12 @@ def family_of(args: PipelineArguments) -> tuple[Family, Any]:
         known = ", ".join(f"{family.name} ({pipeline})" for pipeline, family in FAMILIES.items())
         raise UserError(f"{pipeline_flag(args)}: its pipeline is {name}; supported transformers: {known}")
     family = FAMILIES[name]
-    return family, _load_config(family, args, f"no usable {family.part.component}")
+    return family, _load_config(family, args, f"no usable {family.component}")
 
 
 def _load_config(family: Family, args: PipelineArguments, missing: str) -> Any:
     """Returns the configuration of what is trained, with the class's defaults."""
-    model, component = family.part.model_class, family.part.component
+    model, component = family.model_class, family.component
     with library_reads(f"{pipeline_flag(args)}: {missing}"):
         config = model.load_config(args.pretrained_model_name_or_path, subfolder=component, revision=args.revision)
         check_sizes(f"{pipeline_flag(args)}: {component}", config)

@@ -18,9 +18,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.workloads.diffusion_models import IDS, NAMES, conditions, encoded_text
-
-from .denoiser import TrainedPart
 
 Prompts = dict[str, Tensor]  # by the names of the pipeline's arguments
 
@@ -31,7 +30,8 @@ class Family:
 
     Attributes:
         name: as shown to users.
-        part: the U-Net or transformer.
+        component: the name of the U-Net or transformer in the pipeline, and its folder.
+        model, pipeline: its class in diffusers, and the one that saves its adapters.
         vae: the VAE's class in diffusers.
         tokens: the length that prompts are padded to; a U-Net's tokenizers have their own.
         encode: (pipeline, captions, tokens, device) -> encoded prompts.
@@ -46,10 +46,13 @@ class Family:
         side: pixels of a side, if the model's configuration names none; None if it must.
         decodes_apart: whether images are decoded outside of autocast: SDXL's VAE overflows in half precision.
         absent: other components that are not loaded to encode prompts.
+        old_lora_names: whether adapters are saved under the names that diffusers had before PEFT.
     """
 
     name: str
-    part: TrainedPart
+    component: str
+    model: str
+    pipeline: str
     vae: str
     tokens: int
     encode: Callable[[Any, list[str], int, torch.device], Prompts]
@@ -64,6 +67,15 @@ class Family:
     side: int | None = 1024
     decodes_apart: bool = False
     absent: tuple[str, ...] = ()
+    old_lora_names: bool = False
+
+    @property
+    def model_class(self) -> Any:
+        return from_diffusers(self.model)
+
+    @property
+    def pipeline_class(self) -> Any:
+        return from_diffusers(self.pipeline)
 
     def draw(
         self,
@@ -73,7 +85,7 @@ class Family:
         arguments: dict[str, Any],
     ) -> list[Image.Image]:
         """Returns the pipeline's images; None for `guidance` uses the pipeline's own scale."""
-        asked = self.guidance(guidance, pipeline.components[self.part.component].config)
+        asked = self.guidance(guidance, pipeline.components[self.component].config)
         asked = {name: value for name, value in asked.items() if value is not None}
         with autocast():
             drawn = pipeline(**asked, **arguments, **({"output_type": "latent"} if self.decodes_apart else {})).images
@@ -83,6 +95,15 @@ class Family:
             drawn = pipeline.image_processor.postprocess(torch.cat(parts).cpu(), output_type="pil")
         images: list[Image.Image] = drawn
         return images
+
+
+def from_diffusers(name: str) -> Any:
+    import diffusers
+
+    try:
+        return getattr(diffusers, name)
+    except AttributeError:
+        raise UserError(f"diffusers {diffusers.__version__} has no {name}: pip install -U diffusers") from None
 
 
 def _unpacked(latents: Tensor) -> Tensor:
@@ -284,38 +305,39 @@ def _sana_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, g
 
 def _unet(name: str, pipeline: str, *absent: str) -> Family:
     return Family(
-        name, TrainedPart("unet", "UNet2DConditionModel", pipeline, old_lora_names=True), "AutoencoderKL", 0,
+        name, "unet", "UNet2DConditionModel", pipeline, "AutoencoderKL", 0,
         _unet_prompts, _unet_inputs, _plain_guidance, _moments, _shifted, _unpacked, patch=1,
         scheduler="DDPMScheduler", side=None, decodes_apart=True, absent=absent,
+        old_lora_names=True,
     )  # fmt: skip
 
 
 UNET = _unet("Stable Diffusion", "StableDiffusionPipeline", "safety_checker", "feature_extractor")
 UNET_XL = _unet("Stable Diffusion XL", "StableDiffusionXLPipeline")
 FAMILIES = {  # transformers, by the class of their pipeline
-    row.part.pipeline: row
+    row.pipeline: row
     for row in (
         Family(
-            "FLUX.1", TrainedPart("transformer", "FluxTransformer2DModel", "FluxPipeline"), "AutoencoderKL", 512,
+            "FLUX.1", "transformer", "FluxTransformer2DModel", "FluxPipeline", "AutoencoderKL", 512,
             _flux_prompts, _flux_inputs, _true_guidance, _moments, _shifted, _packed,
         ),
         Family(
-            "FLUX.2 klein", TrainedPart("transformer", "Flux2Transformer2DModel", "Flux2KleinPipeline"),
+            "FLUX.2 klein", "transformer", "Flux2Transformer2DModel", "Flux2KleinPipeline",
             "AutoencoderKLFlux2", 512,
             _flux2_prompts, _flux2_inputs, _plain_guidance, _moments, _flux2_latents, _sequence,
         ),
         Family(
-            "Stable Diffusion 3", TrainedPart("transformer", "SD3Transformer2DModel", "StableDiffusion3Pipeline"),
+            "Stable Diffusion 3", "transformer", "SD3Transformer2DModel", "StableDiffusion3Pipeline",
             "AutoencoderKL", 256,
             _sd3_prompts, _sd3_inputs, _plain_guidance, _moments, _shifted, _unpacked, weighting="logit_normal",
         ),
         Family(
-            "Qwen-Image", TrainedPart("transformer", "QwenImageTransformer2DModel", "QwenImagePipeline"),
+            "Qwen-Image", "transformer", "QwenImageTransformer2DModel", "QwenImagePipeline",
             "AutoencoderKLQwenImage", 512,
             _qwen_prompts, _qwen_inputs, _true_guidance, _qwen_moments, _qwen_latents, _packed,
         ),
         Family(
-            "Sana", TrainedPart("transformer", "SanaTransformer2DModel", "SanaPipeline"), "AutoencoderDC", 300,
+            "Sana", "transformer", "SanaTransformer2DModel", "SanaPipeline", "AutoencoderDC", 300,
             _sana_prompts, _sana_inputs, _unbinned_guidance,
             lambda vae, pixels: vae.encode(pixels).latent,
             lambda vae, latents: latents * vae.config.scaling_factor,

@@ -42,7 +42,8 @@ from ckpt_ft.workloads.workload import Batch, Forward, Loss, Workload, optimizer
 
 from .arguments import LoopArguments
 from .data import endless_batches
-from .denoiser import TrainedPart, parameter_groups, register_checkpoint_hooks, save_result
+from .denoiser import parameter_groups, register_checkpoint_hooks, save_result
+from .families import Family
 from .sampling import Validation
 from .workload import Data
 
@@ -115,7 +116,7 @@ class Run:
         Raises:
             Interrupted: a signal stopped the run before its end.
         """
-        state = TrainingState(self.fitted.workload.model, len(data.samples), data.family.part, self)
+        state = TrainingState(self.fitted.workload.model, len(data.samples), data.family, self)
         state.resume(self)
         signal = run_steps(state, data, self)
         save_results(state, data, self)
@@ -174,7 +175,7 @@ class TrainingState:
         samples_seen: images of these steps, over all ranks.
     """
 
-    def __init__(self, model: nn.Module, rows: int, part: TrainedPart, run: Run) -> None:
+    def __init__(self, model: nn.Module, rows: int, family: Family, run: Run) -> None:
         from diffusers.optimization import get_scheduler
         from diffusers.training_utils import EMAModel
 
@@ -196,7 +197,7 @@ class TrainingState:
         )
         self.ema = EMAModel(parameters) if args.use_ema else None
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        register_checkpoint_hooks(accelerator, part, lora=model_args.adapts)
+        register_checkpoint_hooks(accelerator, family, lora=model_args.adapts)
         self._identity = {
             "rank": model_args.rank, "peft": kind_of(model_args.peft_config), "use_ema": args.use_ema,
             "optimizer": None if args.optimizer == "adamw" else args.optimizer,
@@ -415,7 +416,7 @@ def watched(micro_batches: Iterable[Batch], data: Data, memory: Session, first: 
         the policy.
     """
     for batch in micro_batches:
-        if len(data.latents.shapes) > 1 and memory.profiler is not None and memory.profiler.measuring:
+        if len(data.sizes.sizes) > 1 and memory.profiler is not None and memory.profiler.measuring:
             data.noisy.note(batch)
         if first:
             memory.check(batch["inputs"])
@@ -440,7 +441,7 @@ def save_results(state: TrainingState, data: Data, run: Run) -> None:
         with averaged(state.ema, state.parameters):
             write_on_ranks(
                 accelerator, run.directory, "the result",
-                lambda: save_result(state.trained, sampler.family.part, sampler.vae, sampler.args, args.output_dir),
+                lambda: save_result(state.trained, sampler.family, sampler.vae, sampler.args, args.output_dir),
                 main_only=True,
             )  # fmt: skip
         validate(validation, state)

@@ -83,7 +83,7 @@ class Sampler:
                     embeds = model.encode({name: value.to(device) for name, value in embeds.items()})
             # A copy for inpainting, because SDXL's pipeline leaves its VAE in another dtype.
             vae = copy.deepcopy(self.vae) if "mask_image" in options else self.vae
-            component = self.family.part.component
+            component = self.family.component
             trained = components_of(model, component)[component]
             pipeline = self._pipeline(vae, without_adapters(trained))
             arguments: dict[str, Any] = {"height": self.size, "width": self.size, **options}
@@ -100,7 +100,7 @@ class Sampler:
 
         pipeline = DiffusionPipeline.from_pretrained(
             self.args.pretrained_model_name_or_path, revision=self.args.revision, variant=self.args.variant,
-            **{self.family.part.component: model, "vae": vae, **dict.fromkeys(self.absent)},
+            **{self.family.component: model, "vae": vae, **dict.fromkeys(self.absent)},
         )  # fmt: skip
         set_prediction_type(pipeline.scheduler, self.args)
         pipeline.set_progress_bar_config(disable=True)
@@ -216,40 +216,29 @@ def draw_class_images(
                 name: value.to(dtype) if value.is_floating_point() else value
                 for name, value in encoders.encode_prompts([prior.class_prompt, ""]).items()
             }
-            with _on_cpu(encoders):
-                model = load_model()
-                if not getattr(model, "is_quantized", False):
-                    nn.Module.to(model, dtype)  # diffusers' own `to` warns about modules that should stay in float32
-                model.to(device)
-                for part in (numbers[start : start + most] for start in range(0, len(numbers), most)):
-                    with library_reads("--with_prior_preservation: the pipeline draws no images of the class"):
-                        images = sampler.images(
-                            model,
-                            {name: value[[0] * len(part) + [1]] for name, value in embeds.items()},
-                            device,
-                            partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-                            generator=[torch.Generator().manual_seed(seed + number) for number in part],
-                            **options,
-                        )
-                    for number, image in zip(part, images, strict=True):
-                        write(missing[number], partial(save_class_image, image, prior))
-                    progress.update(len(part))
-                del model
+            encoders.to("cpu")  # the prompts are encoded, and the model needs the memory
+            clear_device_cache()
+            model = load_model()
+            if not getattr(model, "is_quantized", False):
+                nn.Module.to(model, dtype)  # diffusers' own `to` warns about modules that should stay in float32
+            model.to(device)
+            for part in (numbers[start : start + most] for start in range(0, len(numbers), most)):
+                with library_reads("--with_prior_preservation: the pipeline draws no images of the class"):
+                    images = sampler.images(
+                        model,
+                        {name: value[[0] * len(part) + [1]] for name, value in embeds.items()},
+                        device,
+                        partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
+                        generator=[torch.Generator().manual_seed(seed + number) for number in part],
+                        **options,
+                    )
+                for number, image in zip(part, images, strict=True):
+                    write(missing[number], partial(save_class_image, image, prior))
+                progress.update(len(part))
+            del model
+            encoders.to(encoders.device)
         clear_device_cache(garbage_collection=True)
     accelerator.wait_for_everyone()
-
-
-@contextmanager
-def _on_cpu(encoders: Encoders) -> Iterator[None]:
-    """Moves the encoders to the CPU: the prompts are encoded, and the model needs the memory."""
-    for module in encoders.modules:
-        module.to("cpu")
-    clear_device_cache()
-    try:
-        yield
-    finally:
-        for module in encoders.modules:
-            module.to(encoders.device)
 
 
 @contextmanager

@@ -21,11 +21,11 @@ from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion_models import inpaints
 from ckpt_ft.workloads.optimizers import optimizer_maker
-from ckpt_ft.workloads.sample_sizes import Size
+from ckpt_ft.workloads.sample_sizes import ImageSizes, Size
 from ckpt_ft.workloads.workload import MIXED_PRECISION, Batch, Forward, Workload
 
 from .arguments import DiffusionModelArguments, LoopArguments, TransformerArguments
-from .data import LatentShapes, Samples, blank_picture, load_samples, masked_pictures
+from .data import Samples, blank_picture, load_samples, masked_pictures
 from .encoders import Encoders, checked_resolution, family_of, frozen_dtype, load_denoiser
 from .families import Family
 from .sampling import Sampler, Validation, draw_class_images
@@ -230,7 +230,8 @@ class Data(NamedTuple):
         samples: the rows.
         noisy: turns rows into micro-batches.
         validation: the prompts that show what is learned, and the pipeline that draws them.
-        latents: the shapes of the images' latents.
+        sizes: the sizes of the images.
+        channels, scale: of latents, and pixels per latent along a side.
         dtype: of weights that are not trained.
         workers: number of processes that prepare batches.
         prior: None without prior preservation.
@@ -239,7 +240,9 @@ class Data(NamedTuple):
     samples: Samples
     noisy: NoisyBatches
     validation: Validation
-    latents: LatentShapes
+    sizes: ImageSizes
+    channels: int
+    scale: int
     dtype: torch.dtype
     workers: int
     prior: ImageArguments | None
@@ -251,21 +254,22 @@ class Data(NamedTuple):
 
 
 def diffusion_workload(model: nn.Module, args: LoopArguments, accelerator: Accelerator, data: Data) -> Workload:
-    """Returns the step of a U-Net or transformer on the shapes of `data`.
+    """Returns the step of a U-Net or transformer on images of the sizes of `data`.
 
     With prior preservation a micro-batch has two rows per sample.
     """
-    noisy, latents, prior = data.noisy, data.latents, data.prior
+    noisy, prior = data.noisy, data.prior
     shapes = {name: (value.shape[1:], value.dtype) for name, value in noisy.prompt.items()}
 
     def make_batch(samples: int, length: int | None) -> Batch:
         rows = samples if prior is None else 2 * samples
-        noisy.encode_blank(rows, latents.size(length))
+        height, width = size = data.sizes.of(length)
+        noisy.encode_blank(rows, size)
         device = accelerator.device
         prompts = {
             name: torch.ones(rows, *shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
         }
-        zeros = torch.zeros(rows, *latents.shape(length), device=device)
+        zeros = torch.zeros(rows, data.channels, height // data.scale, width // data.scale, device=device)
         prompts |= noisy.add_noise.blank(rows, zeros)
         return noisy.add_noise.batch(zeros, zeros, torch.ones(rows, device=device), prompts)
 
@@ -279,7 +283,7 @@ def diffusion_workload(model: nn.Module, args: LoopArguments, accelerator: Accel
         accumulation=args.gradient_accumulation_steps,
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
-        lengths=latents.lengths,
+        lengths=data.sizes.lengths,
         auxiliary_models=noisy.auxiliary_models,
         name=type(without_adapters(model)).__name__,
     )
@@ -293,7 +297,7 @@ def load_data(
 ) -> Data:
     """Returns the data of a U-Net or transformer; of the frozen parts it holds those that the loop still needs."""
     family, config = family_of(model_args)
-    dtype, masked = frozen_dtype(accelerator), family.part.component == "unet" and inpaints(config)
+    dtype, masked = frozen_dtype(accelerator), family.component == "unet" and inpaints(config)
     if masked:
         image_args = image_args.uncached("the masks of inpainting are drawn anew each time")
     encoders = Encoders(model_args, family, accelerator.device, dtype, masked)
@@ -317,7 +321,9 @@ def load_data(
         samples,
         NoisyBatches(encoders, objective, image_args),
         Validation(sampler, args, encoders, Path(args.output_dir, "samples"), **pictures),
-        LatentShapes.of(samples, channels, resolution // side),
+        ImageSizes(tuple(samples.sizes), tuple(map(len, samples.buckets))),
+        channels,
+        resolution // side,
         dtype,
         image_args.dataloader_num_workers,
         image_args.prior,

@@ -108,7 +108,7 @@ def test_a_pipeline_that_is_gone_when_training_ends(copied: Path, tmp_path: Path
     unet = load_denoiser(args, UNET, torch.float32)
     shutil.rmtree(copied)
     with pytest.raises(RuntimeError, match=f"the unet is in {tmp_path}/out/unet, and the rest of its pipeline"):
-        save_result(unet, UNET.part, None, args, str(tmp_path / "out"))
+        save_result(unet, UNET, None, args, str(tmp_path / "out"))
     saved = UNet2DConditionModel.from_pretrained(tmp_path / "out" / "unet").state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in unet.state_dict().items())
 
