@@ -1,4 +1,4 @@
-"""FSDP2 in a trace: a model that `fully_shard` has already sharded, and work that FSDP2 does for every rank.
+"""FSDP2 in a trace: a model that `fully_shard` has already sharded, its copies to the host, and its 8-bit gathers.
 
 A sharded model is traced by sharding it again in the same way, on fake tensors and in a separate process group. It
 does not matter who sharded it: accelerate when training began, or a user's own loop. The configuration of FSDP2 is
@@ -218,52 +218,26 @@ def gathers_in_8_bits(recorder: Recorder, fakes: Any) -> Iterator[None]:
         yield
 
 
-# -- work that is done for every rank ---------------------------------------------------------------------------------
-
-
-class Chunks:
-    """The chunks of `tensor` along `dim`, one for each of `ranks`, each created on access.
-
-    Like FSDP2's `_chunk_with_empty`: the last ranks' chunks are smaller, or empty.
-    """
-
-    def __init__(self, tensor: Tensor, ranks: int, dim: int) -> None:
-        self.tensor, self.ranks, self.dim = tensor, ranks, dim
-
-    def __len__(self) -> int:
-        return self.ranks
-
-    def __getitem__(self, rank: int) -> Tensor:
-        if rank >= self.ranks:
-            raise IndexError(rank)
-        length = self.tensor.size(self.dim)
-        each = -(-length // self.ranks)
-        start = each * rank
-        if start >= length:
-            return self.tensor.new_empty(0)
-        return self.tensor.narrow(self.dim, start, min(each, length - start))
+# -- work that is done for every pair of parameters -------------------------------------------------------------------
 
 
 @contextmanager
 def done_once() -> Iterator[None]:
-    """Patches FSDP2 and DTensor to skip work that they repeat for every rank or pair of parameters.
+    """Patches DTensor to ask once, and not for every pair of parameters, whether an op's arguments are strided shards.
 
-    That work is fast on real tensors and few ranks. On fake tensors, 64 views of each of a thousand parameters took a
-    third of a trace, and the sharding of their foreach ops a quarter. The skipped work allocates nothing: only this
-    rank's chunk of a parameter is created, and whether an op's arguments are strided shards is computed once.
+    On fake tensors the sharding of foreach ops took a quarter of a trace.
     """
     flag = getattr(_sharding_prop, "_propagate_use_strided_shard_flag", None)  # new in torch 2.13
+    if flag is None:
+        yield
+        return
     asked: list[Any] = [None, False]  # the last queried op, its answer
 
     def flagged(strategy: Any, schema: Any) -> None:
         if asked[0] is not schema:
             asked[:] = schema, any(isinstance(p, _StridedShard) for spec in schema.args_spec for p in spec.placements)
-        if asked[1] and flag is not None:
+        if asked[1]:
             flag(strategy, schema)
 
-    with patch.object(_fsdp_param, "_chunk_with_empty", Chunks):
-        if flag is None:
-            yield
-            return
-        with patch.object(_sharding_prop, "_propagate_use_strided_shard_flag", flagged):
-            yield
+    with patch.object(_sharding_prop, "_propagate_use_strided_shard_flag", flagged):
+        yield

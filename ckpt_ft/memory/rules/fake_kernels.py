@@ -94,23 +94,6 @@ def _sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     return made
 
 
-def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The fake kernel decomposes it into twenty ops, which takes 0.1 s on first use. [ATen/native/LossNLL.cpp]"""
-    scores, reduction = args[0], args[3]
-    if kwargs or scores.dim() != 2:
-        return func(*args, **kwargs)
-    rows = scores.shape[:1] if reduction == 0 else ()
-    return scores.new_empty(rows), scores.new_empty(())
-
-
-def nll_loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Avoids the decomposition, as in `nll_loss`."""
-    scores = args[1]
-    if kwargs or scores.dim() != 2 or not scores.is_contiguous():
-        return func(*args, **kwargs)
-    return torch.empty_like(scores)
-
-
 def reduced_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A reduced loss keeps the storage of all elements, because it is resized to a scalar. [ATen/native/Loss.cpp]"""
     out: Tensor = func(*args, **kwargs)
@@ -130,8 +113,6 @@ RULES: dict[Any, Rule] = {
     # in the input's dtype, whatever the weight's [aten/src/ATen/native/group_norm.cpp]
     aten.native_group_norm_backward.default: partial(gradient, lambda grad, args: as_dtype(grad, args[1].dtype)),
     aten._grouped_mm.default: grouped_mm,
-    aten.nll_loss_forward.default: nll_loss,
-    aten.nll_loss_backward.default: nll_loss_backward,
     aten.sparse_mask.default: sparse_mask,
     aten._coalesce.default: coalesce,
     aten._sparse_addmm.default: sparse_addmm,

@@ -16,20 +16,6 @@ def described(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("reduction", [0, 1, 2])
-def test_nll_loss_as_the_fake_kernel(dtype: torch.dtype, reduction: int) -> None:
-    forward, backward = aten.nll_loss_forward.default, aten.nll_loss_backward.default
-    with FakeTensorMode():
-        for shape in ((7, 5), (1, 1)):
-            scores, labels = torch.empty(shape, dtype=dtype), torch.zeros(shape[0], dtype=torch.long)
-            given = scores, labels, None, reduction, -100
-            losses, weight = forward(*given)
-            assert list(map(described, RULES[forward](forward, given, {}))) == [described(losses), described(weight)]
-            given = losses, *given, weight
-            assert described(RULES[backward](backward, given, {})) == described(backward(*given))
-
-
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("loss", [aten.mse_loss.default, aten.smooth_l1_loss.default], ids=str)
 def test_a_reduced_loss_as_the_real_kernel(loss: torch._ops.OpOverload, reduction: int) -> None:
