@@ -279,8 +279,17 @@ class Call:
         self.tensors = []
         return out
 
-    def again(self) -> Any:
-        """The second run."""
+    def again(
+        self,
+        made: Callable[[Any], Any] | None = None,
+        result: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    ) -> Any:
+        """The second run.
+
+        Args:
+            made: returns what takes the place of a leaf of the arguments that is made anew before, or the leaf.
+            result: what to return, from the output and the arguments, which may have been written into.
+        """
         found: dict[int, Any] = {}  # what was one tensor in the first run is one in the second
         for key, identity, unpack in self.saved:
             if identity not in found:
@@ -288,13 +297,15 @@ class Call:
                 found[identity] = alias(unpack()) if given is None else given.again()
 
         def of_first_run(leaf: Any) -> Any:
+            if made is not None:
+                leaf = made(leaf)
             given = self.held.get(id(leaf))
             if given is not None and id(leaf) not in found:
                 found[id(leaf)] = given.again()
             return found.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
 
         args, kwargs = self.args, self.kwargs
-        if self.remade or any(given.copy is not None for given in self.held.values()):
+        if made is not None or self.remade or any(given.copy is not None for given in self.held.values()):
             args, kwargs = rebuild((args, kwargs), of_first_run)  # each time: backward may run again (retain_graph)
         else:
             for given in self.held.values():
@@ -306,7 +317,8 @@ class Call:
             else:
                 kwargs[key] = found[identity]
         with self.second:
-            return self.forward(*args, **kwargs)
+            out = self.forward(*args, **kwargs)
+            return out if result is None else result(out, tuple(args), kwargs)
 
 
 def _needs_gradient(value: Any) -> bool:

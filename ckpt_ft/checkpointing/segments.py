@@ -24,13 +24,13 @@ from torch.autograd import forward_ad
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import SWAPPED
 
-from .arguments import Arguments, changeable, leaves, rebuild
-from .autocast import autocast_as, autocast_now
+from .arguments import Call, changeable, leaves, rebuild
+from .autocast import AutocastState, autocast_as, autocast_now
 from .dropped_tensors import DroppedTensors, pop_hooks, push_hooks
 from .libraries import FSDP2, is_a
 from .recompute import Checkpointed, FirstRun, SecondRun, runs
 from .selective import Selection
-from .tensor_identity import version_of, view_of
+from .tensor_identity import view_of
 
 
 class Segment:
@@ -97,53 +97,6 @@ def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.requires_grad, view_of(tensor)
 
 
-class _ExternalInput:
-    """A tensor argument from outside the sequence, detached to avoid a reference cycle of sequence and graph."""
-
-    __slots__ = ("requires_grad", "tensor", "version", "written")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.hold(tensor, tensor.requires_grad, written=False)
-
-    def hold(self, tensor: torch.Tensor, requires_grad: bool, written: bool) -> None:
-        self.tensor, self.version = tensor.detach(), version_of(tensor)
-        self.requires_grad, self.written = requires_grad, written
-
-    def again(self) -> torch.Tensor:
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                "an input of a checkpointed segment was changed in place after its forward; clone it before"
-            )
-        tensor = self.tensor.detach().requires_grad_(self.requires_grad)
-        return tensor.clone() if self.written else tensor  # the block writes to it, so it must not be a leaf
-
-
-class _Call:
-    """One call of a block, with its original arguments; tensors are `_Link` or `_ExternalInput`."""
-
-    def __init__(self, member: SegmentMember, arguments: Arguments, second: SecondRun, device: str) -> None:
-        self.member, self.arguments, self.second = member, arguments, second
-        self.autocast = autocast_now(device)
-
-    def again(self, made: list[list[Any]]) -> list[Any]:
-        """Re-run the call and return its outputs (see `_outputs`); `made` has the outputs of the earlier calls."""
-
-        found: dict[_ExternalInput, torch.Tensor] = {}  # what was one tensor in the first run is one in the second
-
-        def fill(leaf: Any) -> Any:
-            if isinstance(leaf, _Link):
-                return made[leaf.call][leaf.leaf]
-            if not isinstance(leaf, _ExternalInput):
-                return leaf
-            if leaf not in found:
-                found[leaf] = leaf.again()
-            return found[leaf]
-
-        args, kwargs = rebuild(self.arguments, fill)
-        with autocast_as(self.autocast), self.second:
-            return _outputs(self.member.forward(*args, **kwargs), args, kwargs)
-
-
 def _outputs(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the leaves of a block's output and of its mutable container arguments, which it may have modified."""
     written = [leaf for value in (*args, *kwargs.values()) if changeable(value) for leaf in leaves(value)]
@@ -155,7 +108,7 @@ class _CallSequence(DroppedTensors):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[_Call] = []
+        self.calls: list[tuple[nn.Module, Call, tuple[AutocastState, ...]]] = []
         self.outputs: dict[tuple[Any, ...], _Link] = {}
 
     def feeds(self, given: list[Any]) -> bool:
@@ -175,31 +128,24 @@ class _CallSequence(DroppedTensors):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        held: dict[int, _ExternalInput] = {}
+        aliases: dict[int, torch.Tensor] = {}
 
-        def hold(leaf: Any) -> Any:
+        def kept(leaf: Any) -> Any:  # no tensor of the graph: its nodes keep the sequence alive
             if not _is_variable(leaf):
                 return leaf
             link = self.link(leaf)
-            if link is None and id(leaf) not in held:
-                held[id(leaf)] = _ExternalInput(leaf)
-            return link or held[id(leaf)]
+            if link is None and id(leaf) not in aliases:
+                aliases[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
+            return link or aliases[id(leaf)]
 
-        arguments = rebuild((args, kwargs), hold)
-        inputs = member.inputs.before(args, kwargs)
-        first, second = contexts
-        self.calls.append(_Call(member, arguments, second, first.device_type))
+        call = Call(member.forward, contexts, member.inputs, *rebuild((args, kwargs), kept))
+        call.given = args, kwargs
+        self.calls.append((member.module, call, autocast_now(contexts[0].device_type)))
         push_hooks(self.pack, self.unpack)
         try:
-            with first:
-                out = member.forward(*args, **kwargs)
+            out = call()
         finally:
             pop_hooks()
-        member.inputs.after(inputs)
-        for given_tensor in inputs:
-            if given_tensor.copy is not None and id(given_tensor.tensor) in held:
-                kept = given_tensor.copy
-                held[id(given_tensor.tensor)].hold(kept, requires_grad=kept.requires_grad, written=True)
         known, returned = {id(leaf) for leaf in given}, len([*leaves(out)])
         for index, leaf in enumerate(_outputs(out, args, kwargs)):
             if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
@@ -209,13 +155,18 @@ class _CallSequence(DroppedTensors):
         return out
 
     def repeat(self) -> None:
-        made: list[list[Any]] = []
-        gathered = _gathered(self.calls[0].member.module)
-        for call, following in zip(self.calls, [*self.calls[1:], None], strict=True):
+        made: list[list[Any]] = []  # the outputs of each call
+
+        def again(leaf: Any) -> Any:
+            return made[leaf.call][leaf.leaf] if type(leaf) is _Link else leaf
+
+        gathered = _gathered(self.calls[0][0])
+        for (_, call, autocast), following in zip(self.calls, [*self.calls[1:], None], strict=True):
             gathered()
             if following is not None:
-                gathered = _gathered(following.member.module)
-            made.append(call.again(made))
+                gathered = _gathered(following[0])
+            with autocast_as(autocast):
+                made.append(call.again(again, _outputs))
 
 
 def _gathered(block: nn.Module) -> Callable[[], None]:
