@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,17 +73,13 @@ class Session:
         self.auxiliary_models = () if self.fitted is None else self.fitted.workload.auxiliary_models
         self.profiler: MemoryProfiler | None = None
         self.report: MemoryReport | None = None
-        self._accelerator = accelerator
+        if accelerator is not None:
+            self.accelerator = accelerator
 
-    @property
+    @cached_property
     def accelerator(self) -> Accelerator:
-        if self._accelerator is None:
-            self._accelerator = Accelerator()
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+        """The run's Accelerator; a new one if none was given or set."""
+        return Accelerator()
 
     def use(self, fitted: Fitted) -> None:
         """Trains under `fitted` from the next `apply` on."""

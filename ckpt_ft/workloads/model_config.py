@@ -155,30 +155,25 @@ def checkpoint_dtype(name: str) -> str:
 
 def read_processor(name: str) -> dict[str, Any]:
     """The settings of a model's processor, those of images first; {} if there are none."""
-    path, known = Path(name), find_model(name)
-    if known:
+    if known := find_model(name):
         return dict(known.processor)
-    files = [path / place for place in _OF_A_PROCESSOR] if path.exists() else _hub_files(name, _OF_A_PROCESSOR)
-    return {key: value for file in files if file.is_file() for key, value in _read_json(file).items()}
+    return {key: value for file in _files(name, _OF_A_PROCESSOR) for key, value in _read_json(file).items()}
 
 
 def read_parts(name: str) -> dict[str, dict[str, Any]]:
     """The pipeline's configurations of its VAE and text encoders; {} if they are not known."""
-    path, known = Path(name), find_model(name)
-    if known:
+    if known := find_model(name):
         return known.parts
-    if path.exists():
-        files = [path / part / "config.json" for part in _PARTS]
-    else:
-        files = _hub_files(name, [f"{part}/config.json" for part in _PARTS])
-    return {file.parent.name: _read_json(file) for file in files if file.is_file()}
+    return {file.parent.name: _read_json(file) for file in _files(name, [f"{part}/config.json" for part in _PARTS])}
 
 
-def _hub_files(name: str, places: Sequence[str]) -> list[Path]:
-    """The files that a model has on the Hub, or in the Hub's local cache if the Hub cannot be reached."""
+def _files(name: str, places: Sequence[str]) -> list[Path]:
+    """The files of a local model, or of one on the Hub; of the Hub's local cache if the Hub cannot be reached."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
+    if Path(name).exists():
+        return [file for place in places if (file := Path(name, place)).is_file()]
     offline, found = not hub_answers(), []
     for place in places:
         with suppress(HfHubHTTPError, OSError):

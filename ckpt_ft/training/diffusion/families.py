@@ -36,7 +36,6 @@ class Family:
         tokens: the length that prompts are padded to; a U-Net's tokenizers have their own.
         encode: (pipeline, captions, tokens, device) -> encoded prompts.
         inputs: (model's config, noisy latents, sigmas or timesteps, prompts, guidance) -> the model's arguments.
-        guidance: (scale, model's config) -> the pipeline's arguments for classifier-free guidance.
         moments: (VAE, pixels) -> an image's latents, or the moments of their distribution, as they are cached.
         latents: (VAE, moments) -> latents (B, C, h, w) in the model's scale.
         pack: latents -> the layout in which the model predicts them.
@@ -57,7 +56,6 @@ class Family:
     tokens: int
     encode: Callable[[Any, list[str], int, torch.device], Prompts]
     inputs: Callable[[Any, Tensor, Tensor, Prompts, float], dict[str, Any]]
-    guidance: Callable[[float | None, Any], dict[str, Any]]
     moments: Callable[[Any, Tensor], Tensor]
     latents: Callable[[Any, Tensor], Tensor]
     pack: Callable[[Tensor], Tensor]
@@ -85,10 +83,15 @@ class Family:
         arguments: dict[str, Any],
     ) -> list[Image.Image]:
         """Returns the pipeline's images; None for `guidance` uses the pipeline's own scale."""
-        asked = self.guidance(guidance, pipeline.components[self.component].config)
-        asked = {name: value for name, value in asked.items() if value is not None}
+        taken = inspect.signature(type(pipeline).__call__).parameters
+        asked: dict[str, Any] = {"output_type": "latent"} if self.decodes_apart else {}
+        if guidance is not None:  # a guidance-distilled transformer takes the scale as an input; any other runs twice
+            twice = "true_cfg_scale" in taken and not pipeline.components[self.component].config.guidance_embeds
+            asked["true_cfg_scale" if twice else "guidance_scale"] = guidance
+        if "use_resolution_binning" in taken:  # it would draw images of the nearest published size
+            asked["use_resolution_binning"] = False
         with autocast():
-            drawn = pipeline(**asked, **arguments, **({"output_type": "latent"} if self.decodes_apart else {})).images
+            drawn = pipeline(**asked, **arguments).images
         if self.decodes_apart:
             vae = pipeline.vae.float()
             parts = [vae.decode(part.float() / vae.config.scaling_factor).sample for part in drawn.split(4)]
@@ -143,20 +146,6 @@ def _sampled(moments: Tensor) -> Tensor:
 
 def _shifted(vae: Any, moments: Tensor) -> Tensor:
     return (_sampled(moments) - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
-
-
-def _unbinned_guidance(scale: float | None, config: Any) -> dict[str, Any]:
-    """Draws images of exactly the given size, not of the nearest published size."""
-    return {"guidance_scale": scale, "use_resolution_binning": False}
-
-
-def _plain_guidance(scale: float | None, config: Any) -> dict[str, Any]:
-    return {"guidance_scale": scale}
-
-
-def _true_guidance(scale: float | None, config: Any) -> dict[str, Any]:
-    """A guidance-distilled transformer takes the scale as an input; any other runs twice."""
-    return {"guidance_scale": scale} if config.guidance_embeds else {"true_cfg_scale": scale}
 
 
 def _guidance_input(config: Any, sigmas: Tensor, guidance: float) -> dict[str, Any]:
@@ -306,7 +295,7 @@ def _sana_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, g
 def _unet(name: str, pipeline: str, *absent: str) -> Family:
     return Family(
         name, "unet", "UNet2DConditionModel", pipeline, "AutoencoderKL", 0,
-        _unet_prompts, _unet_inputs, _plain_guidance, _moments, _shifted, _unpacked, patch=1,
+        _unet_prompts, _unet_inputs, _moments, _shifted, _unpacked, patch=1,
         scheduler="DDPMScheduler", side=None, decodes_apart=True, absent=absent,
         old_lora_names=True,
     )  # fmt: skip
@@ -319,26 +308,26 @@ FAMILIES = {  # transformers, by the class of their pipeline
     for row in (
         Family(
             "FLUX.1", "transformer", "FluxTransformer2DModel", "FluxPipeline", "AutoencoderKL", 512,
-            _flux_prompts, _flux_inputs, _true_guidance, _moments, _shifted, _packed,
+            _flux_prompts, _flux_inputs, _moments, _shifted, _packed,
         ),
         Family(
             "FLUX.2 klein", "transformer", "Flux2Transformer2DModel", "Flux2KleinPipeline",
             "AutoencoderKLFlux2", 512,
-            _flux2_prompts, _flux2_inputs, _plain_guidance, _moments, _flux2_latents, _sequence,
+            _flux2_prompts, _flux2_inputs, _moments, _flux2_latents, _sequence,
         ),
         Family(
             "Stable Diffusion 3", "transformer", "SD3Transformer2DModel", "StableDiffusion3Pipeline",
             "AutoencoderKL", 256,
-            _sd3_prompts, _sd3_inputs, _plain_guidance, _moments, _shifted, _unpacked, weighting="logit_normal",
+            _sd3_prompts, _sd3_inputs, _moments, _shifted, _unpacked, weighting="logit_normal",
         ),
         Family(
             "Qwen-Image", "transformer", "QwenImageTransformer2DModel", "QwenImagePipeline",
             "AutoencoderKLQwenImage", 512,
-            _qwen_prompts, _qwen_inputs, _true_guidance, _qwen_moments, _qwen_latents, _packed,
+            _qwen_prompts, _qwen_inputs, _qwen_moments, _qwen_latents, _packed,
         ),
         Family(
             "Sana", "transformer", "SanaTransformer2DModel", "SanaPipeline", "AutoencoderDC", 300,
-            _sana_prompts, _sana_inputs, _unbinned_guidance,
+            _sana_prompts, _sana_inputs,
             lambda vae, pixels: vae.encode(pixels).latent,
             lambda vae, latents: latents * vae.config.scaling_factor,
             _unpacked, patch=1,
