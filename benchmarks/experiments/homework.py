@@ -147,7 +147,7 @@ def measure_all(size: Size) -> list[int]:
         for _ in range(RUNS):
             tracker.restart()
             run()
-            peaks.append(tracker.peak)
+            peaks.append(tracker.recorder.peak)
     return peaks
 
 

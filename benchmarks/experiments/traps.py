@@ -122,7 +122,7 @@ def kept_references(keep: bool) -> list[int]:
             loss.mean().backward(retain_graph=keep)
             history.append(loss if keep else float(loss.detach().mean()))
             del loss
-            peaks.append(tracker.peak)
+            peaks.append(tracker.recorder.peak)
     return peaks
 
 

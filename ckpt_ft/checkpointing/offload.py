@@ -136,31 +136,25 @@ class Parked:
 
 
 class ParkedView:
-    """A tensor whose storage is in host memory."""
+    """A tensor whose storage is in host memory.
 
-    __slots__ = ("parked", "view")
+    hollow: of a DTensor, whose local tensor this is, a detached alias without local data.
+    """
+
+    __slots__ = ("hollow", "parked", "view")
 
     def __init__(self, parked: Parked, view: View) -> None:
         self.parked, self.view = parked, view
+        self.hollow: Any = None
 
     def get(self) -> torch.Tensor:
         """Return the tensor on the device."""
-        return looked_at(self.parked.get(), self.view)
-
-
-class ParkedLocal:
-    """A DTensor whose local tensor is in host memory; `hollow` is a detached alias without local data."""
-
-    __slots__ = ("hollow", "local")
-
-    def __init__(self, hollow: Any, local: ParkedView) -> None:
-        self.hollow, self.local = hollow, local
-
-    def get(self) -> torch.Tensor:
-        """Return the DTensor on the device."""
-        tensor = self.hollow.detach()
-        tensor._local_tensor = self.local.get()
-        return tensor
+        tensor = looked_at(self.parked.get(), self.view)
+        if self.hollow is None:
+            return tensor
+        whole: torch.Tensor = self.hollow.detach()
+        whole._local_tensor = tensor  # type: ignore[attr-defined]
+        return whole
 
 
 class Saved:
@@ -176,7 +170,7 @@ class Saved:
         self,
         counter: torch.Tensor,
         version: int,
-        held: ParkedView | ParkedLocal | None = None,
+        held: ParkedView | None = None,
         proof: tuple[TensorComparison, int] | None = None,
     ) -> None:
         self.counter, self.version, self.held, self.proof = counter, version, held, proof
@@ -188,7 +182,8 @@ class Saved:
     def get(self) -> torch.Tensor:
         """Return the tensor; raise RuntimeError, like autograd, if it was modified in place."""
         if not self.intact():
-            view = self.held.view if type(self.held) is ParkedView else view_of(self.counter)
+            held = self.held
+            view = view_of(self.counter) if held is None or held.hollow is not None else held.view
             raise written_to(self.counter, self.version, view)
         if self.held is None:
             return self.counter
@@ -267,7 +262,9 @@ class Parking:
             local = hollow._local_tensor
             if type(local) is torch.Tensor and self.leaves(local):  # other types still wait for a collective
                 proof = self.proof(tensor)
-                held = ParkedLocal(emptied(hollow), self.park(local, counter_of(local), hollow))
+                emptied(hollow)
+                held = self.park(local, counter_of(local), hollow)
+                held.hollow = hollow
                 return Saved(hollow, tensor._version, held, proof)
         elif self.leaves(tensor):
             counter = counter_of(tensor)

@@ -124,7 +124,7 @@ class Runner:
             with tracker:
                 tracker.start_step()
                 step(self.model, self.optimizer)
-            return tracker.peak
+            return tracker.recorder.peak
         torch.cuda.empty_cache()
         with _limited(self.device, self.room.limit):
             torch.cuda.reset_peak_memory_stats(self.device)

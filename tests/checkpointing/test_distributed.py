@@ -151,7 +151,7 @@ def joined_blocks_keep_one_input() -> None:
         gradients(model)
         with Tracker(model) as tracker:
             loss = model(**batch()).loss
-            kept[policy] = tracker.allocated
+            kept[policy] = tracker.recorder.allocated
         del loss
     blocks, rows = len(model.model.layers), batch()["input_ids"].numel()
     assert kept["full"] - kept["segments:1"] == (blocks - 1) * rows * model.config.hidden_size * 4

@@ -52,7 +52,7 @@ def measured(small: Small, sizes: range) -> dict[int, int]:
         with tracker:
             tracker.start_step()
             small.step_for_batch(size)(small.model, optimizer)
-        peaks[size] = tracker.peak
+        peaks[size] = tracker.recorder.peak
     return peaks
 
 

@@ -81,7 +81,7 @@ def test_auto_becomes_a_policy_that_fits(fitted: Fitted) -> None:
         with Tracker(trained, optimizer, limit=3 * MIB, ops=False) as tracker:
             step(trained, optimizer)
     applied.remove()
-    assert tracker.peak <= 3 * MIB
+    assert tracker.recorder.peak <= 3 * MIB
 
 
 @pytest.mark.slow

@@ -274,7 +274,7 @@ class _Trace:
             for weight in left_on_host(model) if gpu else ():
                 tracker.recorder.ignore(weight)
             tracker.add_model(model)
-            tracker.add_resident(held or (), "communication")
+            tracker.recorder.add_resident(held or (), "communication")
             tracker.add_beside(self.beside)
             lowering = compiled_steps(model, tracker, fakes, gpu) if compiled else nullcontext()
             with lowering as describe, self._tracking(tracker, streams), interrupts.passing_on():

@@ -78,7 +78,7 @@ class CpuMeter:
         self._tracker = Tracker(self.model, self.optimizer, limit=self.limit, ops=False)
         self._tracker.add_beside(self.auxiliary_models)
         for module in self.model.modules() if self.model is not None else ():  # also those that this step leaves alone
-            self._tracker.add_resident(tensors_held(module).values(), "activations")
+            self._tracker.recorder.add_resident(tensors_held(module).values(), "activations")
         self._tracker.__enter__()
         self._eager = run_eagerly()
         self._tracker.start_step()

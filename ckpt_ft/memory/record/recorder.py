@@ -215,9 +215,7 @@ class Recorder:
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Leave a tensor out of the record: it is a number of the host."""
-        storage = tensor.untyped_storage()
-        seen = self.live[storage._cdata] = _Followed(storage, self._freed)
-        seen.address, seen.index, seen.zone = storage._cdata, -1, self.context.zone
+        self._hold(tensor.untyped_storage(), -1)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in host memory, where kernels do not reach it, or ignored."""
@@ -298,9 +296,8 @@ class Recorder:
 
     def reuse(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Record `new`, the result of an op, as if the op had written it into `old` in place."""
-        seen, storage = self.live.pop(old.untyped_storage()._cdata), new.untyped_storage()
-        again = self.live[storage._cdata] = _Followed(storage, self._freed)
-        again.address, again.index, again.zone = storage._cdata, seen.index, seen.zone
+        seen = self.live.pop(old.untyped_storage()._cdata)
+        self._hold(new.untyped_storage(), seen.index, seen.zone)
 
     def label(self, value: torch.Tensor, category: str, owner: str) -> None:
         """Set the category and owner of a tensor; follow it if it is not known."""
@@ -373,9 +370,9 @@ class Recorder:
             self.peak = self.allocated
         return len(self.storages) - 1
 
-    def _hold(self, storage: torch.UntypedStorage, index: int) -> None:
+    def _hold(self, storage: torch.UntypedStorage, index: int, zone: int | None = None) -> None:
         seen = self.live[storage._cdata] = _Followed(storage, self._freed)
-        seen.address, seen.index, seen.zone = storage._cdata, index, self.context.zone
+        seen.address, seen.index, seen.zone = storage._cdata, index, self.context.zone if zone is None else zone
 
     def _freed(self, seen: _Followed) -> None:
         if self.live.get(seen.address) is not seen:

@@ -150,16 +150,6 @@ class Tracker(TorchDispatchMode):
 
     # -- before and after a step ------------------------------------------------------------------------------------
 
-    @property
-    def allocated(self) -> int:
-        """Bytes allocated now, unrounded."""
-        return self.recorder.allocated
-
-    @property
-    def peak(self) -> int:
-        """The most bytes allocated since `restart`, unrounded."""
-        return self.recorder.peak
-
     def add_model(self, model: nn.Module) -> None:
         """Names modules as in `model` from here on; its tensors are resident."""
         self.context.name_modules(model)
@@ -183,12 +173,8 @@ class Tracker(TorchDispatchMode):
     def add_beside(self, models: Iterable[nn.Module]) -> None:
         """Count models on the device that are not trained, such as text encoders, as resident."""
         for model in models:
-            self.add_resident(model.parameters(), "parameters")
-            self.add_resident(model.buffers(), "buffers")
-
-    def add_resident(self, values: Iterable[torch.Tensor], category: str) -> None:
-        """Follow tensors that exist already."""
-        self.recorder.add_resident(values, category)
+            self.recorder.add_resident(model.parameters(), "parameters")
+            self.recorder.add_resident(model.buffers(), "buffers")
 
     def start_step(self) -> None:
         """Begin a step: a trace's figures are of the last one begun."""

@@ -106,7 +106,7 @@ def main(out: str, few: str = "") -> None:
             mpu=UlyssesSPAttentionHF.register_with_transformers(asked.model, "sdpa", shared.sp, 2),
         )
         with gloo_lets_go(), Tracker(engine.module, ops=False) as tracker:
-            tracker.add_resident(
+            tracker.recorder.add_resident(
                 [value for name, value in vars(engine.optimizer).items() if name.startswith("temp_grad_buffer")],
                 "communication",
             )

@@ -141,10 +141,10 @@ def test_a_resized_storage_is_freed_and_allocated_anew() -> None:
     with Tracker() as tracker:
         tensor = torch.empty(10)
         tensor.resize_(100)
-        assert tracker.allocated == 400
+        assert tracker.recorder.allocated == 400
         del tensor
     assert tracker.trace().events == [0, ~0, 1, ~1]
-    assert (tracker.allocated, tracker.peak) == (0, 400)
+    assert (tracker.recorder.allocated, tracker.recorder.peak) == (0, 400)
 
 
 def test_restart_keeps_what_lives() -> None:
