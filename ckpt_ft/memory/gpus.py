@@ -107,6 +107,11 @@ class GPU:
         return self.arch == CPU
 
     @property
+    def capability(self) -> int:
+        """The compute capability as one number: 75 for (7, 5)."""
+        return 10 * self.arch[0] + self.arch[1]
+
+    @property
     def usable(self) -> int:
         """Bytes that the caching allocator can reserve."""
         return self.memory - self.context
@@ -344,7 +349,7 @@ def match_device(properties: object) -> GPU:
     amd = bool(words & {"amd", "instinct", "radeon"})
     made = [gpu for gpu in GPUS.values() if (gpu.note == _AMD) == amd]
     sm = 10 * arch[0] + arch[1]
-    near = min(made, key=lambda gpu: (gpu.arch > arch, abs(10 * gpu.arch[0] + gpu.arch[1] - sm), abs(gpu.sms - sms)))
+    near = min(made, key=lambda gpu: (gpu.arch > arch, abs(gpu.capability - sm), abs(gpu.sms - sms)))
     share = sms / near.sms
     rates = {rate: getattr(near, rate) * share for rate in _RATES}
     return replace(near, name=name, arch=arch, sms=sms, memory=memory, **rates)

@@ -15,7 +15,6 @@ import torch
 from ckpt_ft.cli import app as cli
 from ckpt_ft.cli.where import read_prices
 from ckpt_ft.errors import Interrupted, UserError
-from ckpt_ft.memory.fake.dispatcher import compute_capability
 from ckpt_ft.memory.gpus import GPUS, find_gpu
 from ckpt_ft.memory.rules import cuda, sdpa
 from ckpt_ft.planning import depth, tracing
@@ -119,7 +118,7 @@ def test_cards_are_alike_only_where_every_rule_agrees() -> None:
     for one, other in combinations(kinds.values(), 2):
         if cuda.same_kernels(one) != cuda.same_kernels(other):
             continue
-        a, b = compute_capability(one), compute_capability(other)
+        a, b = one.capability, other.capability
         assert cuda.cublas_workspace(a) == cuda.cublas_workspace(b)
         for head, dtype in product((64, 100, 128, 200, 256), (torch.float16, torch.bfloat16, torch.float32)):
             tensor = torch.zeros(1, 2, 4, head, dtype=dtype, device="meta", requires_grad=True)

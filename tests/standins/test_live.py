@@ -12,8 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ckpt_ft.memory.fake.step import trace_step
-from ckpt_ft.standins.library_layers import swap_library_layers
-from ckpt_ft.standins.quantised_layers import NF4Linear, to_nf4
+from ckpt_ft.standins.quantised_layers import NF4Linear, swap_library_layers, to_nf4
 
 
 class Params4bit(nn.Parameter):

@@ -145,11 +145,6 @@ _ASKS_DEVICE = torch.ops.prim.device.default
 _COPY, _LIFT = aten.copy_.default, aten.lift_fresh.default
 
 
-def compute_capability(gpu: GPU) -> int:
-    """As one number: 75 for (7, 5)."""
-    return 10 * gpu.arch[0] + gpu.arch[1]
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class _FakeHandling(Handling):
     """How to treat an op on fake tensors, besides."""
@@ -185,7 +180,7 @@ class FakeOps:
         self.interrupts, self.streams = interrupts, streams
         self.values = Values()
         self._by_data = DataDependentOps(recorder, self.values)
-        capability = compute_capability(gpu) if gpu else 0
+        capability = gpu.capability if gpu else 0
         recorder.splits_host = gpu is not None
         rules, self._after = cpu_kernels.FAKE_RULES, cpu_kernels.FAKE_AFTER
         if gpu:

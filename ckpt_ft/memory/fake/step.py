@@ -52,10 +52,10 @@ from ckpt_ft.memory.rules import cuda
 from ckpt_ft.policy import STREAMS
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention, fused_head, liger
-from ckpt_ft.standins.library_layers import left_on_host, swap_library_layers
+from ckpt_ft.standins.quantised_layers import swap_library_layers
 
 from . import patches
-from .dispatcher import FakeOps, compute_capability
+from .dispatcher import FakeOps
 from .faked_model import Fakes, faked_model, restored
 from .replay_step import ReplayStep
 from .skipped_blocks import SkippedBlocks, Traced
@@ -142,6 +142,18 @@ def _steps(parameter: nn.Parameter) -> Any:
     return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
+def _left_on_host(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The base weights that FRoD keeps on the host during a step on a GPU: if it is asked to, and has no dropout.
+
+    [peft/tuners/frod/layer.py, runtime_offload_base_weight]
+    """
+    layer: Any
+    for layer in model.modules():
+        asked = getattr(layer, "runtime_offload_base_weight", None) or {}
+        if any(asked.values()) and all(isinstance(layer.frod_dropout[name], nn.Identity) for name in asked):
+            yield layer.get_base_layer().weight
+
+
 # -- what surrounds the steps -----------------------------------------------------------------------------------------
 
 
@@ -173,7 +185,7 @@ def torch_like(gpu: GPU | None, compiled: bool = False) -> Iterator[Fakes]:
             with mode:
                 yield Fakes(mode)
         else:
-            with cuda.behave_like(compute_capability(gpu), compiled), mode:
+            with cuda.behave_like(gpu.capability, compiled), mode:
                 yield Fakes(mode)
 
 
@@ -258,7 +270,7 @@ class _Trace:
             flash_attention.for_live_models(),
             liger.for_live_models(),
             nullcontext() if gpu is None else fused_head.on_gpu(),
-            nullcontext() if gpu is None else liger.on_card(gpu.sms, compute_capability(gpu)),
+            nullcontext() if gpu is None else liger.on_card(gpu.sms, gpu.capability),
             process_group(launch, sharding) as mesh,
             torch_like(gpu, compiled) as fakes,
             faked(model, self.beside, fakes, sharding),
@@ -271,7 +283,7 @@ class _Trace:
             streams.recorder = tracker.recorder
             if gpu is not None:
                 setattr(fakes.mode, STREAMS, streams)
-            for weight in left_on_host(model) if gpu else ():
+            for weight in _left_on_host(model) if gpu else ():
                 tracker.recorder.ignore(weight)
             tracker.add_model(model)
             tracker.recorder.add_resident(held or (), "communication")

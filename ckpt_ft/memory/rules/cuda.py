@@ -292,7 +292,7 @@ def extra_allocations(arch: int) -> dict[Any, After]:
 
 def same_kernels(gpu: GPU) -> tuple[bool | int, ...]:
     """A key that two cards share if every rule answers alike for both, so that a step has one trace on either."""
-    arch = 10 * gpu.arch[0] + gpu.arch[1]
+    arch = gpu.capability
     return (
         arch >= 70,
         arch >= 75,

@@ -274,26 +274,19 @@ def _card(gpu: GPU) -> Iterator[None]:
     from torch._inductor.runtime.hints import DeviceProperties
 
     major, minor = gpu.arch
-    threads = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}.get(gpu.arch, 2048)
-    known = DeviceProperties(
-        type="cuda",
-        index=0,
-        multi_processor_count=gpu.sms,
-        cc=10 * major + minor,
-        major=major,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=threads,
-        warp_size=32,
-    )
+    facts: dict[str, int] = {
+        "major": major,
+        "multi_processor_count": gpu.sms,
+        "regs_per_multiprocessor": 65536,
+        "max_threads_per_multi_processor": gpu.threads,
+        "warp_size": 32,
+    }
+    known = DeviceProperties(type="cuda", index=0, cc=gpu.capability, **facts)
     properties = SimpleNamespace(
+        **facts,
         name=gpu.name,
-        major=major,
         minor=minor,
-        multi_processor_count=gpu.sms,
         total_memory=gpu.memory,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=threads,
-        warp_size=32,
         gcnArchName="",
         shared_memory_per_block=48 * 2**10,
         shared_memory_per_block_optin=99 * 2**10,
