@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -410,14 +411,14 @@ def read_losses(output_dir: str) -> list[dict[str, float]]:
 
 
 def watched(micro_batches: Iterable[Batch], data: Data, memory: Session, first: bool) -> Iterator[Batch]:
-    """Passes the micro-batches on, and notes the largest of a measured step if images are in buckets.
+    """Passes the micro-batches on, and notes those of measured steps.
 
     first: whether the step is the run's first, on whose micro-batches --ac_check compares a step with and without
         the policy.
     """
     for batch in micro_batches:
-        if len(data.sizes.sizes) > 1 and memory.profiler is not None and memory.profiler.measuring:
-            data.noisy.note(batch)
+        if memory.profiler is not None and memory.profiler.measuring:
+            data.noisy.note_measured()
         if first:
             memory.check(batch["inputs"])
         yield batch
@@ -449,7 +450,8 @@ def save_results(state: TrainingState, data: Data, run: Run) -> None:
             with never_fatal("drawing samples.png"):
                 validation.write_sheet(Path(args.output_dir, "samples.png"))
     state.unwrap()
-    step = replace(run.fitted.workload, lengths=None, make_batch=lambda samples, length: data.noisy.seen())
+    workload, measured = run.fitted.workload, math.prod(data.noisy.largest)
+    step = replace(workload, lengths=None, make_batch=lambda *_: workload.make_batch(args.train_batch_size, measured))
     run.memory.write_report(
         args.output_dir, workload=lambda: step,
         model=sampler.args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,

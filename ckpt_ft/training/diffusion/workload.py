@@ -7,6 +7,7 @@ https://arxiv.org/abs/2210.02747), at times s drawn as in section 3.1 of https:/
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,6 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 from torch import Tensor, nn
 
 from ckpt_ft.memory.gpus import current_gpu
-from ckpt_ft.memory.measure.profiler import LargestBatch
 from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion_models import inpaints
@@ -46,50 +46,38 @@ class NoisyBatches:
 
     Attributes:
         prompt: the empty prompt's encoding, which shows what encodings look like.
-        last: the micro-batch that was made last.
-        largest: the largest measured micro-batch, for images in buckets.
+        size: height and width of the images of the last micro-batch.
+        largest: those of the largest measured one.
         auxiliary_models: the models that encode in each step, and are therefore on the device.
     """
 
     def __init__(self, encoders: Encoders, add_noise: Any, image_args: ImageArguments) -> None:
-        self.last: Batch = {}
-        self.largest = LargestBatch()
+        self.size = self.largest = (0, 0)
         self.add_noise, self._device = add_noise, encoders.device
         self._encoders = None if image_args.cache_latents else encoders
         self.auxiliary_models: tuple[nn.Module, ...] = () if self._encoders is None else tuple(encoders.modules)
         self.prompt, self._empty_share = encoders.encode_prompts([""]), image_args.proportion_empty_prompts
-        self._encoded = 0, (0, 0)  # number and size of the images that `last` was encoded from
 
     def __call__(self, rows: dict[str, Tensor]) -> Batch:
         """Draws noise, times and dropped captions from torch's global random state."""
-        self.last = {}  # frees its memory while the next one is made
+        height, width = rows["time_ids"][0, -2:].tolist()  # SDXL's target size
+        self.size = height, width
         if self._encoders is None:
             encoded = {name: value.to(self._device) for name, value in rows.items()}
         else:
-            height, width = rows["pixels"].shape[2:]
-            self._encoded = len(rows["pixels"]), (height, width)
             encoded = self._encoders.encode(rows)
         drop_prompts(encoded, self.prompt, self._empty_share)
-        self.last = self.add_noise(encoded)
-        return self.last
+        made: Batch = self.add_noise(encoded)
+        return made
 
     def encode_blank(self, images: int, size: Size) -> None:
         """Runs the encoders of a step on black images, for a trace; does nothing if everything is cached."""
         if self._encoders is not None:
             self._encoders.encode(self._encoders.blank(images, size))
 
-    def note(self, batch: Batch) -> None:
-        """Records that `batch`, the last one, belongs to a measured step."""
-        self.largest.note(self._encoded, batch)
-
-    def seen(self) -> Batch:
-        """Returns the micro-batch of the measured peak, after running the encoders that made it."""
-        if self.last and not self.largest.elements:
-            self.note(self.last)
-        self.last = {}
-        images, size = self.largest.args
-        self.encode_blank(images, size)
-        return self.largest.again()[1]
+    def note_measured(self) -> None:
+        """Records that the last micro-batch belongs to a measured step."""
+        self.largest = max(self.largest, self.size, key=math.prod)
 
 
 def drop_prompts(encoded: dict[str, Tensor], empty: dict[str, Tensor], share: float) -> None:
