@@ -101,15 +101,22 @@ def install(model: nn.Module) -> Installed:
     lm, layer = _find(model)
     kind = type(lm).__name__
     row = Treated(kind, 1, "logits", "the output layer's input")
-    fused = _fused_loss(lm)
+    fused = _fused_loss_of(lm)
     if fused:
         return Installed("head", [], [replace(row, kept=f"{fused} is on, which keeps no logits either")])
     output_layer = OutputLayer(layer)
     return Installed("head", [output_layer, Deferring(lm, output_layer)], [row])
 
 
-def _fused_loss(lm: nn.Module) -> str:
-    """Return the name of a fused loss (Liger's, TRL's) that already replaces the model's own, or ""."""
+def fused_loss(model: nn.Module) -> str:
+    """The name of a fused loss (Liger's, TRL's) that already does what `head` does, or "".
+
+    Raises UserError if there is no supported loss head.
+    """
+    return _fused_loss_of(_find(model)[0])
+
+
+def _fused_loss_of(lm: nn.Module) -> str:
     if getattr(inspect.unwrap(lm.forward), "__module__", "").startswith("liger_kernel"):
         return "Liger's fused loss"
     if stand_in := getattr(type(lm), "fused_loss", ""):

@@ -25,12 +25,13 @@ from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from . import depth
 from .budget import Candidate, MemoryBudget, better, limited_by_phases
-from .scaled_traces import LOW, Estimates, host_bytes
+from .scaled_traces import LOW, Estimates, Latest, host_bytes, with_sizes
 from .search import ends, pick_first, search, timed, trace_final_batches
 from .tracing import Tracer, trace_all
 
 _SLACK = 1.05  # an estimate over the limit by up to this factor may still fit
 _SHOWN = 3  # candidates of the best launch
+_LONG = 2**17  # tokens of a sequence from which on most launches do not fit
 SHARDED = ("parameters", "gradients", "optimizer")
 
 
@@ -62,7 +63,8 @@ def with_experts(launches: Sequence[Launch], model: nn.Module) -> list[Launch]:
 
 def search_shared(
     tracer: Tracer, launches: Sequence[Launch], room: MemoryBudget, target: str, batch: int | None, most: int,
-    tolerance: float = 0.0, policies: Sequence[str] = OF_LONG, told: Callable[[Candidate], None] | None = None,
+    tolerance: float = 0.0, policies: Sequence[str] = OF_LONG, *, told: Callable[[Candidate], None],
+    soon: bool = False,
 ) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:  # fmt: skip
     """The candidates under each of `launches`, which share sequences, and those that do not suit the model.
 
@@ -70,8 +72,9 @@ def search_shared(
     estimate beats all before are traced at their batch and returned.
 
     Args:
-        told: called with each candidate that is found. The figures of a deep model are then extended from those of
+        told: called with each candidate that fits. The figures of a deep model are then extended from those of
             shallow ones, and a later launch is looked at under the best policy so far alone.
+        soon: whether the last policy is looked at first, with one sample, so that `told` is called early.
     """
     found: list[tuple[Estimates, list[Candidate]]] = []
     rejected, key = {}, better(target)
@@ -81,22 +84,22 @@ def search_shared(
             beside = tracer.under(launch)
             limits = room, target, batch, limited_by_phases(beside.workload, room, most, batch), tolerance
             few = depth.shallow(beside.workload) if all(map(depth.suits, policies)) else None
-            models = [Tracer(one, report=tracer.report) for one in few[1]] if few else []
-            if few and told:
+            models = [Tracer(one, report=lambda line: tracer.report(line)) for one in few[1]] if few else []
+            if few:
                 estimates: Estimates = Extended(models[1], *limits, few=models[0], runs=few[0])
             else:
-                estimates = Estimates(beside, *limits, few=models[0] if few else None)
+                estimates = Estimates(beside, *limits)
+            if soon and not found and isinstance(estimates, Extended):
+                estimates.tell_whether_fits(policies[-1], batch or 1, told)
             settled = []
-            for policy in [leader.policy] if leader and told else policies:
+            for policy in [leader.policy] if leader else policies:
                 estimates.trace_candidates([policy])
                 one = estimates.best(policy) if policy in estimates.anchors else None
                 if one is None or (leader is not None and key(one) <= key(leader)):
                     continue
-                trace_final_batches([(estimates, one)])
+                trace_final_batches([(estimates, one)], told)
                 if (one := estimates.best(policy)) is not None:
                     settled.append(one)
-                    if told:
-                        told(one)
             found.append((estimates, sorted(settled, key=key, reverse=True)))
         except UserError as error:
             rejected[str(launch)] = str(error)
@@ -201,7 +204,7 @@ class Extended(Estimates):
     """
 
     runs: Sequence[ShortenedRun] = field(default=(), kw_only=True)
-    ratios: dict[str, float] = field(default_factory=dict, kw_only=True)  # of bytes traced to those that were scaled
+    resized: dict[str, list[Latest]] = field(default_factory=dict, kw_only=True)  # both models' latest traces
 
     def _both(self, policy: str, batch: int) -> list[StepTrace]:
         """The traces of both models."""
@@ -226,24 +229,55 @@ class Extended(Estimates):
             self.scaled[policy, batch] = replace(made, host=self._host(policy, batch))
         return self.scaled[policy, batch]
 
+    def _correct(self, policy: str, batch: int, trace: StepTrace) -> None:
+        """Scale the traces at `batch` from now on."""
+        pairs = zip(self._both(policy, LOW), self._both(policy, batch), strict=True)
+        self.resized[policy] = [
+            Latest(latest, batch, self.growth.like(low, latest), self.growth) for low, latest in pairs
+        ]
+
+    def _sizes(self, policy: str, batch: int) -> list[tuple[StepTrace, list[int]]]:
+        """Both models' latest traces, and the bytes of their storages at `batch`."""
+        if policy in self.resized:
+            return [(latest.trace, latest.sizes(batch)) for latest in self.resized[policy]]
+        return [(trace, self.growth.sizes(trace, batch)) for trace in self._both(policy, LOW)]
+
     def scaled_reserved(self, policy: str, batch: int) -> int:
-        traces = self._both(policy, LOW)
-        key = policy, batch, id(traces[0])
-        if key not in self._peaks:
-            scaled = [self.growth.scale(trace, batch) for trace in traces]
-            self._peaks[key] = depth.peaks(self.runs, scaled, self._all_weights)
-        return round(self.ratios.get(policy, 1.0) * self._peaks[key][1])
+        scaled = [with_sizes(trace, sizes) for trace, sizes in self._sizes(policy, batch)]
+        return depth.peaks(self.runs, scaled, self._all_weights)[1]
 
     def floor(self, policy: str, batch: int) -> int:
-        ends = [trace.requested_with(self.growth.sizes(trace, batch)) for trace in self._both(policy, LOW)]
-        return round(self.ratios.get(policy, 1.0) * depth.at_depth(self.runs, *ends))
+        ends = [trace.requested_with(sizes) for trace, sizes in self._sizes(policy, batch)]
+        return int(depth.at_depth(self.runs, *ends))
 
     def _host(self, policy: str, batch: int) -> int:
         return int(depth.at_depth(self.runs, *(host_bytes(t, LOW, batch) for t in self._both(policy, LOW))))
 
-    def _correct(self, policy: str, batch: int, trace: StepTrace) -> None:
-        traced = self.estimate(policy, batch).reserved
-        self.ratios[policy] = self.ratios.get(policy, 1.0) * traced / self.scaled_reserved(policy, batch)
+    def tell_whether_fits(self, policy: str, batch: int, told: Callable[[Candidate], None]) -> None:
+        """Trace both models at `batch`, and call `told` if the candidate fits."""
+        if len(traces := self._both(policy, batch)) == len(depth.UNITS):
+            one = self._extended(policy, batch, traces)
+            if self.room.fits(one):
+                told(one)
+
+    def whole(self, tracer: Tracer, found: Sequence[Candidate]) -> tuple[Estimates, list[Candidate]]:
+        """The first of the candidates `found` whose trace fits on the whole model, at its batch or the next below.
+
+        Extended bytes are rather too high. So if there are no candidates, the smallest batch of each policy is traced,
+        unless its allocated bytes alone are too many.
+
+        Args:
+            tracer: of the whole model.
+        """
+        beside = tracer.under(self.tracer.workload.launch)
+        estimates = Estimates(beside, self.room, self.target, self.batch, self.most, self.tolerance)
+        smallest = [self.estimate(policy, self.batch or 1) for policy in self.anchors]
+        for one in found or [one for one in smallest if one.peak <= self.room.limit]:
+            for batch in [one.batch] if self.batch else range(one.batch, 0, -1):
+                beside.trace(one.policy, batch)
+                if self.room.fits(traced := estimates.estimate(one.policy, batch)):
+                    return estimates, [traced]
+        return estimates, []
 
 
 class Launches:
@@ -283,6 +317,14 @@ class Launches:
         if launch.stage or launch.ranks_of_a_sample > 1:
             return Estimates(tracer, self.room, *more)
         return Launched(tracer, self.room, *more, alone=self.alone)
+
+    def never_fits(self) -> bool:
+        """Whether a sequence is so long that the leanest policy does not fit, even without all that is sharded."""
+        if self.alone.tracer.workload.shape.get("seq_length", 0) < _LONG:
+            return False  # looking would take longer than it saves
+        trace = self.alone.tracer.trace(OF_LONG[-1], self.more[1] or 1)
+        held = sum(trace.at_peak[category] for category in SHARDED) if isinstance(trace, StepTrace) else 0
+        return isinstance(trace, StepTrace) and trace.peak_allocated - held > self.room.limit
 
     def search(self, policies: list[str] | None = None) -> list[Candidate]:
         """Candidates, best first, each traced: several of the best launch, and the best one of every other launch.

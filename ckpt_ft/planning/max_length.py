@@ -8,10 +8,12 @@ model with fewer blocks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ckpt_ft.checkpointing.head import fused_loss
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.memory.gpus import gpu_of
@@ -186,15 +188,16 @@ def predict_max_length(
     room = memory_budget(budget, gpu, margin, launch, host_memory)
     of_several = LEAN if tuple(policies) == LADDER else policies
     policies = [str(Policy.parse(policy)) for policy in policies]
-    longest = ""
+    longest = 0
 
     def say(line: str) -> None:
         if report is not None:
-            report(longest + line)
+            line = re.sub(r"batch (\d+)", lambda at: f"{int(at[1]) * granularity:,} tokens", line)
+            report(f"at least {longest:,} tokens; {line}" if longest else line)
 
     def told(one: Candidate) -> None:
         nonlocal longest
-        longest = f"at least {one.batch * granularity:,} tokens ({one.launch}); "
+        longest = max(longest, one.batch * granularity)
 
     with searching(replace(pieces, launch=None) if launches else pieces, jobs, say) as tracer:
         if launches:
@@ -203,7 +206,7 @@ def predict_max_length(
             )
             of_long = OF_LONG if of_several is LEAN else policies
             limits = _TARGET, None, most_pieces, _TOLERANCE
-            shared, rejected = search_shared(tracer, sharing, room, *limits, of_long, told)
+            shared, rejected = search_shared(tracer, sharing, room, *limits, of_long, told=told)
             candidates = sorted((one for _, each in shared for one in each), key=better(_TARGET), reverse=True)
             if candidates:  # longer than any sequence that one GPU has for itself
                 estimates = next(each for each, found in shared if candidates[0] in found)
@@ -216,7 +219,7 @@ def predict_max_length(
         else:
             most_pieces = limited_by_phases(pieces, room, most_pieces)
             estimates = Estimates(tracer, room, _TARGET, most=most_pieces, tolerance=_TOLERANCE, separate=True)
-            candidates, rejected = _settled(estimates, policies), dict(estimates.rejected)
+            candidates, rejected = _settled(estimates, policies, told), dict(estimates.rejected)
         if not estimates.anchors:
             raise UserError("no policy suits the model: " + "; ".join(rejected.values()))
         if not candidates:
@@ -234,21 +237,25 @@ def predict_max_length(
     )  # fmt: skip
 
 
-def _settled(estimates: Estimates, policies: Sequence[str]) -> list[Candidate]:
+def _settled(
+    estimates: Estimates, policies: Sequence[str], told: Callable[[Candidate], None] = lambda one: None
+) -> list[Candidate]:
     """The candidate of every policy that fits, each traced at its own length, the longest first."""
     estimates.trace_candidates(policies)
-    trace_final_batches([(estimates, candidate) for candidate in estimates.candidates()])
+    trace_final_batches([(estimates, candidate) for candidate in estimates.candidates()], told)
     return sorted(estimates.candidates(), key=better(_TARGET), reverse=True)
 
 
 def _next_term(estimates: Estimates, found: Candidate, granularity: int, batch_size: int) -> NextTerm | None:
     """The longest sequence with the first of `TERMS` that `found` lacks and that lengthens it."""
-    for term in TERMS:
+    for term in TERMS if found.batch < estimates.most else ():
         if term.partition(":")[0] in found.policy:
             continue
         try:
             policy = with_term(found.policy, term)
-        except UserError:  # it contradicts another one
+            if term == "head" and fused_loss(estimates.tracer.workload.model):
+                continue
+        except UserError:  # it contradicts another one, or the model has no loss that it knows
             continue
         longest = next((one for one in _settled(estimates, [policy]) if one.policy == policy), found)
         if longest.batch > found.batch:

@@ -31,7 +31,7 @@ from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .budget import Candidate, MemoryBudget, better, frontier, limited_by_phases, memory_budget, spans
-from .launches import Launches, apart, search_shared
+from .launches import Extended, Launches, apart, search_shared
 from .scaled_traces import Estimates
 from .search import search, so_far
 from .tracing import Report, Traced, Tracer
@@ -135,23 +135,32 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
     launch = asked.launches[0] if asked.launches else workload.launch
     room = memory_budget(asked.budget, gpu, asked.margin, launch, asked.host_memory)
     limits = asked.target, asked.batch_size, asked.max_batch_size
-    fewest = None
+    fewest, report = None, tracer.report
+
+    def told(one: Candidate) -> None:
+        tracer.report = lambda line: report(f"{one.policy} fits at batch {one.batch}; {line}")
+
     if asked.launches:
         launches, sharing = apart(asked.launches)
         alone = memory_budget(asked.budget, gpu, asked.margin, host=asked.host_memory)
         several = Launches(tracer, launches, (room, alone), *limits)
-        found = several.search(asked.chosen)
-        estimates = several.of(found[0].launch) if found else several.leanest()
-        fewest = several.fewest(found[0]) if found else None
+        found = [] if sharing and several.never_fits() else several.search(asked.chosen)
+        if found:
+            estimates = several.of(found[0].launch)
+            fewest = several.fewest(found[0])
+        else:
+            shared, refused = search_shared(tracer, sharing, room, *limits, told=told, soon=True)
+            several.rejected |= refused
+            best_first = sorted(shared, key=lambda each: [better(asked.target)(one) for one in each[1]], reverse=True)
+            for estimates, found in best_first:
+                if isinstance(estimates, Extended):
+                    estimates, found = estimates.whole(tracer, found)
+                if found:
+                    break
+            else:
+                several.search(asked.chosen)  # for what is nearest to fitting
+                estimates = several.leanest()
         rejected = {**estimates.rejected, **several.rejected}
-        if not found:
-            shared, refused = search_shared(tracer, sharing, room, *limits)
-            rejected |= refused
-            estimates, found = max(
-                [each for each in shared if each[1]],
-                key=lambda each: better(asked.target)(each[1][0]),
-                default=(estimates, found),
-            )
     else:
         most = limited_by_phases(workload, room, asked.max_batch_size, asked.batch_size)
         estimates = Estimates(tracer, room, asked.target, asked.batch_size, most)

@@ -89,11 +89,7 @@ class Growth:
 
     def scale(self, trace: StepTrace, batch: int) -> StepTrace:
         """Returns `trace` (at `low`) scaled to `batch`; records of unknown growth keep their size."""
-        storages = [
-            s if nbytes == s.nbytes else Storage(nbytes, s.category, s.op, s.module, s.phase, s.stream)
-            for s, nbytes in zip(trace.storages, self.sizes(trace, batch), strict=True)
-        ]
-        return replace(trace, storages=storages, ops=self.ops(trace, batch))
+        return replace(with_sizes(trace, self.sizes(trace, batch)), ops=self.ops(trace, batch))
 
     def ops(self, trace: StepTrace, batch: int) -> list[Op]:
         """The ops of `trace`, scaled to `batch`."""
@@ -155,6 +151,15 @@ class Growth:
         return self._costs[id(records)][1]
 
 
+def with_sizes(trace: StepTrace, sizes: Sequence[int]) -> StepTrace:
+    """Returns `trace` with storages of these sizes in bytes."""
+    storages = [
+        s if nbytes == s.nbytes else Storage(nbytes, s.category, s.op, s.module, s.phase, s.stream)
+        for s, nbytes in zip(trace.storages, sizes, strict=True)
+    ]
+    return replace(trace, storages=storages)
+
+
 Record = TypeVar("Record", Storage, Op)
 
 
@@ -198,7 +203,7 @@ LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, 
 
 
 @dataclass(frozen=True)
-class _Latest:
+class Latest:
     """A trace at `batch`; `ends` as from `Growth.like`."""
 
     trace: StepTrace
@@ -252,7 +257,7 @@ class Estimates:
     scaled: dict[tuple[str, int], Candidate] = field(default_factory=dict)
     bests: dict[str, Candidate | None] = field(default_factory=dict)
     typical_seconds: dict[tuple[str, int], float] = field(default_factory=dict)
-    _latest: dict[str, _Latest] = field(default_factory=dict, init=False)
+    _latest: dict[str, Latest] = field(default_factory=dict, init=False)
     _peaks: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
     _floors: dict[tuple[str, int, int], int] = field(default_factory=dict)
 
@@ -354,7 +359,7 @@ class Estimates:
 
     def _correct(self, policy: str, batch: int, trace: StepTrace) -> None:
         """Scale `trace`, at `batch`, from now on."""
-        self._latest[policy] = _Latest(trace, batch, self.growth.like(self.anchors[policy], trace), self.growth)
+        self._latest[policy] = Latest(trace, batch, self.growth.like(self.anchors[policy], trace), self.growth)
 
     def retries(self, policy: str, batch: int) -> int | None:
         """How often a step returns cached segments to the device to fit; None if it runs out of memory even so."""

@@ -322,11 +322,19 @@ def pick_first(candidates: list[Candidate], target: str) -> list[Candidate]:
     return [pick, *(candidate for candidate in candidates if candidate is not pick)]
 
 
-def trace_final_batches(estimated: Iterable[tuple[Estimates, Candidate]]) -> None:
-    """Trace each policy alone, then at the batch size that follows from its trace, until that was traced already."""
+def trace_final_batches(
+    estimated: Iterable[tuple[Estimates, Candidate]], told: Callable[[Candidate], None] = lambda one: None
+) -> None:
+    """Trace each policy alone, then at the batch size that follows from its trace, until that was traced already.
+
+    told: called with each traced candidate that fits.
+    """
     wanted = [(estimates, candidate.policy, candidate.batch) for estimates, candidate in estimated]
     while wanted:
         trace_all([(estimates.tracer, [(policy, batch)]) for estimates, policy, batch in wanted], alone=True)
+        for estimates, policy, batch in wanted:
+            if estimates.room.fits(one := estimates.estimate(policy, batch)):
+                told(one)
         wanted = [
             (estimates, policy, following)
             for estimates, policy, batch in wanted

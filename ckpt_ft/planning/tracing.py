@@ -205,7 +205,7 @@ class Tracer:
         """One trace, or the reason why there is none."""
         return self.all([(policy, batch)])[0]
 
-    def under(self, launch: Launch) -> Tracer:
+    def under(self, launch: Launch | None) -> Tracer:
         """A tracer of the same workload under `launch`, on the same processes, with separate traces."""
         other = copy.copy(self)
         other.workload, other.traced, other._alone = replace(self.workload, launch=launch), {}, set()

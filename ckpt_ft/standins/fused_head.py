@@ -5,7 +5,7 @@ GPU a Triton kernel folds each tile into running statistics, another one overwri
 and cuBLAS adds to the gradients of hidden states and head in fp32. Elsewhere torch operators with fp32 temporaries do
 the same. Fake tensors are on the CPU, so a trace for a GPU would follow those operators. The autograd function and its
 chunk size stay TRL's; only its kernels are replaced, by operators that read and write the same memory and allocate
-nothing. The policy `head` leaves a model with TRL's loss as it is (checkpointing/head.py, `_fused_loss`).
+nothing. The policy `head` leaves a model with TRL's loss as it is (checkpointing/head.py, `fused_loss`).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from ckpt_ft.planning.batch_size import predict_max_batch_size
 from ckpt_ft.planning.budget import Candidate, memory_budget
 from ckpt_ft.planning.estimate import estimate
 from ckpt_ft.planning.max_length import GRANULARITY, by_length, find_max_length, predict_max_length
+from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.scaled_traces import Estimates
 from ckpt_ft.planning.tracing import Tracer
 from ckpt_ft.spec.flags import fields_of
@@ -84,9 +85,12 @@ def test_growth_with_the_square_of_the_length_is_known(kind: str, config: str, t
 
 
 def test_one_policy_says_what_the_next_term_would_give(config: str) -> None:
+    said: list[str] = []
     workload = load(TrainingSpec.of(config), "t4")
-    found = predict_max_length(workload, ("full",), "260MiB", margin="0", next_term=True)
+    found = predict_max_length(workload, ("full",), "260MiB", margin="0", next_term=True, report=said.append)
     more = found.next_term
+    assert said[-1].startswith(f"at least {found.length:,} tokens; tracing {found.length:,} tokens under full,tile:16")
+    assert any("head" in line for line in said)
     assert [one.policy for one in found.ladder] == ["full"]
     assert more is not None
     assert (more.term, more.longest.policy) == ("tile:16", "full,tile:16")  # `head` does not lengthen this one
@@ -95,6 +99,15 @@ def test_one_policy_says_what_the_next_term_would_give(config: str) -> None:
     traced = load(TrainingSpec.of(config, seq_length=found.length), "t4")
     apply_policy(traced.model, "full,tile:16")
     assert more.slower == pytest.approx(traced.trace(1).seconds / found.ladder[0].seconds - 1, abs=1e-9)
+
+
+def test_a_fused_loss_needs_no_head(config: str) -> None:
+    said: list[str] = []
+    workload = load(TrainingSpec.of(config, use_liger_kernel=True), "t4")
+    found = predict_max_length(workload, ("full",), "200MiB", margin="0", next_term=True, report=said.append)
+    assert found.next_term is not None
+    assert found.next_term.term == "offload"
+    assert not any("head" in line for line in said)
 
 
 @pytest.mark.parametrize("launches", [(), (Launch("ddp", 2),)])
@@ -133,6 +146,23 @@ def test_on_several_gpus_the_figures_of_a_deep_model_are_extended(tmp_path: Path
     assert one.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert found.holders == []
     assert "figures are extended from models with fewer blocks" in found.notes[-1]
+
+
+@pytest.mark.slow
+def test_long_sequences_are_planned_under_launches_that_share_them(tmp_path: Path) -> None:
+    """Policies for which each GPU has its own sequences are not looked at, and the pick is of the whole model."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**_SIZES, "num_hidden_layers": 10, "model_type": "llama"}))
+    launches, said = (Launch("fsdp2", 4), Launch("fsdp2", 4, cp=4)), []
+    workload = load(TrainingSpec.of(str(path), dtype="bfloat16", seq_length=2**17), "rtx-3090")
+    made = plan(workload, "846MiB", margin="0", launches=launches, report=said.append)
+    best = made.best
+    assert best.launch == launches[1]
+    assert not any("none" in line for line in said)
+    assert any(line.startswith(f"{best.policy} fits at batch 1; tracing") for line in said)
+    whole = replace(workload, launch=best.launch)
+    apply_policy(whole.model, best.policy)
+    assert whole.trace(best.batch).peak_reserved == best.reserved <= made.room.limit
 
 
 def test_real_steps_prove_the_longest_sequence() -> None:
