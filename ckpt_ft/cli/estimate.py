@@ -86,17 +86,18 @@ def _compare_cards(spec: TrainingSpec, as_json: bool) -> None:
         print(json.dumps([{**asdict(one), "headroom": one.headroom} for one in found], indent=2))
         return
     room = [one.headroom or 0 for one in found]
-    rows: dict[str, list[str]] = {"fits": ["yes" if spare >= 0 else "no" for spare in room]}
-    rows["to spare"] = [("-" if spare < 0 else "") + format_bytes(abs(spare)) for spare in room]
-    rows["peak allocated"] = [format_bytes(one.peak_allocated) for one in found]
-    rows["peak reserved"] = [format_bytes(one.peak_reserved) for one in found]
-    rows["CUDA context"] = [format_bytes(one.context) for one in found]
-    rows["seconds per step"] = [f"{one.seconds:.3f}" for one in found]
-    rows["bound by"] = [one.bound for one in found]
+    lines = [
+        ("fits", *("yes" if spare >= 0 else "no" for spare in room)),
+        ("to spare", *(("-" if spare < 0 else "") + format_bytes(abs(spare)) for spare in room)),
+        ("peak allocated", *(format_bytes(one.peak_allocated) for one in found)),
+        ("peak reserved", *(format_bytes(one.peak_reserved) for one in found)),
+        ("CUDA context", *(format_bytes(one.context) for one in found)),
+        ("seconds per step", *(f"{one.seconds:.3f}" for one in found)),
+        ("bound by", *(one.bound for one in found)),
+    ]
     first = found[0]
     title = f"{first.model}: policy {first.policy}, batch {first.batch_size}, predicted"
     console = stdout()
-    lines = [(name, *cells) for name, cells in rows.items()]
     print_table(Table(title, ("", *(one.device for one in found)), lines), console)
     fast = min((one for one in found if (one.headroom or 0) >= 0), key=lambda one: one.seconds or 0, default=None)
     if fast is not None and fast.command:
@@ -152,14 +153,11 @@ def print_figures(result: Estimate) -> None:
     launched = f", {result.launch}: this is each GPU" if result.launch else ""
     said = f"{result.model}: policy {result.policy}, batch {result.batch_size}, {shape}, on {result.device}{launched}"
     console.print(said, markup=False)
-    if result.headroom is not None and result.capacity is not None:
-        room = format_bytes(abs(result.headroom))
-        verdict = f"fits, {room} to spare of" if result.headroom >= 0 else f"does not fit: needs {room} more than"
-        console.print(f"{verdict} {format_bytes(result.capacity)} (reserved and context counted)")
-    if result.host_headroom is not None and result.host_capacity is not None:
-        room, whole = format_bytes(abs(result.host_headroom)), format_bytes(result.host_capacity)
-        verdict = "fits, {} to spare of {}" if result.host_headroom >= 0 else "does not fit: needs {} more than {}"
-        console.print(f"{verdict.format(room, whole)} in host memory")
+    on_card = result.headroom, result.capacity, "(reserved and context counted)"
+    for spare, whole, where in (on_card, (result.host_headroom, result.host_capacity, "in host memory")):
+        if spare is not None and whole is not None:
+            verdict = "fits, {} to spare of {} {}" if spare >= 0 else "does not fit: needs {} more than {} {}"
+            console.print(verdict.format(format_bytes(abs(spare)), format_bytes(whole), where))
     if result.headroom is not None or result.host_headroom is not None:
         console.print()
     print_table(Table("", ("predicted", ""), list(_figures(result))), console)
@@ -173,18 +171,22 @@ def print_advice(result: Estimate, spec: TrainingSpec) -> None:
     """Print the command that trains as `result` says, or those that would fit."""
     console = stdout()
     if result.answer is not None:
-        _print_suggestions(result.answer, spec, console)
+        _print_suggestions(result, result.answer, spec, console)
     if result.answer is None and result.command:
         console.print(f"train it: {result.command}", markup=False, soft_wrap=True)
+    elif result.answer is None and spec.trainer.trainer:
+        console.print(
+            f'train it: in your script with TRL, ACCallback("{result.policy}").attach(trainer)', markup=False
+        )
     elif result.answer is None and "resolution" in result.shape and spec.precision.dtype != "float32":
         console.print(
             "no recipe trains so: recipes for images take --mixed-precision; leave --dtype out for a command"
         )
-    for ready in ready_made(spec.model.name):
+    for ready in ready_made(spec.model.name, result.capacity):
         console.print(f"ready-made: {ready}", markup=False, soft_wrap=True)
 
 
-def _print_suggestions(answer: Suggestions, spec: TrainingSpec, console: Console) -> None:
+def _print_suggestions(result: Estimate, answer: Suggestions, spec: TrainingSpec, console: Console) -> None:
     """What would fit, each with its command, and the command that looks at more."""
     if answer.ways:
         on_host = any(way.host for way in answer.ways)
@@ -200,9 +202,11 @@ def _print_suggestions(answer: Suggestions, spec: TrainingSpec, console: Console
         kept = {key: value for key, value in quickest.edits.items() if key not in ("policy", "batch_size")}
         spec = spec.edit(**kept)
     else:
+        weights = sum(result.at_peak.get(category, 0) for category in ("parameters", "gradients", "optimizer"))
+        shared = "; several GPUs share a model with --launch fsdp2 --processes 2"
+        helps = not result.launch and 2 * weights > (result.capacity or 0)
         console.print(
-            f"nothing that was tried fits: the leanest needs {format_bytes(answer.needed)}; several GPUs share a "
-            "model with --launch fsdp2 --processes 2"
+            f"nothing that was tried fits: the leanest needs {format_bytes(answer.needed)}{shared if helps else ''}"
         )
     console.print(f"more to choose from: {plan_command(spec)}", markup=False, soft_wrap=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,6 +16,7 @@ from ckpt_ft.export.holders import holders_table
 from ckpt_ft.memory.gpus import asked_gpu, calibrated
 from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.defaults import LORA_R
+from ckpt_ft.spec.flags import words_of
 from ckpt_ft.spec.training_spec import MOST, TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number
@@ -62,10 +64,13 @@ def max_length(
         found, command = _find(spec, policies, margin, say, jobs=0, next_term=policy != "auto")
     device = spec.host.device or "cpu"
     if not found.length:
+        less = {"load_in_4bit": True} if spec.adapter.trains else {"lora_r": LORA_R}
+        words = ["ckpt-ft", "max-length", *words_of(spec.edit(**less), without=("seq_length",))]
+        leaner = "" if spec.quantisation.bits else f"; try {shlex.join(words)}"
         raise WorkFailed(
             f"{spec.model.name} on {device}: not even {found.granularity} tokens fit in "
             f"{format_bytes(found.room.budget)}; the smallest budget that would do is "
-            f"{format_at_least(found.needed)}; --lora 16 --dtype bfloat16, or --load-in-4bit with it, needs less"
+            f"{format_at_least(found.needed)}{leaner}"
         )
     if as_json:
         print(json.dumps({"model": spec.title, "device": device, **asdict(found), "command": command}, indent=2))

@@ -81,9 +81,8 @@ def takes_spec(
             if typed_flags.get("dtype") == "auto":
                 typed_flags["dtype"] = checkpoint_dtype(hub_id(model))
             elif "dtype" in taken and not (config or _PRECISION & typed_flags.keys()):
-                typed_flags |= _published_precision(
-                    model, bool(typed_flags.get("lora_r") or typed_flags.get("peft_config"))
-                )
+                adapts = any(typed_flags.get(name) for name in ("lora_r", "use_peft", "peft_config"))
+                typed_flags |= _published_precision(model, adapts)
             spec = TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields_of(typed_flags), **fixed})
             if "policy" in taken:
                 require_applicable(spec)

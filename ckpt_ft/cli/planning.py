@@ -13,7 +13,7 @@ from ckpt_ft.errors import NothingFits, UserError, WorkFailed, meant
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.gpus import GPU, asked_gpu
-from ckpt_ft.spec.command import RECIPES, can_train, training_command
+from ckpt_ft.spec.command import can_train, recipe_command, recipe_of, training_command
 from ckpt_ft.spec.flags import Edit, offloaded
 from ckpt_ft.spec.launch import accelerate_config
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -201,6 +201,9 @@ def max_batch(
         print(json.dumps({**answer, "last": found.last, "retries": found.retries, **vars(found.room)}))
     elif found.batch:
         print(f"{name} under '{spec.policy}' on {device}: {found}")
+        tokens = workload.shape.get("seq_length", 0)
+        if command := recipe_command(spec.edit(batch_size=found.batch), workload.kind, tokens):
+            print(f"train it: {command}")
     if not found.batch:
         price = f"; {found.price}" if found.last else ""
         host = found.room.host
@@ -237,11 +240,11 @@ def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> 
     best = plan.best
     changes = {"batch_size": best.batch, "accumulation": best.accumulation, "launch": best.launch}
     picked = spec.edit(policy=best.policy, **changes)
-    config = read_config(spec.model.name)
-    if "vision_config" in config and (dataset or picked.data.images):  # recipes/llm.py reads no images
-        recipe = "vlm" if picked.data.images else ""
-    else:
-        recipe = RECIPES.get(plan.kind, "")
+    if plan.tokens not in (0, picked.data.tokens):
+        picked = picked.edit(seq_length=plan.tokens)
+    recipe = recipe_of(picked, plan.kind)
+    if recipe == "llm" and dataset and "vision_config" in read_config(spec.model.name):
+        recipe = ""  # recipes/llm.py reads no images
     if best.launch is None and not (recipe and can_train(recipe, picked)):
         return ""
     return training_command(picked, recipe, dataset, config_file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import runpy
 import shlex
 import sys
@@ -52,8 +53,11 @@ def find_recipe(name: str) -> Path:
     return known[name]
 
 
-def ready_made(model: str) -> list[str]:
-    """The commands of the ready-made YAML files of the recipes that train `model` or its instruction-tuned version."""
+def ready_made(model: str, memory: int | None = None) -> list[str]:
+    """The commands of the ready-made YAML files of the recipes that train `model` or its instruction-tuned version.
+
+    memory: bytes of the card; files whose names ask for more, as in `_24gb`, are left out.
+    """
     import yaml
 
     from ckpt_ft.workloads.model_config import hub_id
@@ -64,7 +68,9 @@ def ready_made(model: str) -> list[str]:
         for file in sorted((script.parent / name.removesuffix("_unet")).glob("*.yaml")):
             values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
             named = values.get("model_name_or_path", values.get("pretrained_model_name_or_path"))
-            if str(named).lower() in wanted:
+            size = re.search(r"(\d+)gb", file.stem)
+            fits = memory is None or size is None or int(size[1]) * 2**30 < memory + 2**30
+            if str(named).lower() in wanted and fits:
                 shown = file if file.parent.parent.parent == PACKAGE else file.relative_to(PACKAGE.parent)
                 found.append(f"ckpt-ft recipe {name} --config {shlex.quote(str(shown))}")
     return found

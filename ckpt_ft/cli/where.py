@@ -162,31 +162,28 @@ def tables_of(spec: TrainingSpec, found: Places) -> list[Table]:
             places = sorted(places, key=lambda place: place.dollars_per_million or float("inf"))
         length = f", {tokens:,} tokens" if tokens else ""
         title = f"{spec.title}, {method}, {spec.precision.dtype}{length}"
-        tables.append(Table(title, header, [_row(place, priced) for place in places], (0, 2)))
+        tables.append(Table(title, header, [_row(place, priced, found.most_gpus) for place in places], (0, 2)))
     return tables
 
 
-def _row(place: Place, priced: bool) -> tuple[str, ...]:
+def _row(place: Place, priced: bool, most_gpus: int) -> tuple[str, ...]:
     if place.gpus:
         figures = format_bytes(place.peak_reserved), format_number(place.seconds), format_number(place.speed)
         cells = [place.card, str(place.gpus), place.policy, str(place.batch), *figures]
     else:
-        cells = [place.card, DASH, f"needs {format_at_least(place.needed)}", *[DASH] * 4]
+        cells = [place.card, f">{most_gpus}", f"one needs {format_at_least(place.needed)}", *[DASH] * 4]
     cost = place.dollars_per_million
     return (*cells, *([DASH if cost is None else f"{cost:.3g}"] if priced else []))
 
 
 def _commands(found: Places) -> list[str]:
-    """For each method the command of its cheapest place, or of the fastest on one card where no price is known."""
+    """For each method the command of its cheapest place, or of the fastest for each GPU where no price is known."""
     lines = []
     for method in dict.fromkeys(place.method for place in found.rows):
         places = [place for place in found.rows if place.method == method and place.gpus]
-        cheap = min(
-            (p for p in places if p.dollars_per_million), key=lambda p: p.dollars_per_million or 0, default=None
-        )
-        fast = max(places, key=lambda place: place.speed / place.gpus, default=None)
-        best = cheap or fast
-        if best is not None:
-            why = "cheapest" if cheap else "fastest"
+        priced = any(place.dollars_per_million for place in places)
+        if places:
+            best = min(places, key=lambda p: (p.dollars_per_million or float("inf"), -p.speed / p.gpus))
+            why = "cheapest" if priced else "fastest for each GPU" if best.gpus > 1 else "fastest"
             lines.append(f"{method}, {why} on {best.gpus} x {best.card}: {best.command}")
     return lines

@@ -345,10 +345,11 @@ class _Misfit:
         """The suggestion of `changes`, under which the step has this trace."""
         changes = {name: value for name, value in changes.items() if self.spec.get(name) != value}
         edit, edited = Edit(changes), self.spec.edit(**changes)
-        shorter = changes.get("seq_length", self.tokens) / self.tokens  # seconds are compared per token
+        tokens = changes.get("seq_length", self.tokens)
+        shorter = tokens / self.tokens  # seconds are compared per token
         each = seconds(trace) / (edited.data.batch_size * edited.data.accumulation * shorter)
         slower = round(each / self.seconds - 1, 4)
-        command = command_for(edited, self.kind)
+        command = command_for(edited, self.kind, tokens)
         return Suggestion(edit.text(self.spec), trace.peak_reserved, slower, changes, command, trace.peak_host)
 
 

@@ -193,6 +193,7 @@ def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan
         rejected=estimates.rejected,
         notes=best.notes,
         kind=workload.kind,
+        tokens=workload.shape.get("seq_length", 0),
         data="" if workload.lengths is None else _describe(workload.lengths, found[0].batch),
     )
 

@@ -92,6 +92,7 @@ class Places:
     rows: list[Place] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     unit: str = "tokens"
+    most_gpus: int = 8
 
 
 def method_of(spec: TrainingSpec, method: str) -> TrainingSpec:
@@ -100,14 +101,18 @@ def method_of(spec: TrainingSpec, method: str) -> TrainingSpec:
     Raises:
         UserError: an unknown method.
     """
-    kinds = {name.lower(): name for name in METHODS}
-    if method.lower() not in kinds:
-        raise UserError(f"method '{method}': choose from {', '.join(METHODS)}")
-    name = kinds[method.lower()]
+    name = _named(method)
     if name == "full":
         return spec.edit(lora_r=0, load_in_4bit=False, load_in_8bit=False, double_quant=False, prepare_kbit=False)
     four = {"load_in_4bit": name == "QLoRA", "load_in_8bit": False}
     return spec.edit(lora_r=spec.adapter.lora_r or LORA_R, **four)
+
+
+def _named(method: str) -> str:
+    kinds = {name.lower(): name for name in METHODS}
+    if method.lower() not in kinds:
+        raise UserError(f"method '{method}': choose from {', '.join(METHODS)}")
+    return kinds[method.lower()]
 
 
 def where(
@@ -134,14 +139,15 @@ def where(
     Raises:
         UserError: an unknown method or model, or a spec that does not match the model.
     """
+    methods = [*dict.fromkeys(map(_named, methods))]
     kinds: dict[
         bool, list[GPU]
     ] = {}  # in bfloat16, cards before Ampere run other attention: their policies rank apart
     for card in cards:
         kinds.setdefault(card.arch >= (8, 0), []).append(card)
     tasks = [
-        (method, length, partial(_on_cards, method, _at(method_of(spec, method), length), same, policies, most_gpus))
-        for length in lengths
+        (method, length, partial(_on_cards, method, method_of(sized, method), same, policies, most_gpus))
+        for length, sized in ((length, spec.edit(seq_length=length or spec.data.seq_length)) for length in lengths)
         for method in methods
         for same in kinds.values()
     ]
@@ -180,11 +186,7 @@ def where(
         for card in cards
         if (key := (method, length, card.name)) in found
     ]
-    return Places(rows, refused, unit)
-
-
-def _at(spec: TrainingSpec, length: int | None) -> TrainingSpec:
-    return spec if length is None else spec.edit(seq_length=length)
+    return Places(rows, refused, unit, most_gpus)
 
 
 def _priced(place: Place, prices: dict[str, float]) -> Place:
@@ -324,7 +326,7 @@ class _Method:
         spec = self._of(gpus).edit(policy=best.policy, batch_size=best.batch, device=card.name)
         speed = best.samples_per_second * gpus * (self.tokens or 1)
         figures = best.policy, best.batch, best.reserved, best.seconds, speed
-        command = command_for(spec, self.workload.kind)
+        command = command_for(spec, self.workload.kind, self.tokens)
         extended = len(self._tracers(card, gpus, best.policy)) > 1
         return Place(card.name, self.method, self.tokens, gpus, *figures, command=command, extended=extended)
 

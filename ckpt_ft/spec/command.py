@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from typing import Any
 
@@ -41,6 +42,7 @@ _ADAPTER = {
     "quant_storage": "bnb_4bit_quant_storage",
     "rows": "",  # --packing; rows of a dataset are padded without it
 }
+_TRL = {**_TRAINER, **_ADAPTER, "trainer": "", "trainer_args": ""}
 _DIFFUSION = {
     "resolution": "resolution",
     "batch_size": "train_batch_size",
@@ -60,6 +62,8 @@ _FLAGS: dict[str, dict[str, str]] = {
         "seq_length": "max_length", **_TRAINER, **_ADAPTER, "train_towers": "train_towers", "max_pixels": "max_pixels",
         "longest_side": "longest_side", "images": "", "image_size": "",  # the rows have them
     },
+    "dpo": {"seq_length": "max_length", **_TRL},
+    "grpo": {"seq_length": "", **_TRL},
     "image_classification": {"resolution": "resolution", **_TRAINER},
     "diffusion_unet": {**_DIFFUSION, "ema": "use_ema"},
     "diffusion_transformer": {**_DIFFUSION, "lora_targets": "lora_target_modules", "load_in_4bit": "load_in_4bit"},
@@ -112,18 +116,30 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
     return setting + shlex.join([*runner, _OTHERS, "--ac_policy", spec.policy, *batch])
 
 
-def recipe_command(spec: TrainingSpec, kind: str) -> str:
+def recipe_of(spec: TrainingSpec, kind: str) -> str:
+    """The recipe that trains a kind of workload, such as "language model"; "" if none does."""
+    if spec.trainer.trainer:
+        return spec.trainer.trainer if spec.trainer.trainer in _FLAGS else ""
+    return "vlm" if kind == "language model" and spec.data.images else RECIPES.get(kind, "")
+
+
+def recipe_command(spec: TrainingSpec, kind: str, tokens: int = 0) -> str:
     """The command of the recipe that trains as `spec` describes; "" if no recipe does.
 
-    kind: the kind of workload, such as "language model".
+    Args:
+        kind: the kind of workload, such as "language model".
+        tokens: of a sequence of the workload: with its images' tokens, and clamped to the model's positions; 0 for
+            that of `spec`.
     """
-    recipe = "vlm" if kind == "language model" and spec.data.images else RECIPES.get(kind, "")
+    if tokens not in (0, spec.data.tokens):
+        spec = spec.edit(seq_length=tokens)
+    recipe = recipe_of(spec, kind)
     return training_command(spec, recipe) if recipe and can_train(recipe, spec) else ""
 
 
-def command_for(spec: TrainingSpec, kind: str) -> str:
+def command_for(spec: TrainingSpec, kind: str, tokens: int = 0) -> str:
     """The command that trains as `spec` describes if a recipe supports it, else the command that estimates it."""
-    return recipe_command(spec, kind) or shlex.join(["ckpt-ft", "estimate", *words_of(spec)])
+    return recipe_command(spec, kind, tokens) or shlex.join(["ckpt-ft", "estimate", *words_of(spec)])
 
 
 def launch_words(launch: Launch) -> list[str]:
@@ -175,6 +191,8 @@ def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str
     if spec.launch.launch is not None and spec.launch.launch.ep > 1:  # such optimizers have no checkpoints
         words += ["--ep_size", str(spec.launch.launch.ep), "--save_only_model"]
     for key, flag in _FLAGS[recipe].items():
+        if not flag and key in ("images", "image_size", "trainer", "trainer_args", "seq_length"):
+            continue  # the rows have the first, and `_trl_words` the others
         value = spec.get(key)
         if value != declared()[key].default or key in _ALWAYS:
             words += _flag_words(key, flag, value)
@@ -182,11 +200,24 @@ def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str
             words += [f"--{flag}", "both"]
         elif key == "seq_length":
             words += [f"--{flag}", str(spec.data.tokens)]
+    words += _trl_words(spec)
     return [*words, "--train_data_dir" if drawn else "--dataset_name", dataset or ("IMAGES" if drawn else "DATASET")]
 
 
+def _trl_words(spec: TrainingSpec) -> list[str]:
+    """The flags of a configuration of TRL, which the recipe has all."""
+    given = json.loads(spec.trainer.trainer_args or "{}")
+    if spec.trainer.trainer == "grpo":  # the sequence is a prompt and a completion, of which TRL sets the length
+        given["max_completion_length"] = min(given.get("max_completion_length", 512), spec.data.tokens - 1)
+    words = []
+    for name, value in given.items():
+        texts = [str(one) for one in value] if isinstance(value, list) else [json.dumps(value).strip('"')]
+        words += [f"--{name}", *texts] if value is not None else []
+    return words
+
+
 def _flag_words(key: str, flag: str, value: Any) -> list[str]:
-    if key in ("images", "image_size") or (key == "dtype" and not flag):
+    if key == "dtype" and not flag:
         return []
     if key == "optimizer" and value in OFFLOADING.values():
         return ["--offload_optimizer", next(what for what, name in OFFLOADING.items() if name == value)]

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_ft.cli import console, params
+from ckpt_ft.cli.recipe import ready_made
 from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.memory.gpus import GPUS
 from ckpt_ft.planning.results import Estimate
-from ckpt_ft.spec.flags import fields_of
+from ckpt_ft.spec.flags import fields_of, flags
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.model_config import hub_id
 
@@ -101,3 +102,18 @@ def test_a_dtype_that_no_image_recipe_takes_is_said(capsys: pytest.CaptureFixtur
     found = Estimate("sdxl", "none", "l4", 1, 1, {"resolution": 64}, 1, 1, {}, {}, [], 1.0, {}, "", 2, 0, "", [])
     print_advice(found, TrainingSpec.of("sdxl", dtype="bfloat16"))
     assert "leave --dtype out for a command" in " ".join(capsys.readouterr().out.split())
+
+
+def test_frozen_weights_are_bfloat16_however_lora_is_asked_for() -> None:
+    seen = []
+    command = params.takes_spec()(lambda spec: seen.append(spec.precision.dtype))
+    for words in ({"use_peft": True}, {"lora_r": 8}, {}):
+        command(model="flux", config="", recipe="", **dict.fromkeys(flags()) | words)
+    assert seen == ["bfloat16", "bfloat16", "float32"]
+
+
+def test_ready_made_files_for_larger_cards_are_not_offered() -> None:
+    names = [[line.rpartition("/")[2] for line in ready_made("flux", gib << 30)] for gib in (16, 24)]
+    small = ["flux_lora_16gb.yaml", "flux_qlora_16gb.yaml"]
+    assert names == [small, [small[0], "flux_lora_24gb.yaml", small[1]]]
+    assert ready_made("flux", 14 << 30) == []

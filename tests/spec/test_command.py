@@ -83,6 +83,25 @@ def test_diffusion_and_vision_language_models_have_their_recipes() -> None:
     )
 
 
+def test_a_printed_length_is_that_of_the_workload() -> None:
+    spec = TrainingSpec.of("a/vlm", images=1)  # 1,024 tokens of text, behind those of the image
+    assert "--max_length 2394 " in command_for(spec, "language model", 2394)
+
+
+def test_trls_trainers_have_their_recipes() -> None:
+    spec = TrainingSpec.of("a/llm", trainer="dpo", trainer_args='{"beta": 0.2, "loss_type": ["sigmoid", "hinge"]}')
+    assert command_for(spec, "language model", 64).endswith(
+        "recipe dpo --model_name_or_path a/llm --ac_policy none --max_length 64 --per_device_train_batch_size 1 "
+        "--dtype float32 --optim adamw_torch_fused --beta 0.2 --loss_type sigmoid hinge --dataset_name DATASET"
+    )
+    online = spec.edit(trainer="grpo", trainer_args='{"scale_rewards": "none"}', batch_size=8)
+    said = command_for(online, "language model", 64)
+    assert "recipe grpo " in said
+    assert "--scale_rewards none --max_completion_length 63 " in said
+    assert "--max_completion_length 512 " in command_for(online, "language model", 2048)
+    assert command_for(spec.edit(trainer="sft"), "language model").startswith("ckpt-ft estimate a/llm ")
+
+
 def test_a_classifier_has_its_recipe() -> None:
     spec = TrainingSpec.of("resnet-50", policy="full", batch_size=32, resolution=160, optimizer="sgd")
     assert command_for(spec, "image classifier") == (
