@@ -156,14 +156,14 @@ def _print_table(spec: TrainingSpec, policies: tuple[str, ...], margin: str, as_
     from ckpt_ft.planning.tracing import run_tasks
 
     cards = (spec.host.device,) if spec.host.device else _CARDS
-    cells = [(spec.edit(device=card, **changes), policies, margin) for changes in _METHODS.values() for card in cards]
-    found: dict[int, int] = {}
+    cells = [(method, card) for method in _METHODS for card in reversed(cards)]  # those that take long come first
+    tasks = [partial(_length, spec.edit(device=card, **_METHODS[method]), policies, margin) for method, card in cells]
+    lengths: dict[str, dict[str, int]] = {method: dict.fromkeys(cards, 0) for method in _METHODS}
     with progress() as say:
-        for number, length in run_tasks([partial(_length, *cell) for cell in cells], 0):
-            found[number] = length
-            say(f"{len(found)} of {len(cells)}: the longest sequence of each method on each card")
-    by_cell = (found[number] for number in range(len(cells)))
-    lengths = {method: {card: next(by_cell) for card in cards} for method in _METHODS}
+        for done, (number, length) in enumerate(run_tasks(tasks, 0), 1):
+            method, card = cells[number]
+            lengths[method][card] = length
+            say(f"{done} of {len(cells)}: {method} on {card}: {length:,} tokens")
     if as_json:
         print(json.dumps({"model": spec.model.name, "policies": policies, "tokens": lengths}, indent=2))
         return
