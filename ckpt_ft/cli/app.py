@@ -96,8 +96,17 @@ def _common(
     pass
 
 
-for commands in (estimate, policies, planning, max_length, where, catalogue, recipe, web):
-    commands.register(app)
+for command in (
+    estimate.estimate, estimate.report, policies.explain, policies.check, planning.plan, planning.max_batch,
+    max_length.max_length, where.where, catalogue.models, catalogue.gpus, catalogue.calibrate,
+):  # fmt: skip
+    app.command()(command)
+# What follows the recipe's name is the recipe's own, its --help included.
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)(recipe.recipe)  # fmt: skip
+for command in (recipe.merge, recipe.kohya, web.app):
+    app.command()(command)
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -19,9 +19,6 @@ from ckpt_ft.units import GIB, format_number
 
 from .console import progress, stdout
 from .params import AsJson
-
-if TYPE_CHECKING:
-    from ckpt_ft.memory.measure.report import MemoryReport
 
 Part = Annotated[str, typer.Argument(help="list only those with this text in a name or a kind")]
 
@@ -90,30 +87,15 @@ def calibrate(
     with progress() as say:
         say("importing PyTorch")
         from ckpt_ft.memory.measure import calibrate
+        from ckpt_ft.memory.measure.report import MemoryReport
 
-        card = calibrate.calibrate(say) if report is None else calibrate.from_report(_read_report(report))
+        card = calibrate.calibrate(say) if report is None else calibrate.from_report(MemoryReport.from_json(report))
         path = write_card(card)
     own = card.calibration
     assert own is not None
     said = f"{1e6 * own.per_op:.1f} us for each op, {len(own.curves)} kinds of operators"
     print(f"{card.name}: {said if report is None else f'steps take {own.pace:.3g} times the predicted seconds'}")
     print(f"wrote {path}; it is --device here, and the default")
-
-
-def _read_report(path: Path) -> MemoryReport:
-    from ckpt_ft.memory.measure.report import MemoryReport
-
-    file = path / "memory_report.json" if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(f"--from {path}: no memory_report.json here; recipes write it to their --output_dir")
-    return MemoryReport.from_json(file)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    app.command()(models)
-    app.command()(gpus)
-    app.command()(calibrate)
 
 
 def _matches(part: str, texts: Sequence[str]) -> bool:

@@ -124,21 +124,12 @@ def report(
     """Print a memory report that a recipe wrote."""
     from ckpt_ft.memory.measure.report import MemoryReport
 
-    file = path / "memory_report.json" if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(f"{path}: no memory_report.json here; recipes write it to their --output_dir")
     if html:
         check_writable(html, "--html")
-    found = MemoryReport.from_json(file)
+    found = MemoryReport.from_json(path)
     found.print()
     if html:
         found.to_html(html)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    app.command()(estimate)
-    app.command()(report)
 
 
 def plan_command(spec: TrainingSpec) -> str:

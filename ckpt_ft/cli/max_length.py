@@ -88,11 +88,6 @@ def max_length(
     console.print(f"train the first of these: {command}", markup=False, soft_wrap=True)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(max_length)
-
-
 def _find(
     spec: TrainingSpec, policies: tuple[str, ...], margin: str, say: Callable[[str], None], **search: Any
 ) -> tuple[MaxLength, str]:

@@ -215,12 +215,6 @@ def max_batch(
         )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    app.command()(plan)
-    app.command()(max_batch)
-
-
 def _batch(text: str | int | None) -> int | None:
     if text in (None, "auto"):
         return None

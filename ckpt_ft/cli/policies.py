@@ -75,12 +75,6 @@ def check(
         raise typer.Exit(1)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    app.command()(explain)
-    app.command()(check)
-
-
 def _inside(activations: dict[str, int], names: list[str]) -> int:
     prefixes = tuple(f"{name}." for name in names)
     return sum(nbytes for module, nbytes in activations.items() if module in names or module.startswith(prefixes))

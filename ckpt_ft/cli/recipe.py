@@ -116,12 +116,3 @@ def kohya(
     from ckpt_ft.training.merge import to_kohya
 
     print(f"written: {to_kohya(adapter, output)}")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    # What follows the recipe's name is the recipe's own, its --help included.
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-    app.command(context_settings=settings)(recipe)
-    app.command()(merge)
-    app.command()(kohya)

@@ -17,6 +17,7 @@ from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
+from ckpt_ft.validation import load_yaml
 
 from .console import progress, stdout
 from .params import AsJson, Html, takes_spec
@@ -85,11 +86,6 @@ def where(
         page.write(html)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(where)
-
-
 def print_places(tables: Sequence[Table], found: Places) -> None:
     """Print the tables, what is refused, and the command of each method's best place."""
     console = stdout()
@@ -128,14 +124,9 @@ def read_prices(given: Sequence[str]) -> dict[str, float]:
 
 
 def _price_file(path: str) -> Mapping[str, Any]:
-    import yaml
-
     if not Path(path).is_file():
         raise UserError(f"--price {path}: neither card=dollars nor a file; write --price rtx-4090=0.4,h100=2.5")
-    try:
-        pairs = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        pairs = None
+    pairs = load_yaml(path, f"--price {path}")
     if not isinstance(pairs, Mapping):
         raise UserError(f"--price {path}: the file has one line 'card: dollars an hour' for each card")
     return pairs

@@ -338,7 +338,7 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("max-batch", "CONFIG", "--policy", "auto"), "error: policy 'auto': `ckpt-ft plan`"),
         (("plan", "CONFIG", "--gpus", "0"), "error: 0 GPUs: a launch is for at least 2"),
         (("explain", "DIRECTORY"), "no config.json"),
-        (("report", "DIRECTORY"), "no memory_report.json"),
+        (("report", "DIRECTORY"), "recipes write memory_report.json"),
         (("check", "CONFIG", "--policy", "auto"), "chooses a policy for a budget"),
         (("nothing",), "No such command"),
     ],

@@ -242,15 +242,17 @@ class MemoryReport:
 
     @classmethod
     def from_json(cls, path: str | Path) -> MemoryReport:
-        """Reads a file that `to_json` wrote.
+        """Reads a file that `to_json` wrote, or memory_report.json in a directory.
 
         Raises:
             UserError: the file does not exist or is not a memory report.
         """
+        path = Path(path, "memory_report.json") if Path(path).is_dir() else path
         try:
             text = Path(path).read_bytes()
         except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+            wrote = "recipes write memory_report.json to their --output_dir"
+            raise UserError(f"{path}: cannot be read ({error.strerror}); {wrote}") from error
         report = read_json(cls, text, str(path), "a memory report")
         read_json(Facts, json.dumps(report.provenance), f"{path}: provenance", "that of a memory report")
         if not report.ranks:
