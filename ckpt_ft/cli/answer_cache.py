@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ckpt_ft.errors import UserError, one_line
@@ -56,8 +57,8 @@ class AnswerCache(Generic[T]):
             logger.warning("the %s is made again: %s", self.kind, one_line(error))
             return None
 
-    def put(self, text: str) -> None:
-        """Writes the answer to the cache."""
+    def put(self, text: str | Callable[[Path], object]) -> None:
+        """Writes the answer to the cache: its text, or by a function that writes a file."""
         try:
             write(self.path, text)
         except OSError as error:

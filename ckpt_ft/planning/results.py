@@ -95,17 +95,19 @@ def _of_an_adapter(name: str, wrappers: Collection[str]) -> bool:
 
 @lru_cache(maxsize=1)
 def source_digest() -> str:
-    """A digest of this package's code: a change of the code makes every cached result invalid."""
+    """A digest of this package's code and tables: a change of either makes every cached result invalid."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    for path in sorted(Path(__file__).parent.parent.rglob("*")):
+        if path.suffix in (".py", ".csv", ".ini", ".json", ".js", ".css"):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def cache_path(kind: str, question: Mapping[str, Any]) -> Path:
     """The path in the cache of the result of a `kind`; `question` has everything that the result depends on."""
+    libraries = {name: version for name, version in versions().items() if name != "ckpt_ft"}
     text = json.dumps(
-        {"question": question, "versions": versions(), "code": source_digest()}, sort_keys=True, default=str
+        {"question": question, "versions": libraries, "code": source_digest()}, sort_keys=True, default=str
     )
     return cache_root() / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 

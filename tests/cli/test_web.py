@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import pytest
 from ckpt_ft.cli import web
 from ckpt_ft.cli.web import Answer, Question, Visitors, run
 from ckpt_ft.errors import UserError
+from ckpt_ft.planning import results
+from ckpt_ft.workloads import model_config
 
 ROOT = Path(__file__).parents[2]
 STEP, PLAN, LONGEST, CARDS = web.QUESTIONS
@@ -96,6 +99,45 @@ def test_each_question_is_answered_once_and_a_visitor_has_so_many(monkeypatch: p
         list(visitors.answer(["more"], "one"))
     assert list(visitors.answer(["more"], "another"))[-1] == Answer("more")
     assert len(ran) == web._VISITS + 1
+
+
+def test_answers_made_in_advance_are_shown_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CKPT_FT_CACHE", str(tmp_path))
+    ran: list[str] = []
+
+    def answer(words: list[str], limit: float = 0) -> Iterator[Answer]:
+        ran.append(" ".join(words))
+        if "gpt2" in words[1]:
+            raise UserError("this cannot be answered")
+        yield Answer("fits, \u00bd", f"<p>{words[1]}</p>" * 1000)
+
+    monkeypatch.setattr(web, "run", answer)
+    monkeypatch.setattr(web, "_FILLED", ("t4",))
+    names = "openai-community/gpt2", "google/gemma-2b", "stabilityai/stable-diffusion-2-1", "microsoft/resnet-50"
+    known = {name: model_config.known_models()[name] for name in reversed(names)}
+    monkeypatch.setattr(model_config, "known_models", lambda: known)
+    assert web.fill(0) == (0, 12)
+    clock = iter(range(1000))  # a second passes at each look
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    assert web.fill(5 / 60) == (3, 12)
+    assert [words.split()[1] for words in ran] == [names[1], names[0], *names[2:]]  # language models first
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    assert web.fill(1) == (9, 12)
+    assert len(ran) == len(set(ran)) + 1 == 13  # the second call went on; what has no answer is asked again
+
+    visitors, words = Visitors(), ran[0].split()
+    with visitors.running:  # another visitor waits
+        assert list(visitors.answer(words, "one")) == [Answer("fits, \u00bd", f"<p>{words[1]}</p>" * 1000)]
+    assert visitors.visits == {}
+    kept = web.kept_answer(words).path
+    assert kept.stat().st_size < 400
+    for wrong in (b"", b"no", kept.read_bytes()[:-9]):
+        kept.write_bytes(wrong)
+        assert web.kept_answer(words).get() is None
+    monkeypatch.setattr(results, "source_digest", lambda: "other code")
+    assert web.kept_answer(ran[1].split()).get() is None
+    assert web.fill(0) == (0, 12)
+    assert list(kept.parent.iterdir()) == []
 
 
 def test_the_space_has_what_the_package_needs() -> None:
