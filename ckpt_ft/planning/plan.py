@@ -285,6 +285,7 @@ def budget_sweep(
         made, estimates = planned(tracer, request)
         points = [SweepPoint(made.room, made.candidates)]
         budgets = [nbytes for nbytes in _budgets(workload, estimates) if nbytes != made.room.budget]
+        tracer.report = lambda line: None  # each budget has a line; its traces would count anew
         for i, nbytes in enumerate(budgets, 1):
             say(f"planning for {format_bytes(nbytes)}, {i} of {len(budgets)} other budgets")
             gpu = gpu_of(workload.device)

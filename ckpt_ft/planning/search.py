@@ -189,7 +189,8 @@ def search(estimates: Estimates, policies: list[str] | None = None, shown: int =
     if policies is not None:
         estimates.trace_candidates(policies)
     else:
-        estimates.tracer.expected = _about(estimates, shown)
+        if estimates.tracer.workload.launch is None:  # several launches share most of their traces
+            estimates.tracer.expected = _about(estimates, shown)
         _explore(estimates)
     return _confirmed(estimates, shown)
 
@@ -207,15 +208,20 @@ def _about(estimates: Estimates, shown: int) -> int:
 
 
 def _explore(estimates: Estimates) -> None:
-    estimates.trace_candidates(ends())
+    def trace(policies: Iterable[str]) -> None:
+        estimates.trace_candidates(policies)
+        best = max(estimates.candidates(), key=better(estimates.target), default=None)
+        estimates.tracer.best = f"so far {best.policy}, batch {best.batch}; " if best else ""
+
+    trace(ends())
     headed = ends()[len(FIRST) :]
     head = any(estimates.beats(headed[i], FIRST[i]) for i in range(len(headed)) if headed[i] in estimates.anchors)
     others = other_policies(estimates.tracer.workload.model)
-    estimates.trace_candidates([with_term(policy, "head") for policy in others] if head else others)
+    trace([with_term(policy, "head") for policy in others] if head else others)
     if head:  # head costs a little time: a leader with it may be faster without
         leaders = {candidate.policy for candidate in frontier(estimates.candidates())}
-        estimates.trace_candidates(without_term(policy, "head") for policy in leaders)
-    estimates.trace_candidates([with_term(estimates.leanest().policy, "offload")])
+        trace(without_term(policy, "head") for policy in leaders)
+    trace([with_term(estimates.leanest().policy, "offload")])
     _split(estimates, head)
     if estimates.room.host is not None or not estimates.candidates():
         _swap(estimates)

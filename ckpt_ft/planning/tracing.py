@@ -171,12 +171,13 @@ class Tracer:
 
     Attributes:
         expected: about how many traces there will be, for the progress report; 0 if unknown.
+        best: the best answer so far, for the same report.
     """
 
     def __init__(self, workload: Workload, jobs: int = 1, report: Report | None = None) -> None:
         self.workload, self.report = workload, report or (lambda line: None)
         self.traced: dict[Key, Traced] = {}
-        self.expected = 0
+        self.expected, self.best = 0, ""
         self._alone: set[Key] = set()  # keys that were traced in separate sessions
         self._jobs = jobs or cores() if can_fork() else 1
         self._pool: ProcessPoolExecutor | None = None
@@ -264,7 +265,7 @@ class Tracer:
             )
             done = len(self.traced)
             about = f"{done} of about {max(self.expected, done + len(keys))}: " if self.expected else ""
-            self.report(f"{about}tracing {said}{where}")
+            self.report(f"{about}{self.best}tracing {said}{where}")
             yield _session(self.workload, keys, typical) if future is None else future.result()
 
 
