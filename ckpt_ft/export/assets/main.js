@@ -22,7 +22,9 @@ document.body.append(
   el("main", {}, ...DATA.sections.flatMap((section) => VIEWS[section.kind](section))),
   el("footer", { class: "muted" }, DATA.made));
 
-// Inside another page, which gives its frame this height.
+// Inside another page, which gives its frame this height. Told again and again: the other page may not listen yet.
 if (parent !== window) {
-  new ResizeObserver(() => parent.postMessage({ height: document.body.offsetHeight + 8 }, "*")).observe(document.body);
+  const tell = () => parent.postMessage({ height: document.body.offsetHeight + 8 }, "*");
+  new ResizeObserver(tell).observe(document.body);
+  setInterval(tell, 1000);
 }

@@ -73,5 +73,6 @@ function tabs(tables) {
   const place = el("div");
   const show = (name) => place.replaceChildren(tables[name].element);
   show(names[0]);
-  return el("div", {}, names.length > 1 ? choose("Tables", names, names[0], show) : null, place);
+  return el("div", {},
+    names.length > 1 ? choose("Tables", names, names[0], show) : el("p", { class: "muted" }, names[0]), place);
 }
