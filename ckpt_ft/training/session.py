@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -244,7 +244,7 @@ class Session:
             here = self.accelerator.device.type == "cpu"  # where measured steps ran eagerly
             compiled = "" if here else compiled_by(self.accelerator)
             step = replace(workload(), launch=launch_of(self.accelerator, model=self.model), compile=compiled)
-            with ExitStack() as stack:
+            with ExitStack() as stack, torch.compiler.set_stance("force_eager") if here else nullcontext():
                 if self.policy is not None and is_divided(self.model):
                     apply_policy(step.model, self.policy, verify="never")
                 elif self.policy is not None and self.applied is None:  # it was removed when training ended

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 TrainerLoss = Callable[..., torch.Tensor]  # as Trainer.compute_loss, without its `self`
 _MANY = 100  # steps
 _IGNORED = -100  # the label that a loss leaves out
+_TORCHAO = {"AdamW8bit": "ao_adamw_8bit", "AdamW4bit": "ao_adamw_4bit", "AdamWFp8": "ao_adamw_fp8"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -271,6 +272,9 @@ def _trained(optimizer: Any, model: nn.Module, steps: int) -> Any:
     """
     if type(optimizer).__name__ == "GrokAdamW" and current_gpu() is not None:
         return make_optimizer(model, "grokadamw")  # its states are in host memory between steps
+    kind = type(optimizer)
+    if kind.__module__.startswith("torchao.") and kind.__name__ in _TORCHAO:
+        return make_optimizer(model, _TORCHAO[kind.__name__])  # its own update is compiled
     if hasattr(optimizer, "train"):  # schedule-free optimizers, which an evaluation leaves in another mode
         optimizer.train()
         for group in optimizer.param_groups:

@@ -22,6 +22,7 @@ from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.policy import Policy
+from ckpt_ft.standins.optimizers import LAYOUTS
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.session import FALLBACK_POLICIES, Session, advise_on_oom, cheaper_policies
@@ -712,6 +713,31 @@ def test_states_that_wait_on_the_host_are_not_on_the_card(tmp_path: Path, monkey
     assert on_card.at_peak.get("optimizer", 0) == 0
     largest = max(4 * p.numel() for p in model.parameters())
     assert on_card.peaks["optimizer"] >= sum(8 * p.numel() for p in model.parameters()) + 5 * largest
+
+
+def test_an_optimizer_of_torchao_is_its_layout(tmp_path: Path) -> None:
+    kind = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})
+    model = tiny()
+    trainer = Trainer(
+        model=model, args=arguments(tmp_path), train_dataset=ROWS, optimizers=(kind(model.parameters()), None)
+    )
+    made = Workload.from_trainer(trainer).make_optimizer(model)
+    assert made.layout is LAYOUTS["ao_adamw_8bit"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own imports
+def test_a_compiled_loss_of_a_trainer_is_traced_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1).float(), labels.flatten())
+
+    monkeypatch.setattr("ckpt_ft.workloads.from_trainer.current_gpu", lambda *index: find_gpu("a100-80gb"))
+    traces = []
+    for function in (loss, torch.compile(loss)):
+        trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS, compute_loss_func=function)
+        traces.append(Workload.from_trainer(trainer).trace(1))
+    fused = [{op.name for op in trace.ops if op.name.startswith("triton_")} for trace in traces]
+    assert not fused[0]
+    assert len(fused[1]) >= 2  # at least one in each half
 
 
 def test_what_the_loss_holds_counts_after_the_backward(tmp_path: Path) -> None:

@@ -42,9 +42,8 @@ from ckpt_ft.memory.distributed.wrap import (
     sharding_mesh,
     share,
 )
-from ckpt_ft.memory.fake.compiled.lowering import compiled_steps, is_compiled, prepare
+from ckpt_ft.memory.fake.compiled.lowering import FoundCompiled, compiled_steps, eager_steps, is_compiled, prepare
 from ckpt_ft.memory.gpus import GPU, gpu_of
-from ckpt_ft.memory.record.dispatch import run_eagerly
 from ckpt_ft.memory.record.splice import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker, swapped_weights
@@ -126,20 +125,8 @@ def trace_steps(
             step is then copied from the first (replay_step.py).
         phase: what runs after `steps`, and is the measured one then; all of its blocks are traced.
     """
-    whole = launch or sharding_of(model) or is_compiled(model) or any(swapped_weights(model))
-    traced: Traced | None = None if whole else set()
-    while True:
-        try:
-            return _Trace(
-                model, steps, make_optimizer, device, launch, alloc_conf, beside, update, traced, phase
-            ).run()
-        except NotPeriodic:  # `traced` has grown
-            continue
-
-
-def _steps(parameter: nn.Parameter) -> Any:
-    """The hooks that run once a parameter's gradient is complete."""
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+    traced: Traced | None = None if launch or sharding_of(model) or any(swapped_weights(model)) else set()
+    return _Trace(model, steps, make_optimizer, device, launch, alloc_conf, beside, update, traced, phase).run()
 
 
 def _left_on_host(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -221,9 +208,11 @@ def launched(
 
 @dataclass
 class _Trace:
-    """One attempt at a trace: the arguments of `trace_steps`, and the runs of blocks that must be traced whole.
+    """A trace: the arguments of `trace_steps`, and what its attempts found out.
 
-    traced: None if nothing may be skipped; it grows where blocks turn out not to repeat each other.
+    traced: the runs of blocks that must be traced whole, which grow where blocks turn out not to repeat each other;
+        None if nothing may be skipped.
+    compiled: whether torch.compile compiles anything in the step.
     """
 
     model: nn.Module
@@ -237,13 +226,21 @@ class _Trace:
     traced: Traced | None = None
     phase: Step | None = None
     freezes: bool = True  # whether the garbage collector's frozen objects are those of the trace alone
+    compiled: bool = False
 
     def run(self) -> StepTrace:
-        """Run the steps and return their record.
+        """Run the steps and return their record."""
+        self.compiled = is_compiled(self.model)
+        while True:
+            self.traced = None if self.compiled else self.traced
+            try:
+                return self._attempt()
+            except NotPeriodic:  # `traced` has grown
+                continue
+            except FoundCompiled:
+                self.compiled = True
 
-        Raises:
-            NotPeriodic: units of blocks do not repeat each other; `traced` has grown.
-        """
+    def _attempt(self) -> StepTrace:
         self.freezes = not gc.get_freeze_count()
         gpu = gpu_of(self.device)
         AllocatorSettings.parse(self.alloc_conf)
@@ -254,17 +251,15 @@ class _Trace:
         if experts not in (None, "eager", "batched_mm", "grouped_mm"):
             raise UserError(f"experts_implementation {experts}: a kernel of the Hub is not predicted; give grouped_mm")
         liger.check_experts(model, divided=launch is not None and launch.ep > 1)
-        if compiled := is_compiled(model):
-            if launch is not None and (
-                launch.strategy != "fsdp2" or launch.tp * launch.cp * launch.sp * launch.ep > 1
-            ):
+        if self.compiled:
+            if launch and (launch.strategy != "fsdp2" or launch.tp * launch.cp * launch.sp * launch.ep > 1):
                 raise UserError(f"launch '{launch}': a compiled step is predicted for one process or fsdp2")
             prepare()
         if sharding is not None:
             launch = sharding.within(launch)
         with (
             _ALONE,
-            nullcontext() if compiled else run_eagerly(),
+            nullcontext() if self.compiled else eager_steps(),
             patches.Interrupts() as interrupts,
             swap_library_layers(model),
             flash_attention.for_live_models(),
@@ -272,7 +267,7 @@ class _Trace:
             nullcontext() if gpu is None else fused_head.on_gpu(),
             nullcontext() if gpu is None else liger.on_card(gpu.sms, gpu.capability),
             process_group(launch, sharding) as mesh,
-            torch_like(gpu, compiled) as fakes,
+            torch_like(gpu, self.compiled) as fakes,
             faked(model, self.beside, fakes, sharding),
             launched(model, launch, mesh, sharding) as (streams, held),
         ):
@@ -288,7 +283,7 @@ class _Trace:
             tracker.add_model(model)
             tracker.recorder.add_resident(held or (), "communication")
             tracker.add_beside(self.beside)
-            lowering = compiled_steps(model, tracker, fakes, gpu) if compiled else nullcontext()
+            lowering = compiled_steps(model, tracker, fakes, gpu) if self.compiled else nullcontext()
             with lowering as describe, self._tracking(tracker, streams), interrupts.passing_on():
                 optimizer: Any = self.make_optimizer(model) if self.make_optimizer else None
                 if launch is not None and launch.by_transformers:
@@ -314,13 +309,13 @@ class _Trace:
         ops = tracker.dispatcher
         assert isinstance(ops, FakeOps)
         recorder = tracker.recorder
-        compiled = is_compiled(self.model)  # a mode around autocast would break its graphs
         try:
             with (
                 tracker, patches.device_calls(recorder), patches.triton_launches(recorder),
                 patches.lists_of_fakes(recorder, ops.values), host_copies(recorder, streams),
                 gathers_in_8_bits(recorder, ops.fakes),
-                nullcontext() if compiled else patches.cast_from_meta(ops.off_meta),
+                # A mode around autocast would break the graphs of compiled code.
+                nullcontext() if self.compiled else patches.cast_from_meta(ops.off_meta),
             ):  # fmt: skip
                 yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -353,7 +348,8 @@ class _Trace:
 
     def _record_steps(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:
         """Run the steps. Blocks are not skipped if hooks act on gradients: they run where a gradient is computed."""
-        if self.traced is None or any(p._backward_hooks or _steps(p) for p in self.model.parameters()):
+        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if self.traced is None or any(getattr(p, name, None) for p in self.model.parameters() for name in hooks):
             for number, step in enumerate(self.steps):
                 self._between_steps(number)
                 tracker.start_step()

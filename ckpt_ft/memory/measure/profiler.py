@@ -36,7 +36,6 @@ from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.memory.cost.op_work import tensors
 from ckpt_ft.memory.fake.faked_model import tensors_held
 from ckpt_ft.memory.fake.values import is_small
-from ckpt_ft.memory.record.dispatch import run_eagerly
 from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
@@ -80,7 +79,7 @@ class CpuMeter:
         for module in self.model.modules() if self.model is not None else ():  # also those that this step leaves alone
             self._tracker.recorder.add_resident(tensors_held(module).values(), "activations")
         self._tracker.__enter__()
-        self._eager = run_eagerly()
+        self._eager = torch.compiler.set_stance("force_eager")  # compiled code gives up under a dispatch mode
         self._tracker.start_step()
 
     def enter(self, phase: str) -> None:

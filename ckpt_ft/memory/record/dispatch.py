@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -109,14 +108,13 @@ def from_python_dispatch() -> bool:
 
 
 def leave_uncompiled() -> None:
-    """Make torch.compile skip the tracker's own functions, if torch.compile is in use.
+    """Make torch.compile skip the tracker's own functions.
 
     Otherwise it compiles every function of a dispatch mode that it meets, again and again, until it gives up.
     """
-    if "torch._dynamo" in sys.modules:
-        _skip_recording()
-        # The context's hooks tell which module runs. A compiled module's calls them twice; once is enough.
-        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+    _skip_recording()
+    # The context's hooks tell which module runs. A compiled module's calls them twice; once is enough.
+    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
 
 
 def unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,15 +125,6 @@ def unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
-
-
-def run_eagerly() -> AbstractContextManager[Any]:
-    """Runs compiled functions eagerly from this call on until the context ends.
-
-    Under a dispatch mode `torch.compile` would give them up for the rest of the process, or refuse to run them
-    (`fullgraph=True`, as in torchao's optimizers).
-    """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @cache

@@ -22,8 +22,8 @@ class StepContext:
     """Follows a training step by global module and optimizer hooks, while entered as a context manager.
 
     Attributes:
-        by_global_hooks: if not, `enter_module` and `leave_module` are called by others: torch.compile traces into
-            hooks that are global.
+        hook: in a compiled step, makes global hooks of `enter_module` and `leave_module`: torch.compile traces into
+            them, and may call the second alone if it raises.
         phase: "forward", "backward" or "optimizer".
         recomputing: a checkpoint re-runs a forward inside backward.
         inner: the module within a compiled region that the running kernel is of, if it is known.
@@ -33,7 +33,7 @@ class StepContext:
     """
 
     def __init__(self) -> None:
-        self.by_global_hooks = True
+        self.hook: Callable[[Callable[..., None]], Callable[..., None]] | None = None
         self.phase, self.recomputing, self.zone = "forward", False, 0
         self.inner = ""
         self.phase_listeners: list[Callable[[str], None]] = []
@@ -113,15 +113,15 @@ class StepContext:
 
     def __enter__(self) -> StepContext:
         self._thread = get_ident()
+        enter, leave = self.enter_module, self.leave_module
+        if self.hook is not None:
+            enter, leave = self.hook(enter), self.hook(leave)
         self._hooks = [
             register_optimizer_step_pre_hook(self._enter_optimizer),
             register_optimizer_step_post_hook(self._leave_optimizer),
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=self.hook is None),
         ]
-        if self.by_global_hooks:
-            self._hooks += [
-                register_module_forward_pre_hook(self.enter_module),
-                register_module_forward_hook(self.leave_module, always_call=True),
-            ]
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -142,6 +142,14 @@ class StepContext:
             return
         self._stack.pop()
         self._note_node()
+
+    def call_module(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`forward` as a call of `module`, whose hooks do not run."""
+        self.enter_module(module, args)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.leave_module(module, args, None)
 
     def _note_node(self) -> None:
         self._node_starts.append(_get_sequence_nr())

@@ -152,6 +152,45 @@ def test_a_trace_leaves_what_is_compiled_compiled() -> None:
     assert all(map(torch.equal, before, after))
 
 
+def kernels(model: nn.Module, loss) -> list[tuple[str, str]]:
+    trace = trace_step(model, training_step(loss), make_optimizer=adamw, device="a100-40gb", warmup_steps=0)
+    return [(op.name, op.phase) for op in trace.ops if op.kernels]
+
+
+def test_functions_that_are_compiled_alone_are_traced_compiled() -> None:
+    hidden = torch.randn(64, 256)
+    eager, whole, forward, block = Stack(), Stack(), Stack(), Stack()
+    whole.compile()
+    forward.forward = torch.compile(forward.forward)
+    block.blocks[0].forward = torch.compile(block.blocks[0].forward)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return model(hidden)
+
+    expected = kernels(whole, loss)
+    assert any(name.startswith("triton_") for name, _ in expected)
+    for model, function in ((forward, loss), (block, loss), (eager, torch.compile(loss))):
+        assert kernels(model, function) == expected
+    with torch.compiler.set_stance("force_eager"):
+        plain = kernels(Stack(), loss)
+        assert kernels(forward, loss) == kernels(whole, loss) == plain
+    square = torch.compile(lambda value: (value * value).sin().sum())
+    decorated = kernels(Stack(), lambda model: square(model(hidden)))
+    assert sum(name.startswith("triton_") for name, _ in decorated) == 2  # one in each half
+
+
+def test_a_compiled_optimizer_is_refused() -> None:
+    model, hidden = Feedforward(), torch.randn(64, 256)
+    update = torch.compile(lambda optimizer: optimizer.step())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(hidden).backward()
+        update(optimizer)
+
+    with pytest.raises(UserError, match="the optimizer's step is compiled, which is not predicted: compile the model"):
+        trace_step(model, step, make_optimizer=adamw, device="a100-40gb")
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

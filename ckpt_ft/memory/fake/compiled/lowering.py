@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -38,6 +38,7 @@ _REFUSED = {
     "triton.cudagraphs": "CUDA graphs keep tensors in pools of their own, which are not predicted",
     "max_autotune": "the kernels are chosen by timing them on the card",
 }
+_OPTIMIZER = "the optimizer's step is compiled, which is not predicted: compile the model or its blocks alone"
 
 
 @contextmanager
@@ -58,12 +59,37 @@ def compiling(model: nn.Module, what: str) -> Iterator[None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` was called for the model or a module of it."""
-    if "torch._dynamo" not in sys.modules:
-        return False
-    from torch._dynamo import OptimizedModule
+    """Whether the model or a module of it runs compiled."""
+    from torch._dynamo import OptimizedModule, eval_frame
 
-    return any(m._compiled_call_impl is not None or isinstance(m, OptimizedModule) for m in model.modules())
+    known = any(m._compiled_call_impl is not None or isinstance(m, OptimizedModule) for m in model.modules())
+    return known and eval_frame._stance.stance != "force_eager"
+
+
+class FoundCompiled(Exception):
+    """A function that torch.compile compiles ran in a step that was traced as an eager one."""
+
+
+@contextmanager
+def eager_steps() -> Iterator[None]:
+    """Compiled functions run eagerly: torch.compile gives them up under a dispatch mode.
+
+    Raises:
+        FoundCompiled: such a function ran, and nothing but this context made it run eagerly.
+    """
+    from torch._dynamo import eval_frame
+
+    ran: set[bool] = set()
+
+    def entered(callback: Any) -> None:  # by a function that would be compiled, or by one that is left out
+        ran.add(callback not in (None, False))
+
+    eager = eval_frame._stance.stance == "force_eager"
+    watched = nullcontext() if eager else patch.object(eval_frame, "_callback_from_stance", entered)
+    with watched, torch.compiler.set_stance("force_eager"):
+        yield
+    if True in ran:
+        raise FoundCompiled
 
 
 def prepare() -> None:
@@ -77,33 +103,22 @@ def prepare() -> None:
 
 @contextmanager
 def followed(model: nn.Module, context: StepContext) -> Iterator[None]:
-    """Tells `context` of the modules that run: those outside of compiled regions, and each region as a whole."""
-    from torch._dynamo import OptimizedModule
-
-    context.by_global_hooks = False
+    """Tells `context` of each compiled module as a whole: its hooks are part of what is compiled."""
+    context.hook = unless_traced
     with ExitStack() as stack:
-        inside: set[int] = set()
         for module in model.modules():
-            if id(module) in inside:
-                continue
-            if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
-                inside.update(map(id, module.modules()))
-            if module._compiled_call_impl is not None:
-                run = _located(module, context, module._compiled_call_impl)
+            if compiled := module._compiled_call_impl:
+                run = partial(context.call_module, module, compiled)
                 stack.enter_context(patch.object(module, "_compiled_call_impl", run))
-            else:
-                stack.callback(module.register_forward_pre_hook(context.enter_module).remove)
-                stack.callback(module.register_forward_hook(context.leave_module, always_call=True).remove)
         yield
 
 
-def _located(module: nn.Module, context: StepContext, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        context.enter_module(module, args)
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            context.leave_module(module, args, None)
+def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:
+    """`hook`, which torch.compile traces as a function that does nothing."""
+
+    def run(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args)
 
     return run
 
@@ -117,7 +132,7 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
     Raises:
         UserError: the model cannot be compiled, or is compiled in a way that is not predicted.
     """
-    from torch._dynamo import exc
+    from torch._dynamo import exc, trace_rules
     from torch._dynamo.utils import counters
     from torch._inductor import compile_fx, config, graph
 
@@ -138,6 +153,8 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
             ) from error
 
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
+        if tracker.context.phase == "optimizer":
+            raise UserError(_OPTIMIZER)
         patches = kwargs.get("config_patches") or {}
         for name, reason in _REFUSED.items():
             if patches.get(name):
@@ -160,6 +177,7 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
             vars(compiled).clear()
 
     made: list[CompiledGraph] = []
+    trace_rules.get_legacy_mod_inlinelist().add(__file__)  # the hooks of `unless_traced` do not break a graph
     counters.clear()
     with ExitStack() as stack:
         stack.enter_context(_apart())
@@ -190,7 +208,11 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, UserError):
                 raise inner from None
-            raise UserError(f"torch.compile cannot compile {_frame(error, model)}: {one_line(inner, 200)}") from error
+            if tracker.context.phase == "optimizer":
+                raise UserError(_OPTIMIZER) from error
+            last = (getattr(error, "real_stack", None) or [None])[-1]  # the innermost function
+            where = type(model).__name__ if last is None else f"{last.name} ({last.filename}:{last.lineno})"
+            raise UserError(f"torch.compile cannot compile {where}: {one_line(inner, 200)}") from error
 
 
 @contextmanager
@@ -246,12 +268,6 @@ def _describe(made: list[CompiledGraph], tracker: Tracker, breaks: dict[str, int
     if breaks:
         reason = one_line(next(iter(breaks)).partition("Explanation: ")[2] or next(iter(breaks)), 120)
         note(f"torch.compile breaks the model's graph at {len(breaks)} places, the first: {reason}")
-
-
-def _frame(error: BaseException, model: nn.Module) -> str:
-    """The name of the innermost function of the model that was being traced."""
-    stack = getattr(error, "real_stack", None)
-    return f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else type(model).__name__
 
 
 def _move_to_card(gm: Any, inputs: Any) -> None:
