@@ -22,7 +22,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    if page.file.src_uri in ("settings.md", "cli.md"):  # they have every word
+    if page.file.src_uri in ("settings.md", "cli.md", "reference.md"):  # they have every word
         page.meta["search"] = {"boost": 0.1}
     return markdown
 
