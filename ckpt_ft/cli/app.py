@@ -66,7 +66,9 @@ def _main() -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except _UsageError as error:
-        raise UserError(one_line(error.format_message())) from error
+        faults: Any = getattr(error.__cause__, "errors", list)()  # pydantic's, whose message has no value
+        given = f": {faults[0]['input']!r}" if faults else ""
+        raise UserError(f"{one_line(error.format_message())}{given}") from error
     if isinstance(done, KeyboardInterrupt):
         raise done
     return done

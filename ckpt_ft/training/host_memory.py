@@ -93,10 +93,17 @@ def _values(tokens: Iterable[str]) -> dict[str, Any]:
     for token in tokens:
         if token.startswith("--"):
             name, equals, word = token[2:].partition("=")
-            found[name] = [yaml.safe_load(word)] if equals else []
+            found[name] = [_typed(word)] if equals else []
         elif found:
-            found[name].append(yaml.safe_load(token))
+            found[name].append(_typed(token))
     return {name: values[0] if len(values) == 1 else values or True for name, values in found.items()}
+
+
+def _typed(word: str) -> Any:
+    try:
+        return yaml.safe_load(word)
+    except yaml.YAMLError:  # "*" or "=", for example
+        return word
 
 
 def _uses_host(policy: str) -> bool:

@@ -159,3 +159,9 @@ def test_what_is_ignored_stands_in_the_head(
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words, "--json"])
     assert cli._main() == 0
     assert json.loads(capsys.readouterr().out)["ignored"] == ["torch_compile_backend"]
+
+
+def test_a_number_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", "plan", "gpt2", "--seq-length", "abc"])
+    with pytest.raises(UserError, match=r"--seq-length.*'abc'"):
+        cli._main()

@@ -89,3 +89,8 @@ def test_limits_of_the_control_group_count(tmp_path: Path, monkeypatch: pytest.M
     assert host_memory.free_host_bytes() == 700  # what is cached of files can be taken back
     (tmp_path / "memory.max").write_text("max\n")
     assert host_memory.free_host_bytes() == 10**12
+
+
+def test_a_word_that_is_no_yaml_is_text() -> None:
+    values = host_memory._values(["--dataset_name", "*", "--learning_rate", "1.0e-3", "--sep==", "--bf16"])
+    assert values == {"dataset_name": "*", "learning_rate": 1e-3, "sep": "=", "bf16": True}
