@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
 import signal
 import sys
@@ -163,20 +164,23 @@ def quiet() -> Iterator[None]:
     """Restores random states afterwards, and lets reference cycles be freed between steps only.
 
     Python's and numpy's random states too: a forward may draw masks or LayerDrop from them, and data its augmentation.
-    torch's log of ops that refuse fake tensors is off; the errors are raised.
+    torch's log, which is about a run, is off unless TORCH_LOGS is set; what stops a trace is raised.
     """
     enabled, python, drawn = gc.isenabled(), random.getstate(), numpy.random.get_state()
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    silent, logger.disabled = logger.disabled, True
+    handle = logging.Logger.handle
+
+    def of_others(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if "TORCH_LOGS" in os.environ or not logger.name.startswith("torch"):
+            handle(logger, record)
+
     gc.disable()
     freezes = not gc.get_freeze_count()  # `gc.unfreeze` cannot tell the caller's frozen objects from a trace's
     if freezes:
         gc.freeze()  # collections look only at what the step makes
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), patch.object(logging.Logger, "handle", of_others):
             yield
     finally:
-        logger.disabled = silent
         random.setstate(python)
         numpy.random.set_state(drawn)
         if freezes:

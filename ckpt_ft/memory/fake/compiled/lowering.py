@@ -7,8 +7,6 @@ measure on the card is assumed: matmuls are not padded (`pad_mm`) and no kernel 
 
 from __future__ import annotations
 
-import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -184,7 +182,6 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
         stack.callback(forget)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of torch about itself
-        stack.enter_context(_torch_logs_nothing())
         stack.enter_context(followed(model, tracker.context))
         stack.enter_context(config.patch(force_disable_caches=True, graph_partition=False, compile_threads=1))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
@@ -236,19 +233,6 @@ def _apart() -> Iterator[None]:
             yield
     finally:
         set_region(before)
-
-
-@contextmanager
-def _torch_logs_nothing() -> Iterator[None]:
-    """torch.compile's log is about the run, and what stops a trace is raised; TORCH_LOGS keeps it."""
-    handle = logging.Logger.handle
-
-    def of_others(logger: logging.Logger, record: logging.LogRecord) -> None:
-        if not logger.name.startswith("torch"):
-            handle(logger, record)
-
-    with patch.object(logging.Logger, "handle", handle if "TORCH_LOGS" in os.environ else of_others):
-        yield
 
 
 def _describe(made: list[CompiledGraph], tracker: Tracker, breaks: dict[str, int]) -> None:
