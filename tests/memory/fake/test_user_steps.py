@@ -139,6 +139,7 @@ def test_data_that_a_step_assigns_to_a_parameter_it_holds_is_put_back() -> None:
     assert torch.equal(held, before)
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's own imports
 def test_a_compiled_model_stays_compiled_after_a_trace() -> None:
     """A dispatch mode makes torch.compile give up a function for ever, or refuse it (`fullgraph=True`)."""
     compiled: list[int] = []
@@ -149,11 +150,21 @@ def test_a_compiled_model_stays_compiled_after_a_trace() -> None:
 
     linear = nn.Linear(4, 4)
     doubled = torch.compile(lambda x: linear(x) * 2, backend=backend, fullgraph=True)
-    trace = trace_step(linear, lambda model, optimizer: doubled(torch.zeros(2, 4)).sum().backward(), device="cpu")
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        doubled(torch.zeros(2, 4)).sum().backward()
+
+    with torch.compiler.set_stance("force_eager"):
+        trace = trace_step(linear, step, device="cpu")
     assert trace.peaks["backward"] > 0
     assert compiled == []
     doubled(torch.zeros(2, 4))
     assert compiled == [1]
+    with pytest.raises(UserError, match="hands no graph of the model to Inductor: other backends are not predicted"):
+        trace_step(linear, step, device="cpu")
+    compiled.clear()
+    doubled(torch.zeros(2, 4))
+    assert compiled == []
 
 
 def test_a_step_that_fails_leaves_no_attribute_changed() -> None:
