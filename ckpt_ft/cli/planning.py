@@ -16,7 +16,7 @@ from ckpt_ft.memory.gpus import GPU, asked_gpu
 from ckpt_ft.spec.command import can_train, recipe_command, recipe_of, training_command
 from ckpt_ft.spec.flags import Edit, offloaded
 from ckpt_ft.spec.launch import accelerate_config
-from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.spec.training_spec import MOST, TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
 
@@ -237,8 +237,15 @@ def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> 
     if plan.tokens not in (0, picked.data.tokens):
         picked = picked.edit(seq_length=plan.tokens)
     recipe = recipe_of(picked, plan.kind)
-    if recipe == "llm" and dataset and "vision_config" in read_config(spec.model.name):
+    config = read_config(spec.model.name) if recipe == "llm" else {}
+    if dataset and "vision_config" in config:
         recipe = ""  # recipes/llm.py reads no images
+    if picked.data.tokens > config.get("text_config", config).get("max_position_embeddings", MOST):
+        from transformers import AutoConfig  # which takes seconds, and most sequences do not need it
+
+        from ckpt_ft.workloads.model_config import with_rope_scaling
+
+        picked = with_rope_scaling(picked, AutoConfig.for_model(**config), picked.data.tokens)
     if best.launch is None and not (recipe and can_train(recipe, picked)):
         return ""
     return training_command(picked, recipe, dataset, config_file)

@@ -58,10 +58,11 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def test_plan_then_the_same_from_the_cache(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["plan", config, "--device", "t4", "--budget", "300MiB", "--seq-length", "32", "--batch-size", "4"]
+    words = ["plan", config, "--device", "t4", "--budget", "300MiB", "--seq-length", "65", "--batch-size", "4"]
     assert typed(monkeypatch, *words, "--jobs", "1", "--output", str(tmp_path / "plan.json")) == 0
     shown = capsys.readouterr().out
     assert "pick: " in shown
+    assert "--max_length 65 --rope_scaling none" in shown  # beyond the 64 positions of the configuration
     assert shown.splitlines()[-1].startswith("train it: ckpt-ft recipe llm --model_name_or_path ")
     assert planning.Plan.from_json((tmp_path / "plan.json").read_text()).best.batch == 4
 
