@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def test_fused_kernels_and_compiled_blocks_are_tried(
     assert "(needs liger-kernel)" in lines[0]
     assert "(needs a C compiler, for Triton)" in lines[3]
     title = next(at for at, line in enumerate(out) if "No other is faster in fewer bytes" in line)
-    speeds = [float(line.split()[-1].replace(",", "")) for line in out[title + 3 :] if line]
+    rows = takewhile(bool, out[title + 3 :])
+    speeds = [float(line.split()[-1].replace(",", "")) for line in rows]
     assert len(speeds) > 1
     assert speeds == sorted(speeds, reverse=True)
     liger, hub, cut, _ = (float(re.search(r"([\d.]+) MiB reserved", line).group(1)) for line in lines)
