@@ -33,7 +33,7 @@ from ckpt_ft.export.holders import holder_line
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.policy import Policy
-from ckpt_ft.workloads.from_trainer import compiled_by, is_divided
+from ckpt_ft.workloads.from_trainer import compiled_by, is_divided, own_shards
 
 from .arguments import ACArguments
 from .fit import Fitted, launch_of, next_policies
@@ -92,6 +92,8 @@ class Session:
             UserError: the policy matches nothing in the model, or FSDP's own checkpointing is on.
         """
         self.model = model
+        if is_divided(model):
+            own_shards(model)
         if self.policy is not None:
             if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
                 refuse_fsdp(self.policy)

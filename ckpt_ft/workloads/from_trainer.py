@@ -160,6 +160,18 @@ def is_divided(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "distributed_config", None) is not None
 
 
+def own_shards(model: nn.Module) -> None:
+    """Copies each shard that is a view of its whole weight, which it keeps in memory.
+
+    transformers loads such views on a CPU, from a file of the model's dtype; on a GPU it copies the shard.
+    """
+    for parameter in model.parameters():
+        shard = getattr(parameter, "_local_tensor", parameter)
+        if shard.numel() < parameter.numel() and shard.untyped_storage().nbytes() >= parameter.nbytes:
+            with torch.no_grad():
+                shard.set_(shard.clone())  # type: ignore[call-overload]
+
+
 def undivided(model: Any) -> Any:
     """Returns a model that transformers has divided as it was before, on the meta device; any other model itself.
 

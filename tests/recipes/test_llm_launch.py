@@ -185,7 +185,7 @@ def test_deepspeed_trains_and_resumes_to_the_same_weights(root: Path, tmp_path: 
 def test_ranks_that_share_sequences_or_weights_learn_the_same(
     root: Path, llm: ModuleType, tmp_path: Path, config: str, size: list[str], script: str
 ) -> None:
-    """The losses are those of one process; the prediction of a live run covers context parallelism alone."""
+    """The losses are those of one process, and the peaks the predicted ones, but under DeepSpeed's engine."""
     if config == "ulysses":
         pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]'")
     with socket.socket() as free:
@@ -202,7 +202,7 @@ def test_ranks_that_share_sequences_or_weights_learn_the_same(
     llm.main(["--use_cpu", *flags, str(tmp_path / "one")])
     assert len(losses(tmp_path / "one")) == 3
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    if config == "context_parallel":
+    if config != "ulysses":
         for rank in report(tmp_path / "two")["ranks"]:
             measured = max(figures["allocated"] for figures in rank["peaks"].values())
             assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=2e-3)
@@ -217,8 +217,7 @@ def test_ranks_that_hold_different_experts_learn_the_same(root: Path, llm: Modul
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_local_experts": 4}
     config = MixtralConfig(vocab_size=len(tokenizer), num_attention_heads=4, num_key_value_heads=2, **sizes)
     torch.manual_seed(0)
-    # loaded in another dtype: on a CPU, shards in the dtype of the file are views of whole weights
-    MixtralForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
     flags = [
         *SMALL,
         "--model_name_or_path",
