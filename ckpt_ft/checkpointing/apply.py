@@ -15,6 +15,7 @@ from .applied_policy import MARK, AppliedPolicy, CompileBudget, made, policies_o
 from .blocks import SEGMENTED, find_blocks, named_blocks, regions
 from .guard import Guard
 from .kv_cache import caching_models, tied_by_cache
+from .libraries import INT8, is_a
 from .module_state import has, modules_in
 from .recompute import Checkpointed
 from .segments import Segment, SegmentMember
@@ -104,10 +105,14 @@ def applied_policy(model: nn.Module) -> AppliedPolicy | None:
 
 def _install(applied: AppliedPolicy, blocks: Sequence[str]) -> None:
     policy, model = applied.policy, applied.model
+    module: Any
     for module in modules_in(model):
         if has(module, "gradient_checkpointing") and module.gradient_checkpointing is True:
             module.gradient_checkpointing = False
             applied.switched_off.append(module)
+        if is_a(module, INT8) and module.weight.CB is not None:  # its first forward would, and no second run could
+            module.init_8bit_state()
+            module.state.is_training = module.training
     if policy.checkpoints or policy.discards or policy.offload or policy.tile is not None or policy.swap:
         applied.found = named_blocks(model, blocks) if blocks else find_blocks(model)
     applied.parts = parts_of(policy, model, applied.found)

@@ -29,18 +29,23 @@ class InPieces(Checkpointed):
         super().__init__(module, None)
         self.inputs.written = set()  # pieces share memory, so that none may be written
         self.unhooked = Unhooked(self)
+        self.wrote = False  # the piece before
 
     def run_piece(self, term: str, forward: Callable[..., torch.Tensor], *piece: torch.Tensor) -> torch.Tensor:
         """Run `forward`, which computes with the module, on one piece.
 
+        The first piece of a call may set up a layer (`Linear8bitLt.state` of bitsandbytes).
+
         Raises:
-            UserError: it writes buffers or attributes of the module, and would do so for each piece.
+            UserError: it writes buffers or attributes of the module, as the piece before has.
         """
         contexts = runs(self, piece, {})
         if contexts is None:  # lazy layers
             return forward(*piece)
         output: torch.Tensor = RegionCall(forward, contexts, self.inputs, piece, {})()
-        if written := contexts[0].state.written():
+        before, written = self.wrote, contexts[0].state.written()
+        self.wrote = bool(written)
+        if before and written:
             raise UserError(
                 f"policy '{term}': a {type(self.module).__name__} writes {written} in its forward, and would do so "
                 f"for each piece; leave '{term}' out"

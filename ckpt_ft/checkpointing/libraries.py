@@ -12,6 +12,7 @@ DIFFUSERS: Class = ("diffusers.models.modeling_utils", "ModelMixin")
 KV_CACHE: Class = ("transformers.cache_utils", "Cache")
 CONFIG: Class = ("transformers.configuration_utils", "PreTrainedConfig")
 ADAPTED: Class = ("peft.tuners.lora.layer", "ParamWrapper")  # swaps the parameter for the time of its forward
+INT8: Class = ("bitsandbytes.nn", "Linear8bitLt")
 FSDP2: Class = ("torch.distributed.fsdp", "FSDPModule")
 
 

@@ -501,25 +501,22 @@ class PackedLinear(FrozenLinear):
 
 @contextmanager
 def swap_library_layers(model: nn.Module) -> Iterator[None]:
-    """Swap the 4- and 8-bit layers of `model` for stand-ins of the same layout; put them back on exit."""
-    made: dict[nn.Module, nn.Module | None] = {}
-    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    """Turn the 4- and 8-bit layers of `model` into stand-ins of the same layout; turn them back on exit.
+
+    Each stays the object that adapters and policies know, with its hooks.
+    """
+    before: list[tuple[Any, type, dict[str, Any]]] = []
     bitsandbytes = sys.modules.get("bitsandbytes")
     try:
-        for parent in list(model.modules()) if bitsandbytes is not None else ():
-            for name, layer in list(parent._modules.items()):
-                if layer is None:
-                    continue
-                if layer not in made:
-                    made[layer] = _stand_in(layer, bitsandbytes)
-                stand_in = made[layer]
-                if stand_in is not None:
-                    swapped.append((parent, name, layer))
-                    parent._modules[name] = stand_in
+        for layer in list[Any](model.modules()) if bitsandbytes is not None else ():
+            if (made := _stand_in(layer, bitsandbytes)) is not None:
+                before.append((layer, type(layer), vars(layer)))
+                hooks = {name: value for name, value in vars(layer).items() if name.endswith("_hooks")}
+                layer.__class__, layer.__dict__ = type(made), {**vars(made), **hooks}
         yield
     finally:
-        for parent, name, layer in swapped:
-            parent._modules[name] = layer
+        for layer, kind, attributes in before:
+            layer.__class__, layer.__dict__ = kind, attributes
 
 
 def _stand_in(layer: nn.Module, bitsandbytes: Any) -> nn.Module | None:

@@ -160,16 +160,16 @@ def is_divided(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "distributed_config", None) is not None
 
 
+@torch.no_grad()
 def own_shards(model: nn.Module) -> None:
     """Copies each shard that is a view of its whole weight, which it keeps in memory.
 
     transformers loads such views on a CPU, from a file of the model's dtype; on a GPU it copies the shard.
     """
     for parameter in model.parameters():
-        shard = getattr(parameter, "_local_tensor", parameter)
+        shard: Any = getattr(parameter, "_local_tensor", parameter)
         if shard.numel() < parameter.numel() and shard.untyped_storage().nbytes() >= parameter.nbytes:
-            with torch.no_grad():
-                shard.set_(shard.clone())  # type: ignore[call-overload]
+            shard.set_(shard.clone())
 
 
 def undivided(model: Any) -> Any:

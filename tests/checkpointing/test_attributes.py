@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -119,3 +122,63 @@ def test_a_hook_that_forward_registers_is_there_once(policy: str) -> None:
     plain, ours = gradients(None), gradients(policy)
     assert len(ours) == len(plain) == 18
     assert all(map(torch.equal, ours, plain))
+
+
+class Linear8bitLt(nn.Linear):
+    """As bitsandbytes' layer: the first forward takes what its weight was quantised to, and the second finds none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, bias=False)
+        weight: Any = self.weight.requires_grad_(False)
+        weight.CB = (32 * weight.data).round()
+        self.state = SimpleNamespace(CB=None, is_training=None)
+
+    def init_8bit_state(self) -> None:
+        weight: Any = self.weight
+        self.state.CB, weight.CB = weight.CB, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state.is_training = self.training
+        if self.weight.CB is not None:
+            self.init_8bit_state()
+        return nn.functional.linear(x, self.state.CB / 32)
+
+
+@pytest.mark.parametrize("policy", ["full", "save:matmul", "segments:2", "tile:2", "full,tile:2"])
+def test_an_8_bit_layer_that_is_set_up_by_its_first_forward(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", SimpleNamespace(Linear8bitLt=Linear8bitLt))
+
+    def train(policy: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Layers()
+        apply_policy(model.eval(), policy)
+        for _ in range(2):
+            model.train()(torch.randn(4, 8)).backward()
+            with torch.no_grad():
+                model.eval()(torch.randn(4, 8))
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    found, plain = train(policy), train("none")
+    assert len(plain) == 6
+    for ours, gradient in zip(found, plain, strict=True):
+        assert (ours - gradient).norm() <= (1e-6 * gradient.norm() if "tile" in policy else 0)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Layer() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(Linear8bitLt(8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)  # type: ignore[no-any-return]
