@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from transformers import Trainer
 
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # 3. Training: --find_max_length finds the length of the sequences; one callback plans what --ac_policy auto and
     # --find_max_batch_size leave open, applies the policy and reports memory
+    collate = partial(collator_of, model, tokenizer, data_args.packing, parallelism_of(training_args))
     with library_reads("no Trainer can be made of these flags"):
         trainer = Trainer(
             model=model,
@@ -78,13 +80,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            data_collator=collator_of(
-                model, tokenizer, data_args.packing, parallelism_of(training_args), data_args.max_length
-            ),
+            data_collator=collate(1 if ac_args.find_max_length else data_args.max_length),
         )
     if ac_args.find_max_length:
         ac_args, length = fit_length(trainer, ac_args, data_args.max_length)
         data_args = replace(data_args, max_length=length)
+        trainer.data_collator = collate(length)
         with training_args.main_process_first(desc="tokenizing"):
             trainer.train_dataset = encode_rows(train_rows, tokenizer, data_args)
             trainer.eval_dataset = None if eval_rows is None else encode_rows(eval_rows, tokenizer, data_args)

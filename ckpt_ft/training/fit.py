@@ -251,15 +251,12 @@ def fit(
 
 
 def _under_launch(workload: Workload, launch: Callable[[], Launch | None], flag: str) -> Workload:
-    """Returns `workload` under its launch, or for one process where the launch is not modelled."""
-    if any(hasattr(parameter, "ds_id") for parameter in workload.model.parameters()):
-        raise UserError(
-            f"{flag}: ZeRO-3 has partitioned the model as it was loaded, so no whole step can be traced; find policy "
-            "and batch with `ckpt-ft plan MODEL` and give them, or launch with zero3_init_flag: false"
-        )
+    """Returns `workload` under its launch, or for one process where the launch is not modelled and the model whole."""
     try:
         return replace(workload, launch=launch())
     except UserError as error:
+        if any(parameter.is_meta for parameter in workload.model.parameters()):
+            raise UserError(f"{flag}: {error}") from error
         logger.warning("%s: what follows is planned for one process", error)
         return replace(workload, launch=None)
 
@@ -280,11 +277,6 @@ def fit_length(trainer: Trainer, settings: TextACArguments, most: int) -> tuple[
         UserError: as `fit`.
     """
     flag, args, budget = "--find_max_length", trainer.args, settings.ac_budget
-    sharing = parallelism_of(args)
-    if sharing is not None and sharing.sp_size > 1:
-        raise UserError(
-            f"{flag}: Ulysses pads every row to --max_length; find it with `ckpt-ft max-length MODEL --sp N`"
-        )
     launch = partial(launch_of, trainer.accelerator, prepared=False, model=trainer.model)
     workload = _under_launch(live_workload(trainer, flag, any_length=True), launch, flag)
     more: dict[str, Any] = {"most": most, "margin": _cpu_margin(workload)}

@@ -485,7 +485,7 @@ def _padded(rows: list[list[int]], length: int, value: int) -> torch.Tensor:
 
 def collator_of(
     model: Any, tokenizer: PreTrainedTokenizerBase, packing: bool, sharing: ParallelismConfig | None = None,
-    max_length: int = 0,
+    max_length: int = 1,
 ) -> PadCollator:  # fmt: skip
     """Returns the collator of encoded rows for `model`, after checking that it keeps packed rows apart.
 

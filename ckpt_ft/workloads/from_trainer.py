@@ -12,12 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import modeling_utils
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.fsdp2 import shard_again
@@ -28,6 +30,7 @@ from ckpt_ft.spec.trainer import check_live, spec_of_arguments
 
 from .optimizers import make_optimizer
 from .sample_sizes import rows_by_length
+from .transformers_models import own_loss
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -72,7 +75,9 @@ def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[
             row = {name: [*islice(cycle(values), length)] for name, values in longest.items()}
             return [row] * samples
 
-    loss = loss_of(trainer)
+    sharing = trainer.accelerator.parallelism_config
+    # under Ulysses a Trainer gathers the losses of all ranks, which a trace cannot, and weighs them
+    loss: TrainerLoss = own_loss if sharing is not None and sharing.sp_enabled else loss_of(trainer)
 
     def make_batch(samples: int, length: int | None) -> Batch:
         batch: Batch = send_to_device(dict(collate(chosen(samples, length))), args.device)
@@ -173,21 +178,23 @@ def own_shards(model: nn.Module) -> None:
 
 
 def undivided(model: Any) -> Any:
-    """Returns a model that transformers has divided as it was before, on the meta device; any other model itself.
+    """Returns a model that was divided as it was loaded (also by ZeRO-3) whole, on "meta"; any other model itself.
 
     Raises:
         UserError: it has adapters, which were added after it was divided.
     """
-    if not is_divided(model):
+    partitioned = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    if not (is_divided(model) or partitioned):
         return model
     if hasattr(model, "peft_config"):
-        raise UserError("adapters on a model that DistributedConfig divides are not predicted")
+        by = "ZeRO-3" if partitioned else "DistributedConfig"
+        raise UserError(f"adapters on a model that {by} divides as it is loaded are not predicted here")
     config = copy.deepcopy(model.config)
     config.distributed_config = None
     kind: Any = type(model).__mro__[
         2 if isinstance(model, FSDPModule) else 0
     ]  # fully_shard puts two classes before it
-    with torch.device("meta"):
+    with torch.device("meta"), patch.object(modeling_utils, "_is_ds_init_called", True):  # ZeRO-3 would divide it
         whole = kind._from_config(config, dtype=model.dtype, attn_implementation=config._attn_implementation)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in whole.named_parameters():

@@ -196,9 +196,9 @@ def test_ranks_that_share_sequences_or_weights_learn_the_same(
     flags = [*SMALL, "--ac_policy", "full,head", "--packing", "false", "--save_only_model", "true", "--output_dir"]
     flags = ["--disable_tqdm", "true", "--ac_report", "json", *flags]
     gloo = {} if config == "ulysses" else {"ACCELERATE_USE_CPU": "1"}
-    finish(
-        start(root, [*command, f"tests/recipes/{script}.py", "recipes/llm.py", *flags, str(tmp_path / "two")], **gloo)
-    )
+    command += [f"tests/recipes/{script}.py", "recipes/llm.py", "--find_max_length", "--ac_budget", "2GiB"]
+    said = finish(start(root, [*command, *flags, str(tmp_path / "two")], **gloo))
+    assert said.count("--find_max_length: longest sequence in 2.00 GiB: predicted 64 tokens") == 1
     llm.main(["--use_cpu", *flags, str(tmp_path / "one")])
     assert len(losses(tmp_path / "one")) == 3
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)

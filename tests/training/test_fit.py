@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.policy import Policy
+from ckpt_ft.spec.launch import Launch, ZeroOptions
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.checkpoints import RunDirectory, write_manifest
@@ -211,14 +212,29 @@ def test_the_next_attempt_keeps_the_batch_that_was_found(tmp_path: Path) -> None
     assert not hasattr(second, "fitted")  # which holds the model
 
 
-@pytest.mark.parametrize("flags", [{"ac_policy": "auto"}, {"find_max_batch_size": True}])
-def test_a_model_that_zero3_has_partitioned_is_refused(flags: dict[str, Any], tmp_path: Path) -> None:
-    given = trainer(tmp_path)
+def test_a_model_that_zero3_has_partitioned_is_planned_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where the launch is not predicted: then it would be planned for one process, which has no whole model."""
+    given, whole = trainer(tmp_path), trainer(tmp_path)
     for parameter in given.model.parameters():  # what deepspeed.zero.Init leaves
         parameter.ds_id, parameter.data = 0, torch.empty(0)
-    settings = ACArguments(ac_budget="3MiB", **flags)
-    with pytest.raises(UserError, match=r"ZeRO-3 has partitioned the model .* zero3_init_flag: false"):
+    settings = ACArguments(ac_policy="full", ac_budget="3MiB", find_max_batch_size=True)
+    zero3 = Launch("zero3", 2, zero=ZeroOptions(reduce_bucket_size=1000, prefetch_bucket_size=1000))
+    monkeypatch.setattr("ckpt_ft.training.callback.launch_of", lambda *_, **__: zero3)
+    ours, expected = (ACCallback(settings).attach(each).fitted for each in (given, whole))
+    assert ours is not None
+    assert expected is not None
+    assert ours.largest == expected.largest
+    assert ours.largest is not None
+    assert ours.largest.batch > 1
+    monkeypatch.setattr("ckpt_ft.training.callback.launch_of", launch_of_deepspeed)
+    with pytest.raises(UserError, match="--find_max_batch_size: what DeepSpeed's engine has made"):
         ACCallback(settings).attach(given)
+
+
+def launch_of_deepspeed(*_: Any, **__: Any) -> None:
+    raise UserError("what DeepSpeed's engine has made of model and optimizer is not traced")
 
 
 def test_bad_flags() -> None:
