@@ -105,8 +105,7 @@ def applied_policy(model: nn.Module) -> AppliedPolicy | None:
 
 def _install(applied: AppliedPolicy, blocks: Sequence[str]) -> None:
     policy, model = applied.policy, applied.model
-    module: Any
-    for module in modules_in(model):
+    for module in list[Any](modules_in(model)):
         if has(module, "gradient_checkpointing") and module.gradient_checkpointing is True:
             module.gradient_checkpointing = False
             applied.switched_off.append(module)

@@ -222,8 +222,7 @@ class ACCallback(TrainerCallback):
     def _without_own_checkpointing(self, args: Any) -> Any:
         """Returns `args` with the library's activation checkpointing switched off; the same object if it was off."""
         assert self.session.policy is not None
-        if _fsdp_checkpoints(args):
-            refuse_fsdp(self.session.policy)
+        _refuse_fsdp(args, self.session.policy)
         name = _own_name(args)
         if not getattr(args, name):
             return args
@@ -285,8 +284,7 @@ def check_conflicts(args: TrainingArguments, policy: Policy | None) -> None:
             f"policy '{policy}' and {name} are both on: blocks would be re-run twice; "
             f"pass {name}=False (TRL's configs turn it on by default), or drop the policy"
         )
-    if _fsdp_checkpoints(args):
-        refuse_fsdp(policy)
+    _refuse_fsdp(args, policy)
 
 
 def _own_name(args: TrainingArguments) -> str:
@@ -294,15 +292,12 @@ def _own_name(args: TrainingArguments) -> str:
     return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
 
 
-def _fsdp_checkpoints(args: TrainingArguments) -> bool:
-    """Whether `--fsdp_config` or `accelerate launch` (through the environment) asks FSDP to checkpoint."""
-    given = (
-        args.fsdp_config.get("activation_checkpointing") if args.fsdp and isinstance(args.fsdp_config, dict) else None
-    )
-    launched = (
-        os.environ.get("FSDP_ACTIVATION_CHECKPOINTING") if os.environ.get("ACCELERATE_USE_FSDP") == "true" else None
-    )
-    return str(given or launched).lower() in ("true", "1")
+def _refuse_fsdp(args: TrainingArguments, policy: Policy) -> None:
+    """Raises UserError if `--fsdp_config` or `accelerate launch` (through the environment) asks FSDP to checkpoint."""
+    given = args.fsdp_config.get("activation_checkpointing") if args.fsdp else None
+    launched = os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING")
+    if str(given or launched).lower() in ("true", "1"):
+        refuse_fsdp(policy)
 
 
 def _refuse_no_batch(trainer: Trainer) -> None:

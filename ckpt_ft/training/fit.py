@@ -75,7 +75,7 @@ def launch_of(accelerator: Accelerator, prepared: bool = True, model: Any = None
     elif handler is not None:
         sharing = {name: getattr(handler, name) for name in ("gradient_as_bucket_view", "find_unused_parameters")}
     precision = accelerator.mixed_precision
-    if is_divided(model):
+    if deepspeed is None and is_divided(model):
         sharing = _divided(model.config.distributed_config, precision)
     else:
         sharing |= _sizes(accelerator.parallelism_config, sharing)
@@ -101,11 +101,9 @@ def _divided(config: DistributedConfig, mixed_precision: str) -> dict[str, Any]:
     return {**fields, "strategy": "fsdp2" if config.dp_size > 1 else "ddp"}
 
 
-def parallelism_of(args: TrainingArguments) -> ParallelismConfig | None:
-    """How a Trainer with `args` shares sequences and weights; None if it does not."""
-    if args.parallelism_config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-        return ParallelismConfig()  # reads the environment that `accelerate launch` sets
-    return args.parallelism_config
+def parallelism_of(args: TrainingArguments) -> ParallelismConfig:
+    """How a Trainer with `args` shares sequences and weights, by default as `accelerate launch` says."""
+    return args.parallelism_config or ParallelismConfig()  # which reads the environment
 
 
 def _sizes(config: ParallelismConfig | None, sharing: Mapping[str, Any]) -> dict[str, Any]:

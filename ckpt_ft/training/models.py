@@ -185,8 +185,7 @@ def _divided(args: LanguageModelArguments, mixed_precision: str) -> dict[str, An
     from transformers.distributed import DistributedConfig
 
     ep_size = args.ep_size
-    shared = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
-    tp_size = ParallelismConfig().tp_size if shared else 1  # of the environment that `accelerate launch` sets
+    tp_size = ParallelismConfig().tp_size  # of the environment that `accelerate launch` sets
     if ep_size == 1:
         return {"distributed_config": DistributedConfig(tp_size=tp_size)} if tp_size > 1 else {}
     if any(os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true" for name in ("FSDP", "DEEPSPEED")):

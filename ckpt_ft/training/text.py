@@ -484,9 +484,8 @@ def _padded(rows: list[list[int]], length: int, value: int) -> torch.Tensor:
 
 
 def collator_of(
-    model: Any, tokenizer: PreTrainedTokenizerBase, packing: bool, sharing: ParallelismConfig | None = None,
-    max_length: int = 1,
-) -> PadCollator:  # fmt: skip
+    model: Any, tokenizer: PreTrainedTokenizerBase, packing: bool, sharing: ParallelismConfig, max_length: int
+) -> PadCollator:
     """Returns the collator of encoded rows for `model`, after checking that it keeps packed rows apart.
 
     sharing: how ranks share sequences: a ring takes pieces from both ends of them, and Ulysses gathers the batches of
@@ -494,8 +493,8 @@ def collator_of(
     """
     if packing:
         check_rows_apart(model)
-    ranks = 1 if sharing is None else sharing.cp_size * sharing.sp_size
-    multiple, numbered = 2 * ranks if ranks > 1 else 1, sharing is not None and sharing.sp_size > 1
+    ranks, numbered = sharing.cp_size * sharing.sp_size, sharing.sp_size > 1
+    multiple = 2 * ranks if ranks > 1 else 1
     multiple = -(-max_length // multiple) * multiple if numbered else multiple
     return PadCollator(tokenizer.pad_token_id, in_one_sequence(model), multiple, numbered)
 

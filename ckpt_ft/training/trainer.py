@@ -64,8 +64,7 @@ def start(
     check_conflicts(args, settings.policy)
     args.swaps = settings.policy is not None and bool(settings.policy.swap)
     check_best_metric(args, metrics)
-    sharing = parallelism_of(args)
-    if packing and sharing is not None and sharing.cp_size > 1:
+    if packing and parallelism_of(args).cp_size > 1:
         raise UserError(
             "--packing under context parallelism, which drops masks: rows would see one another; add --packing false"
         )

@@ -161,8 +161,10 @@ def measured_step(
 
 
 def is_divided(model: Any) -> bool:
-    """Whether transformers has divided the weights of `model` over processes, by a DistributedConfig."""
-    return getattr(getattr(model, "config", None), "distributed_config", None) is not None
+    """Whether transformers has divided the weights of `model` as it was loaded: by a DistributedConfig, or ZeRO-3."""
+    if getattr(getattr(model, "config", None), "distributed_config", None) is not None:
+        return True
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 @torch.no_grad()
@@ -178,22 +180,21 @@ def own_shards(model: nn.Module) -> None:
 
 
 def undivided(model: Any) -> Any:
-    """Returns a model that was divided as it was loaded (also by ZeRO-3) whole, on "meta"; any other model itself.
+    """Returns a model that was divided as it was loaded whole, on "meta"; any other model itself.
 
     Raises:
         UserError: it has adapters, which were added after it was divided.
     """
-    partitioned = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    if not (is_divided(model) or partitioned):
+    if not is_divided(model):
         return model
     if hasattr(model, "peft_config"):
-        by = "ZeRO-3" if partitioned else "DistributedConfig"
-        raise UserError(f"adapters on a model that {by} divides as it is loaded are not predicted here")
+        raise UserError(
+            "adapters on a model that DistributedConfig or ZeRO-3 divides as it is loaded are not predicted"
+        )
     config = copy.deepcopy(model.config)
     config.distributed_config = None
-    kind: Any = type(model).__mro__[
-        2 if isinstance(model, FSDPModule) else 0
-    ]  # fully_shard puts two classes before it
+    before = 2 if isinstance(model, FSDPModule) else 0  # classes that fully_shard has put before the model's
+    kind: Any = type(model).__mro__[before]
     with torch.device("meta"), patch.object(modeling_utils, "_is_ds_init_called", True):  # ZeRO-3 would divide it
         whole = kind._from_config(config, dtype=model.dtype, attn_implementation=config._attn_implementation)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
