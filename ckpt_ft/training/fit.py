@@ -34,7 +34,7 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch, ZeroOptions
 from ckpt_ft.spec.trainer import check_live
 from ckpt_ft.units import format_bytes
-from ckpt_ft.workloads.from_trainer import compiled_by, is_divided, planned_step
+from ckpt_ft.workloads.from_trainer import compiled_by, planned_step
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments, TextACArguments
@@ -75,8 +75,8 @@ def launch_of(accelerator: Accelerator, prepared: bool = True, model: Any = None
     elif handler is not None:
         sharing = {name: getattr(handler, name) for name in ("gradient_as_bucket_view", "find_unused_parameters")}
     precision = accelerator.mixed_precision
-    if deepspeed is None and is_divided(model):
-        sharing = _divided(model.config.distributed_config, precision)
+    if (divided := getattr(getattr(model, "config", None), "distributed_config", None)) is not None:
+        sharing = _divided(divided, precision)
     else:
         sharing |= _sizes(accelerator.parallelism_config, sharing)
     state = PartialState()
