@@ -172,7 +172,6 @@ def cross_entropy(
             return loss(projection.rows(hidden, weights.of_chunk()), target, reduction="sum")
 
         parts = zip(hidden.split(rows), target.split(rows), strict=True)
-        layer.wrote = False
         losses = [layer.run_piece("head", chunk, *part) for part in parts]
         weights.drop_copies()
         return torch.stack(losses).sum()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,7 +70,8 @@ def launch_of(accelerator: Accelerator, prepared: bool = True, model: Any = None
     if deepspeed is not None:
         if prepared:
             raise UserError("what DeepSpeed's engine has made of model and optimizer is not traced")
-        sharing = _zero(deepspeed)
+        options = ZeroOptions.read(deepspeed.deepspeed_config["zero_optimization"], "launch")
+        sharing = {"strategy": f"zero{deepspeed.zero_stage}", "zero": options}
     elif fsdp is not None:
         sharing = _fsdp2(fsdp)
     elif handler is not None:
@@ -132,11 +134,6 @@ def _fsdp2(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
         "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "wrap": None if wraps is None else tuple(plugin.transformer_cls_names_to_wrap or ()),
     }
-
-
-def _zero(plugin: Any) -> dict[str, Any]:
-    options = plugin.deepspeed_config["zero_optimization"]
-    return {"strategy": f"zero{plugin.zero_stage}", "zero": ZeroOptions.read(options, "launch")}
 
 
 def found_by_main(find: Callable[[], Answer]) -> Answer:
@@ -362,12 +359,10 @@ def _is_only_predicted(workload: Workload, policy: Policy | None) -> bool:
 def _proved(workload: Workload, policy: Policy | None, device: torch.device, find: Callable[[], Answer]) -> Answer:
     """Runs `find` with the model on `device` and under `policy`."""
     workload.model.to(device)
-    applied = apply_policy(workload.model, policy) if policy is not None else None
-    try:
+    with ExitStack() as stack:
+        if policy is not None:
+            stack.callback(apply_policy(workload.model, policy).remove)
         return find()
-    finally:
-        if applied is not None:
-            applied.remove()
 
 
 def _cpu_margin(workload: Workload) -> float | None:

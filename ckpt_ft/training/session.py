@@ -92,8 +92,7 @@ class Session:
             UserError: the policy matches nothing in the model, or FSDP's own checkpointing is on.
         """
         self.model = model
-        if is_divided(model):
-            own_shards(model)
+        own_shards(model)
         if self.policy is not None:
             if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
                 refuse_fsdp(self.policy)

@@ -169,7 +169,7 @@ def is_divided(model: Any) -> bool:
 
 @torch.no_grad()
 def own_shards(model: nn.Module) -> None:
-    """Copies each shard that is a view of its whole weight, which it keeps in memory.
+    """Copies each DTensor's shard that is a view of the whole weight, which it keeps in memory.
 
     transformers loads such views on a CPU, from a file of the model's dtype; on a GPU it copies the shard.
     """

@@ -258,11 +258,6 @@ def _set_synchronisation(model: nn.Module, on: bool) -> None:
         model.require_backward_grad_sync = on
 
 
-def _is_packed(layer: nn.Linear) -> bool:
-    """Whether one element of its weight packs several weights, as in 4 bits."""
-    return layer.weight.numel() < layer.in_features * layer.out_features
-
-
 def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -284,7 +279,8 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
                 "launch: parameters in host memory are predicted to be gathered in bf16; set "
                 "enable_fsdp_float8_all_gather: false in fp8_config"
             )
-    packed: list[nn.Linear] = [m for m in model.modules() if isinstance(m, nn.Linear) and _is_packed(m)]
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    packed = [m for m in linears if m.weight.numel() < m.in_features * m.out_features]  # several weights an element
     # bitsandbytes packs into uint8 by default, which accelerate does not shard
     plugin.ignored_modules = [m for m in packed if not m.weight.is_floating_point()] or None
     plugin.cpu_offload = IN_HOST_MEMORY if launch.offload_params else OffloadPolicy()
@@ -300,8 +296,7 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
     try:
         fsdp2_prepare_model(accelerator, model)
     except ValueError as error:
-        reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(
-            f"launch: FSDP2 cannot wrap {type(model).__name__}: {reason}; name the classes of its own blocks as "
-            "fsdp_transformer_layer_cls_to_wrap in the launch's file"
+            f"launch: FSDP2 cannot wrap {type(model).__name__}: {one_line(error).rstrip('.')}; name the classes of "
+            "its own blocks as fsdp_transformer_layer_cls_to_wrap in the launch's file"
         ) from error
