@@ -75,6 +75,7 @@ class Tiled(InPieces):
             gathered.begin_piece()
             return self.unhooked.run(piece, {} if weights is None else weights.of_chunk())
 
+        self.wrote = False  # a second run may have stopped after any piece
         outputs = [self.run_piece("tile", run, piece) for piece in pieces]
         if weights is not None:
             weights.drop_copies()

@@ -121,9 +121,8 @@ def library_patches(model: Any, launch: Launch, mesh: DeviceMesh) -> Iterator[No
 def _exchanged(given: torch.Tensor, receives: list[int], sends: list[int], group: Any) -> torch.Tensor:
     """all_to_all_single_autograd, waited for: a fake tensor that waits at its first use loses its gradient."""
     ops = torch.ops._c10d_functional
-    received: torch.Tensor = ops.all_to_all_single(given, receives, sends, group.group_name)
-    waited: torch.Tensor = ops.wait_tensor(received)
-    return waited
+    received: torch.Tensor = ops.wait_tensor(ops.all_to_all_single(given, receives, sends, group.group_name))
+    return received
 
 
 def by_transformers(model: Any, launch: Launch, mesh: DeviceMesh, undo: ExitStack) -> None:
