@@ -173,9 +173,8 @@ def own_shards(model: nn.Module) -> None:
 
     transformers loads such views on a CPU, from a file of the model's dtype; on a GPU it copies the shard.
     """
-    for parameter in model.parameters():
-        shard: Any = getattr(parameter, "_local_tensor", parameter)
-        if shard.numel() < parameter.numel() and shard.untyped_storage().nbytes() >= parameter.nbytes:
+    for shard, parameter in [(p._local_tensor, p) for p in model.parameters() if isinstance(p, DTensor)]:
+        if 0 < shard.numel() < parameter.numel() and shard.untyped_storage().nbytes() >= parameter.nbytes:
             shard.set_(shard.clone())
 
 
