@@ -175,7 +175,7 @@ def own_shards(model: nn.Module) -> None:
     """
     for shard, parameter in [(p._local_tensor, p) for p in model.parameters() if isinstance(p, DTensor)]:
         if 0 < shard.numel() < parameter.numel() and shard.untyped_storage().nbytes() >= parameter.nbytes:
-            shard.set_(shard.clone())
+            shard.set_(shard.clone())  # type: ignore[call-overload]
 
 
 def undivided(model: Any) -> Any:
