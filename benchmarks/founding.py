@@ -34,10 +34,10 @@ from ckpt_ft.memory.measure.report import provenance
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "founding.md"
 SEED = 0
 HOW_TO_READ = (
-    "Predicted: `trace_step` on fake tensors, for the GPU named; the step never ran. Measured: it ran, on the CPU "
-    "with every storage followed (`Tracker`), or on CUDA where a column says so. MB is 1e6 bytes, as in the "
-    "documents. Errors are signed: ours over published, less one; of percentages, the difference in points. "
-    "Settings that a document leaves open are said in its section; the tutorial gives none, so that an error "
+    '"Predicted" figures are `trace_step`\'s on fake tensors, for the named GPU; the step never ran. "Measured" '
+    "steps ran on the CPU with every storage followed (`Tracker`), or on CUDA if a column says so. MB is 1e6 bytes, "
+    "as in the documents. Errors are signed: ours over published, less one; of percentages, the difference in "
+    "points. If a document leaves settings open, its section states ours. The tutorial gives none, so an error "
     "there is a difference between two settings and says nothing about the trace."
 )
 

@@ -165,18 +165,18 @@ def main() -> int:
     warnings.simplefilter("ignore")
     text = f"""## ResNet-50 on a Tesla T4
 
-Published: a case study on one Tesla T4, torch 2.9, fp32, batch {BATCH} x 3 x {SIDE} x {SIDE}, no optimizer. Predicted:
-`trace_step` of transformers' ResNet-50 for the T4. MB is 10**6 bytes. With no optimizer in the loop nothing drops the
-gradients, so they are taken to stay from one iteration to the next; "dropped" is the other reading: each iteration
-drops them first.
+The published figures are from a case study on one Tesla T4 (torch 2.9, fp32, batch {BATCH} x 3 x {SIDE} x {SIDE}, no
+optimizer). The predictions are `trace_step`'s for transformers' ResNet-50 on a T4. MB is 10**6 bytes. The loop has no
+optimizer that frees the gradients, so they are assumed to stay from one iteration to the next. The columns "dropped"
+assume instead that each iteration frees them first.
 
 {peaks()}
-What is left is likely cuDNN's scratch: which of its algorithms it chose for a layer is not known.
+The remaining error is likely cuDNN's workspace: which of its algorithms it chose for a layer is not known.
 
 ### Largest batch
 
-fp32, {CAPACITY // MIB:,} MiB, searched up to {SEARCHED} as in the case study. Predicted: the largest batch whose
-traced step, warm-up included, the caching allocator's rules serve without running out.
+The search is in fp32 within {CAPACITY // MIB:,} MiB, up to {SEARCHED} as in the case study. Predicted is the largest
+batch whose traced step, warm-up included, fits under the caching allocator's rules.
 
 {batches()}
 ### Training with mixed precision

@@ -123,9 +123,9 @@ def main() -> int:
     room = f"{find_gpu(GPU).usable / GIB:.2f} GiB"
     text = f"""## ViT-L/16 on an A100 of 80 GB
 
-Predicted by `trace_step` for the step of `Trainer`: fp32 weights under bf16 autocast, SDPA, fused AdamW on all
-weights, gradients clipped. Peak and time at batch {BATCH}; the largest batch, searched up to {SEARCHED}, is the
-largest whose traced step the caching allocator's rules serve within {room} (the card less its CUDA context).
+`trace_step` predicts the step of `Trainer`: fp32 weights under bf16 autocast, SDPA, fused AdamW on all weights,
+gradients clipped. Peak and time are at batch {BATCH}. The largest batch, searched up to {SEARCHED}, is the
+largest whose traced step fits in {room} (the card less its CUDA context) under the caching allocator's rules.
 
 {tables}
 ### Beside the tutorial

@@ -1,11 +1,12 @@
-"""Fine-tune the transformer of a FLUX, Stable Diffusion 3, Qwen-Image or Sana pipeline, whole, by LoRA or QLoRA.
+"""Fine-tune the transformer of a FLUX, Stable Diffusion 3, Qwen-Image or Sana pipeline: all weights, LoRA or QLoRA.
 
     accelerate launch -q recipes/diffusion_transformer.py
-        a tiny FLUX on drawn shapes, offline, on a CPU; what it learned is in out/diffusion_transformer/samples.png
+        a tiny FLUX on drawn shapes, offline, on a CPU; it writes sampled images to
+        out/diffusion_transformer/samples.png
 
     accelerate launch -q recipes/diffusion_transformer.py --config recipes/diffusion_transformer/flux_lora_24gb.yaml
-        a real one; --train_data_dir DIR trains it on a folder of images with captions, and what is on the command line
-        wins over the file
+        a published one; --train_data_dir DIR trains it on a folder of images with captions; flags on the command line
+        override the file
 
 Flags: TransformerArguments, ImageArguments, TransformerLoopArguments (named as in diffusers' scripts) and ACArguments.
 """

@@ -1,10 +1,10 @@
 """Fine-tune the U-Net of a Stable Diffusion 1.x, 2.x or XL pipeline, whole or by LoRA, under a checkpointing policy.
 
     accelerate launch -q recipes/diffusion_unet.py
-        a tiny pipeline on drawn shapes, offline, on a CPU; what it learned is in out/diffusion_unet/samples.png
+        a tiny pipeline on drawn shapes, offline, on a CPU; it writes sampled images to out/diffusion_unet/samples.png
 
     accelerate launch -q recipes/diffusion_unet.py --config recipes/diffusion/sdxl_lora_24gb.yaml --train_data_dir DIR
-        a real one on a folder of images with metadata.jsonl; what is on the command line wins over the file
+        a published one on a folder of images with metadata.jsonl; flags on the command line override the file
 
 Flags: DiffusionModelArguments, ImageArguments, LoopArguments (named as in diffusers' scripts) and ACArguments.
 """

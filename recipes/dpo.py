@@ -7,7 +7,7 @@
         LoRA on rows of 'prompt', 'chosen' and 'rejected', texts or conversations
 
     accelerate launch -q recipes/dpo.py --config recipes/dpo/qwen2.5_1.5b_lora.yaml --ac_policy auto --ac_budget 16GiB
-        the policy chosen for a budget; what the reference model takes is counted
+        LoRA under a policy that is planned for a budget, which includes the memory of the reference model
 
 Flags: ModelArguments, SplitArguments, ACArguments, and DPOArguments, which has every flag of trl.DPOConfig (and so of
 transformers.TrainingArguments) and --overwrite_output_dir.

@@ -4,10 +4,10 @@
         a small ResNet on drawn shapes, offline, in about a minute on a CPU
 
     accelerate launch -q recipes/image_classification.py --config recipes/vision/resnet50.yaml --dataset_name FOLDER
-        a real model on FOLDER/class/*.jpg; what is on the command line wins over the file
+        a published model on FOLDER/class/*.jpg; flags on the command line override the file
 
     accelerate launch -q recipes/image_classification.py --model_name_or_path MODEL --dataset_name HUB_ID --use_peft
-        LoRA; the head, and BatchNorm where there is any, are trained and saved along with the adapters
+        LoRA; the head, and BatchNorm if the model has any, are trained and saved along with the adapters
 
 Flags: ModelArguments, VisionArguments, ACArguments, and RunArguments, which has every flag of
 transformers.TrainingArguments and --overwrite_output_dir.

@@ -4,7 +4,7 @@
         the built-in model on the built-in sample, offline, in about a minute on a CPU
 
     accelerate launch -q recipes/llm.py --config recipes/llm/qwen2.5_0.5b_full.yaml --ac_policy save:attention+matmul
-        a real model; what is on the command line wins over the file
+        a published model; flags on the command line override the file
 
     accelerate launch -q recipes/llm.py --model_name_or_path MODEL --dataset_name my.jsonl --use_peft --ac_policy full
         LoRA on rows of 'messages', of 'prompt' and 'completion', or of 'text'

@@ -1,14 +1,14 @@
-"""Fine-tune a vision-language model: all weights or LoRA, of one tower or both, under a policy for each or for all.
+"""Fine-tune a vision-language model: all weights or LoRA, in one tower or both, under one policy or one per tower.
 
     accelerate launch -q recipes/vlm.py
         the built-in model on drawn shapes and charts, offline, in about two minutes on a CPU
 
     accelerate launch -q recipes/vlm.py --config recipes/vlm/qwen2.5_vl_7b_lora_24gb.yaml --dataset_name data.jsonl
-        a real model; what is on the command line wins over the file
+        a published model; flags on the command line override the file
 
     accelerate launch -q recipes/vlm.py --model_name_or_path MODEL --dataset_name data.jsonl --use_peft \\
         --train_towers both --ac_policy full@language,pointwise@vision
-        LoRA in both towers, on rows of 'messages' and 'images', each tower under a policy of its own
+        LoRA in both towers, on rows of 'messages' and 'images', with a separate policy for each tower
 
 Flags: VisionLanguageModelArguments, VisionLanguageArguments, ACArguments, and RunArguments, which has every flag of
 transformers.TrainingArguments and --overwrite_output_dir.
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     collator = collator_of(model, processor.tokenizer.pad_token_id, data_args.packing)
 
     # 2. Data: one process reads all images and tokenizes, the others read its cache
-    with training_args.main_process_first(desc="looking through the images"):
+    with training_args.main_process_first(desc="reading the images"):
         train_rows, eval_rows, folder = load_conversations(
             data_args, evaluate=training_args.do_eval, seed=training_args.seed
         )

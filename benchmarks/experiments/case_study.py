@@ -17,8 +17,8 @@ def resnet(images: Path, quick: bool) -> Section:
     section = Section("The ResNet-50 case study")
     source = "ResNet-50 case study, T4"
     section.text(
-        "The tables of `benchmarks/resnet50.py`: `docs/vision.md` has its reading of the loop and what is left of",
-        "the errors.",
+        "The table is from `benchmarks/resnet50.py`; `docs/vision.md` describes the assumed loop and the remaining",
+        "errors.",
     )
     strategies = list(study.PUBLISHED.items())[: 1 if quick else None]
     batch = 2 if quick else study.BATCH

@@ -86,9 +86,9 @@ def compositions(images: Path, quick: bool) -> Section:
     small = Recipe(layers=2, width=32, vocabulary=64, batch=4, length=32)
     full = replace(small, batch=8) if quick else Recipe()
     section.text(
-        f"A Llama of {full.layers} layers, width {full.width}, vocabulary {full.vocabulary}, batch {full.batch} x",
-        f"{full.length}, AdamW, fp32 weights, predicted for an A100-40GB; and one of 2 layers and width 32 run on",
-        "the CPU.",
+        f"The predictions are for a Llama of {full.layers} layers, width {full.width}, vocabulary {full.vocabulary},",
+        f"batch {full.batch} x {full.length}, AdamW and fp32 weights on an A100-40GB. The small model has 2 layers",
+        "and width 32 and runs on the CPU.",
     )
     ways: dict[str, tuple[Callable[[Recipe, str], Recipe], str]] = {
         "plain": (lambda r, _: r, ""),
@@ -121,8 +121,8 @@ def compositions(images: Path, quick: bool) -> Section:
         rows,
     )
     section.text(
-        "`offload` is predicted for a GPU only: on a CPU there is no other memory to park in, so its tracked",
-        "bytes do not fall.",
+        "`offload` is predicted for a GPU only: a CPU has no second memory to offload to, so its tracked bytes do not",
+        "fall.",
     )
     _ranks(section, quick)
     return section
@@ -141,8 +141,8 @@ def _ranks(section: Section, quick: bool) -> None:
         spawn(_rank, (folder, ways, 2 if quick else 6), nprocs=2)
         peaks = json.loads((Path(folder) / "peaks.json").read_text())
     section.text(
-        f"Across processes: {2 if quick else 6} transformer blocks of width 128, 2 x 64 tokens a rank, fp32,",
-        "AdamW, two gloo ranks on the CPU; the bytes of rank 0. FSDP2 shards each block.",
+        f"The last table is of several processes: {2 if quick else 6} transformer blocks of width 128, 2 x 64 tokens",
+        "a rank, fp32, AdamW, two gloo ranks on the CPU. It has the bytes of rank 0. FSDP2 shards each block.",
     )
     section.table(
         ["composition", "peak bytes, measured, `none`", "`full`", "`full` saves"],

@@ -168,11 +168,12 @@ def homework(images: Path, quick: bool) -> Section:
     """All nine figures."""
     section = Section("The twelve-block homework")
     section.text(
-        "A public notebook (github.com/vinitvyas09/optimizers, hw2_activation_checkpointing.ipynb): twelve blocks",
-        "of `nn.MultiheadAttention` and a ReLU MLP, bf16, batch 1, sequence 4096, width 512, 4 heads, AdamW;",
-        "block 0 is never checkpointed. One notebook in one process: the peak of a run holds the parameters and",
-        "gradients of every model before it, and those of its own cell that have not run yet. The trace runs the",
-        "notebook's three cells in order. Small size on the CPU: depth 4, width 32, sequence 64, fp32.",
+        "The source is a public notebook (github.com/vinitvyas09/optimizers, hw2_activation_checkpointing.ipynb):",
+        "twelve blocks of `nn.MultiheadAttention` and a ReLU MLP, bf16, batch 1, sequence 4096, width 512, 4 heads,",
+        "AdamW; block 0 is never checkpointed. The notebook runs in one process, so the peak of a run includes the",
+        "parameters and gradients of all models before it, and the parameters of models of its own cell that have not",
+        "run yet. The trace runs the notebook's three cells in order. The small size on the CPU has depth 4, width",
+        "32, sequence 64 and fp32.",
     )
     full = Size(depth=2, length=128) if quick else Size()
     small = Size(depth=4, width=32, heads=2, length=64, dtype=torch.float32)
@@ -199,8 +200,8 @@ def homework(images: Path, quick: bool) -> Section:
     ]
     section.table(header + (["measured MB on CUDA"] if cuda else []), rows)
     section.text(
-        "Attention that returns its weights keeps O(S²) of them for each block; `need_weights=False` lets SDPA",
-        "choose flash, which keeps none. That is what checkpointing the attention removes too, and what",
-        "checkpointing the MLP leaves alone.",
+        "Attention that returns its weights keeps O(S²) of them for each block; with `need_weights=False` SDPA may",
+        "choose flash attention, which keeps none. Checkpointing the attention removes these weights, too;",
+        "checkpointing the MLP does not.",
     )
     return section

@@ -35,9 +35,7 @@ def selective(images: Path, quick: bool) -> Section:
     """SAC policies on feed-forward blocks and on transformer blocks."""
     section = Section("Selective activation checkpointing")
     section.text(
-        "The documents' policies and what they are called here: "
-        + "; ".join(f"{k}: `{v}`" for k, v in POLICIES.items())
-        + "."
+        "The documents' policies have these names here: " + "; ".join(f"{k}: `{v}`" for k, v in POLICIES.items()) + "."
     )
     batch, width, length = (2, 64, 32) if quick else (8, 1024, 1024)
     everything = list(POLICIES.values())

@@ -19,9 +19,9 @@ def depth(images: Path, quick: bool) -> Section:
     """Savings against depth."""
     section = Section("Savings against depth")
     section.text(
-        "Residual feed-forward blocks of width 1024, batch 512, fp32, no optimizer: activations that forward",
-        "leaves, predicted for a T4; the tracked columns are the same stacks at width 32 and batch 64 run on the",
-        "CPU.",
+        "The table has the activations that the forward pass keeps for residual feed-forward blocks of width 1024,",
+        "batch 512, fp32, no optimizer, predicted for a T4. The tracked columns are of the same stacks at width 32",
+        "and batch 64, run on the CPU.",
     )
     depths = [2, 4] if quick else list(range(10, 81, 10))
     rows = []
@@ -93,7 +93,9 @@ def frequency(images: Path, quick: bool) -> Section:
         star=(*points[best], f"sweet spot: {best}"),
     )
     section.picture("frequency.png", "peak against step time for each frequency; the star is the sweet spot")
-    section.text(f"The sweet spot, the least peak x time of these: `{best}` ({cost[best]:.2f} of `none`'s).")
+    section.text(
+        f"The lowest product of peak and time in this table is that of `{best}` ({cost[best]:.2f} of `none`'s)."
+    )
     return section
 
 
@@ -146,9 +148,9 @@ def sequential(images: Path, quick: bool) -> Section:
     section.table(header + (["peak MB, measured on CUDA"] if torch.cuda.is_available() else []), rows)
     differing = sum(torchs[2] != ours[2] for torchs, ours in zip(rows[::2], rows[1::2], strict=True))
     section.text(
-        "`checkpoint_sequential` leaves its last segment plain: backward needs that one first, so keeping it",
-        "costs nothing at the peak and saves running it again. `segments:N` runs the last segment again too: more",
-        f"recomputation. The peaks differ in {differing} of these {len(rows) // 2} pairs.",
+        "`checkpoint_sequential` does not checkpoint its last segment: backward needs that one first, so keeping it",
+        "costs nothing at the peak and saves a second run. `segments:N` runs the last segment again, too, which is",
+        f"more recomputation. The peaks differ in {differing} of these {len(rows) // 2} pairs.",
     )
     return section
 

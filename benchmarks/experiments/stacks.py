@@ -19,8 +19,8 @@ def breakdown(images: Path, quick: bool) -> Section:
     """Bytes of each category against the batch size, and where activations overtake the rest."""
     section = Section("Where memory goes, against the batch size")
     section.text(
-        "Ten linear layers of width 1024, each with a ReLU, fp32, AdamW: the most bytes of each category during",
-        "the step, predicted for a T4, and the same stack of width 64 run on the CPU.",
+        "The table has the most bytes of each category during a step of ten linear layers of width 1024, each with",
+        "a ReLU, fp32, AdamW, predicted for a T4. The last columns are of the same stack of width 64, run on the CPU.",
     )
     batches = [2**n for n in ((0, 12) if quick else range(0, 18, 2))]
     names = ("parameters", "gradients", "optimizer", "activations", "temporary")
@@ -103,9 +103,9 @@ def segments(images: Path, quick: bool) -> Section:
     """Per-layer against segment checkpointing of bare layers."""
     section = Section("Per-layer against segment checkpointing")
     section.text(
-        "A bare linear layer keeps its input for backward, and so does a checkpoint around it: per-layer",
-        "checkpointing saves nothing (a non-reentrant checkpoint stops once it has what backward needs, so it",
-        "costs nothing either). A segment keeps one input for a run of layers.",
+        "A bare linear layer keeps its input for backward, and so does a checkpoint around it. Per-layer",
+        "checkpointing therefore saves nothing. It costs nothing either, because a non-reentrant checkpoint stops",
+        "once it has the tensors that backward needs. A segment keeps one input for several layers.",
     )
     depth, width, batch = (4, 256, 32) if quick else (8, 4096, 256)
     traces = policy_table(

@@ -141,8 +141,8 @@ def traps(images: Path, quick: bool) -> Section:
     """All of them."""
     section = Section("The traps")
     section.text(
-        "Each is set on a small model on purpose; `check_parity` compares a step with it and without, then one",
-        "under `full`.",
+        "Each trap is built into a small model on purpose. `check_parity` compares a step with the trap and one",
+        "without, then one under `full`.",
     )
     rows = []
     for name in TRAPS:
@@ -156,8 +156,8 @@ def traps(images: Path, quick: bool) -> Section:
         [["losses kept with their graph", *map(str, held)], ["their numbers kept", *map(str, let_go)]],
     )
     section.text(
-        "A kept reference changes no number, so parity is blind to it: the tracker's peak grows from step to",
-        "step. Nested checkpoints change no number either: the linear layers run",
+        "A kept reference changes no number, so `check_parity` cannot find it, but the tracker's peak grows from step",
+        "to step. Nested checkpoints change no number either: the linear layers run",
         f"{runs_of_linears(partial(each_block, run=plain))} times with a checkpoint for each of four blocks,",
         f"{runs_of_linears(nested)} times with another around them all.",
     )

@@ -38,9 +38,9 @@ def strategies(images: Path, quick: bool) -> Section:
     section = Section("The tutorial's strategies")
     name, length, batch = ("HuggingFaceTB/SmolLM2-135M", 64, 1) if quick else ("meta-llama/Llama-2-7b-hf", 2048, 4)
     section.text(
-        f"`{name}` with LoRA (rank 16), bf16, {batch} x {length} tokens, SDPA, predicted for an A100-80GB. The",
-        'tutorial names neither model nor sizes nor what its memory is; "kept" is what forward leaves for backward,',
-        '"peak" the whole step\'s.',
+        f"The figures are predicted for `{name}` with LoRA (rank 16), bf16, {batch} x {length} tokens, SDPA, on an",
+        'A100-80GB. The tutorial names neither model nor sizes, and does not define its memory. "Kept" is what the',
+        'forward pass keeps for backward, "peak" that of the whole step.',
     )
     workload = load(TrainingSpec.of(name, **_LORA, seq_length=length), GPU)
     job = Case(lambda: workload.model, workload.step(batch), workload.make_optimizer)
@@ -60,10 +60,10 @@ def strategies(images: Path, quick: bool) -> Section:
     header = ["strategy", "kept MB", "peak MB", "ms", "kept, saved", "peak, saved", "tutorial", "slower", "tutorial"]
     section.table(header, rows)
     section.text(
-        "A forward run again costs a third of a step where all weights are trained (backward is two forwards) and up",
-        "to a half where, as with LoRA, backward computes no gradients of the frozen weights. sqrt(L) segments run as",
-        "many blocks again as a checkpoint for each block does, so that half of that overhead, as the tutorial has",
-        "it, is not what their arithmetic gives.",
+        "A second forward run costs a third of a step if all weights are trained (backward takes as long as two",
+        "forwards), and up to a half if backward computes no gradients of frozen weights, as with LoRA. sqrt(L)",
+        "segments re-run as many blocks as a checkpoint for each block does, so their arithmetic does not explain the",
+        "tutorial's figure, which is half of that overhead.",
     )
     return section
 
@@ -76,10 +76,11 @@ def largest_batches(images: Path, quick: bool) -> Section:
     """The largest batch without and with checkpointing."""
     section = Section("The tutorial's largest batches")
     section.text(
-        "Largest batch on an A100-80GB, predicted: reserved bytes of the traced step within the card, less its CUDA",
-        "context and the planner's margin of 2 %. The tutorial gives no settings; ours: U-Nets and ViT-L with all",
-        "weights trained in fp32 under bf16 autocast, AdamW (fused), at 768, 1024 and 224 pixels; Llama-7B with LoRA",
-        "(rank 16), bf16, 2048 tokens. What is saved is of the whole peak, at the largest batch without.",
+        "The predicted largest batch on an A100-80GB is the largest whose traced step reserves at most the card's",
+        "memory less its CUDA context and the planner's margin of 2 %. The tutorial gives no settings. Ours are",
+        "U-Nets and ViT-L with all weights trained in fp32 under bf16 autocast, AdamW (fused), at 768, 1024 and 224",
+        "pixels; Llama-7B with LoRA (rank 16), bf16, 2048 tokens. The savings are shares of the whole peak, at the",
+        "largest batch without checkpointing.",
     )
     rows = []
     for name, (model, settings, *published) in list(BATCHES.items())[: 1 if quick else None]:
