@@ -33,17 +33,17 @@ def apply_policy(
     verify: str | int | Schedule = "first",
     blocks: Sequence[str] = (),
 ) -> AppliedPolicy:
-    """Install `policy` on `model`, in place; a policy that is on it already is replaced.
+    """Install `policy` on `model`, in place, instead of a policy that the model already has.
 
-    The one that was replaced is removed for good: its own `remove()` then does nothing. If `policy` is refused, it
-    stays. A model and a part of it cannot have a policy each; parts beside each other can. The same policy with `swap`
-    stays as it is.
+    The replaced policy is removed for good: its own `remove()` then does nothing. If `policy` is refused, the earlier
+    one stays. A model and a part of it cannot both have a policy; separate parts can. Applying the same policy with
+    `swap` again changes nothing.
 
     `model` is any transformers, PEFT-wrapped or diffusers model, or an `nn.Module` that holds a list of repeated
     blocks, on any device. Parameters, buffers and state-dict keys stay as they are. The library's own checkpointing is
     switched off as long as the policy is applied.
 
-    In a verified step, backward proves that each tensor it puts back has the bits that forward saved; a difference
+    In a verified step, backward checks that each restored tensor has the bits that forward saved; a difference
     raises `VerificationError` at the end of backward, before an optimizer can step (see verify.py).
 
     Args:
@@ -51,11 +51,11 @@ def apply_policy(
         policy: as a string, a dictionary or a value.
         verify: which steps are verified. "first": the first two, every 1,000th, and the first after a change of mode
             or of the structure of arguments; "always"; "never"; or a number N: the first and every N-th.
-        blocks: names of the modules that are the blocks, in the order in which they run, for a model that holds
-            them as attributes and not in a list. By default they are found.
+        blocks: names of the modules that are the blocks, in the order in which they run, for a model that has
+            them as attributes and not in a list. By default they are found by structure.
 
     Returns:
-        AppliedPolicy: what is covered, `explain()`, `remove()`.
+        AppliedPolicy: has the covered modules, `explain()` and `remove()`.
 
     Raises:
         UserError: the policy is malformed, matches nothing in this model, or overlaps with one that is applied to a
@@ -109,7 +109,7 @@ def _install(applied: AppliedPolicy, blocks: Sequence[str]) -> None:
         if has(module, "gradient_checkpointing") and module.gradient_checkpointing is True:
             module.gradient_checkpointing = False
             applied.switched_off.append(module)
-        if is_a(module, INT8) and module.weight.CB is not None:  # its first forward would, and no second run could
+        if is_a(module, INT8) and module.weight.CB is not None:  # else its first forward would do it
             module.init_8bit_state()
             module.state.is_training = module.training
     if policy.checkpoints or policy.discards or policy.offload or policy.tile is not None or policy.swap:
@@ -166,9 +166,10 @@ def _install_part(applied: AppliedPolicy, part: Part) -> None:
 
 
 def _selection(applied: AppliedPolicy, policy: Policy, module: nn.Module) -> Selection | None:
-    """What a region keeps: the policy's op groups, and always the choice of experts: made twice, it may differ.
+    """Returns what a region keeps: the policy's op groups, and always the choice of experts, because a second choice
+    could differ.
 
-    Regions that keep the same share one selection: torch.compile compiles anew for every object that it meets.
+    Regions that keep the same outputs share one selection, because torch.compile compiles anew for every object.
     """
     experts = {getattr(inner, key) for inner in modules_in(module) for key in _EXPERT_COUNTS if has(inner, key)}
     counts = frozenset(count for count in experts if isinstance(count, int) and count > 1)

@@ -1,10 +1,10 @@
 """Saves a region's arguments, so that recomputation gets the originals.
 
-A block may write into a list or dict that it is given (HRNet's branches, DenseNet's growing list of features, a cache
-of frames), or in place into a tensor (a block that starts with an in-place ReLU), whether it is given by position, by
-name, or inside of a container. The first run is given the caller's own objects, for the caller reads what was written;
-the second run gets copies of the containers as they were, and of the tensors that were written to. A KV cache is a
-container: its layers hold tensors and are not written in place.
+A block may write into a list or dict among its arguments (HRNet's branches, DenseNet's growing list of features, a
+cache of frames), or in place into a tensor (a block that starts with an in-place ReLU), which may be a positional or
+keyword argument or inside of a container. The first run gets the caller's own objects, because the caller reads what
+was written. The second run gets copies of the original containers, and of the tensors that were written to. A KV cache
+counts as a container: its layers have tensors that are not written in place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _is_record(value: Any) -> bool:
-    """Whether `value` is an object that holds others in its attributes: a dataclass, a KV cache or a layer of one."""
+    """Whether `value` is an object whose attributes count as entries: a dataclass, a KV cache or a layer of one."""
     if isinstance(value, (UserDict, SimpleNamespace)) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     ):
@@ -56,7 +56,7 @@ def changeable(value: Any) -> bool:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything in `value` that is no container, in the order in which `rebuild` meets it."""
+    """Return all values in `value` that are no containers, in the order of `rebuild`."""
     if isinstance(value, _PLAIN):
         yield value
     elif isinstance(value, dict):
@@ -72,7 +72,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def rebuild(value: Any, leaf: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
-    """`value` with its containers made anew and `leaf` of everything else; what was one container stays one."""
+    """Return `value` with new containers and `leaf` of all other values; shared containers stay shared."""
     if isinstance(value, _PLAIN):
         return leaf(value)
     made = {} if made is None else made
@@ -104,7 +104,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors among the leaves of an argument.
 
     Raises:
-        UserError: it holds an iterator, of which a second run finds nothing left.
+        UserError: the argument contains an iterator, which the first run would exhaust.
     """
     for leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):
@@ -117,9 +117,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Inputs:
-    """Which tensors among its arguments a region writes into in place; learned in its first call.
+    """The tensors among a region's arguments that it writes into in place, as found in its first call.
 
-    That call copies all of them, but for fake ones, which have no value to keep: a trace's first step is like others.
+    This call copies all tensors except fake ones, which have no values: in a trace all steps copy alike.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -127,7 +127,7 @@ class Inputs:
         self.written: set[Key] | None = None
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Input]:
-        """To be called before the first run: the tensors among the arguments, with copies of those that it writes.
+        """Before the first run: returns the tensors among the arguments, with copies of those that the run writes.
 
         Raises:
             UserError: an argument can be read only once.
@@ -147,7 +147,7 @@ class Inputs:
         return list(inputs.values())
 
     def after(self, inputs: list[Input]) -> None:
-        """To be called after the first run with what `before` gave; the copies of inputs left alone are dropped."""
+        """After the first run: takes the result of `before` and frees the copies of tensors that were not written."""
         written = set()
         for given in inputs:
             if version_of(given.tensor) == given.version:
@@ -164,7 +164,7 @@ class Inputs:
 
 
 class Input:
-    """A tensor that a region is given, and its value from before the first run where that one writes into it."""
+    """A tensor among a region's arguments, with its value before the first run if that run writes into it."""
 
     __slots__ = ("copy", "key", "tensor", "version")
 
@@ -174,7 +174,7 @@ class Input:
 
     @property
     def fixed(self) -> bool:
-        """Whether it is never copied: fake ones have no value; parameters and inference tensors are not written."""
+        """Whether it is never copied: fake tensors have no values; parameters and inference tensors stay unwritten."""
         return isinstance(self.tensor, (FakeTensor, nn.Parameter)) or self.tensor.is_inference()
 
     @property
@@ -186,12 +186,12 @@ class Input:
         return f"argument {self.key[0]!r}"
 
     def shape(self) -> torch.Tensor | None:
-        """One element in the input's shape: what a checkpoint around the region's sees of it, written to or not."""
+        """One element expanded to the input's shape, which an outer checkpoint sees for written inputs and others."""
         x = self.tensor
         return None if x.is_inference() or is_wrapper(x) else x.new_empty(()).expand(x.shape)
 
     def again(self) -> torch.Tensor:
-        """For the second run: the value that the first one found; no leaf, for it may be written into once more."""
+        """Return the value for the second run: not a leaf, because the run may write into it again."""
         if self.copy is not None:
             return self.copy.clone()
         self.check()
@@ -206,7 +206,7 @@ class Input:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor for the second run: a hook that it registers there must not act in the backward that runs."""
+    """Return an alias for the second run, so that hooks registered on it do not act in the running backward."""
     if not tensor.requires_grad or forward_ad._current_level >= 0:  # a detached tensor has no tangent
         return tensor
     return tensor.detach().requires_grad_()
@@ -217,11 +217,11 @@ DIRECT = -1  # the argument itself is the tensor
 
 
 class Call:
-    """One call of a region: the caller's own arguments in the first run, in the second what the first one found.
+    """One call of a region: the first run gets the caller's own arguments, the second run their original values.
 
-    Tensors given by position, and those by name that need a gradient, are saved as a node of the graph saves its own:
-    `offload` can park them, and a checkpoint around this one drops them. Of a tensor whose value is copied only the
-    shape is saved, because a checkpoint around this one counts what is saved.
+    Positional tensors, and keyword tensors that need a gradient, are saved as an autograd node saves its own:
+    `offload` can move them, and an outer checkpoint drops them. For a tensor whose value is copied only the
+    shape is saved, because an outer checkpoint counts the saved tensors.
     """
 
     __slots__ = (
@@ -287,10 +287,10 @@ class Call:
         """The second run.
 
         Args:
-            made: returns what takes the place of a leaf of the arguments that is made anew before, or the leaf.
-            result: what to return, from the output and the arguments, which may have been written into.
+            made: maps a leaf of the arguments to the value that replaces it, which may be the leaf itself.
+            result: computes the return value from the output and the arguments, which may have been written into.
         """
-        found: dict[int, Any] = {}  # what was one tensor in the first run is one in the second
+        found: dict[int, Any] = {}  # tensors that are the same in the first run are the same in the second
         for key, identity, unpack in self.saved:
             if identity not in found:
                 given = self.copied.get(key)

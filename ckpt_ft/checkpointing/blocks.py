@@ -75,7 +75,7 @@ def find_blocks(model: nn.Module) -> Blocks:
 
 
 def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
-    """The blocks that a caller names.
+    """Return the blocks that the caller names.
 
     Raises:
         UserError: the model has no such module, or one lies inside another.

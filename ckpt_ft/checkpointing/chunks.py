@@ -1,4 +1,4 @@
-"""What `head` and `tile` share: a module runs on one chunk of tokens after the other, and backward recomputes each."""
+"""Shared by `head` and `tile`: runs a module on one chunk of tokens after another; backward recomputes each."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class InPieces(Checkpointed):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, None)
-        self.inputs.written = set()  # pieces share memory, so that none may be written
+        self.inputs.written = set()  # pieces share memory, so none may be written to
         self.unhooked = Unhooked(self)
-        self.wrote = False  # the piece before
+        self.wrote = False  # whether the preceding piece did
 
     def run_piece(self, term: str, forward: Callable[..., torch.Tensor], *piece: torch.Tensor) -> torch.Tensor:
         """Run `forward`, which computes with the module, on one piece.
@@ -37,7 +37,7 @@ class InPieces(Checkpointed):
         The first piece of a call may set up a layer (`Linear8bitLt.state` of bitsandbytes).
 
         Raises:
-            UserError: it writes buffers or attributes of the module, as the piece before has.
+            UserError: two pieces in a row wrote buffers or attributes of the module.
         """
         contexts = runs(self, piece, {})
         if contexts is None:  # lazy layers

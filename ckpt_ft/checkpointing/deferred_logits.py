@@ -30,7 +30,7 @@ from .verify import TensorComparison
 
 class _Local(threading.local):
     deferring = False
-    instead: Callable[[torch.Tensor], torch.Tensor] | None = None  # replaces the forward of the next call
+    instead: Callable[[torch.Tensor], torch.Tensor] | None = None  # runs instead of the next forward
 
 
 local = _Local()
@@ -83,7 +83,7 @@ class Projection:
         """In a verified step, check that the layer computes later what it would have computed when it was called.
 
         Raises:
-            WorkFailed: its input has other bits, or it draws random numbers after others were drawn.
+            WorkFailed: the input's bits have changed, or the layer draws random numbers and others were drawn since.
         """
         if self.given is None:
             yield
@@ -99,7 +99,7 @@ class Projection:
         """Check that the layer computes each position from that position alone; within `Layer.call`.
 
         Raises:
-            WorkFailed: a position's logits depend on what else is in its chunk, or on earlier calls.
+            WorkFailed: a position's logits depend on other positions of its chunk, or on earlier calls.
         """
         module = self.layer.module
         if type(module).forward is nn.Linear.forward or _draws(module) or len(hidden) < 2:

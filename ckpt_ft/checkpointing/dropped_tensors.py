@@ -1,4 +1,4 @@
-"""Saved-tensor hooks that drop what a run saves for backward; the first tensor that backward asks for repeats the run.
+"""Saved-tensor hooks that drop what a run saves; the first tensor that backward asks for starts a second run.
 
 The mechanism is that of `torch.utils.checkpoint` without reentrant autograd (its notes explain nesting, retained
 graphs and backward inside of forward). It does less work for each saved tensor, of which a transformer block has 50:
@@ -19,7 +19,7 @@ pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _set_grad_enabled = torch._C._set_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _NO_TASK = -1
-_grad_modes: list[bool] = []  # of the backwards whose second runs are under way, innermost last
+_grad_modes: list[bool] = []  # of the backwards with a second run in progress, innermost last
 _make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)  # torch >= 2.12
 
 
@@ -28,7 +28,7 @@ class RunComplete(Exception):
 
 
 class _Slot:
-    """What autograd keeps in place of one saved tensor, with the tensor while it is recomputed and not yet used."""
+    """Replaces a saved tensor in autograd; it has the tensor from recomputation until its use."""
 
     __slots__ = ("__weakref__", "device", "dtype", "shape", "tensor")
 
@@ -45,7 +45,7 @@ class DroppedTensors:
         self.task = _NO_TASK  # the backward for which the tensors were recomputed
 
     def repeat(self) -> None:
-        """Run once more what the first run did. It is stopped by `RunComplete`."""
+        """Repeat the first run; `RunComplete` stops it."""
         raise NotImplementedError
 
     def pack(self, tensor: torch.Tensor) -> _Slot:
@@ -62,7 +62,7 @@ class DroppedTensors:
             _without_dynamo(self._recompute)
             self.task, tensor = task, slot.tensor
             assert tensor is not None
-            if task == _NO_TASK:  # somebody looks at one tensor outside of a backward
+            if task == _NO_TASK:  # something reads a saved tensor outside of a backward
                 for reference in self.slots:
                     if (other := reference()) is not None:
                         other.tensor = None
@@ -120,7 +120,7 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def saved_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Save `tensor` as a node of the graph would: under the hooks that are active, with the check of its version.
+    """Save `tensor` as an autograd node would: under the active hooks, with the check of its version.
 
     Returns a function that returns the tensor.
     """
@@ -134,7 +134,7 @@ def saved_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
             return saved
 
     def as_in_backward() -> torch.Tensor:
-        """Unpacks in the grad mode of backward: a hook, such as that of `pointwise`, reads double backward from it."""
+        """Unpacks in the grad mode of backward, which shows a hook (`pointwise`) whether this is double backward."""
         grad = torch.is_grad_enabled()
         _set_grad_enabled(_grad_modes[-1] if _grad_modes else grad)
         try:

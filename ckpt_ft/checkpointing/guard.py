@@ -19,7 +19,7 @@ _hooks_are_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_mess
 
 
 def _is_batched() -> bool:
-    """Whether torch.vmap is among the transforms of torch.func that run."""
+    """Whether torch.vmap is among the active transforms of torch.func."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
 

@@ -1,6 +1,6 @@
 """`head`: computes a language model's loss in chunks of tokens with recomputation, so that full logits never exist.
 
-With a vocabulary of 150 000, the logits, their fp32 copy, the log-softmax and their gradients are the peak of a LoRA
+With a vocabulary of 150,000, the logits, their fp32 copy, the log-softmax and their gradients are the peak of a LoRA
 step, and no policy on blocks reduces it. In training with labels, the output layer returns `Logits`. They store the
 layer's input and the model's operations between output layer and loss (scaling, soft-capping, a cast, the shift by
 one). `cross_entropy` of them runs in chunks under `torch.utils.checkpoint`. The idea is from Liger-Kernel's fused
@@ -121,7 +121,7 @@ def _fused_loss_of(lm: nn.Module) -> str:
         return "Liger's fused loss"
     if stand_in := getattr(type(lm), "fused_loss", ""):
         return str(stand_in)
-    # functools.wraps gives TRL's forward the model's names, but its globals are TRL's
+    # functools.wraps copies the model's names to TRL's forward, but its globals are TRL's
     home = getattr(lm.forward, "__globals__", {}).get("__name__", "")
     return "TRL's chunked loss" if home.startswith("trl.") else ""
 

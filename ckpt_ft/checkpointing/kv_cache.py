@@ -1,7 +1,7 @@
-"""KV caches of transformers' models in training: nobody reads them, they hold memory, and a second run would append.
+"""Turns off transformers' KV caches in training, where nothing reads them and a second run would append to them.
 
-`apply_policy` puts hooks on the models that have one: in training they turn it off (`without_kv_cache`). A block that
-is given one all the same runs without it (`DroppedCaches`). Generation keeps its cache.
+`apply_policy` puts hooks on the models that have one, which turn it off in training (`without_kv_cache`). A block that
+receives one all the same runs without it (`DroppedCaches`). Generation keeps its cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_cache(value: Any) -> bool:
 
 
 def tied_by_cache(model: nn.Module) -> str:
-    """Two places in one list of layers of a module that has one place in a KV cache; "" if there is none."""
+    """Names two places in a list of layers of one module, which has a single place in a KV cache; "" for none."""
     for path, layers in model.named_modules():
         if not isinstance(layers, nn.ModuleList):
             continue
@@ -72,7 +72,7 @@ def without_kv_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tu
 
 
 class DroppedCaches:
-    """KV caches that a region was given in training and not handed on: nobody reads them, and they hold memory."""
+    """Removes the KV caches from a region's arguments in training; nothing reads them, and they take memory."""
 
     def __init__(self) -> None:
         self.last: weakref.ref[Any] | None = None
@@ -84,10 +84,10 @@ class DroppedCaches:
         self.last = None
 
     def without_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments without a cache of transformers, unless it holds something that the block would read.
+        """Return the arguments without caches of transformers; unchanged if the block would read a cache's contents.
 
         Raises:
-            UserError: the same cache comes a second time, so the block would have read what it wrote the first time.
+            UserError: a cache comes a second time, so that the block would read what it wrote the first time.
         """
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         if not caches or any(map(_is_filled, caches)):

@@ -61,7 +61,7 @@ _global_tables = [getattr(nn.modules.module, f"_global{name}") for name in _HOOK
 _OWN = frozenset(vars(nn.Module()))
 _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
 _LONG = 1000  # entries; longer containers in attributes are data, which is not copied in each call
-_DEEPEST, _MOST_CONTAINERS = 4, 256  # of containers and objects inside of each other, and of all in one region
+_DEEPEST, _MOST_CONTAINERS = 4, 256  # nesting depth of containers and objects, and their number in one region
 _ATOMS = frozenset({bool, int, float, str, bytes, type(None), FunctionType, BuiltinFunctionType, MethodType})
 _ENGINES = frozenset({"accelerate", "ckpt_ft", "deepspeed", "torch"})  # their objects count both runs
 _TINY = 4096  # bytes
@@ -89,7 +89,7 @@ def has(module: nn.Module, name: str) -> bool:
 
 
 class _TensorHistory:
-    """What is known from earlier calls about one tensor of a module."""
+    """Facts from earlier calls about one tensor of a module."""
 
     __slots__ = ("copy", "tensor", "version", "written")
 
@@ -101,7 +101,7 @@ class _TensorHistory:
 
 
 class ModuleState:
-    """What earlier calls of a region have shown about the state of its modules."""
+    """Facts from earlier calls of a region about the state of its modules."""
 
     def __init__(self) -> None:
         self._reset()
@@ -117,7 +117,7 @@ class ModuleState:
         self._reset()
 
     def contents(self, module: nn.Module, given: Sequence[Any]) -> Contents:
-        """Return what the module and its submodules hold now, and what the objects hold that it is given."""
+        """Return the contents of the module, its submodules and the objects among its arguments."""
         if given:
             return Contents(module, given)
         if self.last is None or not self.last.copies.unchanged():
@@ -126,16 +126,16 @@ class ModuleState:
 
 
 class Contents:
-    """What a region's modules hold at one moment: valid as long as `copies.unchanged()`.
+    """The contents of a region's modules at one moment: valid as long as `copies.unchanged()`.
 
     Attributes:
         module: the region's module.
         modules: it and all its submodules.
-        lazy: whether a layer of them is still lazy.
+        lazy: whether one of them is a lazy layer.
         parameters: their parameters.
         copies: their containers (attributes, tables, containers in attributes), with shallow copies.
-        extra: the containers in attributes, and in these: of plain objects and of modules that are only referred to,
-            their attributes.
+        extra: the containers in attributes and inside these, and the attribute tables of plain objects and of modules
+            that are referred to without being submodules.
         held: their tensors other than parameters, each with its place and container (None in a tuple).
         arrays: numpy arrays, likewise.
         generators: random generators.
@@ -182,7 +182,7 @@ class Contents:
                 self.held.append(((module, "_buffers", key), module._buffers, value))
 
     def _add_values(self, container: Container, owner: nn.Module, path: str, seen: set[int], depth: int) -> None:
-        """Add what the entries of a container hold."""
+        """Add the contents of a container's entries."""
         entries = container.items() if isinstance(container, dict) else enumerate(container)
         kept = None if isinstance(container, (set, tuple)) else container
         for key, value in entries:
@@ -190,7 +190,7 @@ class Contents:
                 self._add(value, (owner, path, key), kept, seen, depth)
 
     def _add(self, value: Any, place: Place, container: Container | None, seen: set[int], depth: int) -> None:
-        """Add a value, and what it holds; `container` is None if its entry there cannot be replaced."""
+        """Add a value and its contents; `container` is None if its entry there cannot be replaced."""
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter) and (type(value) is torch.Tensor or not place[1]):
                 self.held.append((place, container, value))
@@ -220,7 +220,7 @@ class Contents:
 
 @cache
 def _keeps_state(kind: type) -> bool:
-    """Whether objects of this class are plain ones, whose attributes a forward may write."""
+    """Whether objects of this class are plain Python objects, whose attributes a forward may write."""
     if kind.__dictoffset__ == 0 or issubclass(kind, (type, FunctionType)):
         return False
     package = kind.__module__.partition(".")[0]
@@ -371,7 +371,7 @@ class StateBeforeFirstRun:
         copies = there = self._copies
         if not copies.unchanged():
             there = copies.now()
-            self._state.last = None  # it must not keep what the modules no longer have
+            self._state.last = None  # it must not keep alive what the modules no longer have
             copies.put(self._zero3)
         bases: dict[int, torch.Tensor] = {}
         for tensor in self._tensors:
@@ -392,7 +392,7 @@ class StateBeforeFirstRun:
                 del table[key]
 
     def written(self) -> str:
-        """A name of what the first run has written, "" if nothing."""
+        """Return a name of something that the first run has written; "" for nothing."""
         found = [_named(tensor.place) for tensor in self._tensors if tensor.written]
         found += [repr(key) for container, key, copy in self._arrays if container[key].tobytes() != copy.tobytes()]
         if not (found or self._zero3 or self._copies.unchanged()):  # DeepSpeed counts in attributes
@@ -558,7 +558,7 @@ class _HeldTensor:
     def restore(self, bases: dict[int, torch.Tensor]) -> None:
         """Replace the tensor by a copy of its value before the first run; `undo` undoes it.
 
-        bases: copies of the storages of these copies, so that what shared memory does so in the second run.
+        bases: copies of the storages, so that tensors that share memory share it in the second run, too.
         """
         if self.written or version_of(self.value) != self.version:
             assert self.copy is not None

@@ -41,22 +41,22 @@ from .tensor_identity import (
 from .verify import TensorComparison
 
 _PARKED = "_ckpt_ft_parked"
-_WRITES_LATER = ("RreluWithNoiseBackward0",)  # nodes whose kernel writes into what they have saved already
+_WRITES_LATER = ("RreluWithNoiseBackward0",)  # nodes whose kernel writes into a tensor that they have already saved
 
 
 def host_tensor(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """An empty tensor in host memory with the shape, strides and dtype of `like`, pinned for copies to a GPU.
 
-    device: where its copies go; by default that of `like`.
+    device: the device that its copies go to; by default that of `like`.
 
-    If the system refuses pinned memory, it is pageable, with one warning: copies then stop the host.
+    If the system refuses pinned memory, it is pageable, with one warning; copies then block the host.
     """
     size, stride, dtype = like.size(), like.stride(), like.dtype
     device = device or like.device
-    if device.type == "cuda" or isinstance(like, FakeTensor):  # a trace counts pinned memory as the host's
+    if device.type == "cuda" or isinstance(like, FakeTensor):  # in a trace pinned memory counts as host memory
         try:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu", pin_memory=True)
-        except RuntimeError as error:  # a limit on locked memory, or none is left
+        except RuntimeError as error:  # the limit on locked memory is reached, or memory runs out
             warn_once(
                 f"no pinned host memory ({one_line(error)}): pageable memory is used instead, and copies are slow"
             )
@@ -64,9 +64,9 @@ def host_tensor(like: torch.Tensor, device: torch.device | None = None) -> torch
 
 
 class CopyStream:
-    """Copies between host memory and the device of a tensor, on a stream of their own; on a CPU they are made at once.
+    """Copies between host memory and a tensor's device, on a separate stream; on a CPU they are made at once.
 
-    streams: torch.cuda, or a trace's streams in its place; None on a CPU.
+    streams: torch.cuda, or the streams of a trace; None on a CPU.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -81,9 +81,9 @@ class CopyStream:
         return torch.cuda if tensor.is_cuda else None
 
     def start(self, *copies: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        """Start copies, each given as destination and source, behind what the current stream has to do so far.
+        """Start copies, each given as (destination, source), after the work queued on the current stream.
 
-        Returns the event that ends them, None on a CPU.
+        Returns an event at their end, None on a CPU.
         """
         if self.streams is None:
             for to, source in copies:
@@ -96,7 +96,7 @@ class CopyStream:
         return self.side.record_event()
 
     def wait(self, ended: Any) -> None:
-        """Have the current stream wait for the event that ends copies; None is none."""
+        """Make the current stream wait for the event at the end of copies, if not None."""
         if ended is not None:
             self.streams.current_stream(self.device).wait_event(ended)
 
@@ -138,7 +138,7 @@ class Parked:
 class ParkedView:
     """A tensor whose storage is in host memory.
 
-    hollow: of a DTensor, whose local tensor this is, a detached alias without local data.
+    hollow: if this is the local tensor of a DTensor, a detached alias of the DTensor without local data.
     """
 
     __slots__ = ("hollow", "parked", "view")
@@ -233,12 +233,12 @@ class HostCopy:
 class Parking:
     """One forward pass: the storages that it copied to the host, by block.
 
-    A storage that is copied is kept until the computation has waited for the copy, when its block ends; outside of
-    blocks at once. Then its memory can be used again; `Tensor.record_stream` would leave it until the host sees that
-    the copy has ended, and the host is far ahead (cf. torchtune's OffloadActivations).
+    A copied storage is kept until the computation has waited for the copy: at the end of its block, or at once outside
+    of blocks. Then its memory can be used again. `Tensor.record_stream` would keep it until the host, which runs far
+    ahead of the device, sees that the copy has ended (cf. torchtune's OffloadActivations).
 
-    inside: whether a block runs.
-    leaving: what is copied to the host, each with the event that ends the copy.
+    inside: whether a block is running.
+    leaving: storages that are being copied to the host, each with the event at the end of its copy.
     """
 
     def __init__(self, min_bytes: int, comparison: TensorComparison | None = None) -> None:
@@ -250,7 +250,7 @@ class Parking:
         self.copies: CopyStream | None = None
 
     def let_go(self) -> None:
-        """Have the current stream wait for the copies to the host so far, and free what they copied."""
+        """Make the current stream wait for the copies to the host so far, and free the copied storages."""
         for _, copied in self.leaving:
             self.copies.wait(copied)  # type: ignore[union-attr]
         self.leaving.clear()
@@ -277,7 +277,7 @@ class Parking:
 
     def leaves(self, tensor: torch.Tensor) -> bool:
         """Whether to copy the tensor's storage to the host: it is large and not of a parameter or buffer."""
-        if tensor.layout is not torch.strided:  # a sparse tensor has two storages
+        if tensor.layout is not torch.strided:  # sparse tensors have two storages
             return False
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -375,9 +375,9 @@ def install(model: nn.Module, blocks: Mapping[str, nn.Module], *, min_bytes: int
 
 
 def _storages(module: nn.Module) -> dict[int, Any]:
-    """Return the storages of parameters and buffers, which are never offloaded: their addresses with a weak reference.
+    """Return the storages of parameters and buffers, which are never offloaded: addresses, each with a weak reference.
 
-    While it lives, no new storage gets the address of one that is gone (ZeRO-3's gathered parameters).
+    While the reference lives, no new storage gets the address of a freed one (ZeRO-3's gathered parameters).
     """
     tensors: list[Any] = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
     dense = (t for t in tensors if t.layout is torch.strided)

@@ -320,10 +320,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def passing_policies(model: nn.Module, batch: Any, failed: str, loss: Loss | None) -> str:
-    """What to tell someone whose step failed under `failed`: which of `CANDIDATES` change no number of it.
+    """A sentence for a step that failed under `failed`: which of `CANDIDATES` change no number of this step.
 
-    Each is tried by `check_parity`: three steps, in the memory of training without a policy and more gradients. If
-    `failed` passes as well, a trial would tell nothing about the others, and the line says so.
+    `check_parity` tries each: three steps, with the memory of training without a policy and a second set of
+    gradients. If `failed` passes as well, the trial says nothing about the others, and neither does the sentence.
     """
     if _passes(model, batch, failed, loss):
         return (
@@ -340,5 +340,5 @@ def _passes(model: nn.Module, batch: Any, policy: str, loss: Loss | None) -> boo
         warnings.simplefilter("ignore")
         try:
             return check_parity(model, batch, policy, loss=loss).ok
-        except Exception:  # a number differs, it matches nothing in this model, or there is not the memory
+        except Exception:  # a number differs, the policy matches nothing in this model, or memory runs out
             return False

@@ -1,11 +1,11 @@
 """Runs a module's forward under activation checkpointing so that its second run repeats the first exactly.
 
 `Checkpointed` stands in for `module.forward` as an instance attribute: hooks (FSDP's, accelerate's) stay outside of
-the region, state-dict keys stay as they are, and a deep copy of the model gets copies of its own. What the first run
-saves for backward is dropped (`dropped_tensors.py`). The second run finds the arguments as the first run
-found them (`arguments.py`), the state of the modules (`module_state.py`), the random state (restored only where the
-first run drew from it) and kept operator outputs (`selective.py`); in verified steps also the proof that both runs
-save the same tensors (`verify.py`).
+the region, state-dict keys do not change, and a deep copy of the model gets its own copies. The tensors that the first
+run saves for backward are dropped (`dropped_tensors.py`). The second run starts from the first run's arguments
+(`arguments.py`), module state (`module_state.py`) and random state (restored only if the first run drew from it), and
+gets the kept operator outputs (`selective.py`). In verified steps, it is checked that both runs save the same tensors
+(`verify.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .selective import Selection, compiled_contexts
 from .standin import StandIn
 from .verify import SavedTensorProof, TensorComparison
 
-_MOST_STRUCTURES = 64  # ways of being called that a region remembers
+_MOST_STRUCTURES = 64  # the number of ways of being called that a region remembers
 
 
 class Checkpointed(StandIn):
@@ -47,7 +47,7 @@ class Checkpointed(StandIn):
         self.keeps_cache = getattr(module, "_can_checkpoint_with_cache", False)  # only reads it (transformers >= 5.23)
         self.dropped = DroppedCaches()
         self.calls = 0
-        self.structures: set[Any] = set()  # of calls so far: mode, kinds of arguments, what is trained
+        self.structures: set[Any] = set()  # of earlier calls: mode, kinds of arguments, what is trained
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.jit.is_tracing():  # a TorchScript graph cannot call Python again
@@ -72,7 +72,7 @@ class Checkpointed(StandIn):
         return RegionCall(self.forward, contexts, self.inputs, args, kwargs)()
 
     def comparison(self, structure: Any) -> TensorComparison | None:
-        """A comparison if this call of the region is to be verified; `structure` is how it is called."""
+        """Return a comparison if this call of the region is verified; `structure` describes how it is called."""
         self.calls += 1
         changed = structure not in self.structures
         if changed and len(self.structures) < _MOST_STRUCTURES:
@@ -81,9 +81,9 @@ class Checkpointed(StandIn):
 
 
 def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[FirstRun, SecondRun] | None:
-    """The contexts of a region's first and second run with these arguments.
+    """Return the contexts of a region's first and second run with these arguments.
 
-    None if layers of it are still lazy: their first call makes parameters, which no second run can repeat.
+    None if the region has lazy layers: their first call makes parameters, which a second run cannot repeat.
     """
     given = [leaf for leaf in (*leaves(args), *leaves(kwargs)) if type(leaf) not in ATOMS]
     tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
@@ -96,7 +96,7 @@ def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class RegionCall(DroppedTensors):
-    """One call of a region: what it saves for backward is dropped, except its inputs."""
+    """One call of a region, which drops all tensors that it saves for backward except its inputs."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class RegionCall(DroppedTensors):
 
 
 class FirstRun:
-    """Notes what the second run must find as the first one did."""
+    """Context of the first run; records the state from which the second run must start."""
 
     __slots__ = ("comparison", "contents", "devices", "ended", "keeping", "parameters", "proof",
         "random", "region", "replaying", "state", "structure",
@@ -153,7 +153,7 @@ class FirstRun:
         return next((device.type for device in self.devices), "cpu")
 
     def drawn(self) -> rng.Snapshot:
-        """How far the generators are that the region may draw from."""
+        """Return the states of the generators that the region may draw from."""
         return rng.snapshot(*self.devices, host=True, own=self.contents.generators)
 
     def __enter__(self) -> None:
@@ -180,7 +180,7 @@ class FirstRun:
 
 
 class SecondRun:
-    """Sets generators and modules to where the first run found them, and back to where the second one did."""
+    """Context of the second run; restores the first run's initial generators and modules, and undoes this on exit."""
 
     __slots__ = ("before", "first", "pickles", "random", "tensors", "there")
 
@@ -219,7 +219,7 @@ class SecondRun:
             self._prove(first.comparison)
 
     def _prove(self, comparison: TensorComparison) -> None:
-        """That the second run left random state, parameters, buffers and attributes as it found them."""
+        """Check that the second run left random state, parameters, buffers and attributes unchanged."""
         first = self.first
         for slot, tensor in (*first.parameters, *self.tensors):
             comparison.restored(slot, tensor)

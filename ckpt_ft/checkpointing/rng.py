@@ -1,7 +1,7 @@
 """Saves and restores the random generators that a region can use: PyTorch's, Python's `random` and `numpy.random`.
 
-Generators of one's own (`torch.Generator`, `numpy.random.default_rng()`, `random.Random()`) are restored if they are
-given, as attributes and arguments of a region are.
+Other generators (`torch.Generator`, `numpy.random.default_rng()`, `random.Random()`) are restored if they are passed
+in, as those in attributes and arguments of a region are.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _memory(generator: Any) -> bytes:
 
 
 _HOST = {"random": _python_state, "numpy": _numpy_state}
-_last = {of: _HostState(b"", None) for of in _HOST}  # reused until the next draw
+_last = {of: _HostState(b"", None) for of in _HOST}  # used again until the next draw
 
 
 def _same(state: Any, other: Any) -> bool:

@@ -172,7 +172,7 @@ class _CallSequence(DroppedTensors):
 def _gathered(block: nn.Module) -> Callable[[], None]:
     """Start gathering the FSDP2-sharded parameters of `block`; return a function that waits for them.
 
-    Weights that wait in host memory (`swap`) come when the function is called.
+    Weights in host memory (`swap`) are copied to the device when this function is called.
     """
     if (swapped := block.__dict__.get(SWAPPED)) is not None:
         return partial(swapped.swapper.use, swapped.number)

@@ -1,11 +1,11 @@
-"""`swap:N`: the frozen weights of N blocks wait in host memory, and two of these blocks at a time are on the device.
+"""`swap:N`: the frozen weights of N blocks are kept in host memory; two of these blocks at a time are on the device.
 
 The N blocks are spread evenly over the model. When one of them runs, the weights of the next one are copied to the
-device on a side stream, and those of all others leave it; nothing is copied back, because the weights are frozen. In
+device on a side stream, and those of all others are freed; nothing is copied back, because the weights are frozen. In
 backward a hook on the outputs of a block does the same in the other direction, before a kernel of the block or its
 second run begins. (cf. block swap in kohya's sd-scripts, group offloading in diffusers)
 
-A weight that waits keeps its parameter and its shape, and its storage has no bytes. Views that autograd has saved see
+A swapped weight keeps its parameter and its shape, but its storage has no bytes. Views that autograd has saved see
 the weight again once the storage is filled, as with FSDP2's gathered parameters. Norms, biases, the constants of
 quantised weights and everything that is trained stay on the device. On a CPU the copies are synchronous, so that tests
 can follow them without a GPU.
@@ -38,16 +38,16 @@ from .verify import TensorComparison, Verification
 
 _ALIGNED = 16  # bytes
 _MERGES = ("merge", "unmerge")  # methods of PEFT's layers
-_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # DDP would broadcast weights that are not there
+_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # DDP would broadcast weights that have no memory
 
 
 class Arena:
-    """Host memory for `left` bytes of weights, each in the first buffer of up to 1 GiB that has room for it.
+    """Host memory for `left` bytes of weights, in buffers of up to 1 GiB; a weight gets the first with enough room.
 
     PyTorch rounds each pinned allocation up to a power of two (CachingHostAllocator): 18 MiB would take 32.
 
-    device: of the weights.
-    nbytes: of all buffers, as they are allocated.
+    device: the device of the weights.
+    nbytes: the bytes of all buffers allocated so far.
     """
 
     def __init__(self, left: int, device: torch.device) -> None:
@@ -69,13 +69,13 @@ class Arena:
 
 
 class Waiting(nn.Parameter):
-    """The class of a weight while its storage is empty, and of its aliases: an operator would read freed memory."""
+    """The class of a weight and its aliases while the storage is empty; any operator on it raises an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             empty = any(type(x) is cls and not x.untyped_storage().nbytes() for x in tree_leaves((args, kwargs)))
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")  # of a getter or setter
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")  # a getter or setter
             if func is torch.Tensor.__repr__:
                 return f"{cls.__name__}(shape={tuple(args[0].shape)})"
             if empty and not attribute and func.__name__ not in _OF_THE_SHAPE:
@@ -112,7 +112,7 @@ def _fill(parameter: nn.Parameter, nbytes: int) -> None:
 
 def _empty(parameter: nn.Parameter) -> None:
     parameter.untyped_storage().resize_(0)
-    if type(parameter) is nn.Parameter:  # no class of a library's or a trace's
+    if type(parameter) is nn.Parameter:  # not a class of a library or of a trace
         parameter.__class__ = Waiting
 
 
@@ -120,11 +120,11 @@ class Swapper:
     """The swapped blocks of one model, in order.
 
     Args:
-        model: its attribute `IN_HOST_MEMORY` gets the waiting weights by name, where a trace finds them.
+        model: its attribute `IN_HOST_MEMORY` is set to the weights in host memory by name, for a trace.
         blocks: for each swapped block, its module and the names in `model` of its swapped weights.
 
-    A weight is found by the layer that has it, which may get another name (an adapter around it). If something else
-    has taken its place there, that stays on the device.
+        A weight is found through its layer, whose name may change (an adapter around it). If another tensor has
+        replaced the weight in the layer, that tensor stays on the device.
     """
 
     def __init__(self, model: nn.Module, blocks: list[tuple[nn.Module, list[str]]]) -> None:
@@ -133,13 +133,13 @@ class Swapper:
         self.proved = 0  # the last step that was verified
         self.last = 0  # number of the block that was used last
         self.present: set[int] = set()
-        self.running: set[int] = set()  # blocks that are in their forward, in this thread
+        self.running: set[int] = set()  # blocks whose forward is running in this thread
         self.thread = 0
         self.copies: CopyStream | None = None
-        self.copied: dict[int, tuple[CopyStream, Any]] = {}  # where a block's copies run, and the event that ends them
+        self.copied: dict[int, tuple[CopyStream, Any]] = {}  # a block's copy stream, and its last event
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "copies": None, "copied": {}}  # streams and events have no copies
+        return {**self.__dict__, "copies": None, "copied": {}}  # streams and events cannot be copied
 
     @property
     def waiting(self) -> dict[str, torch.Tensor]:
@@ -148,7 +148,7 @@ class Swapper:
         return found
 
     def begin(self) -> None:
-        """Move the weights to host memory, except those of the first block: a step ends with it."""
+        """Move the weights to host memory, except those of the first block, which is the last one in a backward."""
         found = [layer.get_parameter(key) for places in self.places for layer, key in places.values()]
         self.arena = Arena(sum(p.nbytes for p in found), found[0].device)
         self.model.__dict__[IN_HOST_MEMORY] = {}
@@ -166,7 +166,7 @@ class Swapper:
                 continue
             self.waiting[name] = self.arena.copy(parameter.detach(), parameter)
             if not (parameter.is_meta or isinstance(parameter, FakeTensor)):
-                # a storage of its own: that of before may be mapped from a file, or a state dict has it, too
+                # a new storage: the old one may be mapped from a file, or a state dict may share it
                 parameter.data = self.waiting[name].to(parameter.device, copy=True)
             vars(parameter)["__deepcopy__"] = partial(self.deep_copy, name)
             _note_copied(parameter)
@@ -181,7 +181,7 @@ class Swapper:
         del self.model.__dict__[IN_HOST_MEMORY], self.arena
 
     def use(self, number: int, step: int = 1) -> None:
-        """Have a block's weights on the device, those of the next block on their way, and no others.
+        """Bring a block's weights to the device, start copying those of the next block, and free all others.
 
         step: 1 in the order of a forward, -1 in that of a backward.
         """
@@ -204,7 +204,7 @@ class Swapper:
             return
         if self.copies is None or self.copies.streams is not CopyStream.of(missing[0][1]):
             self.copies = CopyStream(missing[0][1])
-        # `.data` has a version counter of its own: the weight itself is not written to
+        # `.data` has a separate version counter, so the weight's own does not change
         ended = self.copies.start(*((parameter.data, self.waiting[name]) for name, parameter in missing))
         self.copied[number] = self.copies, ended
 
@@ -231,7 +231,7 @@ class Swapper:
                 self._forget(name, parameter)
 
     def _forget(self, name: str, parameter: nn.Parameter) -> None:
-        """A weight is on the device from here on."""
+        """Note that a weight stays on the device from now on."""
         del self.waiting[name]
         for mark in (SWAPPED, "__deepcopy__"):
             vars(parameter).pop(mark, None)
@@ -271,7 +271,7 @@ class Swapper:
                 comparison.restored(comparison.saved(self.waiting[name], what), parameter)
 
     def move(self, number: int, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """`nn.Module._apply` of a block, for `.to()` and `.half()`: what waits does not pass through the device."""
+        """`nn.Module._apply` of a block, for `.to()` and `.half()`: weights in host memory are converted there."""
         block, weights = self.blocks[number], list(self.weights(number))
         there = {id(parameter) for _, parameter in weights}
         own = [(inner, key, p) for inner in block.modules() for key, p in inner._parameters.items() if id(p) in there]
@@ -298,7 +298,7 @@ class Swapper:
         return block
 
     def as_saved(self, number: int, block: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """State-dict hook of a block: the weights in host memory take the place of those that are not there."""
+        """State-dict hook of a block: replaces weights without memory by their copies in host memory."""
         paths = {layer: f"{prefix}{path}." if path else prefix for path, layer in block.named_modules()}
         for name, parameter in self.weights(number):
             self._keep_written(name, parameter)
@@ -307,20 +307,20 @@ class Swapper:
                 state[path] = self.waiting[name]
 
     def before_load(self, number: int, block: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-        """Pre-hook of `load_state_dict`: the weights are on the device."""
+        """Pre-hook of `load_state_dict`: moves the weights to the device."""
         if any(key.startswith(prefix) for key in state):
             self.fetch(number)
             self.wait(number)
 
     def after_load(self, number: int, *_: Any) -> None:
-        """Post-hook of `load_state_dict`: the copies in host memory are those of the new weights (`assign=True`)."""
+        """Post-hook of `load_state_dict`: copies the new weights to host memory (`assign=True`)."""
         if number in self.present:
             for name, parameter in self.weights(number):
                 self._keep_written(name, parameter)
             self.adopt(number)
 
     def deep_copy(self, name: str, memo: dict[int, Any]) -> nn.Parameter:
-        """A weight's `__deepcopy__`: torch's reads data that may not be there."""
+        """A weight's `__deepcopy__`; torch's own would read data that may have been freed."""
         layer, key = next(places[name] for places in self.places if name in places)
         parameter: Any = layer._parameters[key]
         absent = not parameter.untyped_storage().nbytes()
@@ -335,7 +335,7 @@ class Swapper:
         return twin
 
     def weights(self, number: int) -> Iterator[tuple[str, nn.Parameter]]:
-        """The block's weights that are swapped, by name, as they are now: fake ones in a trace."""
+        """The current swapped weights of a block, by name; in a trace they are fake tensors."""
         waiting = self.waiting
         for name, (layer, key) in self.places[number].items():
             parameter = layer._parameters.get(key)
@@ -349,7 +349,7 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _written(parameter: nn.Parameter) -> tuple[int, int]:
-    """What changes if something is written into a weight, but through `.data`, or assigned to `.data`."""
+    """A value that changes with a write into a weight (except through `.data`) and with an assignment to `.data`."""
     return parameter._version, parameter.untyped_storage()._cdata
 
 
@@ -359,7 +359,7 @@ def _note_copied(parameter: nn.Parameter) -> None:
 
 
 class SwappedBlock(StandIn):
-    """Replaces the forward of a block whose weights wait in host memory."""
+    """Replaces the forward of a block whose weights are in host memory."""
 
     def __init__(self, module: nn.Module, swapper: Swapper, number: int) -> None:
         self.swapper, self.number = swapper, number
@@ -369,7 +369,7 @@ class SwappedBlock(StandIn):
     def _put_on(self) -> None:
         super()._put_on()
         swapper, number, module = self.swapper, self.number, self.module
-        module.__dict__[SWAPPED] = self  # what runs the block again finds it there
+        module.__dict__[SWAPPED] = self  # found there by code that runs the block again
         module._apply = partial(swapper.move, number)  # type: ignore[method-assign]
         self.handles = [
             module._register_state_dict_hook(partial(swapper.as_saved, number)),
@@ -382,7 +382,7 @@ class SwappedBlock(StandIn):
             vars(layer).update({name: partial(self._merge, layer, name) for name in _MERGES})
 
     def _adapted(self) -> Iterator[nn.Module]:
-        """PEFT's layers, which write to the frozen weights when adapters are merged."""
+        """Yields PEFT's layers, which write to the frozen weights when adapters are merged."""
         return (inner for inner in self.module.modules() if all(hasattr(type(inner), name) for name in _MERGES))
 
     def _merge(self, layer: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -452,7 +452,7 @@ class _Installed(Installed):
 
 
 def install(model: nn.Module, blocks: Mapping[str, nn.Module], count: int) -> Installed:
-    """Let the frozen weights of `count` of the `blocks` wait in host memory.
+    """Keep the frozen weights of `count` of the `blocks` in host memory.
 
     Raises:
         UserError: weights are sharded, or fewer than `count` blocks have frozen weights.
@@ -492,7 +492,7 @@ def swappable(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[nn.Modu
 
 
 def _can_wait(parameter: nn.Parameter) -> bool:
-    """Whether it is a frozen matrix with a storage of its own. `pointwise` computes with norms of other blocks."""
+    """Whether it is a frozen matrix with its own storage. `pointwise` reads the vectors of norms in other blocks."""
     if parameter.requires_grad or parameter.dim() < 2 or is_traceable_wrapper_subclass(parameter):
         return False
     return parameter.layout is torch.strided and parameter.untyped_storage().nbytes() == parameter.nbytes

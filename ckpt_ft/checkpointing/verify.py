@@ -1,11 +1,11 @@
 """Verifies at run time that backward computes with the tensors that forward saved, bit for bit.
 
-Every policy rests on one claim: when backward asks for a tensor that forward saved, something else (a second run of a
-block, a rebuilt norm, a copy from host memory, a chunk of the loss) puts the same tensor back. PyTorch compares shapes
-at most. In a *verified* step each engine fingerprints what forward saves and what is put back for it. A fingerprint is
-shape, dtype, strides and a 64-bit hash of the bits, made on the tensor's device without waiting for it, and without
-temporaries of the tensor's size. Hashes are compared on the device; the result is read once, when backward ends and
-before an optimizer can step. A difference raises `VerificationError`, which names the module and the operator.
+When backward asks for a tensor that forward saved, a policy restores it by other means (a second run of a block, a
+rebuilt norm, a copy from host memory, a chunk of the loss). PyTorch compares at most the shapes of the two tensors. In
+a *verified* step each engine fingerprints the saved tensor and the restored one. A fingerprint is shape, dtype,
+strides and a 64-bit hash of the bits, made on the tensor's device without waiting for it, and without temporaries of
+the tensor's size. Hashes are compared on the device; the result is read once, when backward ends and before an
+optimizer can step. A difference raises `VerificationError`, which names the module and the operator.
 
 How an engine uses it, where `verification` belongs to the policy on the model (`AppliedPolicy.verification`):
 
@@ -13,13 +13,13 @@ How an engine uses it, where `verification` belongs to the policy on the model (
     slot = comparison.saved(tensor)                           # in forward, for each tensor that is dropped or parked
     comparison.restored(slot, tensor)                         # in backward, when the tensor is put back
 
-`saved` must be called before anything can write into the tensor, and `restored` with what backward will compute with.
-Nothing else is needed: the first `restored` of a backward queues the reading of the flags at its end. Where several
+`saved` must be called before anything can write into the tensor, and `restored` with the tensor that backward uses.
+Nothing else is needed: the first `restored` of a backward queues the reading of the flags at its end. If several
 ranks train one model, they read the flags of a scheduled step together, and all of them raise.
 
 The hash reads each tensor once. It sums the bits as 64-bit integers over 256 rows, takes a sample of up to 2,048
-words, and multiplies each by a fixed random odd weight of its position. Every changed bit changes a row's sum, the
-weights see the order of rows, and the sample sees the order within a row.
+words, and multiplies each by a fixed random odd weight of its position. Every changed bit changes a row's sum; the
+weights make the hash depend on the order of rows, and the sample on the order within a row.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SMALL = 4096  # words; a tensor of no more is weighted word by word
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _weights: dict[torch.device, torch.Tensor] = {}
-_queue = torch.autograd.Variable._execution_engine.queue_callback  # for the end of the backward that runs
+_queue = torch.autograd.Variable._execution_engine.queue_callback  # callbacks for the end of the running backward
 
 Layout = tuple[Any, ...]  # shape, dtype and strides of each part of a tensor
 
@@ -58,7 +58,7 @@ class VerificationError(WorkFailed):
 
     Attributes:
         region: qualified name of the first region, in the order of forward, that differs.
-        operator: the autograd node that made the first tensor that differs, "" if a module's input or state.
+        operator: the autograd node that made the first tensor that differs; "" for a module's input or state.
         differs: what differs, such as "values" or "shape".
     """
 
@@ -78,7 +78,7 @@ class Schedule:
     Attributes:
         first: number of steps at the beginning of a run.
         every: verify each step whose number is a multiple of this; 0 for none.
-        changes: verify regions that are called in a mode, or with a structure of arguments, that is new to them.
+        changes: also verify the first call of a region in a mode, or with a structure of arguments.
     """
 
     first: int
@@ -117,7 +117,7 @@ class TensorComparison:
         self.layouts: list[Layout] = []
         self.hashes: list[torch.Tensor | None] = []
         self.operators: list[str] = []
-        self.differing: list[tuple[int, torch.Tensor | str]] = []  # slots with a flag, or with what differs
+        self.differing: list[tuple[int, torch.Tensor | str]] = []  # by slot: a flag, or what differs
         self.notes: list[str] = []
 
     def saved(self, tensor: torch.Tensor, what: str = "") -> int:
@@ -137,8 +137,8 @@ class TensorComparison:
     def restored(self, slot: int, tensor: torch.Tensor) -> torch.Tensor:
         """Compare a tensor that was put back in backward with the one saved in `slot`.
 
-        Returns what backward goes on with, so that a rank with an error meets the other ranks in their collectives:
-        `tensor`, or zeros with the right shape, dtype and strides.
+        Returns the tensor that backward uses until its end, so that a rank with an error still takes part in
+        collectives: `tensor`, or zeros with the right shape, dtype and strides.
 
         Raises:
             VerificationError: no such zeros can be made for a tensor of another kind.
@@ -163,26 +163,26 @@ class TensorComparison:
         return torch.empty_strided(shape, every, dtype=dtype, device=device).zero_()
 
     def differs(self, slot: int, differs: torch.Tensor | str) -> None:
-        """Note what differs, or a flag of whether values do, for the end of backward."""
+        """Record a difference, or a flag of whether values differ, for the end of backward."""
         self.differing.append((slot, differs))
         self.verification.compared(self)
 
     def failed(self, slot: int, differs: str) -> VerificationError:
-        """The error for what backward cannot go on with, such as a tensor that is absent."""
+        """Return the error for a tensor without which backward cannot go on, such as an absent one."""
         return self.verification.error([(self, slot, differs)])
 
     def note(self, what: str) -> None:
-        """Add what the engine saw change between forward and backward; it is shown if a value differs."""
+        """Add a change that the engine saw between forward and backward; the error shows it if a value differs."""
         if what not in self.notes:
             self.notes.append(what)
 
 
 class SavedTensorProof:
-    """Saved-tensor hooks inside of a checkpoint's own, for one call of a region that it runs twice.
+    """Saved-tensor hooks inside those of a checkpoint, for one call of a region that it runs twice.
 
-    Only the innermost pair of hooks is called, so these hand on to the checkpoint's. What the second run saves is
-    compared when it is saved; that nothing wrote into it afterwards is seen when backward asks for it, as in plain
-    autograd, whose own check is off under hooks.
+    Autograd calls only the innermost pair of hooks, so these call the checkpoint's. They compare a tensor when the
+    second run saves it. When backward asks for it, they check that nothing wrote into it since, because autograd's
+    own check is off under hooks.
     """
 
     def __init__(self, comparison: TensorComparison) -> None:
@@ -190,7 +190,7 @@ class SavedTensorProof:
         self.slots: list[int] = []
         self.versions: dict[int, int] = {}
         self.next = 0
-        self.missing = ""  # why a second run did not put all tensors back
+        self.missing = ""  # why a second run did not restore all tensors
         self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def enter_first_run(self) -> None:
@@ -237,14 +237,14 @@ class SavedTensorProof:
         self.hooks.__enter__()
 
     def exit(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         if self.hooks is not None:
             self.hooks.__exit__()
             self.hooks = None
 
 
 class Verification:
-    """The verification of one policy on one model: the schedule, the steps so far and what is still to be compared.
+    """The verification of one policy on one model: the schedule, the number of steps and the open comparisons.
 
     A step is a forward of the whole model with gradients (a micro-batch), and its backward.
     """
@@ -254,7 +254,7 @@ class Verification:
         self.steps = self.comparisons = 0  # so far
         self.active = False  # whether a verified forward of the whole model is running
         self.inside = False  # whether any forward of the whole model is running
-        self._order: list[TensorComparison] = []  # of those compared in the backward that runs
+        self._order: list[TensorComparison] = []  # those compared in the running backward
         self._queued: set[int] = set()  # graph tasks at whose end the flags will be read
         self._together: set[int] = set()  # the same, with the flags of other ranks
 
@@ -269,13 +269,13 @@ class Verification:
         self.__init__(**state)  # type: ignore[misc]
 
     def begin_step(self) -> None:
-        """A forward of the whole model begins, with gradients and not compiled."""
+        """Count a step: a forward of the whole model begins, with gradients and not compiled."""
         self.steps += 1
         self.inside = True
         self.active = self.schedule.due(self.steps) and can_hash()
 
     def end_forward(self) -> None:
-        """That forward has ended."""
+        """Note that this forward has ended."""
         self.inside = self.active = False
 
     def region(self, name: str, module: nn.Module, calls: int = 0, changed: bool = False) -> TensorComparison | None:
@@ -284,8 +284,8 @@ class Verification:
         Args:
             name: qualified name of the region's module in the model.
             module: the region's module; its class is named in errors.
-            calls: number of this call of the region, 1 for the first. It decides where blocks are called outside of
-                the model's own forward.
+            calls: number of this call of the region, 1 for the first. It replaces the step if blocks are called
+                outside of the model's own forward.
             changed: whether the region was never called in this mode, or with this structure of arguments, before.
         """
         if not (self.active or (changed and self.schedule.changes) or (not self.inside and self.schedule.due(calls))):
@@ -293,7 +293,7 @@ class Verification:
         return TensorComparison(self, name, type(module).__name__) if self.active or can_hash() else None
 
     def compared(self, comparison: TensorComparison) -> None:
-        """Note that `comparison` holds flags; they are read when the backward that runs ends, or now if none runs."""
+        """Note that `comparison` has flags; they are read at the end of the running backward, or now if none runs."""
         if not (self._order and self._order[-1] is comparison):
             self._order.append(comparison)
         task = torch._C._current_graph_task_id()
@@ -307,7 +307,7 @@ class Verification:
         """In a scheduled step of one rank of several: end the backward of `output` with `read_flags` on all of them.
 
         Ranks that train `model` together run its forward and backward equally often, whatever their regions compare,
-        so none waits in vain for another.
+        so each rank takes part in the collective.
         """
         if not self.active or not dist.is_initialized() or dist.get_world_size() == 1:
             return
@@ -316,7 +316,7 @@ class Verification:
         def begins(grad: torch.Tensor) -> None:
             task, device = torch._C._current_graph_task_id(), grad.device
             if task not in self._together:
-                self._together.add(task)  # queued twice: behind what FSDP2 and DDP queue for the end of this backward
+                self._together.add(task)  # queued twice, to run behind the callbacks of FSDP2 and DDP
                 _queue(lambda: _queue(lambda: self.read_flags(task, device, _groups(model, ddp))))
 
         for leaf in leaves(output):
@@ -356,7 +356,7 @@ class Verification:
             )  # fmt: skip
 
     def error(self, wrong: list[tuple[TensorComparison, int, str]]) -> VerificationError:
-        """The error for slots of comparisons and what differs in them; it shows the first in the order of forward."""
+        """Return the error for slots of comparisons that differ; it shows the first one in the order of forward."""
         comparison, slot, differs = min(wrong, key=lambda found: (found[0].index, found[1]))
         regions = dict.fromkeys(one for one, _, _ in wrong)
         slots = {at for one, at, _ in wrong if one is comparison}
@@ -418,7 +418,7 @@ def _failed_rank(failed: bool, device: torch.device | None, groups: Sequence[dis
         return int(rank)
 
 
-NEVER = Verification(Schedule(0, 0, False), "")  # of what no policy has installed
+NEVER = Verification(Schedule(0, 0, False), "")  # for modules on which no policy is installed
 
 
 @torch._disable_dynamo  # which would trace it where compiled code saves a tensor
@@ -455,7 +455,7 @@ _quietly = _Quiet
 
 
 def can_hash() -> bool:
-    """Whether tensors have bits to read here and flags can be read: no fake mode, no CUDA graph that is captured."""
+    """Whether bits and flags can be read here: not under a fake mode and not while a CUDA graph is captured."""
     if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE) is not None:
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
@@ -484,7 +484,7 @@ def _is_freed(tensor: torch.Tensor) -> bool:
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of the dimensions that have more than one element: those of others mean nothing."""
+    """Strides of the dimensions that have more than one element; other strides have no effect."""
     if tensor.numel() == 0:
         return ()
     return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
@@ -500,7 +500,7 @@ def _hash(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _hash_strided(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor with gaps or repeated elements: one sum for each index of its longest dimension, and a sample."""
+    """Hash a tensor with gaps or repeated elements: a sum for each index of its longest dimension, and a sample."""
     once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     if once.numel() <= _SMALL or _is_dense(once):
         once = once.contiguous()
@@ -512,17 +512,17 @@ def _hash_strided(tensor: torch.Tensor) -> torch.Tensor:
     others = [dim for dim in range(once.dim()) if dim != kept]
     try:
         sums = once.view(torch.int64).sum(others)
-    except RuntimeError:  # its runs are no whole words
+    except RuntimeError:  # its contiguous runs are not whole words
         bits = once.view(_SAME_SIZE[once.element_size()]) if once.element_size() < 8 else once.view(torch.int64)
         sums = torch.hash_tensor(bits, dim=others).view(torch.int64)  # reads any dtype without a temporary
-    # what comes an even number of times cancels in the XOR of `hash_tensor`: a sample sees constants
+    # words that occur an even number of times cancel in the XOR of `hash_tensor`; the sample detects constants
     steps = [max(1, round(size / (_SAMPLE ** (1 / once.dim())))) for size in once.shape]
     sample = once[tuple(slice(None, None, step) for step in steps)].contiguous()
     return _mixed(sums) + 3 * _hash_flat(sample.as_strided((sample.numel(),), (1,)))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill one range of memory, each place once."""
+    """Whether the elements fill one range of memory without gaps or overlaps."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -536,7 +536,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _hash_flat(flat: torch.Tensor) -> torch.Tensor:
-    """Of a 1-D tensor without gaps; the same wherever in its storage it begins."""
+    """The hash of a 1-D tensor without gaps; it does not depend on the offset in the storage."""
     size = flat.element_size()
     if size >= 8:
         return _mixed(flat.view(torch.int64))
@@ -548,7 +548,7 @@ def _hash_flat(flat: torch.Tensor) -> torch.Tensor:
     words = whole // per
     if words <= _SMALL:
         return _mixed(flat[:whole].clone().view(torch.int64), rest)
-    # a view as words must begin at a whole one, so rows and sample are copied one after another
+    # a view as words must begin at a word boundary, so rows and sample are copied one after another
     length, step = words // _ROWS, words // _SAMPLE | 1
     rows = [flat[i * length * per : (i + 1) * length * per].clone().view(torch.int64).sum() for i in range(_ROWS)]
     sample = flat.as_strided((-(-words // step), per), (step * per, 1)).clone().view(torch.int64).flatten()
@@ -571,7 +571,7 @@ def _weighted(words: torch.Tensor) -> torch.Tensor:
 
 
 def _weight(words: torch.Tensor) -> torch.Tensor:
-    """A fixed random odd number for each place."""
+    """A fixed random odd number for each position."""
     n, device = words.numel(), words.device
     weights = _weights.get(device)
     if weights is None or weights.numel() < n:
@@ -583,7 +583,7 @@ def _weight(words: torch.Tensor) -> torch.Tensor:
 
 
 def _layout_change(before: Layout, now: Layout) -> str:
-    """What of two different layouts differs, in words."""
+    """Describe the difference between two layouts."""
     if before[0] is not now[0] or len(before) != len(now):
         return f"kind of tensor: {before[0].__name__} in forward, {now[0].__name__} in backward"
     for (dtype, shape, strides), (other_dtype, other_shape, other_strides) in zip(before[1:], now[1:], strict=True):

@@ -90,7 +90,7 @@ class ModuleCall(StandIn):
         """Return the module's attributes, parameters and buffers; copy parameters that ZeRO-3 is about to free."""
         module = self.module
         if not self._unchanged():
-            self.attributes = dict(module.__dict__)  # a new one: earlier calls refer to theirs
+            self.attributes = dict(module.__dict__)  # a new one, because earlier calls refer to the old
         parameters, buffers = module._parameters, dict(module._buffers)
         tensors: list[Saved] = [(p, version_of(p)) for p in parameters.values() if p is not None]
         found = _copies(module) if tensors and hasattr(tensors[0][0], _ZERO3) else dict(parameters)
@@ -205,7 +205,7 @@ class OperatorCall(CheapCall):
 
 
 def _product_gains(running: Pass, a: Any, b: Any) -> bool:
-    """Whether discarding a product saves memory: each factor is free, or saved for the other's gradient anyway."""
+    """Whether discarding a product saves memory: each factor is free, or is saved for the other's gradient anyway."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
     return (b.requires_grad or running.is_free(a)) and (a.requires_grad or running.is_free(b))

@@ -111,7 +111,7 @@ class Proof:
         return [torch.empty(0) if slot is None else self.comparison.absent(slot, why) for slot in self.slots]
 
     def rebuilt_output(self, key: tuple[int, View], tensor: torch.Tensor) -> torch.Tensor:
-        """Compare a rebuilt view of an output with the recorded one; return what backward goes on with."""
+        """Compare a rebuilt view of an output with the recorded one; return the tensor that backward uses."""
         return self.comparison.restored(self.read[key], tensor)
 
 
@@ -147,7 +147,7 @@ class Reader(Discarded):
 
 
 class Handed:
-    """A tensor that was passed to the saved-tensor hooks active around the model (offload, `save_on_cpu`)."""
+    """A tensor that was passed to saved-tensor hooks around the model (offload, `save_on_cpu`)."""
 
     __slots__ = ("packed", "unpack")
 
