@@ -32,7 +32,7 @@ from .scaled_traces import Estimates
 from .search import search
 from .tracing import Report, Tracer
 
-_SHRINK = 0.97  # after an OOM at a batch that should fit, the next guess is made for this share of the limit
+_SHRINK = 0.97  # after an OOM at a batch that should fit, the next batch is predicted for this share of the limit
 
 
 @dataclass(frozen=True)

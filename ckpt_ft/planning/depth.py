@@ -1,8 +1,8 @@
 """The step of a deep model, from traces of the same model with fewer blocks.
 
-On several processes every block is traced, which takes minutes for 80 of them. Blocks repeat: with each further block,
-the bytes that are allocated while the first, the second, the last block or the head runs grow by the same amount, and
-so does the time of the step. Two depths show by how much.
+On several processes every block is traced, which takes minutes for 80 of them. But blocks repeat: with each further
+block, the bytes that are allocated while the first, the second, the last block or the head runs grow by the same
+amount, and so does the time of the step. Traces at two depths show this amount.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt_ft.workloads.workload import Workload
 from .budget import Candidate
 
 UNITS = 4, 8  # of repeated blocks that the shallow models have
-_ENDS = 2  # units at either end of a run whose bytes are extended; those in between lie between them
+_ENDS = 2  # units at either end of a run whose bytes are extended; the bytes of the others are between theirs
 _MORE_UNUSED = 0.02, 0.1  # share of the bytes allocated, for adapters and for training of all weights
 _WHOLE = ("none", "full", "pointwise", "head", "tile", "offload")  # policies that treat all blocks alike
 

@@ -2,7 +2,7 @@
 
 `suggest` looks for changes under which a step fits, the ones that cost least first, and traces each of them:
 1. Another policy at the same batch size.
-2. If no policy fits: a smaller batch under the leanest policy, with more accumulation for the same effective batch.
+2. If no policy fits: a smaller batch under the policy that needs the fewest bytes, with more accumulation.
 3. If not one sample fits: other settings, one after another until one fits: 8-bit optimizer states, half and a quarter
    of the tokens, the optimizer in host memory, parameters too, LoRA, LoRA on bf16 weights, LoRA on 4-bit weights. The
    adapters that come after the first that fits are traced as well.
@@ -148,7 +148,7 @@ def _slow(spec: TrainingSpec, gpu: GPU | None) -> list[str]:
 
 
 def _starved(trace: StepTrace, gpu: GPU | None) -> list[str]:
-    """A sentence about experts with so few tokens that most of their products' time goes into reading weights."""
+    """A sentence about experts with so few tokens that their products spend most of the time on reading weights."""
     routed = re.compile(r"(?<!shared_)experts\b")  # each product of shared experts has all tokens
     products = [op for op in trace.ops if op.at >= trace.start and op.flops and routed.search(op.module)]
     products = [op for op in products if "grouped" in op.name] or products  # not those of adapters' factors
@@ -165,7 +165,7 @@ def _starved(trace: StepTrace, gpu: GPU | None) -> list[str]:
 
 
 def _of_host(step: StepTrace, gpu: GPU | None) -> list[str]:
-    """How long copies to and from the host take, and the host to compute what is left to it."""
+    """Sentences on the time of copies to and from the host, and of the optimizer's step on the host."""
     if gpu is None or not step.timed:
         return []
     own, parts, said = gpu.calibration, step.seconds_parts, []
@@ -312,7 +312,7 @@ def suggest(
 
 
 def _kept_by_all_policies(trace: StepTrace) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer states, by category, when they are most: no policy changes them."""
+    """The most bytes of weights, gradients and optimizer states, by category, which no policy changes."""
     now: Counter[str] = Counter()
     most: dict[str, int] = {}
     for event in trace.events:
@@ -364,7 +364,7 @@ def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str
 
 
 def _swapped(workload: Workload, policy: str, room: MemoryBudget) -> Iterator[tuple[str, StepTrace]]:
-    """`policy` with as few blocks swapped as a batch of 1 needs, and its trace; nothing if none will do."""
+    """`policy` with the fewest swapped blocks under which a batch of 1 fits, and its trace; nothing if none fits."""
     traces: dict[int, StepTrace] = {}
 
     def reserved(blocks: int) -> int:
@@ -396,7 +396,7 @@ def _traced_edit(load: Load, spec: TrainingSpec, changes: dict[str, Any]) -> Ste
 def _leaner(
     spec: TrainingSpec, workload: Workload, tokens: int, kept: Mapping[str, int]
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Changes that lower the memory of `spec`, each with the bytes that it keeps at least.
+    """Changes that lower the memory of `spec`, each with a lower bound of the bytes that remain.
 
     The first ones change the training least. kept: bytes that the step keeps without a change, by category.
     """

@@ -40,9 +40,9 @@ OF_LONG = ("full,head", "full,head,offload,tile:16")
 
 
 def apart(launches: Sequence[Launch]) -> tuple[list[Launch], list[Launch]]:
-    """Splits launches: those whose processes have samples of their own, and those that share sequences.
+    """Splits launches into those whose processes have their own samples, and those that share sequences.
 
-    The second are looked at where the first do not fit, or for the longest sequence; if there are no first, none are.
+    The second are tried if the first do not fit, or for the longest sequence. If all share sequences, all are first.
     """
     own = [launch for launch in launches if launch.ranks_of_a_sample == 1]
     return own or list(launches), [launch for launch in launches if own and launch.ranks_of_a_sample > 1]
@@ -66,15 +66,15 @@ def search_shared(
     tolerance: float = 0.0, policies: Sequence[str] = OF_LONG, *, told: Callable[[Candidate], None],
     soon: bool = False,
 ) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:  # fmt: skip
-    """The candidates under each of `launches`, which share sequences, and those that do not suit the model.
+    """The candidates under each of `launches`, which share sequences, and the launches that do not suit the model.
 
-    Few policies are looked at by default: what such sequences need is known. Of a later launch, only candidates whose
-    estimate beats all before are traced at their batch and returned.
+    By default few policies are tried, those that long sequences need. Of a later launch, only candidates whose
+    estimate beats all earlier ones are traced at their batch and returned.
 
     Args:
         told: called with each candidate that fits. The figures of a deep model are then extended from those of
-            shallow ones, and a later launch is looked at under the best policy so far alone.
-        soon: whether the last policy is looked at first, with one sample, so that `told` is called early.
+            shallow ones, and a later launch is tried only under the best policy so far.
+        soon: whether the last policy is tried first, with one sample, so that `told` is called early.
     """
     found: list[tuple[Estimates, list[Candidate]]] = []
     rejected, key = {}, better(target)
@@ -130,7 +130,7 @@ class Launched(Estimates):
 
     alone: Estimates = field(kw_only=True)
     lines: dict[str, _Line] = field(default_factory=dict, kw_only=True)
-    ratios: dict[str, float] = field(default_factory=dict, kw_only=True)  # of bytes traced to those of the line
+    ratios: dict[str, float] = field(default_factory=dict, kw_only=True)  # traced bytes over those of the line
 
     @property
     def launch(self) -> Launch:
@@ -141,7 +141,7 @@ class Launched(Estimates):
 
     @cached_property
     def points(self) -> list[tuple[str, int]]:
-        """The candidates to trace under the launch: the likely best, and a lean policy if the precision changes."""
+        """The candidates to trace under the launch: the likely best; one of few bytes if the precision changes."""
         likely = self._likely()
         found = [(likely.policy, likely.batch)]
         # FSDP2 may gather the weights in another precision than most of them are stored in.
@@ -152,7 +152,7 @@ class Launched(Estimates):
         return list(dict.fromkeys(found))
 
     def _likely(self) -> Candidate:
-        """Returns the best candidate of one process if it had the bytes that other ranks hold under the launch."""
+        """Returns the best candidate of one process with its budget raised by the bytes that other ranks hold."""
         trace = next(iter(self.alone.anchors.values()))
         held = sum(trace.at_peak[category] for category in SHARDED)
         away = 0 if self.launch.strategy == "ddp" else held - held // self.launch.processes
@@ -263,8 +263,8 @@ class Extended(Estimates):
     def whole(self, tracer: Tracer, found: Sequence[Candidate]) -> tuple[Estimates, list[Candidate]]:
         """The first of the candidates `found` whose trace fits on the whole model, at its batch or the next below.
 
-        Extended bytes are rather too high. So if there are no candidates, the smallest batch of each policy is traced,
-        unless its allocated bytes alone are too many.
+        Extended bytes tend to be too high. Without candidates, the smallest batch of each policy is therefore traced,
+        unless its allocated bytes alone are over the limit.
 
         Args:
             tracer: of the whole model.
@@ -319,9 +319,9 @@ class Launches:
         return Launched(tracer, self.room, *more, alone=self.alone)
 
     def never_fits(self) -> bool:
-        """Whether a sequence is so long that the leanest policy does not fit, even without all that is sharded."""
+        """Whether a sequence is so long that no policy fits, even without the bytes that the launch shards."""
         if self.alone.tracer.workload.shape.get("seq_length", 0) < _LONG:
-            return False  # looking would take longer than it saves
+            return False  # the check would take longer than it saves
         trace = self.alone.tracer.trace(OF_LONG[-1], self.more[1] or 1)
         held = sum(trace.at_peak[category] for category in SHARDED) if isinstance(trace, StepTrace) else 0
         return isinstance(trace, StepTrace) and trace.peak_allocated - held > self.room.limit
@@ -353,7 +353,7 @@ class Launches:
     def _of(
         self, estimates: Estimates, found: dict[int, list[Candidate]], policies: list[str] | None, known: list[str]
     ) -> list[Candidate]:
-        """The settled best candidate of another launch; if it beats the leader, all that a search finds there."""
+        """The traced best candidate of another launch; if it beats the best so far, all that a search finds there."""
         while (best := self._best(estimates, known)) and (best.policy, best.batch) not in estimates.tracer.traced:
             trace_final_batches([(estimates, best)])
         leader = max((c for each in found.values() for c in each), key=self.key, default=None)
@@ -397,7 +397,7 @@ class Launches:
         return min(self.under, key=lambda estimates: estimates.leanest().reserved)
 
     def fewest(self, pick: Candidate) -> Candidate | None:
-        """A candidate on the fewest GPUs that work; None if `pick` is on as few.
+        """A candidate on the fewest GPUs that suffice; None if `pick` needs no more.
 
         Shards grow as the number of GPUs falls. A launch that shards nothing fits on one GPU if it fits at all.
         """
@@ -427,7 +427,7 @@ class Launches:
         return None
 
     def _might_fit(self, estimates: Estimates, lean: Candidate, gpus: int) -> bool:
-        """Whether `lean` may fit on `gpus` GPUs, if only the sharded bytes grow."""
+        """Whether the candidate `lean` may fit on `gpus` GPUs if only the sharded bytes grow."""
         trace = estimates.tracer.trace(lean.policy, lean.batch)
         assert isinstance(trace, StepTrace), "its policy has an anchor"
         assert trace.launch is not None

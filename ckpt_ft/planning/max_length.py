@@ -35,7 +35,7 @@ from .tracing import Report
 GRANULARITY = 256  # tokens
 LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "full,head,offload,tile:16")
 LEAN = LADDER[3:]  # what is tried on several GPUs
-TERMS = ("full", "head", "tile:16", "offload")  # in the order in which they are worth their price
+TERMS = ("full", "head", "tile:16", "offload")  # the ones that gain most for their time first
 _TARGET = "effective_batch"
 _EXTENDED = "figures are extended from models with fewer blocks; `ckpt-ft estimate --launch` traces the whole model"
 _TOLERANCE = 0.01  # reserved bytes do not grow evenly with the length: within it, a longer one may or may not fit
@@ -72,7 +72,7 @@ class LongestSequence:
 
 @dataclass(frozen=True)
 class NextTerm:
-    """What one more term of the policy would give.
+    """What one more term of the policy would gain.
 
     Attributes:
         longest: the longest sequence with it.
@@ -173,10 +173,10 @@ def predict_max_length(
     Args:
         workload: its model may be on meta; its `make_batch(samples, length)` makes sequences of any length.
         most: tokens of the longest sequence to consider.
-        launches: launches to choose from, in place of the workload's own. Those that hold more than another of them
-            are left out, as DDP beside FSDP2, and so are the first rungs of `LADDER`: they are never the longest. If
-            sequences fit that the GPUs share, launches in which each GPU has its own are not looked at.
-        next_term: also look at what one more term of the first policy would give, unless there are several launches.
+        launches: launches to choose from, in place of the workload's own. A launch that needs more memory than another
+            is left out (DDP beside FSDP2), and so are the first policies of `LADDER`, which never fit the longest
+            sequence. If sequences fit that the GPUs share, launches in which each GPU has its own are not tried.
+        next_term: also find what one more term of the first policy would gain, unless there are several launches.
         host_memory: bytes of host memory that each process may take; None without a limit.
 
     Raises:
@@ -208,7 +208,7 @@ def predict_max_length(
             limits = _TARGET, None, most_pieces, _TOLERANCE
             shared, rejected = search_shared(tracer, sharing, room, *limits, of_long, told=told)
             candidates = sorted((one for _, each in shared for one in each), key=better(_TARGET), reverse=True)
-            if candidates:  # longer than any sequence that one GPU has for itself
+            if candidates:  # longer than any sequence that fits a single GPU
                 estimates = next(each for each, found in shared if candidates[0] in found)
             else:
                 alone = memory_budget(budget, gpu, margin, host=host_memory)
@@ -266,7 +266,7 @@ def _next_term(estimates: Estimates, found: Candidate, granularity: int, batch_s
 
 
 def _shortest(estimates: Estimates) -> Candidate:
-    """The leanest policy's step on a single piece."""
+    """The candidate that needs the fewest bytes for a single piece."""
     leanest = estimates.leanest().policy
     estimates.tracer.trace(leanest, 1)
     return estimates.estimate(leanest, 1)
@@ -291,7 +291,7 @@ def by_length(workload: Workload, batch_size: int, most: int = MOST) -> tuple[Wo
         phases={name: partial(beside, phase) for name, phase in workload.phases.items()},
     )
     if loop is not None:
-        step = loop  # of one's own: its argument is a number of tokens unless rows of several lengths were described
+        step = loop  # a user's loop: its argument is a number of tokens unless rows of several lengths were described
 
         def of_pieces(pieces: int, _: int | None):  # type: ignore[no-untyped-def]
             tokens = pieces * granularity

@@ -1,4 +1,4 @@
-"""plan: from a memory budget to the fastest policy and batch size that fit.
+"""plan: finds the fastest policy and batch size that fit a memory budget.
 
 A `PlanRequest` becomes a ranked `Plan` in four steps: a memory budget (budget.py), candidates (search.py) with their
 traces (tracing.py) and estimates in between (estimates.py), the ranked candidates that fit, and fixes for the first of
@@ -158,7 +158,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
                 if found:
                     break
             else:
-                several.search(asked.chosen)  # for what is nearest to fitting
+                several.search(asked.chosen)  # of the candidate that is nearest to fitting
                 estimates = several.leanest()
         rejected = {**estimates.rejected, **several.rejected}
     else:

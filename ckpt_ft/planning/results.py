@@ -169,7 +169,7 @@ class Estimate:
         peaks: bytes allocated at the peak of each phase: of the step, and of what runs between steps.
         at_peak: bytes at the step's peak by category.
         holders: the largest holders of the peak, in descending order.
-        peak_host: bytes in host memory of each process at most: what is offloaded, without the process itself.
+        peak_host: peak bytes in host memory of each process: offloaded tensors, without the process itself.
         at_host_peak, host_kinds: these bytes by category, and by kind: pinned, pageable, managed.
         host_capacity: bytes of host memory that each process may take, None without a limit.
         seconds: time of the step; None for a CPU, whose speed is not modelled.
@@ -179,7 +179,7 @@ class Estimate:
         context: bytes of the CUDA context, with NCCL's buffers.
         notes: assumptions of the estimate, one sentence each.
         answer: suggestions if the step does not fit.
-        command: the command of the recipe that trains so; "" if no recipe does.
+        command: the command of the recipe that trains with these settings; "" if no recipe does.
     """
 
     model: str

@@ -1,10 +1,10 @@
 """Estimates of bytes and seconds of every policy at any batch size, from the traces that a search has made so far.
 
-A trace is scaled to another batch size: the order of events stays, and the sizes of storages and ops grow. How much
-each grows with the batch is learned once, from two traces of one policy. It holds for every policy, because policies
-change what is kept and what runs twice, but no sizes. Once a policy was traced at a batch size that may be the best,
-that trace is resized. These estimates only steer the search: every candidate that a plan shows has been traced at its
-own batch size.
+A trace is scaled to another batch size: the order of events stays, and the sizes of storages and ops grow. Two traces
+of one policy show how much each grows with the batch. This holds for every policy, because policies change what is
+kept and what runs twice, but not sizes. Once a policy was traced at a batch size that may be the best, that trace is
+resized instead. These estimates only steer the search: every candidate that a plan shows has been traced at its own
+batch size.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _op_keys(o: Op) -> tuple[Hashable, Hashable]:
 # in a compiled region, each block with replaced modules is compiled by itself, and `swap` was not tried with it.
 _IDLE_COMPILED = ("pointwise", "head", "offload", "modules:", "swap")
 _LOOKS = 8  # batch sizes to look at above the first that does not fit
-_SURELY = 1.005  # the estimate beside a trace is not wrong by this factor
+_SURELY = 1.005  # estimates near a traced batch are off by less than this factor
 _SHOWN = 4  # number of listed candidates that do not fit
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
 
@@ -275,7 +275,7 @@ class Estimates:
                 self.anchors[policy] = trace
         unsure = [policy for policy in fresh if policy in self.anchors] if self.batch is None else []
         while unsure := [policy for policy in unsure if not self.growth.knows(self.anchors[policy])]:
-            ends = unsure[:: max(len(unsure) - 1, 1)] if self.tracer.parallel else unsure[:1]  # the least alike
+            ends = unsure[:: max(len(unsure) - 1, 1)] if self.tracer.parallel else unsure[:1]  # the least similar ones
             unsure = [policy for policy in unsure if policy not in ends]
             smalls, larges = ((self.few or self.tracer).all([(policy, at) for policy in ends]) for at in (LOW, HIGH))
             for small, large in zip(smalls, larges, strict=True):
@@ -401,7 +401,7 @@ class Estimates:
             return round(least * share) if least > limit else reserved(batch)
 
         found = largest_fitting(needs, limit, most, known)
-        # Reserved bytes fall where the largest tensors outgrow the segments that they fragment: look further up.
+        # Reserved bytes fall once the largest tensors outgrow the segments that they fragment: try larger batches.
         top = largest_fitting(lambda n: self.floor(policy, n), limit, most) if self.separate else found
         step = max((top - found) // _LOOKS, 1)
         for batch in range(top, found, -step):
@@ -412,7 +412,7 @@ class Estimates:
         return found
 
     def _most_beside(self, policy: str) -> int:
-        """The most samples whose activations have room in host memory."""
+        """The largest batch whose offloaded activations fit in host memory."""
         room = self.room.host
         return self.most if room is None else largest_fitting(lambda n: self._host(policy, n), room, self.most)
 
@@ -423,7 +423,7 @@ class Estimates:
         return host_bytes(trace, at, batch)
 
     def _surely_largest(self, policy: str, batch: int) -> bool:
-        """Whether the traced `batch` fits, and the next one is over the limit by more than an estimate may err."""
+        """Whether the traced `batch` fits, and the next one exceeds the limit by more than an estimate's error."""
         traced = self.estimate(policy, batch)
         here, above = (self.scaled_reserved(policy, one) for one in (batch, batch + 1))
         return self.room.fits(traced) and above * traced.reserved / here > _SURELY * self.room.limit

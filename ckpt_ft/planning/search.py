@@ -3,11 +3,12 @@
 1. The first policies: `none`, `full` and `pointwise`, each with and without `head`. They show whether the loss head
    holds the peak.
 2. All other policies that suit the model, with `head` if it helps, and `offload` of the leanest policy.
-3. Splits: the first K blocks under `full`, the other blocks under nothing or `pointwise`. Bytes and seconds are taken
-   to be linear between the values of K that were traced. The best K is traced next, until it was traced already.
-4. If nothing fits, or host memory is given, `swap:N` of the leanest policy: the fewest blocks that do, and more.
+3. Splits: the first K blocks under `full`, the other blocks under nothing or `pointwise`. Bytes and seconds are
+   interpolated linearly between the traced values of K. The best K is traced next, until it is one of those traced.
+4. If nothing fits, or host memory is given, `swap:N` with the policy that needs the fewest bytes: the smallest N, and
+   larger ones.
 5. Candidates that will be shown are traced alone at their own batch sizes. If the trace differs from the estimate, the
-   estimate is corrected by the ratio, and the batch size that follows is traced, until it was traced already.
+   estimate is corrected by the ratio, and its best batch size is traced next, until it is one of those traced.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .tracing import trace_all
 FIRST = ("none", "full", "pointwise")  # the two extremes, and the cheapest in between
 _SAVE = ("save:attention", "save:attention+matmul", "save:matmul/2")
 _SAVE_CONV = ("save:conv", "save:attention+matmul+conv")
-_SCOPES = ("sqrt", "modules:attention", "modules:mlp")  # not every:N: a split re-runs as many blocks and is finer
+_SCOPES = ("sqrt", "modules:attention", "modules:mlp")  # not every:N, because splits are finer
 _FEW_STAGES = 4  # with more stages (a U-Net's) only the two halves are tried, not every cut
 _RESTS = ("", "pointwise")  # policies of the blocks after the first K of a split
 
@@ -189,7 +190,7 @@ def search(estimates: Estimates, policies: list[str] | None = None, shown: int =
     if policies is not None:
         estimates.trace_candidates(policies)
     else:
-        if estimates.tracer.workload.launch is None:  # several launches share most of their traces
+        if estimates.tracer.workload.launch is None:  # searches under several launches share most of their traces
             estimates.tracer.expected = _about(estimates, shown)
         _explore(estimates)
     return _confirmed(estimates, shown)
@@ -228,7 +229,7 @@ def _explore(estimates: Estimates) -> None:
 
 
 def blocks_to_swap(workload: Workload) -> tuple[int, int]:
-    """How many blocks can have their weights in host memory, and the mean bytes of one's.
+    """How many blocks can keep their weights in host memory, and the mean bytes of a block's weights.
 
     (0, 1) if they are too few for `swap`, if the launch places the weights, or if the model is on a GPU, where a plan
     must not move the weights of a run.
@@ -254,7 +255,7 @@ def fewest_swapped(reserved: Callable[[int], int], workload: Workload, limit: in
 
 
 def _swap(estimates: Estimates) -> None:
-    """The leanest policy with as few blocks swapped as one sample needs, with all, and with half of the others."""
+    """The policy of the fewest bytes, with the smallest N of swapped blocks that fits, with all, and in between."""
     workload, at = estimates.tracer.workload, estimates.batch or 1
     base = without_term(estimates.leanest().policy, "offload")
 

@@ -90,9 +90,7 @@ def _traced(workload: Workload, wanted: list[tuple[str, Step]]) -> list[Traced]:
         try:
             shared = iter(trace.run())
         except UserError as error:
-            if (
-                not workload.compile or wanted[0][0] == "none"
-            ):  # a compiled step is alone, and under "none" nothing does
+            if not workload.compile or wanted[0][0] == "none":  # otherwise the compiled step's policy is refused
                 raise
             return [str(error)]
         return [_swapped(workload, *one) if Policy.parse(one[0]).swap else next(shared) for one in wanted]
@@ -222,7 +220,7 @@ class Tracer:
         return trace_all([(self, wanted)], alone)[0]
 
     def _missing(self, wanted: Iterable[Key], alone: bool) -> list[list[Key]]:
-        """Sessions for what of `wanted` is not traced yet."""
+        """The sessions for those of `wanted` that are not traced yet."""
         launch = self.workload.launch
         alone = alone or (launch is not None and launch.stage == 3) or bool(self.workload.compile)
         missing: dict[int, list[Key]] = {}
@@ -341,7 +339,7 @@ def run_tasks(
                 while not said.empty():
                     tell(said.get())
                 yield from ((running.pop(task), task.result()) for task in done)
-        except BaseException:  # a process would go on with its task, and after Ctrl-C with the next one
+        except BaseException:  # otherwise a process continues its task, and after Ctrl-C starts the next one
             for process in list(pool._processes.values()):
                 process.kill()
             raise
@@ -349,8 +347,8 @@ def run_tasks(
             pool.shutdown(cancel_futures=True)
 
 
-_HEARD = 0.5  # seconds after which at most this process hears of its tasks
-_SAID: SimpleQueue[Any] | None = None  # what forked processes say; they inherit it
+_HEARD = 0.5  # seconds after which this process polls its tasks
+_SAID: SimpleQueue[Any] | None = None  # messages of forked processes, which inherit it
 
 
 def _told(task: Callable[[Callable[[Any], None]], Any]) -> Any:

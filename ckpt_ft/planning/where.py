@@ -43,7 +43,7 @@ CARDS = (
 METHODS = ("full", "LoRA", "QLoRA")
 POLICIES = ("none", "pointwise,head", "full,head")
 MOST_BATCH = 256
-_SLACK = 1.05  # sharding that is estimated to need up to this factor too much is traced
+_SLACK = 1.05  # a sharded step is traced if its estimate exceeds the memory by less than this factor
 _BATCHES = sorted(size for n in range(9) for size in (2**n, 3 * 2**n) if size <= MOST_BATCH)  # under FSDP2
 _CAUTION = 0.95  # share of a card's memory that a batch under FSDP2 is estimated for
 
@@ -54,12 +54,12 @@ class Place:
 
     Attributes:
         tokens: of a sequence; 0 if the model takes none.
-        gpus: how many of these cards; 0 if the most that were allowed do not suffice.
-        policy, batch, peak_reserved, seconds: of the fastest step that fits, on each card; of no step if none fits.
+        gpus: how many of these cards; 0 if the largest allowed number does not suffice.
+        policy, batch, peak_reserved, seconds: those of the fastest step that fits, on each card; empty if none fits.
         speed: tokens a second, or samples if the model takes no sequences, on all cards together.
         needed: if nothing fits, the smallest memory of a single card that works.
         dollars_per_hour: of all cards together; None without a price.
-        command: trains so.
+        command: trains with this method, policy and batch.
         extended: the figures were extended from those of a model with fewer blocks.
     """
 
@@ -142,7 +142,7 @@ def where(
     methods = [*dict.fromkeys(map(_named, methods))]
     kinds: dict[
         bool, list[GPU]
-    ] = {}  # in bfloat16, cards before Ampere run other attention: their policies rank apart
+    ] = {}  # in bfloat16, cards before Ampere run another attention kernel, so their policies are ranked separately
     for card in cards:
         kinds.setdefault(card.arch >= (8, 0), []).append(card)
     tasks = [
@@ -198,7 +198,7 @@ def _on_cards(
     method: str, spec: TrainingSpec, cards: Sequence[GPU], policies: Sequence[str], most_gpus: int,
     tell: Callable[[Place], None],
 ) -> list[Place] | str:  # fmt: skip
-    """The places of one method on these cards, each also told at once; the reason if the model refuses the method."""
+    """The places of one method on these cards, each reported at once; the reason if the model refuses the method."""
     gc.disable()  # traces are millions of small objects without cycles
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -250,10 +250,11 @@ class _Method:
         return Place(card.name, self.method, self.tokens, needed=room.needs(self._candidate(card, 1, lean, 1)))
 
     def _largest(self, card: GPU, gpus: int, policy: str) -> Candidate | None:
-        """A batch near the largest that fits each of several cards, traced; None if no sample fits.
+        """Traces a batch near the largest that fits each of several cards; None if no sample fits.
 
-        Traces under FSDP2 are slow. So batches are estimated: the step of one process with a card's share of what is
-        sharded, and what FSDP2 added in the traces made so far. They are rounded down, so that cards share traces.
+        Traces under FSDP2 are slow, so the batch is estimated: from the step of one process with a card's share of the
+        sharded bytes, and from the bytes that FSDP2 added in earlier traces. It is rounded down, so that cards share
+        traces.
         """
         room = self._room(card, self._of(gpus).launch.launch)
         anchor, growth = self.first.anchors[policy], self.first.growth
@@ -332,7 +333,7 @@ class _Method:
 
 
 class _CardTracer(Tracer):
-    """The traces of another tracer, each made alone, as `card` counts and times them."""
+    """The traces of another tracer, each made alone, with the bytes and seconds of `card`."""
 
     def __init__(self, tracer: Tracer, card: GPU) -> None:
         super().__init__(replace(tracer.workload, device=card))
