@@ -1,12 +1,12 @@
-"""What CPU kernels allocate and free inside, where dispatch does not see it.
+"""Finds the memory that CPU kernels allocate and free inside, where dispatch does not see it.
 
 - Blocked layouts and scratchpads: oneDNN copies its operands into blocked layouts, the result included, and works in a
   scratchpad besides. How much depends on the algorithm that it chooses for this CPU's instructions and threads
   [aten/src/ATen/native/mkldnn/Conv.cpp; oneDNN, "Memory format propagation", "Primitive attributes: scratchpad"].
   Attention allocates a block of scores for each thread [native/cpu/FlashAttentionKernel.cpp]. Matmuls in half
-  precision are converted where the CPU has no instructions for them. No formula is right on two machines, so the
-  kernels themselves are asked, by PyTorch's own record of allocations on this thread: in a measured step around each
-  call, in a trace of fake tensors by one call on real zeros of the same shapes.
+  precision are converted if the CPU has no instructions for them. No formula is right on two machines, so the kernels
+  are measured by PyTorch's own record of allocations on this thread: around each call in a measured step, and in a
+  trace of fake tensors by one call on real zeros of the same shapes.
 - Copies in another dtype: an elementwise op on tensors of several dtypes (LoRA in float32 added to a bfloat16 base)
   computes in a dtype that holds them all. A GPU's kernel converts each element as it reads it. On the CPU, operands of
   other dtypes are copied first, and so is a result that is written in place
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)  # asked in half precision
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)  # only in half precision
 KERNELS = (
     *MATMULS,
     aten.convolution.default,
@@ -55,7 +55,7 @@ _known: dict[Any, int] = {}  # bytes, by call
 
 _COMPARISONS = tuple(getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge"))
 _IN_PLACE = tuple(getattr(aten, name).Tensor for name in ("add_", "sub_", "mul_", "div_"))
-_BY_OPERANDS = (*_COMPARISONS, *_IN_PLACE)  # the result's dtype is not the one that they compute in
+_BY_OPERANDS = (*_COMPARISONS, *_IN_PLACE)  # the result's dtype is not the dtype of the computation
 _ELEMENTWISE = (
     *(getattr(aten, name).Tensor for name in ("add", "sub", "rsub", "mul", "div", "bitwise_and", "bitwise_or")),
     aten.pow.Tensor_Tensor,
@@ -183,7 +183,7 @@ def _on_zeros(bytes_of: Callable[[Callable[[], Any]], int], func: Any, args: Any
 
 
 def _multiplications(args: tuple[Any, ...]) -> int:
-    """Of a matmul, whose operands are its last two arguments."""
+    """The multiplications of a matmul, whose operands are its last two arguments."""
     return int(args[-2].numel() * args[-1].shape[-1])
 
 

@@ -1,11 +1,11 @@
 """Finds the ops in backward that autograd runs in place without a dispatch mode, and out of place under one.
 
 A tensor that several ops used receives the sum of their gradients. Autograd adds into the first gradient if nothing
-else holds it, except under a dispatch mode: there every tensor counts as a subclass, and the sum is a new tensor
-[torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace; aten/src/ATen/TensorSubclassLikeUtils.h]. The same goes
-for gradients that are written to their places among zeros: those of gather, sort and topk, as large as the tensor that
+else refers to it, except under a dispatch mode: there every tensor counts as a subclass, and the sum is a new tensor
+[torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace; aten/src/ATen/TensorSubclassLikeUtils.h]. The same is
+true of gradients that are written into a tensor of zeros: those of gather, sort and topk, as large as the tensor that
 was read [torch/csrc/autograd/FunctionsManual.cpp, aten/src/ATen/native/TensorAdvancedIndexing.cpp]. The record shows
-what happens without the mode.
+a step without the mode.
 """
 
 from __future__ import annotations

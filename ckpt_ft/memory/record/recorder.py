@@ -1,4 +1,4 @@
-"""Recorder: the events of a step, and every storage from the op that allocated it until it is freed.
+"""Recorder: records the events of a step, and every storage from the op that allocated it until it is freed.
 
 Each storage is followed by a weak reference, so that autograd keeps and reuses tensors as it does without a record.
 """
@@ -54,7 +54,7 @@ class Recorder:
     """The record of a training step while it grows.
 
     Args:
-        context: says in which phase and module the step is.
+        context: tells the current phase and module.
         limit: bytes; an allocation beyond it raises torch.OutOfMemoryError, as on a card of that size.
         keeps_ops: record `Op`s too; a long real run has no use for them.
 
@@ -67,9 +67,9 @@ class Recorder:
         allocated, peak: bytes, unrounded: now, and the most since `restart`.
         stream: CUDA stream that kernels are issued to, "" for the default one.
         live: storages that are followed or ignored, by address.
-        splits_host: whether storages in host memory are told from those on the device; False for the CPU's own steps.
-        swapped: owners, by the storage's address, of parameters whose data comes and goes.
-        attached: what others note about storages, by index; `renumber` keeps the indices right.
+        splits_host: whether host memory is recorded apart from the device's; False for steps on the CPU.
+        swapped: owners, by the storage's address, of parameters that `swap` moves between host and device.
+        attached: notes of other classes about storages, by index; `renumber` updates the indices.
     """
 
     def __init__(self, context: StepContext, limit: int | None = None, keeps_ops: bool = True) -> None:
@@ -102,7 +102,7 @@ class Recorder:
         )
 
     def restart(self) -> None:
-        """Forget the past: storages that are alive become residents. Keeps the record of a long run short."""
+        """Drop the record so far: storages that are alive become residents. Keeps the record of a long run short."""
         live, storages = [seen for seen in self.live.values() if seen.index >= 0], self.storages
         self._clear()
         for seen in live:
@@ -114,18 +114,18 @@ class Recorder:
 
     @property
     def position(self) -> Position:
-        """How far the record has come."""
+        """The current length of the record."""
         return Position(len(self.ops), len(self.storages), len(self.events), len(self.marks))
 
     def renumber(self, number: dict[int, int]) -> None:
-        """Storages have new indices in `storages` and `events`: index `i` is now `number[i]`."""
+        """Update all indices after storages were renumbered: index `i` is now `number[i]`."""
         for seen in self.live.values():
             seen.index = number.get(seen.index, seen.index)
         self.residents = [number.get(index, index) for index in self.residents]
         self.attached = {number.get(index, index): value for index, value in self.attached.items()}
 
     def note(self, text: str) -> None:
-        """Add to `notes`, once."""
+        """Add a sentence to `notes`, unless it is there."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -168,7 +168,7 @@ class Recorder:
         return index
 
     def free(self, index: int) -> None:
-        """Record the end of what `allocate` recorded."""
+        """Record that the memory recorded by `allocate` is freed."""
         self.events.append(~index)
         self.allocated -= self.storages[index].nbytes
 
@@ -197,7 +197,7 @@ class Recorder:
     def put_on_host(
         self, values: Iterable[torch.Tensor], category: str, kind: str = "pageable", packed: bool = False
     ) -> None:
-        """Count tensors as host memory from here on. Those on the device are no longer, without an event for it.
+        """Count tensors as host memory from now on; no free event is recorded for those that were on the device.
 
         kind: pinned, pageable, or managed (CUDA moves it between host and device).
         packed: they share pinned buffers, whose sizes are powers of two.
@@ -210,11 +210,11 @@ class Recorder:
             storage.nbytes, storage.category, storage.host_kind = 0, category, kind
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device of a tensor in host memory; in a step of the CPU's own, the tensor."""
+        """A copy on the device of a tensor in host memory; in a step on the CPU, the tensor itself."""
         return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) if self.splits_host else tensor
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Leave a tensor out of the record: it is a number of the host."""
+        """Leave a tensor out of the record, because it is a number on the host."""
         self._hold(tensor.untyped_storage(), -1)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
@@ -223,11 +223,11 @@ class Recorder:
         return seen is not None and (seen.index < 0 or self.storages[seen.index].host_kind in ("pinned", "pageable"))
 
     def all_on_host(self, values: Any) -> bool:
-        """Whether there are tensors in `values` and all are the host's, like Adam's step counts.
+        """Whether `values` has tensors and all are on the host, like Adam's step counts.
 
-        A 0-dim tensor of the device may be among larger ones of the host, as a fused optimizer's step counts are.
+        A 0-dim tensor on the device may be among larger ones on the host, as a fused optimizer's step counts are.
         """
-        numbers = 0  # of the device
+        numbers = 0  # on the device
         numbers_of_host = sizable = False
         for tensor in tensors(values):
             if tensor.layout is torch.strided and self.is_on_host(tensor):
@@ -255,9 +255,9 @@ class Recorder:
         """Record the tensor's storage as allocated here, unless it is known.
 
         Args:
-            op: that made it, "" if it existed before the record.
-            module: that is running; asked of the context by default.
-            resident: it existed before the record began.
+            op: the op that made it; "" if it existed before the record.
+            module: the running module; by default that of the context.
+            resident: whether it existed before the record began.
             on_host: the kind of host memory that it is in.
         """
         if tensor.layout is not torch.strided:
@@ -282,7 +282,7 @@ class Recorder:
         (self.residents if resident else self.events).append(index)
 
     def follow_like(self, tensor: torch.Tensor, index: int) -> int:
-        """Follow `tensor` from here on as a storage like that of `index`, without an event; returns its own index."""
+        """Follow `tensor` from now on as a storage like that of `index`, without an event; returns the new index."""
         like = self.storages[index]
         self.storages.append(like.copy())
         self.allocated += like.nbytes
@@ -310,7 +310,7 @@ class Recorder:
         self.set_owner(value, owner)
 
     def set_owner(self, value: torch.Tensor, owner: str) -> None:
-        """`value` belongs to the module called `owner`: its parameter, buffer, gradient or optimizer state."""
+        """Set the module named `owner` as owner of `value`, its parameter, buffer, gradient or optimizer state."""
         for tensor in plain(value):
             index = self.index_of(tensor)
             if index is not None:
@@ -324,7 +324,7 @@ class Recorder:
                 self.storages[index].category = "communication"
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Record that a storage was given another size, or none: FSDP2 frees and refills gathered parameters so."""
+        """Record that a storage was resized or emptied, as FSDP2 frees and refills gathered parameters."""
         seen = self.live.get(storage._cdata)
         op = "aten.empty.memory_format"
         if seen is not None and seen.index >= 0:
@@ -340,7 +340,7 @@ class Recorder:
 
     @property
     def resize(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
-        """What to call in place of `UntypedStorage.resize_`."""
+        """Replaces `UntypedStorage.resize_`."""
         resize = torch.UntypedStorage.resize_
 
         def followed(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:

@@ -1,14 +1,13 @@
 """Adds the blocks that a trace skipped (fake/skipped_blocks.py) to the record of the step.
 
-A run is a sequence of units that repeat: a unit is a block, or as many blocks as it takes until their kinds repeat. Of
+A run is a sequence of units that repeat: a unit is one block, or the shortest sequence of blocks that repeats. Of
 each run the first three units and the last one were traced. A traversal visits these four once: upwards in a forward
 (and when a checkpoint runs the forward again), downwards in a backward.
 
 A unit's part of a traversal ends where the next unit begins. A storage is named by its unit and its place among the
-allocations of that part; a free by the place, and by how many units away the storage's unit is. In these names the
-parts of the second and the third unit must be equal, op for op and event for event. Then the third unit's part is
-inserted once for each skipped unit. If anything else is found, the run is `NotPeriodic`, and all of its blocks must be
-traced.
+allocations of that part; a free is named by this place and by the distance, in units, to the storage's unit. By these
+names the parts of the second and the third unit must be equal, op for op and event for event. Then the third unit's
+part is inserted once for each skipped unit. Otherwise the run is `NotPeriodic`, and all of its blocks must be traced.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from typing import Any, NamedTuple
 from .events import Op, Storage
 from .recorder import Position, Recorder
 
-FIRST = 3  # units at the beginning of a run that are traced; of the others only the last is
+FIRST = 3  # units at the beginning of a run that are traced; of the others only the last is traced
 _SECOND, _THIRD, _LAST = 1, 2, 3  # of the four traced units
 
 Place = tuple[int, int]  # of an allocation: the traversal, and the number among those of the unit's part of it
 
 
 class NotPeriodic(Exception):
-    """The units of the runs with these names do not repeat each other."""
+    """The units of the runs with these names do not repeat."""
 
     def __init__(self, reason: str, names: Collection[str] = ()) -> None:
         super().__init__(reason)
@@ -44,7 +43,7 @@ class Unit(tuple[str, ...]):
     __slots__ = ()
 
     def within(self, module: str) -> tuple[int, str] | None:
-        """Which of the blocks `module` is in, and the rest of its name; None if it is outside."""
+        """Returns the index of the block that contains `module`, and the rest of its name; None if none does."""
         for place, name in enumerate(self):
             if module.startswith(name) and (len(module) == len(name) or module[len(name)] == "."):
                 return place, module[len(name) :]
@@ -57,7 +56,7 @@ class Unit(tuple[str, ...]):
 
 
 class _Part(NamedTuple):
-    """What one of the four units does in one traversal, from its first op to that of the next unit."""
+    """The part of one of the four units in one traversal, from its first op to that of the next unit."""
 
     unit: int
     ops: range
@@ -75,7 +74,7 @@ class _Insertion:
 
 
 class SkippedRun:
-    """A run of which units were skipped in this step: all but the first `FIRST` and the last.
+    """A run in which units were skipped in this step: all but the first `FIRST` and the last.
 
     gradients: storage of a gradient of the third unit -> those of the skipped units, in order. The recorder follows
         them; only the events that allocate them are missing.
@@ -99,7 +98,7 @@ def splice(recorder: Recorder, start: Position, runs: Sequence[SkippedRun]) -> N
     """Insert the skipped units of `runs`, one run after another, into what was recorded since `start` of this step.
 
     Raises:
-        NotPeriodic: for a run that does not repeat; those before it are in the record.
+        NotPeriodic: a run does not repeat; the runs before it are in the record.
     """
     for at, run in enumerate(runs):
         try:
@@ -112,7 +111,7 @@ def splice(recorder: Recorder, start: Position, runs: Sequence[SkippedRun]) -> N
 
 
 class _Copies:
-    """What the skipped units of one run did, as insertions into the record."""
+    """The ops and events of the skipped units of one run, as insertions into the record."""
 
     def __init__(self, recorder: Recorder, start: Position, run: SkippedRun) -> None:
         self.recorder, self.start, self.run, self.units = recorder, start, run, run.units
@@ -138,7 +137,7 @@ class _Copies:
     # -- where the four units are in the record ---------------------------------------------------------------------
 
     def _find_starts(self) -> None:
-        """Note which of the four units begins at which op, each time that another one begins."""
+        """Record each op at which another one of the four units begins."""
         unit_of: dict[str, int | None] = {}
         self._order: list[int] = []
         self._starts: list[int] = []
@@ -152,7 +151,7 @@ class _Copies:
                 self._starts.append(at)
 
     def _number_rows(self) -> None:
-        """Number the rows of events: one begins with each op and each allocation."""
+        """Number the rows of events; a row begins with each op and each allocation."""
         begun = {self.ops[at].at for at in range(self.start.ops, len(self.ops))}
         begins = (at in begun or event >= 0 for at, event in enumerate(self.events))
         self._rows = list(accumulate(begins))
@@ -184,7 +183,7 @@ class _Copies:
     # -- whether the units do the same ------------------------------------------------------------------------------
 
     def _forward_of(self, unit: int, ops: range) -> list[Op]:
-        """What the modules of one of the four units do in a forward."""
+        """The ops of one of the four units' modules in a forward."""
         names = {module: self._four[unit].within(module) for module in {self.ops[at].module for at in ops}}
         forward = (op for op in self.ops[ops.start : ops.stop] if op.phase == "forward" and names[op.module])
         return [op.later(-op.at, str(names[op.module])) for op in forward]
@@ -207,10 +206,10 @@ class _Copies:
         self._place_of[storage] = unit, place
 
     def _named(self, part: _Part) -> tuple[list[Op], list[tuple[int, Storage]], list[tuple[tuple[Any, ...], int]]]:
-        """A part's ops, storages and frees in names that do not depend on the unit, as if it were the third.
+        """A part's ops, storages and frees with names that do not depend on the unit, as if it were the third.
 
-        Frees in a row are sorted: autocast's cache is freed in the order of addresses. What neither the second nor the
-        third unit has made is the first's if the second frees it, the last's if the third does.
+        Consecutive frees are sorted, because autocast's cache is freed in the order of addresses. A storage made by
+        neither the second nor the third unit is the first's if the second frees it, the last's if the third does.
         """
         as_third = functools.cache(functools.partial(self._four[part.unit].moved, to=self._four[_THIRD]))
         start, made, freed = part.events.start, [], []
@@ -227,7 +226,7 @@ class _Copies:
         return ops, made, sorted(freed)
 
     def _role(self, storage: int, part: _Part) -> tuple[int, Place]:
-        """How many units away from the part's the one is that allocates `storage`, and at which place."""
+        """The distance from the part's unit to the one that allocates `storage`, and the place there."""
         unit, place = self._place_of[storage]
         return unit - part.unit, place
 
@@ -274,7 +273,7 @@ class _Copies:
         return inserted
 
     def _free_outside(self) -> None:
-        """Free what the units allocate where no second or third unit frees it."""
+        """Free the units' storages that neither the second nor the third unit frees."""
         inside = {at: part for parts in self._traversals for part in parts for at in part.events}
         events = range(self.start.events, len(self.events))
         freed_at = {~self.events[at]: at for at in events if self.events[at] < 0}
@@ -304,7 +303,7 @@ class _Copies:
         self._insertions += map(self._row_of_frees, rows.values())
 
     def _check_in(self, event: int, unit: int) -> None:
-        """Raise unless `unit` is the one of the four that began last before `event`."""
+        """Raise unless `unit` is the last of the four that began before `event`."""
         at = bisect_right(self._starts, self._op_at(event + 1) - 1) - 1
         if at < 0 or self._order[at] != unit:
             raise NotPeriodic("units do not free what the others free of their neighbours")
@@ -331,7 +330,7 @@ class _Copies:
         recorder, start, old = self.recorder, self.start, self.events
         insertions = sorted(self._insertions, key=lambda i: (i.event, i.op))
         events, ops = old[: start.events], self.ops[: start.ops]
-        shifts = [0]  # of what comes before the first, the second, ... insertion
+        shifts = [0]  # the record before the first, the second, ... insertion
         at_event, at_op = start.events, start.ops
         for inserted in [*insertions, _Insertion(len(old), len(self.ops))]:
             for op in self.ops[at_op : inserted.op]:

@@ -63,13 +63,13 @@ class StepContext:
 
     @property
     def calls_seen(self) -> int:
-        """Grows with every module call: two equal values mean that no module was called in between."""
+        """A number that grows with every module call; if two values are equal, no module was called in between."""
         return len(self._node_starts)
 
     def locate(self, dispatching: bool = True) -> None:
-        """Bring phase and zone up to date.
+        """Update phase and zone.
 
-        dispatching: an op is being dispatched. A free alone never begins a forward: what backward used dies after it.
+        dispatching: an op is being dispatched. A free alone never begins a forward: backward's tensors die after it.
         """
         recomputing = False
         if self._stepping:

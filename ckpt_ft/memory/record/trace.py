@@ -1,4 +1,4 @@
-"""StepTrace: the record of training steps as plain data, every allocation and free in order with op, module and phase.
+"""StepTrace: training steps as plain data, with every allocation and free in order, and its op, module and phase.
 
 The tracker (tracker.py) makes it, from fake tensors (a prediction) or from real CPU ones (a measurement). Peaks,
 breakdown, timeline, reserved bytes and seconds are functions of the record; nothing else in this project computes
@@ -58,7 +58,7 @@ class StepTrace:
         step begins, or "empty_cache" for a call of torch.cuda.empty_cache().
     notes: assumptions of the record, one sentence each, such as the case taken for a data-dependent op.
     gpu: the GPU it was traced for, if that GPU is not in the table of gpus.py.
-    micro_batches: of the step; may exceed the number that was run. The second one then stands for the rest.
+    micro_batches: of the step; may exceed the number that was run. The others are then like the second one.
     launch: the distributed launch of the step; the trace is of its rank 0.
     alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
     source: "measured" on real tensors or "predicted" on fake ones.
@@ -143,7 +143,7 @@ class StepTrace:
 
     @property
     def peak_host(self) -> int:
-        """Bytes in host memory at most during the measured step: offloaded tensors, and states that wait there."""
+        """Peak bytes in host memory during the measured step: offloaded tensors, weights and optimizer states."""
         at = self._host_bytes
         return max(at[max(self.start - 1, 0) :], default=0)
 
@@ -301,7 +301,7 @@ class StepTrace:
 
     @property
     def timed(self) -> bool:
-        """Whether it has seconds: it is for a GPU, or for the CPU of this machine after `ckpt-ft calibrate`."""
+        """Whether seconds can be predicted: for a GPU, or for the CPU of this machine after `ckpt-ft calibrate`."""
         return self.device != "cpu" or calibrated("cpu") is not None
 
     @property
@@ -318,7 +318,7 @@ class StepTrace:
     def seconds_on(self, gpu: GPU, host: Host | None = None) -> Parts:
         """The seconds on `gpu` with ops issued by `host`; None is the host that such a card usually has.
 
-        What has no room of managed memory moves to the card and back in a step.
+        Managed memory that does not fit on the card is copied to it and back in each step.
         """
         paged = self.host_kinds.get("managed", 0)
         moved = min(paged, max(0, paged + self.peak_reserved + gpu.context - gpu.memory)) if paged else 0

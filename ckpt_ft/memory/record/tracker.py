@@ -1,12 +1,13 @@
 """Tracker: a dispatch mode that records a training step, on real or on fake tensors.
 
-It sees every op below autograd and is put together of three parts: a dispatcher answers the op (real kernels here,
-fake ones in fake/dispatcher.py), a `StepContext` says in which phase and module the step is, a `Recorder` keeps the
-events and follows every storage until it is freed. Nothing is hooked onto tensors or gradients, so autograd keeps and
-reuses them as it does without the tracker.
+It sees every op below autograd and consists of three parts: a dispatcher computes the op (with real kernels here, with
+fake ones in fake/dispatcher.py), a `StepContext` tells the current phase and module, a `Recorder` records the events
+and follows every storage until it is freed. Tensors and gradients have no hooks, so autograd keeps and reuses them as
+it does without the tracker.
 
-Not counted, because dispatch does not see it: scratch that a kernel allocates inside, except as cpu_kernels.py and
-rules/cuda.py say; the states of random generators that a checkpoint keeps (5,056 bytes each on the CPU).
+Two kinds of memory are not counted, because dispatch does not see them: scratch that a kernel allocates inside, except
+by the rules of cpu_kernels.py and rules/cuda.py; and the states of random generators that a checkpoint keeps (5,056
+bytes each on the CPU).
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ _LIFT = torch.ops.aten.lift_fresh.default
 
 
 class Dispatcher(Protocol):
-    """Answers ops for a tracker.
+    """Computes ops for a tracker.
 
     Attributes:
-        source: what the record is called: "measured" or "predicted".
-        takes_fakes: the step itself runs on fake tensors. If not, ops on fake ones are DTensor's own question for
-            shapes, and are not recorded.
+        source: the source of the record: "measured" or "predicted".
+        takes_fakes: whether the step itself runs on fake tensors. If not, DTensor runs ops on fake tensors to find
+            shapes, and they are not recorded.
     """
 
     source: str
@@ -66,10 +67,10 @@ class Dispatcher(Protocol):
         """The arguments that the op is called with."""
 
     def handling(self, func: Any) -> Handling:
-        """How to treat an op, worked out once."""
+        """How to treat an op; computed once."""
 
     def call(self, op: Handling, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
-        """The op's result, and what it asks of a GPU."""
+        """The op's result, and the flops and bytes that it takes."""
 
     def collective_stream(self, func: Any, args: tuple[Any, ...]) -> str:
         """The stream that a collective runs on."""
@@ -119,7 +120,7 @@ class Tracker(TorchDispatchMode):
         optimizer: marks state that exists already; new state of any torch optimizer is found when it steps.
         limit: bytes; the allocation that would pass it raises torch.OutOfMemoryError, as a card of that size would.
         ops: record `Op`s too; a long real run has no use for them.
-        dispatcher: makes what answers the ops.
+        dispatcher: makes the dispatcher.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Tracker(TorchDispatchMode):
         self._handled: dict[Any, Handling] = {}  # by overload
         self._model: nn.Module | None = None
         self._owners: dict[int, str] = {}  # of parameters, by id: the module that has it
-        # If a phase "forward" may turn out to be the optimizer's: module calls, marks, storages and ops before it.
+        # Set while a "forward" may turn out to be the optimizer's: module calls, marks, storages and ops before it.
         self._between: tuple[int, int, int, int] | None = None
         if model is not None:
             self.add_model(model)
@@ -185,7 +186,7 @@ class Tracker(TorchDispatchMode):
         self.recorder.mark("forward")
 
     def enter(self, phase: str) -> None:
-        """Begin a phase that cannot be told from the ops, such as the generation of text."""
+        """Begin a phase that the ops do not reveal, such as the generation of text."""
         self._end_backward()
         self.context.enter_phase("forward")
         self._between = None
@@ -228,10 +229,10 @@ class Tracker(TorchDispatchMode):
     # -- categories of what the model and the optimizer hold --------------------------------------------------------
 
     def _phase_begins(self, phase: str) -> None:
-        """Mark where a phase begins.
+        """Mark the beginning of a phase.
 
-        Ops between a backward and an optimizer step, with no module called (a loss read, gradients scaled or clipped
-        by hand), look like a forward until the optimizer steps: then they are counted as the optimizer's.
+        Ops between a backward and an optimizer step that call no module (reading a loss, scaling or clipping gradients
+        by hand) look like a forward until the optimizer steps; then they count as the optimizer's.
         """
         self._end_backward()
         context, recorder = self.context, self.recorder
@@ -251,7 +252,7 @@ class Tracker(TorchDispatchMode):
         self._between = at if outside else None
 
     def _end_backward(self) -> None:
-        """Label gradients where no optimizer step follows a backward."""
+        """Label gradients if no optimizer step follows a backward."""
         if self.context.phase == "backward":
             self._label_gradients()
 
@@ -262,7 +263,7 @@ class Tracker(TorchDispatchMode):
         self._label_gradients(held)
 
     def _label_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Those of `parameters`; by default of the model's as they are now (FSDP2 puts sharded ones there)."""
+        """Label gradients of `parameters`; by default of the model's current ones (FSDP2 replaces them by shards)."""
         if parameters is None:
             parameters = () if self._model is None else self._model.parameters()
         for parameter in parameters:
@@ -284,10 +285,10 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if wraps(types):
-            return NotImplemented  # what a DTensor does to its shard is dispatched here by itself
+            return NotImplemented  # a DTensor's ops on its shard are dispatched separately
         dispatcher, recorder, context = self.dispatcher, self.recorder, self.context
         if not dispatcher.takes_fakes and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs)  # DTensor works out shapes on fake tensors of its own
+            return func(*args, **kwargs)  # DTensor computes shapes on its own fake tensors
         args, kwargs = dispatcher.prepare(func, args, kwargs)
         op = self._handled.get(func)
         if op is None:
@@ -299,7 +300,7 @@ class Tracker(TorchDispatchMode):
         context.locate()
         given = (*args, kwargs["out"]) if "out" in kwargs else args if func is not _LIFT else ()
         live = recorder.live
-        for tensor in tensors(given):  # torch.tensor(...) puts one into _LIFT and gets it out
+        for tensor in tensors(given):  # torch.tensor(...) passes it through _LIFT
             if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in live:
                 self._meet(tensor)
         if op.collective:
@@ -337,9 +338,9 @@ class Tracker(TorchDispatchMode):
         return False  # no compiled code runs here, and the wrapper that guards against it costs as much as an op
 
     def _meet(self, tensor: torch.Tensor) -> None:
-        """Follow a tensor that was made elsewhere: resident if this is the first step, else allocated just now.
+        """Follow a tensor that was made outside of the record: as resident in the first step, else as allocated now.
 
-        A second model's parameters, such as the reference's in preference training, are met in this way.
+        This includes the parameters of a second model, such as the reference model in preference training.
         """
         first = sum(name == "step" for _, name in self.recorder.marks) <= 1
         category = "parameters" if isinstance(tensor, nn.Parameter) else "activations"
@@ -361,6 +362,6 @@ def swapped_weights(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tens
 
 
 def _spare_of_swapped(model: nn.Module) -> int:
-    """Bytes of the buffers of swapped weights beyond the weights, of which a trace has one by one."""
+    """Bytes of the buffers of swapped weights beyond the weights themselves, which a trace counts one by one."""
     swapped = next((found for inner in model.modules() if (found := inner.__dict__.get(SWAPPED))), None)
     return 0 if swapped is None else swapped.swapper.arena.nbytes - sum(w.nbytes for _, w in swapped_weights(model))
