@@ -1,4 +1,4 @@
-"""Whether blocks of a model are built alike, so that one runs as the other does.
+"""Finds blocks of a model that are built alike, so that one runs as the other does.
 
 Everything that a block consists of is compared: its modules' classes and attributes, its tensors' shapes, the hooks
 and policies on it. What several blocks share (configurations, rotary tables) is the same object in each. What cannot
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
-_BY_HANDLE = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # a module's, keyed by numbers of their own
+_BY_HANDLE = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # a module's tables, keyed by handle numbers
 _DICTS = (dict, OrderedDict)
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # a tensor with any is never skipped
@@ -29,9 +29,10 @@ _LATEST = 8  # kinds that a block is compared with
 class BuiltAlike:
     """Compares the blocks of one list, each with the last block of each kind before it.
 
-    An object of which two blocks hold one each may be held by no third one: blocks that share an object in pairs (the
-    frame of a segment) have different roles. Blocks are compared before a step: one that has run holds results that a
-    skipped one does not. Later steps compare the policies on them again, and all if anything else has changed.
+    An object that differs between two blocks must belong to one block alone: blocks that share an object in pairs
+    (the frame of a segment) have different roles. Blocks are compared before a step, because a block that has run
+    holds results that a skipped one does not. Later steps compare only the policies on them, or everything if anything
+    else has changed.
 
     Args:
         apart: for each block, whether it is a kind of its own in any case.
@@ -47,7 +48,7 @@ class BuiltAlike:
         self._pairs: dict[tuple[int, int], _Pair | None] = {}  # None: they are not built alike
 
     def kinds(self) -> list[int]:
-        """The kind of each block, a number, under the policy that is applied now."""
+        """The kind of each block, a number, under the currently applied policy."""
         states: list[object] = [
             p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None
         ]

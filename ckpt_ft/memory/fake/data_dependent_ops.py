@@ -4,9 +4,9 @@ If a step asks a fake tensor for a value that is not known (values.py), one of t
 - Indices (topk, argmax, max, sort, one_hot) are spread evenly over their classes: each expert receives
   tokens * top_k / experts tokens. With `expert_imbalance` the first expert of a loop, and the traced rank among those
   that exchange tokens, receive that many times as much: what the first expert saves stays longest in backward.
-- Other masks are full where their size decides a shape (nonzero, boolean indexing): the worst case.
-- A question whether anything is NaN is answered no: any(), == and is-NaN are False, all() is True, and a GradScaler
-  finds no infinity. any() of a mask that was made from indices is True.
+- Other masks are full if their size decides a shape (nonzero, boolean indexing): the worst case.
+- No value is NaN: any(), == and is-NaN are False, all() is True, and a GradScaler finds no infinity. any() of a mask
+  that was made from indices is True.
 - torch.equal() of tensors of one shape is True.
 - A number drawn from 0..1 is 0.5, so that LayerDrop drops no layer. Any other number that is read is 1; an index, or a
   number drawn by randint, is 0.
@@ -49,7 +49,7 @@ _CARRIERS = {
 
 @dataclass
 class _Known:
-    """What is known of a storage: its values are indices below `classes`, or a share `density` of them is not zero."""
+    """Known of a storage: its values are indices below `classes`, or a share `density` of them is not zero."""
 
     storage: weakref.ref[Any]
     classes: int = 0
@@ -136,7 +136,7 @@ class DataDependentOps:
             self._learn(out, totals=tuple(totals))
 
     def _see_exchanged(self, args: tuple[Any, ...], out: Any) -> None:
-        """Ranks exchange counts: each receives as many as it sends, and the busiest one more."""
+        """Observe ranks that exchange counts: each receives as many as it sends, and the busiest one receives more."""
         known = self._of(args[1])
         if known is not None and known.totals:
             self._learn(args[0], totals=(round(known.totals[0] * self.imbalance),))

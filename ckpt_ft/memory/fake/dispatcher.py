@@ -1,4 +1,4 @@
-"""FakeOps: answers the ops of a step that runs on fake tensors.
+"""FakeOps: computes the ops of a step that runs on fake tensors.
 
 The memo keeps what ops return for arguments of given shapes, so that a repeated op costs microseconds. FakeTensorMode
 has a cache of its own, which spends most of its time on symbolic shapes and several devices. A trace has one device
@@ -73,7 +73,7 @@ class Remembered:
         self._fakes, self._known = fakes, known
 
     def get(self, key: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
-        """The result of a cached call, made anew, and the `more` that was kept with it; None if the call is new."""
+        """New results like those of a cached call, and the `more` that was kept with it; None if the call is new."""
         known = self._known.get(key)
         if known is None:
             return None
@@ -156,11 +156,11 @@ class _FakeHandling(Handling):
 
 
 class FakeOps:
-    """Dispatcher of fake tensors (see record/tracker.py): an op is answered by the first of these that can.
+    """Dispatcher of fake tensors (see record/tracker.py). The first of these that applies computes an op:
 
-    1. Known values, or a stated case, where the result depends on data (values.py, data_dependent_ops.py).
-    2. The memo, where the same op was called on the same shapes before.
-    3. A rule, where CUDA's result or a real kernel's differs from that of the fake CPU kernel (rules/).
+    1. Known values, or a fixed assumption, if the result depends on data (values.py, data_dependent_ops.py).
+    2. The memo, if the same op was called on the same shapes before.
+    3. A rule, if CUDA's result or a real kernel's differs from that of the fake CPU kernel (rules/).
     4. PyTorch's fake kernel.
 
     Real tensors are replaced by fake ones, and requests for other devices are answered on the CPU. In a trace for a
@@ -192,7 +192,7 @@ class FakeOps:
     def prepare(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # torch's C++ lets no exception out of a question for the device: the process would abort
+        # an exception in a call for the device from torch's C++ would abort the process
         if self.interrupts.waiting and func is not _ASKS_DEVICE:
             self.interrupts.deliver()
         if func is not _LIFT and not are_fakes(args):

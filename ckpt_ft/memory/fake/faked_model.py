@@ -1,4 +1,4 @@
-"""Fake tensors in place of every tensor that a model holds, for the length of a trace.
+"""Replaces every tensor that a model holds by a fake one for the duration of a trace.
 
 `Fakes` makes them quickly: the attributes that `FakeTensor`'s constructor sets are copied from one that it made. The
 constructor takes 9 µs, mostly for values that are the same for every fake tensor of a mode on one device, and a plan
@@ -100,10 +100,10 @@ def fake_wrapped(tensor: Any, fakes: Fakes) -> Tensor:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """On exit the modules of `model` have their classes, attributes, hooks and FSDP2 states of before.
+    """Restores the classes, attributes, hooks and FSDP2 states of the modules of `model` on exit.
 
-    So no module holds a fake, even if a forward stored one (a cache of positions), and what a step that failed would
-    have reset at its end is reset (diffusers' scales of LoRA layers).
+    Afterwards no module holds a fake, even if a forward stored one (a cache of positions). Attributes that a failed
+    step did not reset are reset, too (diffusers' scales of LoRA layers).
     """
     before = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
     states = [_module_state_mapping.get(module) for module, *_ in before]
@@ -159,7 +159,7 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
                 new = fake_wrapped(value, fakes)
                 made[id(value)] = nn.Parameter(new, value.requires_grad) if is_parameter else new
             if value.layout is torch.strided and value.numel() and not value.untyped_storage().nbytes():
-                made[id(value)].untyped_storage().resize_(0)  # its data waits in host memory (swap)
+                made[id(value)].untyped_storage().resize_(0)  # its data is in host memory (swap)
             hooked.append((made[id(value)], value))
             if holds_sizes(value):
                 attach(made[id(value)], value)
@@ -289,9 +289,9 @@ def _content(table: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
 
 @contextmanager
 def _fresh_caches(model: nn.Module) -> Iterator[None]:
-    """Methods that cache their results (`functools.lru_cache`) begin with an empty cache, and forget the trace's.
+    """Gives methods that cache their results (`functools.lru_cache`) an empty cache, and drops the trace's on exit.
 
-    Qwen-Image caches rotary frequencies so: real ones from before are not the step's, and fakes would outlive it.
+    Qwen-Image caches rotary frequencies in this way: earlier real ones are not the step's, and fakes would outlive it.
     """
     with ExitStack() as stack:
         for kind in {kind for module in model.modules() for kind in type(module).__mro__}:

@@ -1,4 +1,4 @@
-"""What a trace patches in torch, transformers and Python while it runs. Imitating a GPU is up to rules/cuda.py.
+"""Patches torch, transformers and Python while a trace runs. rules/cuda.py imitates the GPU.
 
 Signals are deferred to the beginning of the step's next op. A KeyboardInterrupt that is raised at an arbitrary place
 is lost in the callback of a weak reference, may leave a patch in place, and aborts the process (SIGABRT) in Python
@@ -41,7 +41,7 @@ def unnoticed() -> Iterator[None]:
         return
     from transformers.utils import import_utils
 
-    # A function of transformers that says no, too: dynamo traces into it.
+    # A function of transformers that returns False, too, because dynamo traces into it.
     with patch.object(import_utils, "is_fake_tensor", import_utils.is_torch_fx_proxy, create=True):
         yield
 
@@ -116,7 +116,7 @@ def lists_of_fakes(recorder: Recorder, values: Values) -> Iterator[None]:
         yield
 
 
-# About a tensor itself, as its gradient is; a fake in its place would not do.
+# These read a tensor itself, such as its gradient; a fake in its place has none.
 _OF_ITSELF = {"__get__", "__set__", "__delete__", "register_hook", "requires_grad_", "retain_grad"}
 
 
@@ -155,7 +155,7 @@ def cast_from_meta(fake: Callable[[Any], Any]) -> Iterator[None]:
         try:
             yield
         finally:
-            while modes:  # a step that failed may not have left its autocast
+            while modes:  # a step that failed may have left autocast on
                 modes.pop().__exit__(None, None, None)
 
 
@@ -218,7 +218,7 @@ class Interrupts:
 
     @contextmanager
     def passing_on(self) -> Iterator[None]:
-        """The steps run: a signal that comes twice is not deferred."""
+        """While steps run, a signal that comes twice is not deferred."""
         self._passing = True
         try:
             yield

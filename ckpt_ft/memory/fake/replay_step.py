@@ -1,9 +1,9 @@
 """Repeats the forward and backward of a step in the record, without running them.
 
-The warm-up step and the measured step run the same code. What differs in the second step is the
-optimizer, whose state exists by then, and workspaces, which stay. So forward and backward are copied in the record,
-the model gets the gradients that they leave, and only the optimizer's part runs. If the first step leaves anything
-else (a table that the model keeps, say), which the second one would find, then nothing is copied.
+The warm-up step and the measured step run the same code. In the second step only the optimizer's state and the
+workspaces differ, because they exist already. So forward and backward are copied in the record, the model gets their
+gradients, and only the optimizer's part runs. If the first step leaves anything else behind (such as a table that the
+model keeps), the second one might use it, and nothing is copied.
 
 A step ends its backward with `loss.detach()`, as a Trainer does. It is the first operator of the optimizer's phase.
 The graph of the loss is freed after it, before the update begins.
@@ -34,7 +34,7 @@ class _Gradient(NamedTuple):
 class ReplayStep:
     """Follows the step of `model` that `tracker` records next, and may repeat it.
 
-    update: runs what comes after the step's backward.
+    update: runs the part of a step after its backward.
     """
 
     def __init__(self, model: nn.Module, tracker: Tracker, fakes: Fakes, update: Callable[[], object]) -> None:
@@ -76,7 +76,7 @@ class ReplayStep:
         return True
 
     def _where_update_begins(self) -> Position:
-        """Where the graph of the loss has been freed."""
+        """Returns the place at which the graph of the loss has been freed."""
         recorder = self.recorder
         later = range(self._start.ops, len(recorder.ops))
         detach = next((at for at in later if recorder.ops[at].phase == "optimizer"), len(recorder.ops))

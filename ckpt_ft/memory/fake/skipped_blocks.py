@@ -1,14 +1,14 @@
 """Traces blocks that are alike once: in a run of five and more, all but the first three and the last are skipped.
 
-What repeats is a unit: one block, or, where kinds of blocks take turns (Gemma 3: five with a window of attention, one
-without), as many blocks as it takes until the kinds repeat. Blocks are of one kind if they are built and called alike
+The repeated unit is one block or, if kinds of blocks alternate (Gemma 3: five with a window of attention, one
+without), the shortest sequence of blocks that repeats. Blocks are of one kind if they are built and called alike
 (block_equivalence.py). A skipped block returns its input, so that the last unit follows the third. When a backward
-ends, skipped blocks get gradients like those of the third unit. When the step ends, record/splice.py inserts into the
-record what they would have done. The head, clipping and the optimizer run over all parameters.
+ends, skipped blocks get gradients like those of the third unit. When the step ends, record/splice.py inserts their ops
+and events into the record. The head, clipping and the optimizer run over all parameters.
 
-A block is skipped only if the model does nothing between its call and the one before, and holds none of the blocks'
-outputs. The first three units show it. If a step turns out to be otherwise (layers dropped at random, say), the trace
-begins anew, and all blocks of that run are traced in that step.
+A block is skipped only if the model does nothing between its call and the preceding one, and keeps none of the blocks'
+outputs, as the first three units show. If a later call differs (because layers are dropped at random, for example),
+the trace starts again, and all blocks of that run are traced in that step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SkippedBlocks:
         self._start = self.recorder.position
         self._lists = list(_block_lists(model))
         self._members = {id(block): (found, k) for found in self._lists for k, block in enumerate(found.blocks)}
-        self._busy = False  # inside a block of a run: lists in it are traced whole
+        self._busy = False  # inside a block of a run: the lists in it are not shortened
         tracker.context.phase_listeners.append(self._phase_begins)
 
     @contextmanager
@@ -91,7 +91,7 @@ class SkippedBlocks:
                 splice(self.recorder, self._start, self._skipped())
         except NotPeriodic as error:
             names = error.names
-        except Exception:  # the step's own, or caused by what is missing in it: traced whole, it shows
+        except Exception:  # an error of the step itself, or of skipping blocks; tracing all blocks shows which
             names = {run.name for run in self._skipped()}
             if not names:
                 raise
@@ -102,7 +102,7 @@ class SkippedBlocks:
             self._hold(run)
 
     def _hold(self, run: _Run) -> None:
-        """What the third unit holds besides its parameters (PEFT's indices) the skipped units hold, too."""
+        """Give skipped units tensors like those that the third one holds besides its parameters (PEFT's indices)."""
         third, *others = [list(run.modules(unit)) for unit in (FIRST - 1, *run.missing)]
         for number, module in enumerate(third):
             for place, tensor in tensors_held(module).items():
@@ -260,7 +260,7 @@ class _BlockList:
         return self._alike.kinds()
 
     def begin(self, traced: set[str]) -> None:
-        """A step begins, in which the runs called `traced` are traced whole."""
+        """Begin a step, in which all blocks of the runs named `traced` are traced."""
         self._traced, self.whole = traced, False
         self.runs: list[_Run] = []
         self._run_of: list[_Run | None] = []
@@ -476,7 +476,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _has_no_value(made: Any) -> bool:
-    """Whether nothing can depend on the values of what a block returned: no known ones (values.py), and no counts."""
+    """Whether nothing can depend on the values of a block's results: none is known (values.py) or a count."""
     return isinstance(made, Tensor) and made.is_floating_point() and "_value" not in vars(made)
 
 

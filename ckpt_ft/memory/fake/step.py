@@ -61,7 +61,7 @@ from .skipped_blocks import SkippedBlocks, Traced
 
 Step = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-_ALONE = threading.RLock()  # a trace changes what torch does in the whole process
+_ALONE = threading.RLock()  # a trace changes torch's behaviour in the whole process
 
 
 def trace_step(
@@ -121,16 +121,16 @@ def trace_steps(
 
     Args:
         beside: models on the device that are not trained.
-        update: given if the first two steps are the same: what a step does after its backward. The rest of the second
+        update: the part of a step after its backward, if the first two steps are the same. The rest of the second
             step is then copied from the first (replay_step.py).
-        phase: what runs after `steps`, and is the measured one then; all of its blocks are traced.
+        phase: runs after `steps` and is then the measured step; all of its blocks are traced.
     """
     traced: Traced | None = None if launch or sharding_of(model) or any(swapped_weights(model)) else set()
     return _Trace(model, steps, make_optimizer, device, launch, alloc_conf, beside, update, traced, phase).run()
 
 
 def _left_on_host(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The base weights that FRoD keeps on the host during a step on a GPU: if it is asked to, and has no dropout.
+    """The base weights that FRoD keeps on the host during a step on a GPU, if configured to and without dropout.
 
     [peft/tuners/frod/layer.py, runtime_offload_base_weight]
     """

@@ -46,7 +46,7 @@ class Values:
         return None if value is None or value.untyped_storage()._cdata in self._lost else value
 
     def keep(self, fake: Tensor, real: Tensor) -> None:
-        """`fake` takes the place of `real`; copy the values if they are few integers."""
+        """Copy the values of `real` to `fake`, which replaces it, if they are few integers."""
         if is_small(real):
             attach(fake, real)
 
@@ -80,7 +80,7 @@ class Values:
             self._forget(args[index : index + 1])
 
     def _forget(self, written: tuple[Any, ...]) -> None:
-        """A tensor was overwritten: its values are no longer known, nor those of tensors that share its storage."""
+        """Forget the values of an overwritten tensor and of tensors that share its storage."""
         for tensor in tensors(written):
             known = self.of(tensor)
             if known is not None:
