@@ -31,7 +31,7 @@ Config = Annotated[
     str,
     typer.Option(
         "--config",
-        help="a file of a recipe, TRL, axolotl, LLaMA-Factory or diffusers' scripts; flags on the command line win",
+        help="a file of a recipe, TRL, axolotl, LLaMA-Factory or diffusers' scripts; command-line flags override it",
     ),
 ]
 Recipe = Annotated[

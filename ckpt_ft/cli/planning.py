@@ -92,7 +92,7 @@ def plan(
     ] = "",
     tried: Annotated[
         str,
-        typer.Option("--try", help="plan also with these, and say what each brings: kernels (fused ones), compile"),
+        typer.Option("--try", help="also plan with these, and print what each gains: kernels (fused ones), compile"),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -176,7 +176,7 @@ def max_batch(
 ) -> None:
     """Predict the largest batch that fits under a policy, without a GPU and without weights.
 
-    Exit code 1 where not one sample fits. The recipes prove theirs by real steps: --find_max_batch_size.
+    Exit code 1 if not even one sample fits. --find_max_batch_size of a recipe proves the batch by real steps.
     """
     from ckpt_ft.planning.batch_size import predict_max_batch_size
     from ckpt_ft.workloads.load import load

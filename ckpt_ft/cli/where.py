@@ -35,11 +35,9 @@ def where(
     seq_length: Annotated[
         str, typer.Option("--seq-length", help="tokens of a sequence, e.g. 1024,8192 [default: 1024]")
     ] = "",
-    method: Annotated[
-        str, typer.Option("--method", help="of full, LoRA and QLoRA, those to look at")
-    ] = "full,LoRA,QLoRA",
+    method: Annotated[str, typer.Option("--method", help="one or more of full, LoRA and QLoRA")] = "full,LoRA,QLoRA",
     policy: Annotated[str, typer.Option("--policy", help="e.g. full; auto for the fastest of several")] = "auto",
-    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="how many of one card there may be")] = 8,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="the largest number of one card")] = 8,
     price: Annotated[
         list[str] | None,
         typer.Option("--price", help="dollars an hour: rtx-4090=0.4,h100=2.5, or a YAML file of card: dollars"),

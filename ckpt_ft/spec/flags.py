@@ -45,14 +45,14 @@ class Flag:
 _LAUNCH = (
     ("launch", str, "several GPUs: ddp, fsdp2, zero1, zero2, zero3, or an accelerate configuration file"),
     ("processes", int, "number of GPUs; default: the file's"),
-    ("gpus", int, "number of GPUs that there are: plan chooses the launch (of --launch ddp,fsdp2, or others named)"),
+    ("gpus", int, "number of GPUs; plan chooses their launch (ddp or fsdp2, or one of those that --launch names)"),
     ("machines", int, "number of machines with these GPUs; default: the file's, or one for every 8 GPUs"),
     ("tp", int, "GPUs that share each weight matrix (tensor parallelism, transformers' own)"),
     ("cp", int, "GPUs that share each sequence in a ring (context parallelism, with --launch fsdp2)"),
     ("sp", int, "GPUs that share each sequence by heads (DeepSpeed's Ulysses, with --launch zero3)"),
     ("ep", int, "GPUs that hold different experts (expert parallelism, transformers' own, with --launch fsdp2)"),
     ("dp_replicate", int, "copies of a model that FSDP2 shards (HSDP)"),
-    ("offload", str, "what waits in host memory: optimizer, or all (parameters too); by default under zero3"),
+    ("offload", str, "what is kept in host memory: optimizer, or all (parameters too); by default under zero3"),
     ("link", str, "bytes that a GPU sends in a second of a large collective, e.g. 25GB"),
 )
 _POLICY = "e.g. full, every:2, save:attention+matmul, pointwise"

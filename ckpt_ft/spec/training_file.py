@@ -1,7 +1,7 @@
 """Reads the training that a file describes: a recipe's, TRL's, axolotl's, LLaMA-Factory's or diffusers' scripts'.
 
 `settings.read_settings` looks up every entry in the table of settings, which refuses what is not modelled. The
-others are converted to values of our flags, as if they had been typed; flags of the command line win over them.
+others are converted to values of our flags, as if they had been typed; command-line flags override them.
 """
 
 from __future__ import annotations
