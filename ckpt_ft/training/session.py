@@ -138,7 +138,7 @@ class Session:
         In one process only: the others would wait for what this one computes.
 
         Args:
-            batch: what the step was made of, for `loss`.
+            batch: the step's batch, for `loss`.
             loss: (model, batch) -> scalar; the model's own loss by default.
         """
         from ckpt_ft.checkpointing.parity import passing_policies
@@ -238,7 +238,7 @@ class Session:
             self.applied = None
 
     def _predict(self, workload: Callable[[], Workload]) -> tuple[StepTrace | None, dict[str, StepTrace], list[str]]:
-        """Returns this process's traced step, its traced phases, and notes; of a failure, a note has the reason."""
+        """Returns this process's traced step, its traced phases, and notes; if it fails, a note has the reason."""
         predicted, notes, what = None, [], ""
         phases: dict[str, StepTrace] = {}
         try:

@@ -161,7 +161,7 @@ def measured_step(
 
 
 def is_divided(model: Any) -> bool:
-    """Whether transformers has divided the weights of `model` as it was loaded: by a DistributedConfig, or ZeRO-3."""
+    """Whether transformers divided the weights of `model` while loading it: by a DistributedConfig, or for ZeRO-3."""
     if getattr(getattr(model, "config", None), "distributed_config", None) is not None:
         return True
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
@@ -179,7 +179,7 @@ def own_shards(model: nn.Module) -> None:
 
 
 def undivided(model: Any) -> Any:
-    """Returns a model that was divided as it was loaded whole, on "meta"; any other model itself.
+    """Returns a whole copy, on "meta", of a model that was divided while it was loaded; any other model itself.
 
     Raises:
         UserError: it has adapters, which were added after it was divided.
@@ -284,7 +284,7 @@ def optimizer_like(
 
 
 def _trained(optimizer: Any, model: nn.Module, steps: int) -> Any:
-    """`optimizer`, or its stand-in, as in training.
+    """Returns `optimizer`, or its stand-in, in the mode of training.
 
     Args:
         steps: how many steps a schedule-free optimizer has taken: RAdam's first five make fewer tensors.

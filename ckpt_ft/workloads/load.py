@@ -137,7 +137,7 @@ def _refusing(loss: Loss, adapters: str) -> Loss:
 
 
 def _with_code(title: str, model: nn.Module) -> str:
-    """`title`, and which kernels PyTorch's own code replaces in the trace (Mamba's scan keeps each step's state)."""
+    """`title`, and the kernels that PyTorch code replaces in the trace (Mamba's scan then keeps each step's state)."""
     places = {type(module).__module__ for module in model.modules()}
     absent = sorted({package for place in places for package in _kernels_of(place) if find_spec(package) is None})
     return f"{title} (PyTorch's own code, slower than the kernels of {' and '.join(absent)})" if absent else title

@@ -109,7 +109,7 @@ class HostAdamW(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 1e-4})
         self.frees = frees
         self.copies = CopyStream(parameters[0])
-        self.sent: dict[torch.Tensor, Any] = {}  # events that end the gradients' copies, in their order
+        self.sent: dict[torch.Tensor, Any] = {}  # events at the end of the gradients' copies, in order
         self.on_host: dict[nn.Parameter, torch.optim.AdamW] = {}
         for p in (p for p in parameters if p.numel() >= MINIMUM):
             host = nn.Parameter(torch.empty_like(p, pin_memory=True).copy_(p.detach()))

@@ -119,7 +119,7 @@ class PhaseRecorder:
 
 
 def _micro_batches_per_generation(trainer: Any) -> int:
-    """For a trainer that generates what it trains on."""
+    """The number of micro-batches that one generation serves, for a trainer that generates its training data."""
     return int(trainer.args.steps_per_generation * trainer.num_iterations)
 
 
@@ -172,10 +172,10 @@ def _size(batch: Any) -> Size:
 
 
 def _traced_batches(sizes: list[Size], every: int | None, loss_only: bool) -> tuple[list[Size], set[int]]:
-    """The batches that a trace goes through, and which of these run the model: the others leave its predictions alone.
+    """The batches of a trace, and those of them that run the model; for the others only predictions are allocated.
 
     The model runs on the first batch, on the largest, and on the last two of the chunks (of `every` batches) with the
-    largest batch and with the most predictions. Of very many, batches that run nothing are drawn together.
+    largest batch and with the most predictions. If there are very many, batches that run nothing are merged.
     """
     places = range(len(sizes))
     cost = [rows * max(tokens, 1) for rows, tokens in sizes]
@@ -224,7 +224,7 @@ def _prediction_step(own: Callable[..., Any], traced: list[Size], runs: set[int]
 
 
 def _empty(dtype: torch.dtype, shape: tuple[int, ...], old: Size, new: Size) -> torch.Tensor:
-    """A tensor as one of `shape` is for a batch of another size."""
+    """A tensor of zeros of `shape`, resized for a batch of another size."""
     return torch.zeros(_resized(shape, old, new), dtype=dtype)
 
 
@@ -482,7 +482,7 @@ def evaluation_of(data: DataSpec, model: Any, trainer: Any = None, states: Any =
 
 
 def _loss_of(rows: int, workload: Workload, samples: int) -> Step:
-    """An evaluation whose batches leave nothing behind."""
+    """An evaluation of the loss alone, whose batches leave no tensors behind."""
     batch = workload.make_batch(rows, None)
 
     def step(model: nn.Module, optimizer: Any) -> None:
