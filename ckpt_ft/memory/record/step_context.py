@@ -24,12 +24,12 @@ class StepContext:
     Attributes:
         hook: in a compiled step, makes global hooks of `enter_module` and `leave_module`: torch.compile traces into
             them, and may call the second alone if it raises.
-        phase: "forward", "backward" or "optimizer".
+        phase: "forward", "backward" or "optimizer", which goes on until a module runs.
         recomputing: a checkpoint re-runs a forward inside backward.
         inner: the module within a compiled region that the running kernel is of, if it is known.
         zone: counts changes of phase. What is freed in the zone that it was allocated in was temporary.
         phase_listeners: called with the new phase before `phase` changes.
-        before_optimizer, after_optimizer: called around `optimizer.step()`, if set.
+        before_optimizer, after_optimizer: called around `optimizer.step()`, if set; `stepping` in between.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StepContext:
         self._node_starts: list[int] = []  # from this sequence number on, nodes belong to ...
         self._node_modules: list[str] = []  # ... this module
         self._kept_nodes = 0
-        self._stepping = False
+        self.stepping = False
         self._thread = 0
         self._hooks: list[Any] = []
 
@@ -72,7 +72,7 @@ class StepContext:
         dispatching: an op is being dispatched. A free alone never begins a forward: backward's tensors die after it.
         """
         recomputing = False
-        if self._stepping:
+        if self.stepping:
             phase = "optimizer"
         elif torch._C._current_graph_task_id() >= 0:
             phase = "backward"
@@ -161,7 +161,7 @@ class StepContext:
         self.locate()
         if self.before_optimizer is not None:
             self.before_optimizer(optimizer)
-        self._stepping = True
+        self.stepping = True
         self.locate()
 
     def _leave_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -169,7 +169,7 @@ class StepContext:
             return
         if self.after_optimizer is not None:
             self.after_optimizer(optimizer)
-        self._stepping = False
+        self.stepping = False
         # Nodes from before the last optimizer step are dead: forget their modules.
         del self._node_starts[: self._kept_nodes], self._node_modules[: self._kept_nodes]
         self._kept_nodes = len(self._node_starts)

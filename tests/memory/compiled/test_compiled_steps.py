@@ -178,6 +178,15 @@ def test_functions_that_are_compiled_alone_are_traced_compiled() -> None:
     decorated = kernels(Stack(), lambda model: square(model(hidden)))
     assert sum(name.startswith("triton_") for name, _ in decorated) == 2  # one in each half
 
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss(model).backward()
+        optimizer.step()
+        with torch.no_grad():
+            square(model(hidden))
+
+    trace = trace_step(Stack(), step, make_optimizer=adamw, device="a100-40gb", warmup_steps=0)
+    assert sum(op.name.startswith("triton_") for op in trace.ops) == 1  # a metric after the update is no optimizer
+
 
 def test_a_compiled_optimizer_is_refused() -> None:
     model, hidden = Feedforward(), torch.randn(64, 256)

@@ -151,7 +151,7 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
             ) from error
 
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
-        if tracker.context.phase == "optimizer":
+        if tracker.context.stepping:
             raise UserError(_OPTIMIZER)
         patches = kwargs.get("config_patches") or {}
         for name, reason in _REFUSED.items():
@@ -205,7 +205,7 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, UserError):
                 raise inner from None
-            if tracker.context.phase == "optimizer":
+            if tracker.context.stepping:
                 raise UserError(_OPTIMIZER) from error
             last = (getattr(error, "real_stack", None) or [None])[-1]  # the innermost function
             where = type(model).__name__ if last is None else f"{last.name} ({last.filename}:{last.lineno})"
