@@ -41,7 +41,7 @@ TRIED: dict[str, tuple[tuple[Edit, str], ...]] = {
     "kernels": (
         (Edit({"use_liger_kernel": True}), "liger-kernel"),
         (Edit({"use_kernels": True}), "kernels"),
-        (Edit({"cut_cross_entropy": True}), "cut-cross-entropy"),
+        (Edit({"cut_cross_entropy": True}), "cut-cross-entropy[transformers] of github.com/apple/ml-cross-entropy"),
     ),
     "compile": ((Edit({"compile": "regional"}), "a C compiler, for Triton"),),
 }
@@ -143,7 +143,7 @@ def plan(
             raise typer.Exit(128 + stop.number) from None  # all is said
         cache.put(found.to_json())
     _show(found, as_json)
-    plans = {"": found}
+    plans, specs = {"": found}, {"": spec}
     others = [edit for name in tried.split(",") if tried for edit in TRIED[name]]
     if spec.host.host_memory and away is not None and not as_json and kept not in found.notes:
         others.append((away, "torchao"))
@@ -151,7 +151,8 @@ def plan(
         flags = " ".join(edit.words(spec))
         try:
             if flags:
-                plans[flags] = _make(edit.of(spec), options, jobs, lengths, images, "")
+                specs[flags] = edit.of(spec)
+                plans[flags] = _make(specs[flags], options, jobs, lengths, images, "")
                 print(_brings(f"with {flags} (needs {needs})", plans[flags], found))
         except UserError as refused:
             print(f"with {flags}: {refused}")
@@ -159,8 +160,9 @@ def plan(
         print_table(_frontier_of(plans), stdout())
     if write_launch and found.best.launch is not None:
         write(write_launch, accelerate_config(found.best.launch))
-    if not as_json and (command := _command(found, spec, dataset, write_launch)):
-        print(f"train it: {command}")
+    for flags, made in plans.items() if not as_json else ():
+        if command := _command(made, specs[flags], dataset, "" if flags else write_launch):
+            print(f"train it{f' with {flags}' if flags else ''}: {command}")
     if output:
         write(output, found.to_json())
     if plot:
@@ -227,7 +229,7 @@ def _batch(text: str | int | None) -> int | None:
 def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> str:
     """The command that trains as the plan's pick says; with a recipe if one trains the model on the dataset's rows.
 
-    "" in one process without a recipe.
+    "" in one process without a recipe, unless the user's own script has to patch the model.
     """
     from ckpt_ft.workloads.model_config import read_config
 
@@ -246,7 +248,7 @@ def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> 
         from ckpt_ft.workloads.model_config import with_rope_scaling
 
         picked = with_rope_scaling(picked, AutoConfig.for_model(**config), picked.data.tokens)
-    if best.launch is None and not (recipe and can_train(recipe, picked)):
+    if not (best.launch or picked.kernels.cut_cross_entropy or (recipe and can_train(recipe, picked))):
         return ""
     return training_command(picked, recipe, dataset, config_file)
 
@@ -334,11 +336,10 @@ def _frontier_of(plans: dict[str, Plan]) -> Table:
     """The candidates of all plans, by the flags that each plan adds, that no other one beats in bytes and speed."""
     from ckpt_ft.planning.budget import frontier
 
-    of = [(candidate, flags) for flags, plan in plans.items() for candidate in plan.candidates]
+    of = {id(candidate): flags or DASH for flags, plan in plans.items() for candidate in plan.candidates}
     rows = [
-        (flags or DASH, best.policy, str(best.batch), format_bytes(best.reserved), format_number(speed))
-        for best in frontier(candidate for candidate, _ in of)
-        for flags, speed in [(next(flags for candidate, flags in of if candidate is best), best.samples_per_second)]
+        (of[id(one)], one.policy, str(one.batch), format_bytes(one.reserved), format_number(one.samples_per_second))
+        for one in frontier(one for plan in plans.values() for one in plan.candidates)
     ]
     header = ("with", "policy", "batch", "reserved", plans[""].speed)
     return Table("No other is faster in fewer bytes", header, rows, text=(0, 1))

@@ -29,6 +29,7 @@ _TRAINER = {
     "optimizer": "optim",
     "use_liger_kernel": "use_liger_kernel",
     "liger_kernel_config": "liger_kernel_config",
+    "use_kernels": "use_kernels",
 }
 _ADAPTER = {
     "lora_r": "lora_r",
@@ -107,13 +108,11 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
         if launch.machines > 1:
             words += ["--machine_rank", "RANK", "--main_process_ip", "HOST"]
     if recipe and can_train(recipe, spec):
-        script = ["ckpt-ft", "recipe", recipe] if launch is None else []
-        path = "" if launch is None else f' "$(ckpt-ft recipe --path {recipe})"'
-        start = setting + shlex.join([*words, *script])
-        return f"{start}{path} {shlex.join(recipe_words(recipe, spec, dataset))}"
-    runner = words or ["python"]
+        start = f'{shlex.join(words)} "$(ckpt-ft recipe --path {recipe})"' if launch else f"ckpt-ft recipe {recipe}"
+        return f"{setting}{start} {shlex.join(recipe_words(recipe, spec, dataset))}"
     batch = ["--per_device_train_batch_size", str(spec.data.batch_size)]
-    return setting + shlex.join([*runner, _OTHERS, "--ac_policy", spec.policy, *batch])
+    patch = "  # calls cut_cross_entropy.transformers.cce_patch(model)" if spec.kernels.cut_cross_entropy else ""
+    return setting + shlex.join([*(words or ["python"]), _OTHERS, "--ac_policy", spec.policy, *batch]) + patch
 
 
 def recipe_of(spec: TrainingSpec, kind: str) -> str:
@@ -191,14 +190,12 @@ def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str
     if spec.launch.launch is not None and spec.launch.launch.ep > 1:  # such optimizers have no checkpoints
         words += ["--ep_size", str(spec.launch.launch.ep), "--save_only_model"]
     for key, flag in _FLAGS[recipe].items():
-        if not flag and key in ("images", "image_size", "trainer", "trainer_args", "seq_length"):
-            continue  # the rows have the first, and `_trl_words` the others
         value = spec.get(key)
         if value != declared()[key].default or key in _ALWAYS:
             words += _flag_words(key, flag, value)
         elif key == "train_towers":  # without it the recipe trains the language model alone
             words += [f"--{flag}", "both"]
-        elif key == "seq_length":
+        elif key == "seq_length" and flag:
             words += [f"--{flag}", str(spec.data.tokens)]
     words += _trl_words(spec)
     return [*words, "--train_data_dir" if drawn else "--dataset_name", dataset or ("IMAGES" if drawn else "DATASET")]
@@ -217,22 +214,19 @@ def _trl_words(spec: TrainingSpec) -> list[str]:
 
 
 def _flag_words(key: str, flag: str, value: Any) -> list[str]:
-    if key == "dtype" and not flag:
-        return []
     if key == "optimizer" and value in OFFLOADING.values():
         return ["--offload_optimizer", next(what for what, name in OFFLOADING.items() if name == value)]
-    if key == "optimizer" and not flag:
-        return ["--use_8bit_adam"] if value == "adamw_8bit" else []
-    if key == "mixed_precision" and not flag:
-        return [f"--{value}"]
-    if key == "compile":
-        return [f"--{flag}"]
-    if key == "rows":
-        return ["--packing"] if value == "packed" else []
+    if not flag:
+        words = {
+            "mixed_precision": value,
+            "optimizer": "use_8bit_adam" if value == "adamw_8bit" else "",
+            "rows": "packing" if value == "packed" else "",
+        }
+        return [f"--{words[key]}"] if words.get(key) else []
     if key == "optimizer":
         return [] if value == "none" else [f"--{flag}", OPTIM_OF_TRAINER[value]]
     if isinstance(value, tuple):
         return [f"--{flag}", *value]
-    if value is True:
+    if value is True or key == "compile":
         return [f"--{flag}"]
     return [f"--{flag}", f"{value:g}" if isinstance(value, float) else str(value)]

@@ -47,7 +47,7 @@ class Setting:
     Attributes:
         help: one line for `--help`.
         label: the field in error messages; its name in words if empty.
-        rule: what is allowed, for error messages about numbers.
+        rule: what is allowed, or what is not and why, for error messages.
         key: the name of the field in `TrainingSpec.of` and `edit`; the attribute's name if empty.
         flag: the name of its flag on the command line, with underscores; None for a field without one.
         typed: the flag's name on our command line, if it differs.
@@ -185,7 +185,8 @@ def _refusal(stated: Declared, given: Any, error: Any) -> str:
     label = stated.label
     if stated.choices:
         allowed = [str(choice) for choice in stated.choices if choice != ""]
-        return f"{label} '{given}'{meant(str(given), allowed)} ({', '.join(allowed)})"
+        rule = f"; {stated.setting.rule}" if stated.setting.rule else ""
+        return f"{label} '{given}'{meant(str(given), allowed)} ({', '.join(allowed)}){rule}"
     if error["type"] == "less_than_equal":
         return f"{label} {given}: at most {error['ctx']['le']}"
     return f"{label} {given}: {stated.setting.rule or one_line(error['msg'], 200)}"

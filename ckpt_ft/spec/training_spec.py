@@ -178,6 +178,9 @@ class DataSpec(Part):
         return self.tokens == SEQ_LENGTH and self.seq_length is None
 
 
+_NO_BLOCK_SCALES = "NVFP4 and MXFP8 are not predicted: what their layers keep depends on the library; take fp8"
+
+
 @dataclass(frozen=True)
 class PrecisionSpec(Part):
     """The dtype of the weights, and autocast. The command line has other defaults for known models (cli/params.py)."""
@@ -194,9 +197,12 @@ class PrecisionSpec(Part):
             Switch("bf16", "bf16", "the same as --mixed-precision bf16"),
             Switch("fp16", "fp16", "the same as --mixed-precision fp16"),
         ),
+        rule=_NO_BLOCK_SCALES,
     )
     fp8_recipe: Literal["tensorwise", "rowwise"] = setting(
-        "tensorwise", "with fp8: a scale for each tensor (tensorwise) or each row of it (rowwise)"
+        "tensorwise",
+        "with fp8: a scale for each tensor (tensorwise) or each row of it (rowwise)",
+        rule=_NO_BLOCK_SCALES,
     )
     float32_ends: bool = setting(False, "embeddings, norms and head in float32, as axolotl loads models to train them")
 
@@ -335,11 +341,14 @@ class OptimizerSpec(Part):
 class KernelSpec(Part):
     """The kernels that run the model."""
 
-    attn_implementation: Literal["", "sdpa", "eager", "flash_attention_2", "flex_attention"] = setting(
+    attn_implementation: Literal[
+        "", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3",
+        "kernels-community/flash-attn2", "kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3"
+    ] = setting(
         "",
-        "sdpa, eager, flash_attention_2 or flex_attention; default: the model's own choice",
+        "sdpa, eager, flex_attention, flash_attention_2 (or _3, or the Hub's); default: the model's own choice",
         label="attention implementation",
-    )
+    )  # fmt: skip
     experts_implementation: Literal["", "grouped_mm", "batched_mm", "eager"] = setting(
         "", "grouped_mm, batched_mm or eager (a loop over the experts); default: transformers' own, grouped_mm"
     )

@@ -523,10 +523,6 @@ def for_live_models() -> Iterator[None]:
         yield
 
 
-def _reduction(args: tuple[Any, ...], at: int) -> Any:
-    return args[at] if len(args) > at else "mean"
-
-
 # Liger's functions -> stand-ins with the same positional arguments; of losses Liger takes four results
 _LIVE: dict[str, Any] = {
     "LigerRMSNormFunction": lambda x, weight, eps, offset=0.0, casting="llama", in_place=True, *args: RMSNorm.apply(
@@ -537,10 +533,10 @@ _LIVE: dict[str, Any] = {
     "LigerGELUMulFunction": GatedProduct.apply,
     "LigerRopeFunction": lambda *args: rotate(*args),
     "LigerCrossEntropyFunction": lambda logits, target, *args: (
-        CrossEntropy.apply(logits, target, _reduction(args, 4)), None, None, None,
+        CrossEntropy.apply(logits, target, *(args[4:5] or ["mean"])), None, None, None,
     ),
     "LigerFusedLinearCrossEntropyFunction": lambda hidden, weight, target, bias=None, *args: (
-        FusedLinearCrossEntropy.apply(hidden, weight, target, bias, _reduction(args, 4), *args[13:14]),
+        FusedLinearCrossEntropy.apply(hidden, weight, target, bias, *(args[4:5] or ["mean"]), *args[13:14]),
         None, None, None,
     ),
     "LigerFusedMoEFunction": FusedExperts.apply,
@@ -564,26 +560,26 @@ def apply_hub_kernels(model: Any) -> None:
     """
     found = 0
     for module in model.modules():
-        layer = _hub_layers(type(module).__module__).get(type(module).__name__)
-        if layer in _OTHER_HUB_KERNELS:
+        marks = _hub_marks(type(module).__module__).get(type(module).__name__, "")
+        if any(other in marks for other in _OTHER_HUB_KERNELS):
             raise UserError(f"use_kernels: {type(module).__name__} has a kernel of its own, which is not modelled")
-        if layer == "RMSNorm":
+        if '"RMSNorm"' in marks:
             module.__class__ = _norm(type(module), in_place=True)
             found += 1
     if not found:
         raise UserError(f"use_kernels: the Hub has no kernel for the training of {type(model).__name__}; leave it out")
 
 
-_OTHER_HUB_KERNELS = ("MegaBlocksMoeMLP", "RMSNormGated", "MultiScaleDeformableAttention", "Qwen3_5GatedDeltaNet")
+_OTHER_HUB_KERNELS = ("MegaBlocks", "RMSNormGated", "Deformable", "causal_conv1d", "mamba", "gated_delta", "kda")
 
 
 @functools.cache
-def _hub_layers(module: str) -> dict[str, str]:
-    """The classes of a modelling file that have kernels on the Hub, with the names of their layers there."""
+def _hub_marks(module: str) -> dict[str, str]:
+    """The classes of a modelling file that have kernels on the Hub, with the decorators that name these."""
     if not module.startswith("transformers.models."):
         return {}
-    marked = r'@use_kernel_forward_from_hub\("(\w+)"\)\nclass (\w+)'
-    return {name: layer for layer, name in re.findall(marked, inspect.getsource(sys.modules[module]))}
+    marked = r"((?:^@use_kernel.*\n(?:[ )].*\n)*)+)class (\w+)"
+    return {name: marks for marks, name in re.findall(marked, inspect.getsource(sys.modules[module]), re.M)}
 
 
 def _check_language_model(model: Any, what: str) -> None:
@@ -679,14 +675,12 @@ def _language_model(kind: Any, loss_function: Any, times: int = 1) -> Any:
                 target = F.pad(labels, (0, 1), value=ignored)[..., 1:].contiguous()
             reduction = "mean" if counted is None else "sum"
             flat = hidden.view(-1, hidden.shape[-1])
-            if isinstance(
-                head.weight, DTensor
-            ):  # accelerate shards a head beside adapters alone, and it is not called
+            if isinstance(head.weight, DTensor):  # accelerate shards it beside adapters alone, and it is not called
                 raise UserError(
                     f"{name}: the output layer is divided over GPUs where it reads it; leave one of them out"
                 )
-            more = () if times == 1 else (times,)
-            loss = loss_function.apply(flat, head.weight, target.view(-1), head.bias, reduction, *more)
+            operands = flat, head.weight, target.view(-1), head.bias
+            loss = loss_function.apply(*operands, reduction, *([times] if times > 1 else []))
             losses.append(loss if counted is None else loss / counted)
             return hidden.new_empty(*hidden.shape[:-1], 0)
 

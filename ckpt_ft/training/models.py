@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import import_utils
+
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.spec.launch import Launch
@@ -60,6 +62,7 @@ class ModelArguments:
     )
     attn_implementation: str | None = flag(None, "sdpa, eager, flash_attention_2, flex_attention, ...")
     experts_implementation: str | None = flag(None, "How experts run: grouped_mm, batched_mm, eager, ...")
+    use_kernels: bool = flag(False, "Kernels of the Hub for the layers that transformers maps to one.")
     trust_remote_code: bool = flag(False, "Run code that comes with the model; without it none is run.")
     use_peft: bool = flag(False, "Train LoRA adapters instead of the weights.")
     peft_config: str | None = flag(None, PEFT_CONFIG)
@@ -87,6 +90,8 @@ class ModelArguments:
             raise UserError("--load_in_4bit: 4-bit weights cannot be trained themselves; add --use_peft for QLoRA")
         if self.lora_target_parameters and self.lora_dropout:
             raise UserError(f"--lora_dropout {self.lora_dropout:g}: PEFT adapts parameters without; give 0")
+        if self.use_kernels and not import_utils.is_kernels_available():  # transformers does not know all versions
+            raise UserError("--use_kernels needs kernels, which is not installed: pip install 'transformers[kernels]'")
         check_flags(self)
         check_peft_flag(self.peft_config, {name: getattr(self, name) is not None for name in _LORA} | {
             "lora_target_modules": self.lora_target_modules, "use_dora": self.use_dora,
@@ -101,9 +106,8 @@ class ModelArguments:
     @property
     def lora(self) -> dict[str, Any]:
         """Rank, alpha and dropout, by LoraConfig's names."""
-        asked = {name: getattr(self, flag) for flag, (name, _) in _LORA.items()}
-        found = {name: default if asked[name] is None else asked[name] for name, default in _LORA.values()}
-        return found
+        asked = {flag: getattr(self, flag) for flag in _LORA}
+        return {name: default if asked[flag] is None else asked[flag] for flag, (name, default) in _LORA.items()}
 
     @property
     def source(self) -> dict[str, Any]:
@@ -205,7 +209,7 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
 
     max_length: tokens of the longest sequence, for `--rope_scaling`.
     """
-    kwargs: dict[str, Any] = {**args.source, "dtype": args.dtype, **more}
+    kwargs: dict[str, Any] = {**args.source, "dtype": args.dtype, "use_kernels": args.use_kernels, **more}
     if args.rope_scaling is not None:
         stretch_positions(kwargs.setdefault("config", _config(args)), args.rope_scaling, max_length)
     for name in ("attn_implementation", "experts_implementation"):
@@ -265,8 +269,7 @@ def adapter_config(
         return adapter_of(args.peft_config, targets, modules_to_save, **task)
     from peft import LoraConfig
 
-    asked = args.lora_target_modules
-    found = targets(asked) if targets else asked
+    found = targets(args.lora_target_modules) if targets else args.lora_target_modules
     return LoraConfig(
         **args.lora,
         target_modules=found[0] if found == ["all-linear"] else found,

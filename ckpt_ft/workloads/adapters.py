@@ -281,15 +281,10 @@ def notes_on(spec: TrainingSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
         )
     if spec.quantisation.bits:
         bits = "4 bits" if spec.quantisation.load_in_4bit else "8 bits"
+        others = f"{spec.precision.dtype}, as loaded, without peft's k-bit preparation"
         if spec.quantisation.prepare_kbit:
-            notes.append(
-                f"{bits}: embeddings, norms and head in float32, as peft.prepare_model_for_kbit_training leaves them"
-            )
-        else:
-            notes.append(
-                f"{bits}: embeddings, norms and head in {spec.precision.dtype}, as loaded, without peft's k-bit "
-                "preparation"
-            )
+            others = "float32, as peft.prepare_model_for_kbit_training leaves them"
+        notes.append(f"{bits}: embeddings, norms and head in {others}")
     if spec.quantisation.packed is not None:
         kept = method_of(spec.quantisation.packed)[0].keeps
         notes.append(
@@ -298,8 +293,11 @@ def notes_on(spec: TrainingSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
         )
     if spec.quantisation.load_in_8bit:
         notes.append("8 bits: no column of an input is an outlier")
-    if spec.kernels.attn_implementation == "flash_attention_2" and spec.data.rows == "padded":
+    attention = spec.kernels.attn_implementation
+    if "flash" in attention and spec.data.rows == "padded":
         notes.append("flash attention of padded rows: as many tokens as with the padding")
+    if attention.endswith("3"):
+        notes.append(f"{attention} is timed as FlashAttention-2, which is slower on Hopper")
     return tuple(notes)
 
 

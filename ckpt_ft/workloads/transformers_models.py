@@ -343,8 +343,6 @@ def one_behind_another(rows: Sequence[Batch], along: Collection[str], image_posi
 
 
 _SECONDS = 10  # default length of audio
-# Attention kernels, each with the attribute of the classes that support it.
-_FUSED = {"flash_attention_2": "_supports_flash_attn", "flex_attention": "_supports_flex_attn"}
 
 
 def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
@@ -474,11 +472,12 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
     from transformers import AutoConfig
 
     attention: str | None = spec.kernels.attn_implementation or None
-    if attention in _FUSED:
+    if attention not in (None, "sdpa", "eager"):
         flash_attention.register()
-        if not getattr(kind, _FUSED[attention], False):
+        flash = attention != "flex_attention"
+        if not getattr(kind, "_supports_flash_attn" if flash else "_supports_flex_attn", False):
             raise UserError(f"{name}: transformers has no {attention} for {kind.__name__}")
-        attention = flash_attention.NAME if attention == "flash_attention_2" else attention
+        attention = flash_attention.NAME if flash else attention
     values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     with library_reads(f"{name}: its config does not make a model"):
         parsed = AutoConfig.for_model(config["model_type"], **values)

@@ -96,6 +96,17 @@ def test_fused_kernels_and_compiled_blocks_are_tried(
     assert speeds == sorted(speeds, reverse=True)
     liger, hub, cut, _ = (float(re.search(r"([\d.]+) MiB reserved", line).group(1)) for line in lines)
     assert max(liger, cut) < hub
+    runs = [line.partition(": ") for line in out if line.startswith("train it")]
+    assert [run[0].removeprefix("train it with ").split()[0] for run in runs[1:]] == [
+        line.split()[1] for line in lines
+    ]
+    flags = (
+        "--use_liger_kernel",
+        "--use_kernels",
+        "# calls cut_cross_entropy.transformers.cce_patch",
+        "--torch_compile",
+    )
+    assert all(flag in run[2] for flag, run in zip(flags, runs[1:], strict=True))
 
 
 def test_what_cannot_be_tried(config: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from types import SimpleNamespace
 
 import pytest
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.spec.command import command_for, training_command
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.training.models import LanguageModelArguments, load_pretrained
+from ckpt_ft.training.run_arguments import parse_args
 
 
 def test_the_command_of_one_process_is_whole() -> None:
@@ -23,6 +27,32 @@ def test_the_command_of_one_process_is_whole() -> None:
         "--gradient_accumulation_steps 4 --dtype bfloat16 --bf16 --attn_implementation sdpa --max_grad_norm 0.5 "
         "--optim adamw_torch --lora_r 8 --lora_target_modules q_proj v_proj --dataset_name rows.jsonl"
     )
+
+
+@pytest.mark.parametrize("recipe", ["llm", "vlm", "dpo", "grpo", "image_classification"])
+def test_kernels_of_the_hub_are_loaded_with_the_model(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TrainingSpec.of("gpt2", use_kernels=True)
+    words = shlex.split(training_command(spec, recipe))
+    assert "--use_kernels" in words
+    given = words[3 : words.index("--ac_policy")] + ["--use_kernels"]
+    with pytest.raises(UserError, match="--use_kernels needs kernels"):
+        parse_args([LanguageModelArguments], given)
+    monkeypatch.setattr("transformers.utils.import_utils.is_kernels_available", lambda: True)
+    auto = SimpleNamespace(from_pretrained=lambda name, **kwargs: kwargs["use_kernels"])
+    for flags, loaded in ((given, True), (given[:-1], False)):
+        (args,) = parse_args([LanguageModelArguments], flags)
+        monkeypatch.setattr("ckpt_ft.training.models._config", lambda args: None)
+        assert load_pretrained(args, auto) is loaded
+
+
+def test_the_loss_that_the_user_s_script_has_to_patch_is_named() -> None:
+    spec = TrainingSpec.of("gpt2", cut_cross_entropy=True)
+    command = training_command(spec, "llm")
+    assert command.endswith(
+        "YOUR_SCRIPT.py --ac_policy none --per_device_train_batch_size 1  "
+        "# calls cut_cross_entropy.transformers.cce_patch(model)"
+    )
+    assert shlex.split(command, comments=True)[-1] == "1"
 
 
 def test_words_that_a_shell_would_read_are_quoted() -> None:

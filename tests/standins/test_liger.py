@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,43 @@ def test_a_patched_model_trains_the_same_parameters(kind: str) -> None:
     assert replaced >= 1 + 2 * least  # the model; in each block two norms, the MLP and attention or more norms
 
 
+_OPERATORS = {
+    "rms_norm": "liger_rms_norm", "swiglu": "liger_gated_product", "geglu": "liger_gated_product",
+    "rope": "liger_rope",
+    "fused_linear_cross_entropy": "liger_cross_entropy",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "norms", "product"), [("llama", 2, "swiglu"), ("qwen3", 4, "swiglu"), ("gemma3_text", 6, "geglu")]
+)
+def test_each_switch_changes_its_own_kernels(kind: str, norms: int, product: str) -> None:
+    """As many norms, MLPs and rotations of two blocks as `apply_liger_kernel_to_*` patches, and the loss."""
+    plain = _model(kind)
+    ids = torch.arange(48).view(2, 24) * 5
+
+    def calls(**asked: bool) -> Counter[str]:
+        model = copy.deepcopy(plain)
+        liger.apply(model, asked)
+        step = lambda model, _: model(input_ids=ids, labels=ids).loss.backward()  # noqa: E731
+        trace = trace_step(model, step, device="a100-80gb", warmup_steps=0)
+        return Counter(op.name.split(".")[1] for op in trace.ops if "liger" in op.name)
+
+    full = calls()
+    assert full["liger_rms_norm"] == full["liger_rms_norm_backward"] == 2 * norms + 1
+    assert full["liger_gated_product"] == full["liger_gated_product_backward"] == 2
+    assert (full["liger_rope"], full["liger_cross_entropy"]) == (2 * 2, 6)  # forward and backward; 48 rows by eights
+    for switch in ("rms_norm", product, "rope", "fused_linear_cross_entropy"):
+        own = _OPERATORS[switch]
+        without = {name: count for name, count in full.items() if name not in (own, f"{own}_backward")}
+        without.pop("liger_scale", None) if switch == "fused_linear_cross_entropy" else None
+        assert calls(**{switch: False}) == without
+    other = "geglu" if product == "swiglu" else "swiglu"
+    assert calls(**{other: False}) == full  # Liger ignores what the family does not have
+    logits = calls(cross_entropy=True, fused_linear_cross_entropy=False)
+    assert logits == {**full, "liger_cross_entropy": 1, "liger_scale": 1}
+
+
 def test_fused_experts_hold_what_their_source_does(config: str) -> None:
     """Bytes of one call by liger_kernel/ops/fused_moe.py: 4 experts of (2 x 48, 32), 64 rows, two experts each."""
     experts, width, inner, rows, chosen = 4, 32, 48, 64, 2
@@ -148,6 +186,14 @@ def test_other_fused_kernels_train_the_same_parameters(patch: Any) -> None:
     fused = copy.deepcopy(plain)
     patch(fused)
     assert _gradients(plain) == _gradients(fused)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2", "gpt_oss"])
+def test_models_with_other_kernels_of_the_hub_are_refused(kind: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, num_hidden_layers=2))
+    with pytest.raises(UserError, match="use_kernels: .* has a kernel of its own, which is not modelled"):
+        liger.apply_hub_kernels(model)
 
 
 @pytest.fixture

@@ -284,7 +284,7 @@ def kernels(settings: TrainingSpec, config: str) -> tuple[set[str], int]:
     return found, sum(s.nbytes >= pairs and "mask" in s.op for s in trace.storages)
 
 
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "kernels-community/flash-attn3", "flex_attention"])
 def test_rows_decide_the_mask_and_flash_attention_has_none(config: str, implementation: str) -> None:
     assert kernels(PLAIN, config)[0] == {"flash"}
     assert kernels(PLAIN.edit(rows="padded"), config)[0] == {"efficient"}
