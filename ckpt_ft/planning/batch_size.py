@@ -341,8 +341,5 @@ def keep_effective(batch: int, accumulation: int, largest: int) -> tuple[int, in
         if micro * steps == total
         else f"the effective batch becomes {micro * steps}, was {total}"
     )
-    return (
-        micro,
-        steps,
-        f"micro-batch {micro} (was {batch}) x {steps} accumulation steps (was {accumulation}): {kept} per device",
-    )
+    said = f"micro-batch {micro} (was {batch}) x {steps} accumulation steps (was {accumulation}): {kept} per device"
+    return micro, steps, said

@@ -142,9 +142,8 @@ class MemoryBudget:
         """The smallest budget in which `candidate` fits, with the same context and the same margin or share."""
         if not self.share:
             return candidate.reserved + self.context + self.margin
-        return math.ceil(
-            (candidate.reserved + self.context + 1) / (1 - self.share)
-        )  # + 1, because the margin is rounded
+        rounded = 1  # because the margin is rounded
+        return math.ceil((candidate.reserved + self.context + rounded) / (1 - self.share))
 
 
 LESS = {

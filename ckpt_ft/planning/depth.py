@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_ft.memory.fake.skipped_blocks import ShortenedRun, shorten
@@ -24,44 +24,55 @@ _MORE_UNUSED = 0.02, 0.1  # share of the bytes allocated, for adapters and for t
 _WHOLE = ("none", "full", "pointwise", "head", "tile", "offload")  # policies that treat all blocks alike
 
 
-def shallow(workload: Workload) -> tuple[list[ShortenedRun], list[Workload]] | None:
-    """Two copies of `workload` with UNITS blocks; None if its model has few or unlike blocks, or real weights."""
-    if not all(parameter.is_meta for parameter in workload.model.parameters()):
-        return None
-    fewer = [replace(workload, model=copy.deepcopy(workload.model)) for _ in UNITS]
-    runs = [shorten(one.model, units) for one, units in zip(fewer, UNITS, strict=True)]
-    return ([run for run in runs if run], fewer) if all(runs) else None
-
-
 def suits(policy: str) -> bool:
     """Whether `policy` treats all blocks alike."""
     return all(term.partition(":")[0] in _WHOLE for term in policy.split(","))
 
 
-def peaks(runs: Sequence[ShortenedRun], traces: Sequence[StepTrace], all_weights: bool) -> tuple[int, int]:
-    """Bytes allocated and reserved by the deep model, from the traces of two shallow ones.
+@dataclass(frozen=True)
+class Shallow:
+    """Two copies of a workload, with UNITS blocks each, and the deep model's figures from theirs.
 
-    The allocator's unused bytes hardly grow with the depth: they are those of the shallow models and a small share.
+    Attributes:
+        runs: the shortened run of blocks of each copy.
+        all_weights: whether all weights are trained.
     """
-    low, high = (_highs(trace, run) for trace, run in zip(traces, runs, strict=True))
-    peak = int(max(at_depth(runs, low[key], high[key]) for key in low.keys() & high.keys()))
-    unused = max(trace.peak_reserved - trace.peak_allocated for trace in traces)
-    return peak, int(peak + unused + _MORE_UNUSED[all_weights] * peak)
 
+    runs: Sequence[ShortenedRun]
+    workloads: Sequence[Workload]
+    all_weights: bool
 
-def extended(
-    runs: Sequence[ShortenedRun], traces: Sequence[StepTrace], found: Sequence[Candidate], all_weights: bool
-) -> Candidate:
-    """The candidate of the deep model, from the traces and candidates of two shallow ones."""
-    few, more = found
-    peak, reserved = peaks(runs, traces, all_weights)
-    host, seconds = int(at_depth(runs, few.host, more.host)), at_depth(runs, few.seconds, more.seconds)
-    return replace(more, peak=peak, reserved=reserved, seconds=seconds, host=host)
+    @classmethod
+    def of(cls, workload: Workload) -> Shallow | None:
+        """None if the model has few or unlike blocks, or real weights."""
+        parameters = list(workload.model.parameters())
+        if not all(parameter.is_meta for parameter in parameters):
+            return None
+        fewer = [replace(workload, model=copy.deepcopy(workload.model)) for _ in UNITS]
+        runs = [shorten(one.model, units) for one, units in zip(fewer, UNITS, strict=True)]
+        trained = all(parameter.requires_grad for parameter in parameters)
+        return cls([run for run in runs if run], fewer, trained) if all(runs) else None
 
+    def candidate(self, policy: str, batch: int, traces: Sequence[StepTrace]) -> Candidate:
+        """The candidate of the deep model, from the traces of both copies."""
+        few, more = (Candidate.of(policy, batch, trace, self.workloads[0].accumulation) for trace in traces)
+        peak, reserved = self.peaks(traces)
+        host, seconds = int(self.extend(few.host, more.host)), self.extend(few.seconds, more.seconds)
+        return replace(more, peak=peak, reserved=reserved, seconds=seconds, host=host)
 
-def at_depth(runs: Sequence[ShortenedRun], few: float, more: float) -> float:
-    """The figure of the deep model from those of the two shallow ones."""
-    return more + (more - few) * (runs[1].units - UNITS[1]) / (UNITS[1] - UNITS[0])
+    def peaks(self, traces: Sequence[StepTrace]) -> tuple[int, int]:
+        """Bytes allocated and reserved by the deep model, from the traces of both copies.
+
+        The allocator's unused bytes hardly grow with the depth: they are those of the copies and a small share.
+        """
+        low, high = (_highs(trace, run) for trace, run in zip(traces, self.runs, strict=True))
+        peak = int(max(self.extend(low[key], high[key]) for key in low.keys() & high.keys()))
+        unused = max(trace.peak_reserved - trace.peak_allocated for trace in traces)
+        return peak, int(peak + unused + _MORE_UNUSED[self.all_weights] * peak)
+
+    def extend(self, few: float, more: float) -> float:
+        """A figure of the deep model from those of both copies."""
+        return more + (more - few) * (self.runs[1].units - UNITS[1]) / (UNITS[1] - UNITS[0])
 
 
 def _highs(trace: StepTrace, run: ShortenedRun) -> Mapping[Any, int]:

@@ -18,20 +18,19 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.sequence_parallel import check, experts_of
-from ckpt_ft.memory.fake.skipped_blocks import ShortenedRun
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.workload import MIXED_PRECISION
 
-from . import depth
 from .budget import Candidate, MemoryBudget, better, limited_by_phases
+from .depth import Shallow, suits
 from .scaled_traces import LOW, Estimates, Latest, host_bytes, with_sizes
 from .search import ends, pick_first, search, timed, trace_final_batches
-from .tracing import Tracer, trace_all
+from .tracing import Key, Tracer, trace_all
 
 _SLACK = 1.05  # an estimate over the limit by up to this factor may still fit
 _SHOWN = 3  # candidates of the best launch
-_LONG = 2**17  # tokens of a sequence from which on most launches do not fit
+LONG = 2**17  # tokens of a sequence from which on most launches do not fit; looking before takes longer than it saves
 SHARDED = ("parameters", "gradients", "optimizer")
 
 
@@ -61,10 +60,26 @@ def with_experts(launches: Sequence[Launch], model: nn.Module) -> list[Launch]:
     return [*launches, apart] if apart.ep > 1 else list(launches)
 
 
+def first_that_fits(tracer: Tracer, launches: Sequence[Launch], room: MemoryBudget, key: Key) -> Candidate | None:
+    """The policy and batch `key` under the first of `launches` that suits a deep model, if it fits: an early answer.
+
+    The two shallow models are traced at the same time if `tracer` has several processes.
+    """
+    jobs = 2 if tracer.parallel else 1
+    for launch in launches:
+        if not suits(key[0]) or (shallow := Shallow.of(tracer.under(launch).workload)) is None:
+            return None
+        few, more = (Tracer(workload, jobs, tracer.report) for workload in shallow.workloads)
+        with suppress(UserError), few, more:
+            if all(isinstance(trace, StepTrace) for (trace,) in trace_all([(few, [key]), (more, [key])])):
+                one = Extended(more, room, few=few, shallow=shallow).estimate(*key)
+                return one if room.fits(one) else None
+    return None
+
+
 def search_shared(
     tracer: Tracer, launches: Sequence[Launch], room: MemoryBudget, target: str, batch: int | None, most: int,
     tolerance: float = 0.0, policies: Sequence[str] = OF_LONG, *, told: Callable[[Candidate], None],
-    soon: bool = False,
 ) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:  # fmt: skip
     """The candidates under each of `launches`, which share sequences, and the launches that do not suit the model.
 
@@ -74,7 +89,6 @@ def search_shared(
     Args:
         told: called with each candidate that fits. The figures of a deep model are then extended from those of
             shallow ones, and a later launch is tried only under the best policy so far.
-        soon: whether the last policy is tried first, with one sample, so that `told` is called early.
     """
     found: list[tuple[Estimates, list[Candidate]]] = []
     rejected, key = {}, better(target)
@@ -83,14 +97,10 @@ def search_shared(
         try:
             beside = tracer.under(launch)
             limits = room, target, batch, limited_by_phases(beside.workload, room, most, batch), tolerance
-            few = depth.shallow(beside.workload) if all(map(depth.suits, policies)) else None
-            models = [Tracer(one, report=lambda line: tracer.report(line)) for one in few[1]] if few else []
-            if few:
-                estimates: Estimates = Extended(models[1], *limits, few=models[0], runs=few[0])
-            else:
-                estimates = Estimates(beside, *limits)
-            if soon and not found and isinstance(estimates, Extended):
-                estimates.tell_whether_fits(policies[-1], batch or 1, told)
+            estimates = Estimates(beside, *limits)
+            if all(map(suits, policies)) and (shallow := Shallow.of(beside.workload)):
+                few, more = (Tracer(one, report=lambda line: tracer.report(line)) for one in shallow.workloads)
+                estimates = Extended(more, *limits, few=few, shallow=shallow)
             settled = []
             for policy in [leader.policy] if leader else policies:
                 estimates.trace_candidates([policy])
@@ -166,8 +176,7 @@ class Launched(Estimates):
         """Learn what the launch changes from the traces of `points`."""
         pairs = []
         for policy, at in self.points:
-            trace = self.tracer.trace(policy, at)
-            assert isinstance(trace, StepTrace), "its policy has an anchor"
+            trace = self.tracer.trace_of(policy, at)
             pairs.append((self.alone.estimate(policy, at), self._candidate(policy, at, trace)))
         for figure in ("peak", "reserved", "seconds"):
             ends = [(getattr(one, figure), getattr(under, figure)) for one, under in pairs]
@@ -203,29 +212,19 @@ class Extended(Estimates):
     The tracer's model is the deeper of the two, and that of `few` the other one.
     """
 
-    runs: Sequence[ShortenedRun] = field(default=(), kw_only=True)
+    shallow: Shallow = field(kw_only=True)
     resized: dict[str, list[Latest]] = field(default_factory=dict, kw_only=True)  # both models' latest traces
 
     def _both(self, policy: str, batch: int) -> list[StepTrace]:
         """The traces of both models."""
-        assert self.few is not None, "search_shared gives it"
-        traces = [tracer.trace(policy, batch) for tracer in (self.few, self.tracer)]
-        return [trace for trace in traces if isinstance(trace, StepTrace)]
-
-    def _extended(self, policy: str, batch: int, traces: Sequence[StepTrace]) -> Candidate:
-        found = [Candidate.of(policy, batch, trace, self.tracer.workload.accumulation) for trace in traces]
-        return depth.extended(self.runs, traces, found, self._all_weights)
-
-    @property
-    def _all_weights(self) -> bool:
-        return all(parameter.requires_grad for parameter in self.tracer.workload.model.parameters())
+        return [tracer.trace_of(policy, batch) for tracer in (self.few, self.tracer) if tracer is not None]
 
     def estimate(self, policy: str, batch: int) -> Candidate:
         if (policy, batch) in self.tracer.traced:
-            return self._extended(policy, batch, self._both(policy, batch))
+            return self.shallow.candidate(policy, batch, self._both(policy, batch))
         if (policy, batch) not in self.scaled:
             scaled = [self.growth.scale(trace, batch) for trace in self._both(policy, LOW)]
-            made = self._extended(policy, batch, scaled)
+            made = self.shallow.candidate(policy, batch, scaled)
             self.scaled[policy, batch] = replace(made, host=self._host(policy, batch))
         return self.scaled[policy, batch]
 
@@ -243,22 +242,14 @@ class Extended(Estimates):
         return [(trace, self.growth.sizes(trace, batch)) for trace in self._both(policy, LOW)]
 
     def scaled_reserved(self, policy: str, batch: int) -> int:
-        scaled = [with_sizes(trace, sizes) for trace, sizes in self._sizes(policy, batch)]
-        return depth.peaks(self.runs, scaled, self._all_weights)[1]
+        return self.shallow.peaks([with_sizes(*each) for each in self._sizes(policy, batch)])[1]
 
     def floor(self, policy: str, batch: int) -> int:
         ends = [trace.requested_with(sizes) for trace, sizes in self._sizes(policy, batch)]
-        return int(depth.at_depth(self.runs, *ends))
+        return int(self.shallow.extend(*ends))
 
     def _host(self, policy: str, batch: int) -> int:
-        return int(depth.at_depth(self.runs, *(host_bytes(t, LOW, batch) for t in self._both(policy, LOW))))
-
-    def tell_whether_fits(self, policy: str, batch: int, told: Callable[[Candidate], None]) -> None:
-        """Trace both models at `batch`, and call `told` if the candidate fits."""
-        if len(traces := self._both(policy, batch)) == len(depth.UNITS):
-            one = self._extended(policy, batch, traces)
-            if self.room.fits(one):
-                told(one)
+        return int(self.shallow.extend(*(host_bytes(trace, LOW, batch) for trace in self._both(policy, LOW))))
 
     def whole(self, tracer: Tracer, found: Sequence[Candidate]) -> tuple[Estimates, list[Candidate]]:
         """The first of the candidates `found` whose trace fits on the whole model, at its batch or the next below.
@@ -271,7 +262,12 @@ class Extended(Estimates):
         """
         beside = tracer.under(self.tracer.workload.launch)
         estimates = Estimates(beside, self.room, self.target, self.batch, self.most, self.tolerance)
-        smallest = [self.estimate(policy, self.batch or 1) for policy in self.anchors]
+        least = self.batch or 1
+        for policy in [] if found else self.anchors:
+            self._both(policy, least)
+        smallest = sorted(
+            (self.estimate(policy, least) for policy in self.anchors), key=better(self.target), reverse=True
+        )
         for one in found or [one for one in smallest if one.peak <= self.room.limit]:
             for batch in [one.batch] if self.batch else range(one.batch, 0, -1):
                 beside.trace(one.policy, batch)
@@ -319,9 +315,7 @@ class Launches:
         return Launched(tracer, self.room, *more, alone=self.alone)
 
     def never_fits(self) -> bool:
-        """Whether a sequence is so long that no policy fits, even without the bytes that the launch shards."""
-        if self.alone.tracer.workload.shape.get("seq_length", 0) < _LONG:
-            return False  # the check would take longer than it saves
+        """Whether the leanest policy does not fit, even without all that is sharded."""
         trace = self.alone.tracer.trace(OF_LONG[-1], self.more[1] or 1)
         held = sum(trace.at_peak[category] for category in SHARDED) if isinstance(trace, StepTrace) else 0
         return isinstance(trace, StepTrace) and trace.peak_allocated - held > self.room.limit
@@ -428,8 +422,7 @@ class Launches:
 
     def _might_fit(self, estimates: Estimates, lean: Candidate, gpus: int) -> bool:
         """Whether the candidate `lean` may fit on `gpus` GPUs if only the sharded bytes grow."""
-        trace = estimates.tracer.trace(lean.policy, lean.batch)
-        assert isinstance(trace, StepTrace), "its policy has an anchor"
+        trace = estimates.tracer.trace_of(lean.policy, lean.batch)
         assert trace.launch is not None
         sharded = sum(trace.at_peak[category] for category in SHARDED)
         return trace.peak_reserved + sharded * (trace.launch.processes / gpus - 1) <= _SLACK * self.room.limit

@@ -225,9 +225,8 @@ def predict_max_length(
         if not candidates:
             needed = room.needs(_shortest(estimates))
             return MaxLength(0, 0, batch_size, room, rejected=rejected, needed=needed, granularity=granularity)
-        best = estimates.tracer.traced[candidates[0].policy, candidates[0].batch]
+        best = estimates.tracer.trace_of(candidates[0].policy, candidates[0].batch)
         more = None if launches or not next_term else _next_term(estimates, candidates[0], granularity, batch_size)
-    assert not isinstance(best, str), "a candidate has a trace"
     ladder = [LongestSequence.of(candidate, granularity, batch_size) for candidate in candidates]
     length = ladder[0].length
     holders, notes = ([], [_EXTENDED]) if isinstance(estimates, Extended) else (best.grouped_holders(8), [])

@@ -31,10 +31,10 @@ from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .budget import Candidate, MemoryBudget, better, frontier, limited_by_phases, memory_budget, spans
-from .launches import Extended, Launches, apart, search_shared
+from .launches import LONG, OF_LONG, Extended, Launches, apart, first_that_fits, search_shared
 from .scaled_traces import Estimates
 from .search import search, so_far
-from .tracing import Report, Traced, Tracer
+from .tracing import Report, Tracer
 
 
 @dataclass(frozen=True)
@@ -138,18 +138,23 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
     fewest, report = None, tracer.report
 
     def told(one: Candidate) -> None:
-        tracer.report = lambda line: report(f"{one.policy} fits at batch {one.batch}; {line}")
+        under = f" with {one.launch.sharing}" if one.launch else ""
+        tracer.report = lambda line: report(f"{one.policy}{under} fits at batch {one.batch}; {line}")
 
     if asked.launches:
         launches, sharing = apart(asked.launches)
+        policies = asked.chosen or OF_LONG
+        long = sharing and workload.shape.get("seq_length", 0) >= LONG
+        if long and (first := first_that_fits(tracer, sharing, room, (policies[-1], asked.batch_size or 1))):
+            told(first)
         alone = memory_budget(asked.budget, gpu, asked.margin, host=asked.host_memory)
         several = Launches(tracer, launches, (room, alone), *limits)
-        found = [] if sharing and several.never_fits() else several.search(asked.chosen)
+        found = [] if long and several.never_fits() else several.search(asked.chosen)
         if found:
             estimates = several.of(found[0].launch)
             fewest = several.fewest(found[0])
         else:
-            shared, refused = search_shared(tracer, sharing, room, *limits, told=told, soon=True)
+            shared, refused = search_shared(tracer, sharing, room, *limits, policies=policies, told=told)
             several.rejected |= refused
             best_first = sorted(shared, key=lambda each: [better(asked.target)(one) for one in each[1]], reverse=True)
             for estimates, found in best_first:
@@ -158,8 +163,11 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
                 if found:
                     break
             else:
-                several.search(asked.chosen)  # of the candidate that is nearest to fitting
-                estimates = several.leanest()
+                nearest = [each for each, _ in shared if each.anchors]
+                if not long or not nearest:
+                    several.search(asked.chosen)
+                    nearest.append(several.leanest())
+                estimates = min(nearest, key=lambda each: each.leanest().reserved)
         rejected = {**estimates.rejected, **several.rejected}
     else:
         most = limited_by_phases(workload, room, asked.max_batch_size, asked.batch_size)
@@ -169,8 +177,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
         rejected = estimates.rejected
     if not found:
         raise NothingFits(no_policy_fits(estimates, workload.model))
-    best = estimates.tracer.traced[found[0].policy, found[0].batch]
-    assert not isinstance(best, str), "a candidate has a trace"
+    best = estimates.tracer.trace_of(found[0].policy, found[0].batch)
     with _stoppable(estimates):
         fixes = advise(estimates.tracer, found[0], best, asked.batch_size is not None)
     made = _made(estimates, found, best)
@@ -293,15 +300,9 @@ def budget_sweep(
             found = search(replace(estimates, room=room, anchors={}, rejected={}, bests={}), request.chosen)
             if found:
                 points.append(SweepPoint(room, found))
-        traced = tracer.traced
     candidates = [candidate for point in points for candidate in point.candidates]
-    traces = {candidate: _trace(traced[candidate.policy, candidate.batch]) for candidate in candidates}
+    traces = {candidate: tracer.trace_of(candidate.policy, candidate.batch) for candidate in candidates}
     return BudgetSweep(made, sorted(points, key=lambda point: point.room.budget), traces)
-
-
-def _trace(traced: Traced) -> StepTrace:
-    assert isinstance(traced, StepTrace), "a candidate has a trace"
-    return traced
 
 
 def _budgets(workload: Workload, estimates: Estimates) -> list[int]:

@@ -431,8 +431,7 @@ class Estimates:
     def following(self, policy: str, batch: int) -> int | None:
         """The batch size to trace after `batch`; None if the best batch of `policy` is known, which is then stored."""
         if self.batch is None and self.target != "memory":
-            trace = self.tracer.traced[policy, batch]
-            assert isinstance(trace, StepTrace), "its policy has an anchor"
+            trace = self.tracer.trace_of(policy, batch)
             if not self.separate and self._surely_largest(policy, batch):
                 self._settle(policy, batch)
                 return None

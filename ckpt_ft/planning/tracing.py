@@ -204,6 +204,12 @@ class Tracer:
         """One trace, or the reason why there is none."""
         return self.all([(policy, batch)])[0]
 
+    def trace_of(self, policy: str, batch: int) -> StepTrace:
+        """The trace of a policy that suits the model."""
+        trace = self.trace(policy, batch)
+        assert isinstance(trace, StepTrace), trace
+        return trace
+
     def under(self, launch: Launch | None) -> Tracer:
         """A tracer of the same workload under `launch`, on the same processes, with separate traces."""
         other = copy.copy(self)

@@ -17,9 +17,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from ckpt_ft.errors import Interrupted, UserError
-from ckpt_ft.memory.fake.skipped_blocks import ShortenedRun
 from ckpt_ft.memory.gpus import GPU
-from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules.cuda import same_kernels
 from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.defaults import LORA_R
@@ -29,8 +27,8 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload
 
-from . import depth
 from .budget import Candidate, MemoryBudget, largest_fitting, memory_budget
+from .depth import Shallow, suits
 from .launches import SHARDED
 from .scaled_traces import HIGH, LOW, Estimates
 from .search import search
@@ -140,9 +138,8 @@ def where(
         UserError: an unknown method or model, or a spec that does not match the model.
     """
     methods = [*dict.fromkeys(map(_named, methods))]
-    kinds: dict[
-        bool, list[GPU]
-    ] = {}  # in bfloat16, cards before Ampere run another attention kernel, so their policies are ranked separately
+    # in bfloat16, cards before Ampere run another attention kernel, so their policies are ranked separately
+    kinds: dict[bool, list[GPU]] = {}
     for card in cards:
         kinds.setdefault(card.arch >= (8, 0), []).append(card)
     tasks = [
@@ -288,13 +285,10 @@ class _Method:
 
     def _candidate(self, card: GPU, gpus: int, policy: str, batch: int) -> Candidate:
         """The candidate on that many cards, extended from shallow models if the model is deep."""
-        traces = [tracer.trace(policy, batch) for tracer in self._tracers(card, gpus, policy)]
-        known = [trace for trace in traces if isinstance(trace, StepTrace)]
-        assert len(known) == len(traces), "the policy suits the model"
-        found = [Candidate.of(policy, batch, trace, self.spec.data.accumulation) for trace in known]
-        if len(found) == 1:
-            return found[0]
-        return depth.extended(self._shallow[0], known, found, not self.spec.adapter.trains)
+        traces = [tracer.trace_of(policy, batch) for tracer in self._tracers(card, gpus, policy)]
+        if len(traces) > 1 and self._shallow is not None:
+            return self._shallow.candidate(policy, batch, traces)
+        return Candidate.of(policy, batch, traces[0], self.spec.data.accumulation)
 
     def _of(self, gpus: int) -> TrainingSpec:
         """The spec on that many cards, under FSDP2 if there are several."""
@@ -309,14 +303,15 @@ class _Method:
         return load(self._of(2), self.workload.device)
 
     @cached_property
-    def _shallow(self) -> tuple[list[ShortenedRun], list[Workload]]:
-        """Two models with fewer blocks, for several cards; none if the model is not deep."""
-        return depth.shallow(self._whole) or ([], [])
+    def _shallow(self) -> Shallow | None:
+        """Two models with fewer blocks, for several cards; None if the model is not deep."""
+        return Shallow.of(self._whole)
 
     def _tracers(self, card: GPU, gpus: int, policy: str = "none") -> list[_CardTracer]:
         """Traces on that many such cards: of the whole model, or of the two shallow ones."""
-        fewer = self._shallow[1] if gpus > 1 and depth.suits(policy) else []
-        models = fewer or [self.workload if gpus == 1 else self._whole]
+        models: Sequence[Workload] = [self.workload if gpus == 1 else self._whole]
+        if gpus > 1 and suits(policy) and self._shallow is not None:
+            models = self._shallow.workloads
         key = same_kernels(card), gpus, len(models)
         if key not in self.traces:
             launch = self._of(gpus).launch.launch

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.cli import app
+from ckpt_ft.errors import NothingFits
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.batch_size import predict_max_batch_size
 from ckpt_ft.planning.budget import Candidate, memory_budget
@@ -159,10 +160,13 @@ def test_long_sequences_are_planned_under_launches_that_share_them(tmp_path: Pat
     best = made.best
     assert best.launch == launches[1]
     assert not any("none" in line for line in said)
-    assert any(line.startswith(f"{best.policy} fits at batch 1; tracing") for line in said)
+    assert best.policy == "full,head"
+    assert said[2].startswith("full,head,offload,tile:16 with fsdp2, cp 4 fits at batch 1; tracing")
     whole = replace(workload, launch=best.launch)
     apply_policy(whole.model, best.policy)
     assert whole.trace(best.batch).peak_reserved == best.reserved <= made.room.limit
+    with pytest.raises(NothingFits, match=r"works is .*, under 'full,head,offload,tile:16' with fsdp2, cp 4"):
+        plan(workload, "760MiB", batch_size=1, margin="0", launches=launches)
 
 
 def test_real_steps_prove_the_longest_sequence() -> None:

@@ -17,8 +17,9 @@ from ckpt_ft.cli.where import read_prices
 from ckpt_ft.errors import Interrupted, UserError
 from ckpt_ft.memory.gpus import GPUS, find_gpu
 from ckpt_ft.memory.rules import cuda, sdpa
-from ckpt_ft.planning import depth, tracing
+from ckpt_ft.planning import tracing
 from ckpt_ft.planning.budget import Candidate
+from ckpt_ft.planning.depth import Shallow, suits
 from ckpt_ft.planning.estimate import estimate
 from ckpt_ft.planning.tracing import Tracer
 from ckpt_ft.planning.where import MOST_BATCH, Place, Places, where
@@ -170,17 +171,17 @@ def test_the_step_of_a_deep_model_follows_from_shallow_ones(tmp_path: Path) -> N
     fields = fields_of({"launch": "fsdp2", "processes": 2})
     spec = TrainingSpec.of(str(config), dtype="bfloat16", seq_length=256, lora_r=8, device="l4", **fields)
     whole = load(spec, "l4")
-    fewer = depth.shallow(whole)
-    assert fewer is not None
-    runs, models = fewer
-    assert [(run.units, len(run.left)) for run in runs] == [(14, 4), (14, 8)]
-    assert depth.shallow(models[1]) is None
-    traces = [Tracer(workload).trace("full,head", 2) for workload in (*models, whole)]
-    of_few, of_more, of_all = (Candidate.of("full,head", 2, trace) for trace in traces)
-    found = depth.extended(runs, traces[:2], [of_few, of_more], all_weights=False)
+    shallow = Shallow.of(whole)
+    assert shallow is not None
+    assert not shallow.all_weights
+    assert [(run.units, len(run.left)) for run in shallow.runs] == [(14, 4), (14, 8)]
+    assert Shallow.of(shallow.workloads[1]) is None
+    traces = [Tracer(workload).trace("full,head", 2) for workload in (*shallow.workloads, whole)]
+    _, of_more, of_all = (Candidate.of("full,head", 2, trace) for trace in traces)
+    found = shallow.candidate("full,head", 2, traces[:2])
     assert abs(found.peak / of_all.peak - 1) < 0.01
     assert abs(found.seconds / of_all.seconds - 1) < 0.01
     assert abs(found.reserved / of_all.reserved - 1) < 0.03
     assert of_more.seconds < 0.7 * of_all.seconds
-    assert depth.suits("full,head,tile:16")
-    assert not depth.suits("first:3,head")
+    assert suits("full,head,tile:16")
+    assert not suits("first:3,head")
