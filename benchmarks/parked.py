@@ -62,6 +62,9 @@ _LONGEST = (  # card, GPUs that share the sequence, longest published, GiB of th
     ("h200", 1, 1_200_000, 136.15, "full,offload,tile:32", True),
     ("h100", 1, 500_000, None, "full,offload,tile:32", True),
     ("h100", 8, 3_700_000, None, "full,offload,tile:32", True),
+    ("h100", 8, 1_100_000, None, "full", True),
+    ("h100", 8, 1_200_000, None, "full,tile:32", True),  # the only one with sdpa
+    ("h100", 8, 2_400_000, None, "full,offload", True),
 )
 _ULYSSES = ((1, 8192, 76.4), (4, 8192, 23.4), (4, 65536, 50.5))  # GPUs that share a sequence, tokens, GB allocated
 _VIT = (("adamw_fused", 12.23), ("adamw_8bit", 8.32), ("ao_adamw_8bit", 8.33), ("ao_adamw_4bit", 7.72))  # GB allocated
@@ -108,6 +111,8 @@ def longest() -> Iterator[Longest]:
         launch = Launch("zero3", gpus, mixed_precision="bf16", sp=gpus)
         launch = launch.with_offload("all" if gpus == 1 else "optimizer")
         spec = _spec("meta-llama/Llama-3.1-8B", card, 16, policy, launch, use_liger_kernel=liger)
+        if policy == "full,tile:32":
+            spec = spec.edit(attn_implementation="sdpa")
         found = predict_max_length(load(spec, GPUS[card]), [policy]).ladder[0]
         at_used = None
         if used is not None:
