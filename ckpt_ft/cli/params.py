@@ -15,6 +15,7 @@ import typer
 
 from ckpt_ft.errors import UserError, meant
 from ckpt_ft.policy import Policy
+from ckpt_ft.spec.defaults import ONLINE, TRL_BATCH
 from ckpt_ft.spec.flags import Flag, fields_of, flags
 from ckpt_ft.spec.launch import SIZES
 from ckpt_ft.spec.settings import TYPED, entry_of, table, typed_as
@@ -78,6 +79,9 @@ def takes_spec(
                 given |= {n: read.flags[n] for n in own if given[n] is None and n in read.flags}
             elif recipe:
                 raise UserError(f"--recipe {recipe}: of which file? give --config file.yaml too")
+            if typed_flags.get("trainer") in ONLINE and not typed_flags.get("batch_size"):
+                typed_flags["batch_size"] = TRL_BATCH
+                _print_notes((f"batches of {TRL_BATCH} samples, as TRL's by default; --batch-size changes it",))
             if typed_flags.get("dtype") == "auto":
                 typed_flags["dtype"] = checkpoint_dtype(hub_id(model))
             elif "dtype" in taken and not (config or _PRECISION & typed_flags.keys()):

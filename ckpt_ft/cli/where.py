@@ -144,7 +144,7 @@ def tables_of(spec: TrainingSpec, found: Places) -> list[Table]:
     for place in found.rows:
         groups.setdefault((place.method, place.tokens), []).append(place)
     heads = ["card", "GPUs", "policy", "batch", "reserved", "s/step", f"{found.unit}/s"]
-    header = (*heads, *([f"$ per M {found.unit}"] if priced else []))
+    header = (*heads, *([f"$/M {found.unit}"] if priced else []))
     tables = []
     for (method, tokens), places in groups.items():
         if priced:
@@ -167,12 +167,8 @@ def _row(place: Place, priced: bool, most_gpus: int) -> tuple[str, ...]:
 
 def _commands(found: Places) -> list[str]:
     """For each method the command of its cheapest place, or of the fastest for each GPU where no price is known."""
-    lines = []
-    for method in dict.fromkeys(place.method for place in found.rows):
-        places = [place for place in found.rows if place.method == method and place.gpus]
-        priced = any(place.dollars_per_million for place in places)
-        if places:
-            best = min(places, key=lambda p: (p.dollars_per_million or float("inf"), -p.speed / p.gpus))
-            why = "cheapest" if priced else "fastest for each GPU" if best.gpus > 1 else "fastest"
-            lines.append(f"{method}, {why} on {best.gpus} x {best.card}: {best.command}")
-    return lines
+    from ckpt_ft.planning.where import best_of
+
+    methods = dict.fromkeys(place.method for place in found.rows)
+    best = {method: best_of(place for place in found.rows if place.method == method) for method in methods}
+    return [f"{method}, {one[1]}: {one[0].command}" for method, one in best.items() if one]

@@ -47,9 +47,10 @@ from ckpt_ft.units import format_at_least, format_bytes, format_number
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import with_rope_scaling
 from ckpt_ft.workloads.sample_sizes import Lengths
-from ckpt_ft.workloads.workload import Workload
+from ckpt_ft.workloads.workload import Workload, has_batch_norm
 
 _HOLDERS = 8  # number of largest holders to list
+_ALONE = "BatchNorm takes statistics over a batch: the recipe refuses a batch of 1; --batch-size 2 prints a command"
 
 
 def estimate(spec: TrainingSpec) -> Estimate:
@@ -110,10 +111,11 @@ def _of_run(
     spec: TrainingSpec, gpu: GPU | None, workload: Workload, policy: Policy, traces: dict[str, StepTrace]
 ) -> Estimate:
     capacity = spec.host.budget or (gpu.memory if gpu else None)
-    more = [*_slow(spec, gpu), *_starved(traces[""], gpu), *_of_host(traces[""], gpu)]
+    alone = spec.data.batch_size == 1 and workload.kind == "image classifier" and has_batch_norm(workload.model)
+    more = [*[_ALONE] * alone, *_slow(spec, gpu), *_starved(traces[""], gpu), *_of_host(traces[""], gpu)]
     step = replace(traces[""], notes=[*traces[""].notes, *more])
     found = _estimate(workload, policy, spec.data.batch_size, step, capacity)
-    found = replace(found, command=_command(spec, workload), host_capacity=spec.host.host_memory)
+    found = replace(found, command="" if alone else _command(spec, workload), host_capacity=spec.host.host_memory)
     found = _with_phases(found, {name: trace for name, trace in traces.items() if name})
     from ckpt_ft.workloads.phases import outside_steps  # imports transformers
 

@@ -378,8 +378,8 @@ class Estimates:
         return self.bests[policy]
 
     def _settle(self, policy: str, batch: int) -> None:
-        candidate = self.estimate(policy, max(batch, 1))
-        self.bests[policy] = candidate if self.room.fits(candidate) else None
+        candidate = self.estimate(policy, batch) if batch else None
+        self.bests[policy] = candidate if candidate is not None and self.room.fits(candidate) else None
 
     def _largest(self, policy: str, near: int, reserved: Callable[[int], int], known: dict[int, int]) -> int:
         """The largest batch whose `reserved` bytes fit.

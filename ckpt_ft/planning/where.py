@@ -19,11 +19,13 @@ from typing import Any
 from ckpt_ft.errors import Interrupted, UserError
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.rules.cuda import same_kernels
+from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.defaults import LORA_R
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload
 
@@ -83,6 +85,9 @@ class Place:
         return self.dollars_per_hour / 3600 / self.speed * 1e6
 
 
+Tell = Callable[[Place | str], None]  # takes a place that was found, or a line of progress
+
+
 @dataclass
 class Places:
     """The answer: a row for each method, length and card, and the methods that the model refuses, with the reason."""
@@ -91,6 +96,16 @@ class Places:
     refused: dict[str, str] = field(default_factory=dict)
     unit: str = "tokens"
     most_gpus: int = 8
+
+
+def best_of(places: Iterable[Place]) -> tuple[Place, str] | None:
+    """The cheapest place that fits, or the fastest for each GPU where no price is known, and that in words."""
+    fit = [place for place in places if place.gpus]
+    if not fit:
+        return None
+    best = min(fit, key=lambda place: (place.dollars_per_million or float("inf"), -place.speed / place.gpus))
+    why = "cheapest" if best.dollars_per_million else "fastest for each GPU" if best.gpus > 1 else "fastest"
+    return best, f"{why} on {best.gpus} x {best.card}"
 
 
 def method_of(spec: TrainingSpec, method: str) -> TrainingSpec:
@@ -129,7 +144,7 @@ def where(
 
     Args:
         lengths: tokens of a sequence; None for the spec's own.
-        policies: those to choose from; the fastest that fits is taken.
+        policies: those to choose from, the leanest last; the fastest that fits is taken.
         most_gpus: of one kind of card, for a method that does not fit a single one.
         prices: dollars an hour of one card, by its name.
         jobs: processes that trace; 0 for one per core.
@@ -151,16 +166,16 @@ def where(
     report = report or (lambda line: None)
     found: dict[tuple[str, int | None, str], Place] = {}
     refused: dict[str, str] = {}
-    alone: list[Place] = []  # the places found so far that need one card
-    total, count = len(lengths) * len(methods) * len(cards), 0
+    told: list[Place] = []
+    total = len(lengths) * len(methods) * len(cards)
 
-    def tell(place: Place) -> None:
-        nonlocal count
-        count += 1
-        alone.extend([place] if place.gpus == 1 else [])
-        best = max(alone, key=lambda place: place.speed, default=None)
-        so_far = f", fastest so far {best.method} on {best.card}" if best else ""
-        report(f"{count} of {total}: {len(alone)} fit one card{so_far}")
+    def tell(said: Place | str) -> None:
+        if isinstance(said, str):
+            report(f"{len(told)} of {total}: {said}")
+            return
+        told.append(_priced(said, prices or {}))
+        best = best_of(told)
+        report(f"{len(told)} of {total}: " + (f"{best[0].method} {best[1]}" if best else "none fits"))
 
     try:
         for task, answer in run_tasks([run for *_, run in tasks], jobs, tell):
@@ -170,9 +185,9 @@ def where(
             else:
                 found.update({(method, length, place.card): place for place in answer})
     except KeyboardInterrupt as stop:
-        fast = max(alone, key=lambda place: place.speed, default=None)
-        best = f"; the fastest of them, {fast.method} on {fast.card}: {fast.command}" if fast else ""
-        raise Interrupted(f"stopped after {count} of {total} answers{best}") from stop
+        best = best_of(told)
+        said = f"; {best[0].method}, {best[1]}: {best[0].command}" if best else ""
+        raise Interrupted(f"stopped after {len(told)} of {total} answers{said}") from stop
     unit = "tokens" if all(place.tokens for place in found.values()) else "samples"
     if not found:
         raise UserError("; ".join(dict.fromkeys(refused.values())))
@@ -192,15 +207,14 @@ def _priced(place: Place, prices: dict[str, float]) -> Place:
 
 
 def _on_cards(
-    method: str, spec: TrainingSpec, cards: Sequence[GPU], policies: Sequence[str], most_gpus: int,
-    tell: Callable[[Place], None],
-) -> list[Place] | str:  # fmt: skip
+    method: str, spec: TrainingSpec, cards: Sequence[GPU], policies: Sequence[str], most_gpus: int, tell: Tell
+) -> list[Place] | str:
     """The places of one method on these cards, each reported at once; the reason if the model refuses the method."""
     gc.disable()  # traces are millions of small objects without cycles
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            method_on = _Method(method, spec, cards[0], list(policies))
+            method_on = _Method(method, spec, cards, list(policies), tell)
             found = []
             for card in cards:
                 found.append(method_on.place(card, most_gpus))
@@ -213,16 +227,25 @@ def _on_cards(
 class _Method:
     """One method in one process and in several, on cards for which policies rank alike."""
 
-    def __init__(self, method: str, spec: TrainingSpec, card: GPU, policies: list[str]) -> None:
-        self.method, self.spec, self.policies = method, spec, policies
-        self.workload = load(spec, card)
+    def __init__(self, method: str, spec: TrainingSpec, cards: Sequence[GPU], policies: list[str], tell: Tell) -> None:
+        self.method, self.spec = method, spec
+        self.workload = load(spec, cards[0])
+        weights = sum(parameter.nbytes for parameter in self.workload.model.parameters())
+        largest = max(cards, key=lambda card: self._room(card).limit)
+        count = -(-weights // self._room(largest).limit)
+        tell(f"{method} takes at least {count} x {largest.name}: its weights have {format_bytes(weights)}")
+        moves = self.workload.launch is not None or any(Policy.parse(policy).swap for policy in policies)
+        self.policies = policies if count == 1 or moves else policies[-1:]  # no policy makes such weights fit
         self.tokens = self.workload.shape.get("seq_length", 0)
         self.traces: dict[tuple[Any, int, int], list[Tracer]] = {}  # by kernels, number of cards and of models
         self.added: dict[str, dict[int, int]] = {}  # policy -> batch -> the most bytes that FSDP2 added
-        tracer = self._tracers(card, 1)[0].tracer
-        tracer.all((policy, batch) for batch in (LOW, HIGH) for policy in policies)  # a session for each batch
-        self.first = Estimates(tracer, self._room(card), most=MOST_BATCH)
-        self.first.trace_candidates(policies)
+        tracer = self._tracers(cards[0], 1)[0].tracer
+        tracer.all((policy, batch) for batch in (LOW, HIGH) for policy in self.policies)  # a session for each batch
+        self.first = Estimates(tracer, self._room(cards[0]), most=MOST_BATCH)
+        self.first.trace_candidates(self.policies)
+        if not self.first.anchors:  # the leanest does not suit the model
+            self.policies = policies
+            self.first.trace_candidates(policies)
         if not self.first.anchors:
             raise UserError("; ".join(self.first.rejected.values()))
 
@@ -236,10 +259,10 @@ class _Method:
             self.first, tracer=tracer, room=room, scaled={}, bests={}, typical_seconds={},
             anchors={policy: on_card(trace, card) for policy, trace in self.first.anchors.items()},
         )  # fmt: skip
-        found = search(estimates, self.policies, shown=1)
+        lean = min(self.first.anchors, key=lambda policy: self.first.reserved(policy, LOW))  # beside sharded weights
+        found = search(estimates, self.policies, shown=1) if estimates.floor(lean, 1) <= room.limit else []
         if found:
             return self._found(card, 1, found[0])
-        lean = min(estimates.anchors, key=lambda policy: estimates.reserved(policy, LOW))  # beside sharded weights
         for gpus in (2**n for n in range(1, most_gpus.bit_length())):
             best = self._largest(card, gpus, lean)
             if best is not None:

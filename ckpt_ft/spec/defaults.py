@@ -9,3 +9,5 @@ LORA_DROPOUT = 0.05  # for transformers models, as in the recipes; 0 for diffusi
 DEFAULT_GPU = "a100-80gb"  # if no GPU is named and none is available
 # Values of `--train_towers`: the towers of a vision-language model.
 TRAINED_TOWERS = {"language": ("language",), "vision": ("vision",), "both": ("language", "vision")}
+ONLINE = ("grpo", "rloo")  # TRL's trainers that generate what they train on
+TRL_BATCH = 8  # samples by TRL's default, which these trainers divide into groups of `num_generations`

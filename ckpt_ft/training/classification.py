@@ -346,9 +346,9 @@ def position_arguments(model: Any, resolution: int | None) -> dict[str, Any]:
 
 def check_batch_norm(model: nn.Module, args: TrainingArguments, count: int) -> TrainingArguments:
     """Returns `args` with `dataloader_drop_last` if the last of `count` images were alone in a batch of BatchNorm."""
-    from torch.nn.modules.batchnorm import _BatchNorm
+    from ckpt_ft.workloads.workload import has_batch_norm
 
-    if not any(isinstance(module, _BatchNorm) and module.track_running_stats for module in model.modules()):
+    if not has_batch_norm(model):
         return args
     size = args.train_batch_size
     if size == 1:

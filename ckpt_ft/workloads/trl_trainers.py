@@ -24,6 +24,7 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.patches import quiet
+from ckpt_ft.spec.defaults import ONLINE
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.validation import library_reads, require_package
 from ckpt_ft.workloads.adapters import without_adapters
@@ -33,7 +34,6 @@ from .phases import Phase, accelerate_apart, evaluation_of, generation
 from .workload import Batch, Forward, Workload
 
 NAMES = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
-ONLINE = ("grpo", "rloo")  # they generate what they train on
 _TOKEN = "a"
 
 
@@ -131,7 +131,7 @@ def _arguments(spec: TrainingSpec) -> dict[str, Any]:
         own = {"packing": packed, **own}
         length = {"max_length": None} if own.get("padding_free") and not packed else length
     return {
-        "per_device_train_batch_size": max(spec.data.batch_size, 2),
+        "per_device_train_batch_size": max(spec.data.batch_size, 1 if spec.trainer.trainer in ONLINE else 2),
         "gradient_accumulation_steps": spec.data.accumulation,
         "use_cpu": True,
         "bf16": False,

@@ -347,6 +347,11 @@ class Workload:
         return convert_outputs_to_fp32(torch.autocast(kind, self.autocast)(forward))
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether the model has BatchNorm with running statistics, which training on single samples spoils."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats for m in model.modules())
+
+
 def or_loop(function: Callable[..., Answer]) -> Callable[..., Answer]:
     """Lets `function(workload, budget, ...)` also be called with the parts of your own training loop:
 

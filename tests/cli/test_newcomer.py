@@ -8,11 +8,13 @@ from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
+from transformers import ResNetConfig
 
 from ckpt_ft.cli import console, params
 from ckpt_ft.cli.recipe import ready_made
 from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.memory.gpus import GPUS
+from ckpt_ft.planning.estimate import estimate
 from ckpt_ft.planning.results import Estimate
 from ckpt_ft.spec.flags import fields_of, flags
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -102,6 +104,17 @@ def test_a_dtype_that_no_image_recipe_takes_is_said(capsys: pytest.CaptureFixtur
     found = Estimate("sdxl", "none", "l4", 1, 1, {"resolution": 64}, 1, 1, {}, {}, [], 1.0, {}, "", 2, 0, "", [])
     print_advice(found, TrainingSpec.of("sdxl", dtype="bfloat16"))
     assert "leave --dtype out for a command" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_batch_norm_alone_in_its_batch_has_no_command(tmp_path: Path) -> None:
+    """The recipe refuses a batch of 1, which is the default of an estimate."""
+    shape = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    ResNetConfig(**shape, architectures=["ResNetForImageClassification"]).save_pretrained(tmp_path)
+    alone, pair = (estimate(TrainingSpec.of(str(tmp_path), resolution=32, batch_size=size)) for size in (1, 2))
+    assert alone.command == ""
+    assert any("--batch-size 2 prints a command" in note for note in alone.notes)
+    assert "--per_device_train_batch_size 2" in pair.command
+    assert not any("BatchNorm" in note for note in pair.notes)
 
 
 def test_frozen_weights_are_bfloat16_however_lora_is_asked_for() -> None:

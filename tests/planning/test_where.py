@@ -87,7 +87,8 @@ def test_cards_with_the_same_kernels_share_traces(config: str, monkeypatch: pyte
     found = where(spec, cards, methods=("full",), policies=("full",), most_gpus=1, jobs=1, report=said.append)
     assert len({place.seconds for place in found.rows}) == 3
     assert made == [("full", 5), ("full", 7), ("full", MOST_BATCH)]  # two for the growth, one at the best batch of all
-    assert [line.partition(":")[0] for line in said] == ["1 of 3", "2 of 3", "3 of 3"]
+    assert [line.partition(":")[0] for line in said] == ["0 of 3", "1 of 3", "2 of 3", "3 of 3"]
+    assert said[0] == "0 of 3: full takes at least 1 x rtx-4090: its weights have 69.5 MiB"
 
 
 def _tenfold(number: int, tell: Callable[[int], None]) -> int:
@@ -161,7 +162,7 @@ def test_an_interrupt_says_the_best_so_far(config: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("ckpt_ft.planning.where.run_tasks", stopped)
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "where", config, "--device", "l4,h100", "--method", "full"])
-    with pytest.raises(Interrupted, match="stopped after 1 of 2 answers; the fastest of them, full on l4: ckpt-ft"):
+    with pytest.raises(Interrupted, match="stopped after 1 of 2 answers; full, fastest on 1 x l4: ckpt-ft"):
         cli._main()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import gpu_of
+from ckpt_ft.spec.defaults import ONLINE, TRL_BATCH
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.trl_trainers import NAMES, ONLINE, _no_reward, _tokenizer
+from ckpt_ft.workloads.trl_trainers import NAMES, _no_reward, _tokenizer
 
 trl = pytest.importorskip("trl")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -144,6 +147,19 @@ def test_trainers_that_generate(kind: str, options: dict[str, Any], lora: bool, 
     fields = {"lora_r": 4, "lora_dropout": 0.0} if lora else {}
     close = 3e-3 if "steps_per_generation" in options else 2e-3
     assert predicted(kind, config, trainer_args=json.dumps(options), **fields) == pytest.approx(expected, rel=close)
+
+
+def test_groups_are_whole_where_no_batch_is_given(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TRL divides a batch into groups of 8 by default: with a batch of 1 the estimate was refused."""
+    args = json.dumps({"max_completion_length": 8})
+    words = ["estimate", str(config), "--trainer", "grpo", "--seq-length", "16", "--trainer-args", args, "--json"]
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words, "--dtype", "bfloat16"])
+    assert cli._main() == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["batch_size"] == TRL_BATCH
+    assert "batches of 8 samples" in said.err
 
 
 def test_vllm_takes_its_share_awake_or_asleep(config: Path) -> None:
