@@ -13,6 +13,8 @@ same state as the first and must leave no change behind.
   then copies only those. Running statistics of norms are always copied in train mode, because those writes do not
   increment the version. Tensors of up to 4 KiB are copied once, and again when their version changes. A larger tensor
   that is first written in a later call raises an error once.
+* **Variables outside of the modules** that the region's code reaches (`variables.py`) are looked for in the region's
+  first two calls and in those of a new kind. Those that change are from then on copied and restored as entries are.
 * **Parameters** are never copied. A parameter that was replaced (`functional_call`) is restored as an entry. An
   in-place write, `p.data = ...` or a changed `requires_grad` raises an error that names the parameter. Parameters
   that FSDP2, ZeRO-3 or accelerate gather, shard or move are left to these libraries.
@@ -28,9 +30,10 @@ import pickle
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
+from threading import local
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,6 +52,7 @@ from ckpt_ft.units import MIB, format_bytes
 from . import rng
 from .libraries import ADAPTED, CONFIG, is_a, is_class
 from .tensor_identity import as_stored, flat, is_array, looked_at, version_of, view_of
+from .variables import ENGINES, LONG, Reached, Variables
 from .verify import fingerprint
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_pre_hooks",
@@ -60,15 +64,16 @@ _tables = operator.itemgetter(
 _global_tables = [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
 _OWN = frozenset(vars(nn.Module()))
 _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
-_LONG = 1000  # entries; longer containers in attributes are data, which is not copied in each call
 _DEEPEST, _MOST_CONTAINERS = 4, 256  # nesting depth of containers and objects, and their number in one region
+_MOST_OUTSIDE = 20_000  # the number of those that a search finds outside of the modules
 _ATOMS = frozenset({bool, int, float, str, bytes, type(None), FunctionType, BuiltinFunctionType, MethodType})
-_ENGINES = frozenset({"accelerate", "ckpt_ft", "deepspeed", "torch"})  # their objects count both runs
+_LONG = 100_000  # entries; longer containers are not copied
+_STATEFUL = frozenset({"collections", "queue"})  # of Python's own modules
 _TINY = 4096  # bytes
 _MISSING = object()
 _values_of = dict.values  # not `__getitem__`, by which DeepSpeed's tables learn what a module reads
-Container = Any  # a dict, list, deque or set
-Place = tuple[nn.Module, str, Any]  # module, table or attribute name, key
+Container = Any  # a dict, list, deque, set or Variables
+Place = tuple[Any, str, Any]  # module or Variables, table or attribute name, key
 Entry = tuple[Container, Any, Any]  # container, key (None: the whole container), old value
 
 
@@ -109,6 +114,9 @@ class ModuleState:
     def _reset(self) -> None:
         self.history: WeakKeyDictionary[nn.Module, dict[tuple[str, Any], _TensorHistory]] = WeakKeyDictionary()
         self.last: Contents | None = None  # of the last call, for the next one if nothing has changed
+        self.reached = Reached()
+        self.changing: list[Variables] = []  # outside of the modules, known to change
+        self.drawn: set[Any] = set()  # random generators that the region is known to move
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # a copied model has its own modules
@@ -119,10 +127,20 @@ class ModuleState:
     def contents(self, module: nn.Module, given: Sequence[Any]) -> Contents:
         """Return the contents of the module, its submodules and the objects among its arguments."""
         if given:
-            return Contents(module, given)
+            return Contents(module, given, self.changing)
         if self.last is None or not self.last.copies.unchanged():
-            self.last = Contents(module)
+            self.last = Contents(module, (), self.changing)
         return self.last
+
+    def contents_and_all_variables(self, contents: Contents, forward: Callable[..., Any]) -> Contents:
+        """Return `contents` and what the variables hold that the region's code may change."""
+        return Contents(contents.module, contents.given, self.reached.search(contents.modules, forward))
+
+    def note_changing(self, changed: Iterable[Any]) -> None:
+        """Restore these from now on if they are variables outside of the modules."""
+        found = [value for value in dict.fromkeys(changed) if type(value) is Variables and value not in self.changing]
+        if found:
+            self.changing, self.last = [*self.changing, *found], None
 
 
 class Contents:
@@ -138,29 +156,31 @@ class Contents:
             that are referred to without being submodules.
         held: their tensors other than parameters, each with its place and container (None in a tuple).
         arrays: numpy arrays, likewise.
-        generators: random generators.
-        opaque: other objects of Python's own classes (iterators, byte arrays), which verified steps compare by pickle.
+        generators: random generators, each with the module or variables that have it.
+        opaque: iterators and byte arrays, which cannot be put back.
         aliases: groups of tensors in `held`, by index, that share a storage.
 
     Args:
         given: objects among the arguments of a call, whose attributes the forward may write.
+        variables: variables outside of the modules.
     """
 
     __slots__ = (
         "aliases", "arrays", "copies", "extra", "generators", "given", "held", "lazy", "module", "modules",
-        "opaque", "parameters",
+        "most", "opaque", "parameters", "variables",
     )  # fmt: skip
 
-    def __init__(self, module: nn.Module, given: Sequence[Any] = ()) -> None:
-        self.module, self.modules, self.given = module, modules_in(module), given
+    def __init__(self, module: nn.Module, given: Sequence[Any] = (), variables: Sequence[Variables] = ()) -> None:
+        self.module, self.modules, self.given, self.variables = module, modules_in(module), given, variables
         self.lazy = any(isinstance(inner, LazyModuleMixin) for inner in self.modules)
         found = [value for inner in self.modules for value in inner._parameters.values()]
         self.parameters = [value for value in found if value is not None]
-        self.extra: list[tuple[nn.Module, str, Container]] = []
+        self.extra: list[tuple[Any, str, Container]] = []
         self.arrays: list[tuple[Place, Container | None, Any]] = []
-        self.generators: list[Any] = []
+        self.generators: dict[Any, Any] = {}  # with the module or variable that has it
         self.opaque: list[tuple[Place, Any]] = []
         self.held: list[tuple[Place, Container | None, torch.Tensor]] = []
+        self.most = _MOST_CONTAINERS
         attributes = [inner.__dict__ for inner in self.modules]
         tables = [*chain.from_iterable(map(_tables, attributes)), *_global_tables]
         seen = set(map(id, attributes))
@@ -169,6 +189,10 @@ class Contents:
             self._add_values(inner.__dict__, inner, "", seen, _DEEPEST)
         for value in given:
             self._add(value, (module, "an argument", type(value).__name__), None, seen, _DEEPEST)
+        self.most = _MOST_OUTSIDE
+        for outside in variables:
+            self.extra.append((outside, "", outside))
+            self._add_values(outside, outside, "variables", seen, _DEEPEST)
         containers = [value for _, _, value in self.extra]
         dicts = [value for value in containers if isinstance(value, dict)]
         others = [value for value in containers if not isinstance(value, dict)]
@@ -176,14 +200,19 @@ class Contents:
         self.copies = Copies([*attributes, *(table for table in tables if table), *dicts], others, empty)
         self.aliases = _aliases(self.held)
 
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """The `requires_grad` of each parameter."""
+        return tuple([value.requires_grad for value in self.parameters])
+
     def _add_buffers(self, module: nn.Module) -> None:
         for key, value in module._buffers.items():
             if value is not None:
                 self.held.append(((module, "_buffers", key), module._buffers, value))
 
-    def _add_values(self, container: Container, owner: nn.Module, path: str, seen: set[int], depth: int) -> None:
+    def _add_values(self, container: Container, owner: Any, path: str, seen: set[int], depth: int) -> None:
         """Add the contents of a container's entries."""
-        entries = container.items() if isinstance(container, dict) else enumerate(container)
+        entries = container.items() if isinstance(container, (dict, Variables)) else enumerate(container)
         kept = None if isinstance(container, (set, tuple)) else container
         for key, value in entries:
             if type(value) not in _ATOMS and not (key in _OWN and not path):
@@ -197,8 +226,8 @@ class Contents:
         elif is_array(value):
             self.arrays.append((place, container, value))
         elif rng.is_generator(value):
-            self.generators.append(value)
-        elif depth and id(value) not in seen and len(self.extra) < _MOST_CONTAINERS:
+            self.generators[value] = place[0]
+        elif depth and id(value) not in seen and len(self.extra) < self.most:
             seen.add(id(value))
             owner, path = place[0], ".".join(map(str, filter(None, place[1:])))
             if isinstance(value, nn.Module):  # not a submodule: one that the region only refers to
@@ -208,25 +237,45 @@ class Contents:
             elif isinstance(value, tuple):
                 self._add_values(value, owner, path, seen, depth - 1)
             elif isinstance(value, (dict, list, deque, set)):
+                if isinstance(type(value).__iter__, FunctionType):  # makes its entries when they are asked for
+                    return
                 if len(value) <= _LONG:
                     self.extra.append((owner, path, value))
+                if len(value) <= LONG:
                     self._add_values(value, owner, path, seen, depth - 1)
             elif _keeps_state(type(value)):  # type: ignore[arg-type]
                 self.extra.append((owner, path, value.__dict__))
                 self._add_values(value.__dict__, owner, path, seen, depth - 1)
-            elif type(value).__module__ in sys.stdlib_module_names and not callable(value):
+            elif names := _slots(type(value)):  # type: ignore[arg-type]
+                slots = Variables(value, names, f"an attribute of a {type(value).__name__}")
+                self.extra.append((owner, path, slots))
+                self._add_values(slots, owner, path, seen, depth - 1)
+            elif hasattr(type(value), "__next__") or isinstance(value, bytearray):
                 self.opaque.append((place, value))
 
 
 @cache
 def _keeps_state(kind: type) -> bool:
     """Whether objects of this class are plain Python objects, whose attributes a forward may write."""
+    if kind in (SimpleNamespace, local):
+        return True
     if kind.__dictoffset__ == 0 or issubclass(kind, (type, FunctionType)):
         return False
+    return not (_is_built_in(kind) or is_class(kind, CONFIG))
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names of the slots of a plain class without `__dict__`."""
+    if kind.__dictoffset__ or _is_built_in(kind):
+        return ()
+    declared = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    return tuple(name for names in declared for name in ((names,) if isinstance(names, str) else names))
+
+
+def _is_built_in(kind: type) -> bool:
     package = kind.__module__.partition(".")[0]
-    return kind is SimpleNamespace or not (
-        package in _ENGINES or package in sys.stdlib_module_names or is_class(kind, CONFIG)
-    )
+    return package in ENGINES or (package in sys.stdlib_module_names and package not in _STATEFUL)
 
 
 def _aliases(held: list[tuple[Place, Container | None, torch.Tensor]]) -> list[list[int]]:
@@ -272,20 +321,27 @@ class Copies:
         filled, empty = [x for x in self.empty if x], [x for x in self.empty if not x]
         return Copies(self.dicts + filled, self.lists, empty)
 
-    def put(self, zero3: bool) -> None:
-        """Set the entries of the containers to those of the copies."""
-        for container, copy in zip(self.dicts, self.of_dicts, strict=True):
-            if len(container) != len(copy) or not all(map(operator.is_, container.values(), copy.values())):
-                _put_entries(container, copy, zero3)
-        for container in self.empty:
-            if container:
-                _put_entries(container, {}, zero3)
-        if zero3:  # DeepSpeed's sets of parameters to release, which the second run adds to
-            return
+    def changed(self) -> Iterator[tuple[Container, Any]]:
+        """The containers whose entries have changed, with the copies."""
+        for dicts, copy in zip(self.dicts, self.of_dicts, strict=True):
+            if len(dicts) != len(copy) or not all(map(operator.is_, dicts.values(), copy.values())):
+                yield dicts, copy
+        yield from ((table, {}) for table in self.empty if table)
         for container, copied in zip(self.lists, self.of_lists, strict=True):
             if len(container) != len(copied) or not all(map(operator.is_, container, copied)):
+                yield container, copied
+
+    def put(self, zero3: bool) -> None:
+        """Set the entries of the containers to those of the copies."""
+        for container, copied in self.changed():
+            if isinstance(container, dict):
+                _put_entries(container, copied, zero3)
+            elif not isinstance(container, set):
                 container.clear()
-                container.update(copied) if isinstance(container, set) else container.extend(copied)
+                container.extend(copied)
+            elif not zero3:  # DeepSpeed's sets of parameters to release, which the second run adds to
+                container.clear()
+                container.update(copied)
 
     def without_graphs(self) -> None:
         """Replace tensors that have a graph by leaves with the same values."""
@@ -317,30 +373,36 @@ class StateBeforeFirstRun:
     """The state of a region's modules before its first run, and of their parameters after that run."""
 
     __slots__ = (
-        "_arrays", "_contents", "_copies", "_hooks", "_parameters", "_state", "_tensors", "_values", "_versions",
-        "_zero3",
+        "_arrays", "_contents", "_copies", "_hooks", "_learns", "_opaque", "_parameters", "_state", "_tensors",
+        "_values", "_versions", "_zero3",
     )  # fmt: skip
 
-    def __init__(self, state: ModuleState, contents: Contents, training: bool) -> None:
+    def __init__(self, state: ModuleState, contents: Contents, training: bool, learns: bool) -> None:
         self._state, self._contents, self._copies = state, contents, contents.copies
-        self._parameters = parameters = contents.parameters
+        self._parameters, self._learns = contents.parameters, learns
+        parameters = self._parameters
         self._zero3 = bool(parameters) and hasattr(parameters[0], "ds_id")
         self._versions = _versions(parameters)
         self._tensors = [_HeldTensor(place, owner, value, state, training) for place, owner, value in contents.held]
         for group in contents.aliases:
             _copy_together([self._tensors[index] for index in group])
         self._arrays = [
-            (container, place[2], array.copy())
+            (container, place, array, array.copy())
             for place, container, array in contents.arrays
             if array.nbytes <= MIB and container is not None
         ]
+        self._opaque = [_pickled(value) for _, value in contents.opaque] if self._learns else []
         self._values: Values | None = None
 
-    def end(self) -> None:
+    def end(self, drawn: Iterable[Any]) -> None:
         """Record the state after the first run.
 
+        Args:
+            drawn: the random generators that it has moved.
+
         Raises:
-            UserError: the run wrote a parameter, or wrote a large buffer for the first time.
+            UserError: the run wrote a parameter, wrote a large buffer for the first time, or changed what no copy can
+                be made of.
         """
         versions = _versions(self._parameters)
         if versions != self._versions and not (
@@ -354,6 +416,13 @@ class StateBeforeFirstRun:
         self._values = _values(self._parameters)
         for tensor in self._tensors:
             tensor.note_write()
+        for (place, value), before in zip(self._contents.opaque, self._opaque, strict=False):
+            if _pickled(value) != before:
+                raise UserError(
+                    f"forward changes {_named(place)} ({type(value).__name__}), and recomputation cannot set it back; "
+                    "use a list and an index, or 'pointwise' or 'offload'"
+                )
+        self._note_changing(drawn)
         if any(tensor.value.grad_fn is not None for tensor in self._tensors):
             self._copies.without_graphs()  # otherwise each step would keep the graph of the last
             self._state.last, self._contents.held = None, []
@@ -369,6 +438,7 @@ class StateBeforeFirstRun:
         if _values(self._parameters) != self._values:
             self._check(self._values)
         copies = there = self._copies
+        self._note_changing(())
         if not copies.unchanged():
             there = copies.now()
             self._state.last = None  # it must not keep alive what the modules no longer have
@@ -376,11 +446,25 @@ class StateBeforeFirstRun:
         bases: dict[int, torch.Tensor] = {}
         for tensor in self._tensors:
             tensor.restore(bases)
-        for container, key, copy in self._arrays:
-            if container[key].tobytes() != copy.tobytes():
-                container[key] = copy.copy()
+        for container, (_, _, key), copy in self._written_arrays():
+            container[key] = copy.copy()
         self._hooks = {id(table): set(table) for table in _hook_tables(self._parameters)}
         return there
+
+    def _note_changing(self, drawn: Iterable[Any]) -> None:
+        """Note which variables outside of the modules are not as they were before the first run."""
+        if not self._learns:
+            return
+        changed = {id(container) for container, _ in self._copies.changed()}
+        owners = [owner for owner, _, container in self._contents.extra if id(container) in changed]
+        owners += [tensor.place[0] for tensor in self._tensors if tensor.is_written()]
+        owners += [place[0] for _, place, _ in self._written_arrays()]
+        self._state.note_changing(owners + [self._contents.generators.get(generator) for generator in drawn])
+
+    def _written_arrays(self) -> Iterator[tuple[Container, Place, Any]]:
+        for container, place, array, copy in self._arrays:
+            if array.tobytes() != copy.tobytes():
+                yield container, place, copy
 
     def undo(self, there: Copies) -> None:
         """Put back what `restore` replaced, after the second run."""
@@ -394,25 +478,15 @@ class StateBeforeFirstRun:
     def written(self) -> str:
         """Return a name of something that the first run has written; "" for nothing."""
         found = [_named(tensor.place) for tensor in self._tensors if tensor.written]
-        found += [repr(key) for container, key, copy in self._arrays if container[key].tobytes() != copy.tobytes()]
-        if not (found or self._zero3 or self._copies.unchanged()):  # DeepSpeed counts in attributes
-            found = [f"'{key}' of {name}" for key, name, _, _ in self._changed()] or ["a container in an attribute"]
+        found += [_named(place) for _, place, _ in self._written_arrays()]
+        if not (found or self._zero3):  # DeepSpeed counts in attributes
+            places = {id(container): (owner, path) for owner, path, container in self._contents.extra}
+            places |= {id(module.__dict__): (module, "") for module in self._contents.modules}
+            for container, copy in self._copies.changed():
+                owner, path = places.get(id(container), (self._contents.module, "a table"))
+                keys = () if path or type(owner) is Variables else (*copy, *container)
+                found.append(_named((owner, path, next((x for x in keys if container.get(x) is not copy.get(x)), ""))))
         return found[0] if found else ""
-
-    def changes(self) -> list[str]:
-        """Describe the attributes that have changed since the start of the first run."""
-        return [
-            f"'{key}' of {name} was {_shown(old)} in forward and is {_shown(value)}"
-            for key, name, old, value in self._changed()
-        ]
-
-    def _changed(self) -> Iterator[tuple[Any, str, Any, Any]]:
-        names = {id(module.__dict__): type(module).__name__ for module in self._contents.modules}
-        names |= {id(value): f"{type(module).__name__}.{name}" for module, name, value in self._contents.extra}
-        for container, copy in zip(self._copies.dicts, self._copies.of_dicts, strict=True):
-            for key, value in container.items() if id(container) in names else ():
-                if value is not copy.get(key) and key not in _NOT_RESTORED:
-                    yield key, names[id(container)], copy.get(key), value
 
     def _check(self, before: Values) -> None:
         """Raise UserError for the first parameter that cannot be restored."""
@@ -440,11 +514,6 @@ class StateBeforeFirstRun:
                     return f"{type(region).__name__}: its parameter '{f'{path}.{name}'.lstrip('.')}'"
         return f"{type(region).__name__}: a parameter"
 
-    @property
-    def trained(self) -> tuple[bool, ...]:
-        """The `requires_grad` of each parameter."""
-        return tuple([value.requires_grad for value in self._parameters])
-
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the current parameters with names, except those that a sharding engine or `swap` manages."""
         for path, module in self._contents.module.named_modules():
@@ -455,17 +524,13 @@ class StateBeforeFirstRun:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the current buffers, and tensors and arrays of any size in attributes, with names."""
-        now = Contents(self._contents.module, self._contents.given)
+        now = Contents(self._contents.module, self._contents.given, self._contents.variables)
         for place, _, value in now.held:
             if not _is_managed(value):
                 yield _named(place), value
         for place, _, array in now.arrays:
             if array.dtype.kind in "biuf" and array.flags.writeable:
                 yield _named(place), torch.from_numpy(array)
-
-    def pickles(self) -> list[tuple[str, bytes]]:
-        """Return the pickles of objects in attributes whose state cannot be restored, with names."""
-        return [(_named(place), _pickled(value)) for place, value in Contents(self._contents.module).opaque]
 
 
 def _pickled(value: Any) -> bytes:
@@ -555,12 +620,16 @@ class _HeldTensor:
         elif self.copy is not None:
             history.tensor, history.version, history.copy = self.value, self.version, self.copy
 
+    def is_written(self) -> bool:
+        """Whether the tensor was written since the start of the first run."""
+        return self.written or version_of(self.value) != self.version
+
     def restore(self, bases: dict[int, torch.Tensor]) -> None:
         """Replace the tensor by a copy of its value before the first run; `undo` undoes it.
 
         bases: copies of the storages, so that tensors that share memory share it in the second run, too.
         """
-        if self.written or version_of(self.value) != self.version:
+        if self.is_written():
             assert self.copy is not None
             if self.container is None:
                 raise UserError(f"{self} was written after the block's forward; keep it in a list or as a buffer")
@@ -634,8 +703,6 @@ def _without_values(value: torch.Tensor) -> bool:
 
 def _named(place: Place) -> str:
     owner, table, key = place
+    if type(owner) is Variables:
+        return str(owner)
     return f"'{key if table in ('', '_buffers') else table}' of {type(owner).__name__}"
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else f"another {type(value).__name__}"

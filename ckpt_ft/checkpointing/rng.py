@@ -10,7 +10,7 @@ import ctypes
 import pickle
 import random
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -31,9 +31,11 @@ class Snapshot:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Snapshot) and not self.moved(other).states
 
-    def moved(self, later: Snapshot) -> Snapshot:
-        """Return a snapshot of only those generators whose state differs in `later`."""
-        return Snapshot({of: state for of, state in self.states.items() if not _same(state, later.states[of])})
+    def moved(self, later: Snapshot, known: Container[Hashable] = ()) -> Snapshot:
+        """Return a snapshot of only those generators whose state differs in `later`, and of those that are `known`."""
+        return Snapshot(
+            {of: state for of, state in self.states.items() if of in known or not _same(state, later.states[of])}
+        )
 
     def now(self) -> Snapshot:
         """Return the current states of the same generators."""

@@ -109,7 +109,7 @@ class Schedule:
 class TensorComparison:
     """Fingerprints of what one call of a region saved, and flags of what was put back."""
 
-    __slots__ = ("differing", "hashes", "index", "kind", "layouts", "name", "notes", "operators", "verification")
+    __slots__ = ("differing", "hashes", "index", "kind", "layouts", "name", "operators", "verification")
 
     def __init__(self, verification: Verification, name: str, kind: str) -> None:
         self.verification, self.name, self.kind = verification, name, kind
@@ -118,7 +118,6 @@ class TensorComparison:
         self.hashes: list[torch.Tensor | None] = []
         self.operators: list[str] = []
         self.differing: list[tuple[int, torch.Tensor | str]] = []  # by slot: a flag, or what differs
-        self.notes: list[str] = []
 
     def saved(self, tensor: torch.Tensor, what: str = "") -> int:
         """Fingerprint a tensor that forward saves; returns its slot.
@@ -170,11 +169,6 @@ class TensorComparison:
     def failed(self, slot: int, differs: str) -> VerificationError:
         """Return the error for a tensor without which backward cannot go on, such as an absent one."""
         return self.verification.error([(self, slot, differs)])
-
-    def note(self, what: str) -> None:
-        """Add a change that the engine saw between forward and backward; the error shows it if a value differs."""
-        if what not in self.notes:
-            self.notes.append(what)
 
 
 class SavedTensorProof:
@@ -370,9 +364,6 @@ class Verification:
             f"  what differs: {differs} ({len(slots)} of its saved tensors, {len(regions)} "
             f"region{'s' if len(regions) > 1 else ''})",
         ]
-        notes = [note for one in regions for note in one.notes]
-        if notes:
-            lines.append("  seen: " + "; ".join(dict.fromkeys(notes)))
         lines += [
             "  usual causes: a value that the block reads from outside was changed between forward and backward (a "
             "scale set around forward, an attribute, a global); an argument or a saved tensor was written in place; "

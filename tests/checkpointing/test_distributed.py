@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -104,12 +105,13 @@ def compare(wrap: Callable[[nn.Module], nn.Module]) -> None:
 
 
 class Scaled(nn.SiLU):
-    factor, copies = 1.0, 1  # of the class, where no policy sees it
+    """Reads the environment, which no policy sees."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if Scaled.copies == 0:
+        copies = int(os.environ.get("COPIES", 1))
+        if copies == 0:
             return x.detach()  # saves nothing for backward
-        return super().forward(torch.cat([x] * Scaled.copies))[: len(x)] * Scaled.factor
+        return super().forward(torch.cat([x] * copies))[: len(x)] * float(os.environ.get("FACTOR", 1))
 
 
 def all_ranks_raise(wrap: Callable[[nn.Module], nn.Module], steps: int = 4) -> None:
@@ -123,13 +125,13 @@ def all_ranks_raise(wrap: Callable[[nn.Module], nn.Module], steps: int = 4) -> N
     model.model.layers[1].mlp.act_fn = Scaled()
     apply_policy(model, "full", verify="always")
     model = wrap(model)
-    changes = [("factor", 2.0, "values"), ("copies", 2, "shape: "), ("copies", 0, "")]
+    changes = [("FACTOR", "2", "values"), ("COPIES", "2", "shape: "), ("COPIES", "0", "")]
     for name, value, differs in (changes * 2)[:steps]:
         loss = model(**batch()).loss
-        setattr(Scaled, name, value if dist.get_rank() else 1)
+        os.environ[name] = value if dist.get_rank() else "1"
         with pytest.raises(VerificationError) as error:
             model.backward(loss) if hasattr(model, "backward") else loss.backward()
-        setattr(Scaled, name, 1)
+        os.environ[name] = "1"
         if dist.get_rank():
             assert error.value.region == "model.layers.1"
             assert error.value.differs.startswith(differs)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -424,44 +425,28 @@ def test_arguments_are_not_dropped_by_name(policy: str) -> None:
 
 
 class Outside(Block):
-    """Reads a global."""
-
-    factor: ClassVar[list[float]] = [1.0]
+    """Reads what no search finds."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(x * Outside.factor[0])
+        return self.mlp(x * float(os.environ["FACTOR"]))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_nothing_can_put_back_raises_before_a_weight_changes(policy: str) -> None:
+def test_what_nothing_can_put_back_raises_before_a_weight_changes(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Net(Outside)
+    monkeypatch.setenv("FACTOR", "1")
     apply_policy(model, policy)
     before = [p.detach().clone() for p in model.parameters()]
     loss = model(torch.randn(3, 4)).square().sum()
-    Outside.factor[0] = 2.0
-    try:
-        with pytest.raises(VerificationError) as error:  # out of backward, so no optimizer is reached
-            loss.backward()
-    finally:
-        Outside.factor[0] = 1.0
+    monkeypatch.setenv("FACTOR", "2")
+    with pytest.raises(VerificationError) as error:  # out of backward, so no optimizer is reached
+        loss.backward()
     assert error.value.region == "blocks.0"
     assert error.value.differs == "values"
     assert "blocks.0 (Outside), saved tensor" in str(error.value)
     assert all(map(torch.equal, model.parameters(), before))
-
-
-class OwnGenerator(Block):
-    generator = torch.Generator()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(x * torch.rand(x.shape, generator=OwnGenerator.generator))
-
-
-def test_a_generator_of_ones_own_raises() -> None:
-    model = Net(OwnGenerator)
-    apply_policy(model, "full")
-    with pytest.raises(VerificationError, match="made by|an input"):
-        numbers(model)
 
 
 class CountsInALargeArray(Block):
@@ -490,40 +475,13 @@ class CountsThroughData(CountsInALargeArray):
         return self.mlp(x)
 
 
-class CountsWithAnIterator(CountsInALargeArray):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = iter(range(100))  # type: ignore[assignment]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        next(self.seen)  # type: ignore[call-overload]
-        return self.mlp(x)
-
-
-@pytest.mark.parametrize("block", [CountsInALargeArray, CountsThroughData, CountsWithAnIterator])
+@pytest.mark.parametrize("block", [CountsInALargeArray, CountsThroughData])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_state_that_the_second_run_writes_once_more_raises(block: type[Block], policy: str) -> None:
     model = Net(block)
     apply_policy(model, policy, verify="always")
     with pytest.raises(VerificationError, match=f"'seen' of {block.__name__}"):
         numbers(model, 4)
-
-
-class OtherDraws(Block):
-    calls: ClassVar[list[int]] = [0]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        OtherDraws.calls[0] += 1
-        if OtherDraws.calls[0] > 4:  # in second runs alone
-            torch.rand(1)
-        return self.mlp(x)
-
-
-def test_random_state_that_only_the_second_run_moves_raises() -> None:
-    model = Net(OtherDraws)
-    apply_policy(model, "full")
-    with pytest.raises(VerificationError, match="random state: the second run drew from cpu"):
-        numbers(model)
 
 
 class SavedThenWritten(Block):
@@ -544,11 +502,9 @@ def test_a_saved_tensor_that_is_written_raises_as_in_plain_autograd(policy: str)
 
 
 class AnotherPath(Block):
-    paths: ClassVar[list[int]] = [0]
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        AnotherPath.paths[0] += 1
-        return self.mlp(x) if AnotherPath.paths[0] <= 4 else x + self.up(x).sum(-1, keepdim=True)
+        in_backward = torch._C._current_graph_task_id() >= 0
+        return x + self.up(x).sum(-1, keepdim=True) if in_backward else self.mlp(x)
 
 
 def test_a_second_run_on_another_path_raises() -> None:

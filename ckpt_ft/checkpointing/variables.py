@@ -1,0 +1,180 @@
+"""Finds the variables outside of modules that a region's code can change: its second run would change them again.
+
+A forward may count in a class attribute or a global variable, append to a list in a closure or a default argument, or
+call an object that does. `reached` reads which variables the code of the region's modules and hooks names, and the
+functions and classes that this code names in turn, without running it. It does not read the code of PyTorch, of the
+engines whose objects count both runs, and of Python's own library.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dis import opmap
+from functools import partial
+from itertools import chain
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .libraries import CONFIG, is_a
+
+ENGINES = frozenset({"accelerate", "ckpt_ft", "deepspeed", "torch"})
+LONG = 1000  # entries; in longer containers we look for nothing
+_PLAIN = (bool, int, float, str, bytes, type(None), BuiltinFunctionType, torch.Tensor, torch.dtype, torch.device)
+_FOREIGN = ENGINES | sys.stdlib_module_names | {"numpy", "scipy", "triton"}
+_MOST = 20_000  # functions and objects to look at
+_METHODS = (FunctionType, classmethod, staticmethod, property)
+_STORE_GLOBAL = opmap["STORE_GLOBAL"]
+_OF_FUNCTION = ("__defaults__", "__kwdefaults__", "__dict__")
+
+
+class Variables:
+    """Variables outside of modules, as a container of their names and values in turn.
+
+    Args:
+        owner: a class, a namespace, a closure's cell, a function, or an object with slots.
+        names: the names in it; None for all of a class.
+        described: names them in errors.
+    """
+
+    __slots__ = ("__weakref__", "described", "names", "owner")
+
+    def __init__(self, owner: Any, names: Collection[str] | None, described: str) -> None:
+        self.owner, self.names, self.described = owner, names, described
+
+    def __str__(self) -> str:
+        return self.described
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self.items())
+
+    def __len__(self) -> int:
+        return 2 * len(self.items())
+
+    def items(self) -> Collection[tuple[str, Any]]:
+        """The names that have a value, and the values."""
+        if self.names is None:
+            return vars(self.owner).items()
+        owner = self.owner
+        if isinstance(owner, dict):
+            return [(name, owner[name]) for name in self.names if name in owner]
+        try:
+            return [(name, getattr(owner, name)) for name in self.names if hasattr(owner, name)]
+        except ValueError:  # an empty cell
+            return ()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(self.owner, dict):
+            self.owner[name] = value
+        else:
+            setattr(self.owner, name, value)
+
+    def clear(self) -> None:
+        """Nothing, as `extend` replaces all."""
+
+    def extend(self, wanted: list[Any]) -> None:
+        """Set the variables to these names and values."""
+        now, values = dict(self.items()), dict(zip(wanted[::2], wanted[1::2], strict=True))
+        for name in now.keys() - values.keys():
+            if isinstance(self.owner, dict):
+                del self.owner[name]
+            else:
+                delattr(self.owner, name)
+        for name, value in values.items():
+            if name not in now or now[name] is not value:
+                self[name] = value
+
+
+class Reached:
+    """The variables that a region's code reaches. Each is one `Variables` as long as this lives."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[int, str], Variables] = {}
+        self.used: set[str] = set()  # names in the code so far
+        self.waiting: dict[str, list[Any]] = {}  # methods that no code so far names
+
+    def search(self, modules: Iterable[nn.Module], forward: Callable[..., Any]) -> list[Variables]:
+        """Return what the code of `modules`, of their hooks and of `forward` reaches."""
+        rest: list[Any] = [forward]
+        for module in modules:
+            rest += (type(module), *vars(module).values())
+        self.used.add("forward")
+        seen: dict[int, Any] = {}
+        while rest and len(seen) < _MOST:
+            value = rest.pop()
+            if not isinstance(value, _PLAIN) and id(value) not in seen:
+                seen[id(value)] = value
+                rest += self._next(value)
+        return list(self.found.values())
+
+    def _next(self, value: Any) -> Iterable[Any]:
+        """Add the variables of a function or class; return what to look at behind a value."""
+        if isinstance(value, FunctionType):
+            return () if _is_foreign(value.__globals__.get("__name__")) else self._of_function(value)
+        if isinstance(value, type):
+            return [
+                inner for base in value.__mro__ if not _is_foreign(base.__module__) for inner in self._of_class(base)
+            ]
+        if isinstance(value, MethodType):
+            return value.__func__, *self._add(value, ("__self__",), f"the object of {value.__qualname__}")
+        if isinstance(value, partial):
+            return value.func, *self._add(value, ("args", "keywords"), "an argument of a functools.partial")
+        if isinstance(value, property):
+            return value.fget, value.fset
+        if isinstance(value, dict):
+            return value.values() if len(value) <= LONG else ()
+        if isinstance(value, (list, tuple, set, deque)):
+            return value if len(value) <= LONG else ()
+        if is_a(value, CONFIG):
+            return ()
+        if isinstance(value, nn.Module):
+            return (type(value),)
+        if _is_foreign(type(value).__module__):
+            return (getattr(value, "__wrapped__", None),)  # of a static or class method, or functools.lru_cache
+        return type(value), getattr(value, "__dict__", None)
+
+    def _of_function(self, function: FunctionType) -> Iterator[Any]:
+        names, namespace, home = set(_names(function.__code__)), function.__globals__, function.__qualname__
+        stores = _STORE_GLOBAL in function.__code__.co_code[::2]
+        for name in names - self.used:
+            yield from self.waiting.pop(name, ())
+        self.used |= names
+        yield from self._add(function, _OF_FUNCTION, f"an argument's default or an attribute of {home}")
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            yield from self._add(cell, ("cell_contents",), f"'{name}', which {home} uses")
+        for name in names if stores else names & namespace.keys():
+            yield from self._add(namespace, (name,), f"the global variable '{name}'")
+            value = namespace.get(name)
+            if isinstance(value, ModuleType) and not _is_foreign(value.__name__):
+                for inner in names & vars(value).keys():
+                    yield from self._add(vars(value), (inner,), f"'{name}.{inner}'")
+
+    def _of_class(self, kind: type) -> Iterator[Any]:
+        yield from self._add(kind, None, f"a class attribute of {kind.__name__}")
+        for name, value in vars(kind).items():
+            if isinstance(value, _METHODS) and name not in self.used and not name.startswith("__"):
+                self.waiting.setdefault(name, []).append(value)
+            else:
+                yield value
+
+    def _add(self, owner: Any, names: tuple[str, ...] | None, described: str) -> Iterable[Any]:
+        key = id(owner), "" if names is None else names[0]
+        if key not in self.found:
+            self.found[key] = Variables(owner, names, described)
+        return () if names is None else (value for _, value in self.found[key].items())
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names of globals and attributes that code uses, with those of functions in it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _is_foreign(module: str | None) -> bool:
+    return str(module).partition(".")[0] in _FOREIGN
