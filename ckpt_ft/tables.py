@@ -15,7 +15,8 @@ DASH = "-"  # an empty cell
 WIDTH = 80  # columns without a terminal: tables are the same in a pipe, a log and a test
 WIDEST = 120  # maximum columns used of a terminal
 _SHORT, _SHORTEST = 20, 8  # columns that a name keeps while other cells can shrink, and in any case
-_BREAKS = re.compile(r"(?<=[ ,+])")  # positions where words and policies may break
+_APART = 2  # spaces between columns
+_BREAKS = re.compile(r"(?<=[ ,+:])")  # positions where words and policies may break
 
 
 @dataclass
@@ -34,18 +35,20 @@ class Table:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print `table` within the width of `console` without breaking words."""
+    """Print `table` within the width of `console`, or beyond it if numbers and words have no room otherwise."""
     from rich import box
     from rich.table import Table as Grid
 
     looks = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD, "pad_edge": False}
     grid = Grid(title=table.title or None, show_edge=False, padding=(0, 1, 0, 0), **looks)  # type: ignore[arg-type]
     widths = _widths(table, console.width)
+    needed = sum(widths) + _APART * (len(widths) - 1)
+    grid.width = needed if needed > console.width else None
     for i, (head, width) in enumerate(zip(table.header, widths, strict=True)):
         grid.add_column(_folded(head, width), justify="left" if i in table.text else "right", no_wrap=True)
     for row in table.rows:
         grid.add_row(*(_fitted(cell, widths[i], i in table.names) for i, cell in enumerate(row)))
-    console.print(grid, markup=False)
+    console.print(grid, markup=False, crop=False)
     console.print()
 
 
@@ -79,7 +82,7 @@ def _widths(table: Table, width: int) -> list[int]:
     """The width of each column: what its cells need, reduced if the table is too wide."""
     cells = list(zip(*table.rows, strict=True)) or [()] * len(table.header)
     widths = [max(map(len, (head, *column))) for head, column in zip(table.header, cells, strict=True)]
-    room = width - 2 * (len(widths) - 1)
+    room = width - _APART * (len(widths) - 1)
     for floors in _floors(table, cells):
         while sum(widths) > room and any(w > floor for w, floor in zip(widths, floors, strict=True)):
             widest = max((i for i, w in enumerate(widths) if w > floors[i]), key=widths.__getitem__)

@@ -60,8 +60,20 @@ def test_policies_break_between_their_terms() -> None:
     assert max(map(len, lines)) <= 80
     policy = [line.split("  ")[0] for line in lines[4:-1]]
     assert "".join(policy) == "first:12,save:attention+matmul,pointwise,head"
-    assert all(part.endswith((",", "+")) for part in policy[:-1])
+    assert all(part.endswith((",", "+", ":")) for part in policy[:-1])
     assert "12.31 GiB" in lines[4]
+
+
+@pytest.mark.parametrize(("more", "widest"), [((), 80), (("host memory", "memory"), 96)])
+def test_no_digit_is_lost(more: tuple[str, ...], widest: int) -> None:
+    """At 80 columns policies break first; where all columns are as narrow as can be, lines are longer."""
+    header = ("policy", "batch", "peak allocated", "reserved", "s/step", "samples/s", "bound by", *more, "")
+    row = ("modules:attention", "2", "11.37 GiB", "11.46 GiB", "0.201", "9.96", "compute", *["11.46 GiB"] * len(more))
+    lines = printed(Table("a plan", header, [(*row, "frontier")], (0, 6, 7 + len(more))), 80)
+    assert max(map(len, lines)) <= widest
+    assert "".join(lines).count("11.46 GiB") == 1 + len(more)
+    assert "frontier" in "".join(lines)
+    assert "…" not in "".join(lines)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -293,9 +295,18 @@ def cores() -> int:
 _WORKLOAD: Workload | None = None  # of a forked process
 
 
+def _end_with_parent() -> None:
+    """Have the kernel end this forked process if its parent is killed: it would wait for work for ever."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
 def _inherit(workload: Workload) -> None:
     global _WORKLOAD
     _WORKLOAD = workload
+    _end_with_parent()
     torch.set_num_threads(1)
 
 
@@ -337,7 +348,7 @@ def run_tasks(
     global _SAID
     fork = multiprocessing.get_context("fork")
     said = _SAID = fork.SimpleQueue()
-    with ProcessPoolExecutor(jobs, fork) as pool:
+    with ProcessPoolExecutor(jobs, fork, _end_with_parent) as pool:
         running = {pool.submit(_told, task): number for number, task in enumerate(tasks)}
         try:
             while running:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations, product
@@ -101,6 +104,34 @@ def test_tasks_tell_what_they_find_while_they_run() -> None:
     done = dict(tracing.run_tasks([partial(_tenfold, number) for number in range(3)], 2, heard.append))
     assert done == {0: 0, 1: 10, 2: 20}
     assert sorted(heard) == [0, 1, 2]
+
+
+def _waiting(folder: Path, number: int, tell: Callable[[int], None]) -> None:
+    (folder / str(os.getpid())).touch()
+    time.sleep(600)
+
+
+def test_tasks_end_when_the_process_that_waits_for_them_is_killed(tmp_path: Path) -> None:
+    tasks = [partial(_waiting, tmp_path, number) for number in range(2)]
+    parent = multiprocessing.get_context("fork").Process(target=lambda: list(tracing.run_tasks(tasks, 2)))
+    parent.start()
+    deadline = time.monotonic() + 30
+    while len(workers := [int(path.name) for path in tmp_path.iterdir()]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    parent.kill()
+    parent.join()
+    while any(map(_runs, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 2
+    assert not any(map(_runs, workers))
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_step_too_large_for_one_card_is_shared_by_the_fewest_that_hold_it(config: str, places: Places) -> None:
