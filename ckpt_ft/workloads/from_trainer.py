@@ -30,7 +30,6 @@ from ckpt_ft.spec.trainer import check_live, spec_of_arguments
 
 from .optimizers import make_optimizer
 from .sample_sizes import rows_by_length
-from .transformers_models import own_loss
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -200,6 +199,12 @@ def undivided(model: Any) -> Any:
     for name, parameter in whole.named_parameters():
         parameter.requires_grad_(name in trained)
     return whole.train()
+
+
+def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
+    """The loss that a transformers model computes itself."""
+    loss: torch.Tensor = model(**batch).loss
+    return loss
 
 
 def loss_of(trainer: Trainer) -> TrainerLoss:

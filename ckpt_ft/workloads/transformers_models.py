@@ -22,6 +22,7 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins import flash_attention, liger
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import adapt, by_task, notes_on_experts
+from ckpt_ft.workloads.from_trainer import own_loss
 from ckpt_ft.workloads.images import Pictured, pictured
 from ckpt_ft.workloads.model_config import (
     beyond_note,
@@ -35,12 +36,6 @@ from ckpt_ft.workloads.workload import DTYPES, Batch, Forward, Loss, Workload
 
 POSITIVES = "positives"  # input ids of the text that is paired with each row's text
 _SCALE = 20.0  # default of sentence-transformers' MultipleNegativesRankingLoss
-
-
-def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
-    """The loss that a transformers model computes itself."""
-    loss: torch.Tensor = model(**batch).loss
-    return loss
 
 
 def of_pairs_by_itself(model: Forward, batch: Batch) -> torch.Tensor:

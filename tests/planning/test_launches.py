@@ -21,7 +21,7 @@ from ckpt_ft.planning.results import Plan
 from ckpt_ft.planning.scaled_traces import HIGH, LOW, Growth
 from ckpt_ft.planning.tracing import Tracer
 from ckpt_ft.spec.launch import Launch, accelerate_config, launches_on, read_launch
-from ckpt_ft.workloads.transformers_models import own_loss
+from ckpt_ft.workloads.from_trainer import own_loss
 from ckpt_ft.workloads.workload import Batch, Workload
 
 POLICIES = ["none", "pointwise", "full"]
