@@ -223,7 +223,7 @@ def test_where_nothing_fits_the_least_is_said(ask: Any, config: str) -> None:
     page = str(Path(config).with_name("estimate.html"))
     answer = ask("estimate", config, *SHORT, "--batch-size", "2", "--capacity", "140MiB", "--html", page)
     assert "nothing that was tried fits: the leanest needs" in answer.out
-    assert "--launch fsdp2" in answer.out
+    assert "--launch fsdp2" not in answer.out  # weights, gradients and optimizer are the smaller part
     assert f"more to choose from: ckpt-ft plan {config} --seq-length 64 --device t4 --budget 140MiB\n" in answer.out
 
 

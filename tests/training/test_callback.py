@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -105,19 +107,14 @@ def test_blocks_are_rerun_while_training_and_not_before_or_after(tmp_path: Path)
     model = tiny()
     trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=ROWS)
     ACCallback(ACArguments(ac_policy="every:2", ac_report="none")).attach(trainer)
-    runs = 0
-
-    def count(module: torch.nn.Module, inputs: Any) -> None:
-        nonlocal runs
-        runs += 1
-
+    count = Mock(return_value=None)  # a variable of ours would be restored for the second run
     for layer in model.model.layers:
         layer.input_layernorm.register_forward_pre_hook(count)
     trainer.train()
-    assert runs == 3 * (3 + 2)  # three steps; of three blocks the first and the third are run twice
-    runs = 0
+    assert count.call_count == 3 * (3 + 2)  # three steps; of three blocks the first and the third are run twice
+    count.reset_mock()
     trainer.evaluate(ROWS.select(range(4)))
-    assert runs == 3
+    assert count.call_count == 3
 
 
 def test_the_parity_check_comes_first_and_leaves_training_as_it_was(tmp_path: Path, capsys: Any) -> None:
@@ -131,29 +128,27 @@ def test_the_parity_check_comes_first_and_leaves_training_as_it_was(tmp_path: Pa
 
 
 class Scaled(torch.nn.Module):
-    """Reads a scale that a trainer sets around forward, where no policy can see it."""
-
-    scale = 1.0
+    """Reads a scale that a trainer sets around forward in the environment, which no policy restores."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x * Scaled.scale)
+        return self.inner(x * float(os.environ["SCALE"]))
 
 
 @pytest.mark.parametrize("around_loss", [True, False])
 def test_a_mismatch_tells_which_policies_pass_on_the_same_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, around_loss: bool
 ) -> None:
-    monkeypatch.setattr(Scaled, "scale", 1.0)
+    monkeypatch.setenv("SCALE", "1.0")
 
     class Scaling(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            Scaled.scale = 0.5
+            os.environ["SCALE"] = "0.5"
             loss = super().compute_loss(*args, **kwargs)
-            Scaled.scale = 1.0 if around_loss else 0.5
+            os.environ["SCALE"] = "1.0" if around_loss else "0.5"
             return loss
 
     model = tiny()
@@ -165,7 +160,7 @@ def test_a_mismatch_tells_which_policies_pass_on_the_same_batch(
         backward = trainer.accelerator.backward
 
         def changing(*args: Any, **kwargs: Any) -> None:
-            Scaled.scale = 2.0
+            os.environ["SCALE"] = "2.0"
             backward(*args, **kwargs)
 
         trainer.accelerator.backward = changing  # type: ignore[method-assign]
@@ -220,16 +215,16 @@ def test_the_librarys_own_checkpointing_gives_way_to_a_policy(
     plain = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
     plain.train()
     args, model = arguments(tmp_path, **{flag: True}), tiny()
-    runs = []
+    count = Mock(return_value=None)
     for layer in model.model.layers:
-        layer.input_layernorm.register_forward_pre_hook(lambda *_: runs.append(1))
+        layer.input_layernorm.register_forward_pre_hook(count)
     callback = ACCallback(ACArguments(ac_policy="every:2", ac_report="none"))
     trainer = Trainer(model=model, args=args, train_dataset=ROWS, callbacks=[] if attached else [callback])
     if attached:
         callback.attach(trainer)
     trainer.train()
     assert losses(trainer) == losses(plain)
-    assert len(runs) == 3 * (3 + 2)  # the first and the third of three blocks are re-run, in three steps
+    assert count.call_count == 3 * (3 + 2)  # the first and the third of three blocks are re-run, in three steps
     assert getattr(args, flag)  # the user's own object stays as it is
     assert f"policy 'every:2' replaces {_OWN}_checkpointing, which is switched off" in caplog.text
     with pytest.raises(UserError, match="are both on: blocks would be re-run twice"):

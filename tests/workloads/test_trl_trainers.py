@@ -186,7 +186,7 @@ def test_vllm_takes_its_share_awake_or_asleep(config: Path) -> None:
         )
     broken = json.dumps({**options, "vllm_gpu_memory_utilization": 1.5})
     with pytest.raises(UserError, match="vllm_gpu_memory_utilization 1.5: give a share"):
-        load(TrainingSpec.of(str(config), trainer="grpo", trainer_args=broken, seq_length=16), card)
+        load(TrainingSpec.of(str(config), trainer="grpo", trainer_args=broken, batch_size=2, seq_length=16), card)
 
 
 @pytest.mark.parametrize(("kind", "lora"), [("sft", False), ("sft", True), ("dpo", False)])
