@@ -295,7 +295,7 @@ def test_what_is_written_into_a_frozen_weight_is_kept() -> None:
         model, x = Stack(6), torch.randn(ROWS, WIDTH)
         apply_policy(model, policy)
         for block in model.blocks:
-            block[0].register_forward_hook(lambda module, *_: module.weight.mul_(0.9).shape)
+            block[0].register_forward_hook(lambda module, *_: module.weight.mul_(0.9).shape and None)
         return [model(x).detach() for _ in range(3)] + list(model.state_dict().values())
 
     assert all(map(torch.equal, outputs("swap:4"), outputs("none")))
