@@ -138,19 +138,8 @@ class FirstRun:
     """Context of the first run; records the state from which the second run must start."""
 
     __slots__ = (
-        "comparison",
-        "contents",
-        "devices",
-        "ended",
-        "keeping",
-        "learns",
-        "parameters",
-        "proof",
-        "random",
-        "region",
-        "replaying",
-        "state",
-        "structure",
+        "comparison", "contents", "devices", "ended", "keeping", "learns", "parameters", "proof", "random", "region",
+        "replaying", "state", "structure",
     )  # fmt: skip
 
     def __init__(

@@ -1,8 +1,8 @@
 """plan: finds the fastest policy and batch size that fit a memory budget.
 
 A `PlanRequest` becomes a ranked `Plan` in four steps: a memory budget (budget.py), candidates (search.py) with their
-traces (tracing.py) and estimates in between (estimates.py), the ranked candidates that fit, and fixes for the first of
-them (suggestions.py). Every candidate is a trace of the user's own step. It fits if the bytes that the caching
+traces (tracing.py) and estimates in between (scaled_traces.py), the ranked candidates that fit, and fixes for the
+first of them (estimate.py). Every candidate is a trace of the user's own step. It fits if the bytes that the caching
 allocator would reserve, the CUDA context and a margin are within the budget.
 
 `budget_sweep` makes the plans at several budgets, for the page of `plan --html`. Each budget is searched as `plan`
