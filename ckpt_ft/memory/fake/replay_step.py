@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ckpt_ft.memory.record.recorder import Position
+from ckpt_ft.memory.record.events import Item, Op, is_allocation, is_free
 from ckpt_ft.memory.record.tracker import Tracker
 
 from .faked_model import Fakes
@@ -43,7 +43,6 @@ class ReplayStep:
         self._start = self.recorder.position
         self._repeatable = False  # one optimizer phase, before which each gradient has a storage of its own
         self._seen = False
-        self._mark = 0  # the one with which the optimizer's phase begins
         tracker.context.phase_listeners.append(self._phase_begins)
 
     def _phase_begins(self, phase: str) -> None:
@@ -52,7 +51,7 @@ class ReplayStep:
         given = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
         indices = {self.recorder.index_of(gradient): (p, gradient) for p, gradient in given if is_whole(gradient)}
         self._repeatable = not self._seen and len(indices) == len(given) and None not in indices
-        self._seen, self._mark = True, len(self.recorder.marks) - 1
+        self._seen = True
         self.recorder.attached = {
             index: _Gradient(parameter, gradient.shape, gradient.stride(), gradient.dtype)
             for index, (parameter, gradient) in indices.items()
@@ -65,65 +64,59 @@ class ReplayStep:
         gradients, self.recorder.attached = self.recorder.attached, {}
         if not self._repeatable:
             return False
-        begins = self._where_update_begins()
-        held = self._held_until_return(begins.events, gradients)
+        items = self.recorder.since(self._start)
+        stop = _where_update_begins(items)
+        held = self._held_until_return(items, stop, gradients)
         if held is None:
             return False
-        number = self._copy(begins, gradients)
+        number = self._copy(items[:stop], gradients, {~item for item in items if is_free(item)})
         self.tracker.resume_before_update()
         self.update()
         self.recorder.events.extend(~number[index] for index in held)
         return True
 
-    def _where_update_begins(self) -> Position:
-        """Returns the place at which the graph of the loss has been freed."""
-        recorder = self.recorder
-        later = range(self._start.ops, len(recorder.ops))
-        detach = next((at for at in later if recorder.ops[at].phase == "optimizer"), len(recorder.ops))
-        events = recorder.ops[detach + 1].at if detach + 1 < len(recorder.ops) else recorder.marks[self._mark][0]
-        return Position(min(detach + 1, len(recorder.ops)), len(recorder.storages), events, self._mark + 1)
-
-    def _held_until_return(self, stop: int, gradients: dict[int, Any]) -> list[int] | None:
+    def _held_until_return(self, items: list[Item], stop: int, gradients: dict[int, Any]) -> list[int] | None:
         """The storages, besides gradients, that live until the step returns (loss, batch), in the order of frees.
 
         None if something else is left behind, or something older was freed.
 
-        stop: event with which the update begins.
+        stop: number of the item with which the update begins.
         """
-        events = self.recorder.events
-        made = {event for event in events[self._start.events : stop] if event >= 0}
-        freed = {~event for event in events[self._start.events : stop] if event < 0}
-        freed_later = {~event for event in events[stop:] if event < 0}
+        made = {item for item in items[:stop] if is_allocation(item)}
+        freed, freed_later = ({~item for item in part if is_free(item)} for part in (items[:stop], items[stop:]))
         left = made - freed - freed_later
         lasting = {index for index in left if self.recorder.storages[index].category == "workspace"}
         held = made - freed - lasting - gradients.keys()
-        last = [~event for event in events[len(events) - len(held) :]]
+        last = [~event for event in self.recorder.events[len(self.recorder.events) - len(held) :]]
         if not freed <= made or not gradients.keys() <= made & freed_later or set(last) != held:
             return None
         return last
 
-    def _copy(self, stop: Position, gradients: dict[int, Any]) -> dict[int, int]:
-        """Append the step up to `stop`, where the update begins; returns the new index of each storage."""
-        recorder, start = self.recorder, self._start
-        events = recorder.events[start.events : stop.events]
-        ops = recorder.ops[start.ops : stop.ops]
-        marks = recorder.marks[start.marks : stop.marks]
-        freed = {~event for event in recorder.events[start.events :] if event < 0}
+    def _copy(self, items: list[Item], gradients: dict[int, Any], freed: set[int]) -> dict[int, int]:
+        """Append copies of `items`; returns the new index of each storage."""
+        recorder = self.recorder
         number: dict[int, int] = {}
-        for index in sorted(event for event in events if event >= 0):
-            if index in gradients:
-                parameter, shape, stride, dtype = gradients[index]
+        for item in items:
+            if isinstance(item, Op):
+                recorder.ops.append(item.later(len(recorder.events) - item.at))
+            elif isinstance(item, str):
+                recorder.mark(item)
+            elif item in gradients:
+                parameter, shape, stride, dtype = gradients[item]
                 parameter.grad = self.fakes.new(shape, stride, dtype)
-                number[index] = recorder.follow_like(parameter.grad, index)
-            elif index in freed:
-                number[index] = len(recorder.storages)
-                recorder.storages.append(recorder.storages[index].copy())
-        reached = [len(recorder.events)]  # events of the copy, after each of the original's
-        for event in events:
-            like = number.get(~event if event < 0 else event)
-            if like is not None:
-                recorder.events.append(~like if event < 0 else like)
-            reached.append(len(recorder.events))
-        recorder.ops += [op.later(reached[op.at - start.events] - op.at) for op in ops]
-        recorder.marks += [(reached[at - start.events], name) for at, name in marks]
+                number[item] = recorder.follow_like(parameter.grad, item)
+                recorder.events.append(number[item])
+            elif item in freed:
+                number[item] = len(recorder.storages)
+                recorder.storages.append(recorder.storages[item].copy())
+                recorder.events.append(number[item])
+            elif ~item in number:
+                recorder.events.append(~number[~item])
         return number
+
+
+def _where_update_begins(items: list[Item]) -> int:
+    """The number of the item before which the graph of the loss has been freed."""
+    ops = [(at, item.phase) for at, item in enumerate(items) if isinstance(item, Op)]
+    detach = next(number for number, (_, phase) in enumerate(ops) if phase == "optimizer")
+    return ops[detach + 1][0] if detach + 1 < len(ops) else ops[detach][0] + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckpt_ft.export.timeline import CATEGORY_COLOURS
 from ckpt_ft.export.timeline import PHASES as PHASES
@@ -66,6 +66,19 @@ class Op:
         if module is not None:
             made.module = module
         return made
+
+
+Item = Op | int | str  # of a record: an op, an event (see `Recorder.events`), or the name of a mark
+
+
+def is_allocation(item: Item) -> TypeGuard[int]:
+    """Whether an item is the event that allocates a storage."""
+    return type(item) is int and item >= 0
+
+
+def is_free(item: Item) -> TypeGuard[int]:
+    """Whether an item is the event that frees a storage."""
+    return type(item) is int and item < 0
 
 
 # `dataclasses.replace` takes five times as long, and a trace has tens of thousands of records

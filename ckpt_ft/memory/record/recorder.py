@@ -6,7 +6,8 @@ Each storage is followed by a weak reference, so that autograd keeps and reuses 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.units import format_bytes
 
 from .dispatch import plain
-from .events import EMPTIED, Op, Storage
+from .events import EMPTIED, Item, Op, Storage
 from .step_context import StepContext
 from .trace import StepTrace
 
@@ -69,7 +70,7 @@ class Recorder:
         live: storages that are followed or ignored, by address.
         splits_host: whether host memory is recorded apart from the device's; False for steps on the CPU.
         swapped: owners, by the storage's address, of parameters that `swap` moves between host and device.
-        attached: notes of other classes about storages, by index; `renumber` updates the indices.
+        attached: notes of other classes about storages, by index; `rewrite` updates the indices.
     """
 
     def __init__(self, context: StepContext, limit: int | None = None, keeps_ops: bool = True) -> None:
@@ -117,8 +118,39 @@ class Recorder:
         """The current length of the record."""
         return Position(len(self.ops), len(self.storages), len(self.events), len(self.marks))
 
-    def renumber(self, number: dict[int, int]) -> None:
-        """Update all indices after storages were renumbered: index `i` is now `number[i]`."""
+    def since(self, start: Position) -> list[Item]:
+        """What was recorded since `start`, in order."""
+        found: list[tuple[int, int, Item]] = [(at, 0, name) for at, name in self.marks[start.marks :]]
+        found += [(op.at, 1, op) for op in self.ops[start.ops :]]
+        found += [(at, 2, event) for at, event in enumerate(self.events[start.events :], start.events)]
+        return [item for _, _, item in sorted(found, key=itemgetter(0, 1))]
+
+    def rewrite(self, start: Position, items: Iterable[Item], storages: Sequence[Storage]) -> None:
+        """Replace what was recorded since `start`; storages are numbered in the order in which they are allocated.
+
+        storages: those that `items` allocate and free, by index: the recorded ones, then others.
+        """
+        recorded = len(self.storages)
+        del self.ops[start.ops :], self.marks[start.marks :], self.events[start.events :]
+        made: dict[int, int] = {}  # storage -> the event that allocates it
+        for item in items:
+            if isinstance(item, Op):
+                item.at = len(self.events)
+                self.ops.append(item)
+            elif isinstance(item, str):
+                self.mark(item)
+            else:
+                if item >= 0:
+                    made[item] = len(self.events)
+                self.events.append(item)
+        at = start.events
+        for index in range(start.storages, recorded):
+            at = max(at, made.setdefault(index, at))  # a resident comes after what was recorded before it
+        order = sorted(made, key=lambda index: (made[index], index))
+        number = {index: start.storages + place for place, index in enumerate(order)}
+        events = self.events[start.events :]
+        self.events[start.events :] = [number.get(e, e) if e >= 0 else ~number.get(~e, ~e) for e in events]
+        self.storages[start.storages :] = [storages[index] for index in order]
         for seen in self.live.values():
             seen.index = number.get(seen.index, seen.index)
         self.residents = [number.get(index, index) for index in self.residents]
