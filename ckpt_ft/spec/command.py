@@ -14,60 +14,42 @@ from .training_spec import TrainingSpec, declared
 
 _KIND = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}  # all others use DeepSpeed
 _OTHERS = "YOUR_SCRIPT.py"  # placeholder if no recipe trains the step
-# Fields of a spec -> the flags of a recipe that trains with `TrainingArguments`.
-_TRAINER = {
-    "batch_size": "per_device_train_batch_size",
-    "accumulation": "gradient_accumulation_steps",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "eval_accumulation_steps": "eval_accumulation_steps",
-    "dtype": "dtype",
-    "mixed_precision": "",  # --bf16 or --fp16
-    "compile": "torch_compile",
-    "attn_implementation": "attn_implementation",
-    "experts_implementation": "experts_implementation",
-    "max_grad_norm": "max_grad_norm",
-    "optimizer": "optim",
-    "use_liger_kernel": "use_liger_kernel",
-    "liger_kernel_config": "liger_kernel_config",
-    "use_kernels": "use_kernels",
-}
-_ADAPTER = {
-    "lora_r": "lora_r",
-    "lora_targets": "lora_target_modules",
-    "lora_target_parameters": "lora_target_parameters",
-    "lora_dropout": "lora_dropout",
-    "use_dora": "use_dora",
-    "peft_config": "peft_config",
-    "load_in_4bit": "load_in_4bit",
-    "double_quant": "use_bnb_nested_quant",
-    "quant_storage": "bnb_4bit_quant_storage",
-    "rows": "",  # --packing; rows of a dataset are padded without it
-}
-_TRL = {**_TRAINER, **_ADAPTER, "trainer": "", "trainer_args": ""}
-_DIFFUSION = {
-    "resolution": "resolution",
-    "batch_size": "train_batch_size",
-    "accumulation": "gradient_accumulation_steps",
-    "dtype": "",  # follows from the two next
+# The fields of a spec that a recipe has flags for, in the order in which a command has them.
+_TRAINER = (
+    "batch_size", "accumulation", "eval_batch_size", "eval_accumulation_steps", "dtype", "mixed_precision", "compile",
+    "attn_implementation", "experts_implementation", "max_grad_norm", "optimizer", "use_liger_kernel",
+    "liger_kernel_config", "use_kernels",
+)  # fmt: skip
+_ADAPTER = (
+    "lora_r", "lora_targets", "lora_target_parameters", "lora_dropout", "use_dora", "peft_config", "load_in_4bit",
+    "double_quant", "quant_storage", "rows",
+)  # fmt: skip
+_DIFFUSION = (
+    "resolution", "batch_size", "accumulation", "dtype", "mixed_precision", "lora_r", "lora_dropout", "peft_config",
+    "max_grad_norm", "optimizer",
+)  # fmt: skip
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "llm": ("seq_length", "rope_scaling", "router_aux_loss_coef", *_TRAINER, *_ADAPTER),
+    "vlm": (
+        "seq_length", *_TRAINER, *_ADAPTER, "train_towers", "max_pixels", "longest_side", "images", "image_size",
+    ),
+    "dpo": ("seq_length", *_TRAINER, *_ADAPTER, "trainer", "trainer_args"),
+    "grpo": ("seq_length", *_TRAINER, *_ADAPTER, "trainer", "trainer_args"),
+    "image_classification": ("resolution", *_TRAINER),
+    "diffusion_unet": (*_DIFFUSION, "ema"),
+    "diffusion_transformer": (*_DIFFUSION, "lora_targets", "load_in_4bit"),
+}  # fmt: skip
+# Flags that are not called as their field. "": other flags, or the rows of the dataset, say it (see `_flag_words`).
+_NAMES = {
+    "seq_length": "max_length", "batch_size": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps", "eval_batch_size": "per_device_eval_batch_size",
+    "compile": "torch_compile", "optimizer": "optim", "lora_targets": "lora_target_modules",
+    "double_quant": "use_bnb_nested_quant", "quant_storage": "bnb_4bit_quant_storage",
+    **dict.fromkeys(("mixed_precision", "rows", "images", "image_size", "trainer", "trainer_args"), ""),
+}  # fmt: skip
+_NAMES_OF_DIFFUSION = {
+    **_NAMES, "batch_size": "train_batch_size", "lora_r": "rank", "ema": "use_ema", "dtype": "", "optimizer": "",
     "mixed_precision": "mixed_precision",
-    "lora_r": "rank",
-    "lora_dropout": "lora_dropout",
-    "peft_config": "peft_config",
-    "max_grad_norm": "max_grad_norm",
-    "optimizer": "",  # AdamW, or --use_8bit_adam
-}
-_FLAGS: dict[str, dict[str, str]] = {
-    "llm": {"seq_length": "max_length", "rope_scaling": "rope_scaling", "router_aux_loss_coef": "router_aux_loss_coef",
-        **_TRAINER, **_ADAPTER},
-    "vlm": {
-        "seq_length": "max_length", **_TRAINER, **_ADAPTER, "train_towers": "train_towers", "max_pixels": "max_pixels",
-        "longest_side": "longest_side", "images": "", "image_size": "",  # the rows have them
-    },
-    "dpo": {"seq_length": "max_length", **_TRL},
-    "grpo": {"seq_length": "", **_TRL},
-    "image_classification": {"resolution": "resolution", **_TRAINER},
-    "diffusion_unet": {**_DIFFUSION, "ema": "use_ema"},
-    "diffusion_transformer": {**_DIFFUSION, "lora_targets": "lora_target_modules", "load_in_4bit": "load_in_4bit"},
 }  # fmt: skip
 # kind of workload -> recipe
 RECIPES = {
@@ -118,7 +100,7 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
 def recipe_of(spec: TrainingSpec, kind: str) -> str:
     """The recipe that trains a kind of workload, such as "language model"; "" if none does."""
     if spec.trainer.trainer:
-        return spec.trainer.trainer if spec.trainer.trainer in _FLAGS else ""
+        return spec.trainer.trainer if spec.trainer.trainer in _FIELDS else ""
     return "vlm" if kind == "language model" and spec.data.images else RECIPES.get(kind, "")
 
 
@@ -174,7 +156,7 @@ def can_train(recipe: str, spec: TrainingSpec) -> bool:
         return False
     if spec.precision.mixed_precision == "fp8":
         return False
-    known = {*_FLAGS.get(recipe, ()), *_OUTSIDE}
+    known = {*_FIELDS.get(recipe, ()), *_OUTSIDE}
     if spec.adapter.peft_config:
         known.add("peft")  # set by that file
     return all(own.key in known or spec.get(own.key) == own.default for own in declared().values())
@@ -189,8 +171,9 @@ def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str
         words.append("--use_peft")
     if spec.launch.launch is not None and spec.launch.launch.ep > 1:  # such optimizers have no checkpoints
         words += ["--ep_size", str(spec.launch.launch.ep), "--save_only_model"]
-    for key, flag in _FLAGS[recipe].items():
-        value = spec.get(key)
+    names = _NAMES_OF_DIFFUSION if drawn else {**_NAMES, "seq_length": ""} if recipe == "grpo" else _NAMES
+    for key in _FIELDS[recipe]:
+        flag, value = names.get(key, key), spec.get(key)
         if value != declared()[key].default or key in _ALWAYS:
             words += _flag_words(key, flag, value)
         elif key == "train_towers":  # without it the recipe trains the language model alone
