@@ -240,7 +240,7 @@ Load = Callable[[TrainingSpec], Workload]
 
 LORA_R = 16
 _POLICIES = ("none", "pointwise", "full")
-_LEANEST = ("full,head", "full")
+_SMALLEST_POLICIES = ("full,head", "full")
 _KEPT = ("parameters", "buffers", "gradients", "optimizer")
 _SHOWN = 3
 _SHORTEST = 128  # tokens: shorter sequences are never suggested
@@ -282,34 +282,34 @@ def suggest(
     if ways:
         return Suggestions(sorted(ways, key=lambda way: way.slower), 0)
     traced = {policy: asked, **others}
-    leanest = min(traced, key=lambda name: traced[name].peak_reserved)
+    smallest = min(traced, key=lambda name: traced[name].peak_reserved)
     if hopeless:
-        leanest = next((name for name in _LEANEST if _suits(workload, name)), policy)
+        smallest = next((name for name in _SMALLEST_POLICIES if _suits(workload, name)), policy)
     elif batch > 1:
         several = replace(workload, accumulation=max(spec.data.accumulation, 2))
-        _, largest, _ = largest_in_room(several, leanest, room, batch - 1)
+        _, largest, _ = largest_in_room(several, smallest, room, batch - 1)
         if largest:
             steps = -(-batch * spec.data.accumulation // largest)
-            trace = _trace_alone(replace(several, accumulation=steps), leanest, largest)
+            trace = _trace_alone(replace(several, accumulation=steps), smallest, largest)
             return Suggestions(
-                [misfit.suggestion(trace, {"policy": leanest, "batch_size": largest, "accumulation": steps})], 0
+                [misfit.suggestion(trace, {"policy": smallest, "batch_size": largest, "accumulation": steps})], 0
             )
     needed = min(trace.peak_reserved for trace in traced.values())
     rungs: list[Suggestion] = []
-    for changes, least in _leaner(spec, workload, tokens, kept):
+    for changes, least in _smaller_steps(spec, workload, tokens, kept):
         if least > room.limit or (rungs and "lora_r" not in changes and "load_in_4bit" not in changes):
             continue
-        changes = {"policy": leanest, "batch_size": 1, **changes}
+        changes = {"policy": smallest, "batch_size": 1, **changes}
         report(f"tracing {Edit(changes).text(spec)}")
-        leaner = _traced_edit(load, spec, changes)
-        if leaner is not None and room.holds(leaner):
-            rungs.append(misfit.suggestion(leaner, changes))
-        elif leaner is not None:
-            needed = min(needed, leaner.peak_reserved)
-    for name, trace in _swapped(workload, leanest, room):
+        smaller = _traced_edit(load, spec, changes)
+        if smaller is not None and room.holds(smaller):
+            rungs.append(misfit.suggestion(smaller, changes))
+        elif smaller is not None:
+            needed = min(needed, smaller.peak_reserved)
+    for name, trace in _swapped(workload, smallest, room):
         rungs.append(misfit.suggestion(trace, {"policy": name, "batch_size": 1}))
     if hopeless and not rungs:
-        needed = min(needed, _trace_alone(workload, leanest, 1).peak_reserved)
+        needed = min(needed, _trace_alone(workload, smallest, 1).peak_reserved)
     return Suggestions(sorted(rungs, key=lambda way: way.slower), 0 if rungs else room.context + room.margin + needed)
 
 
@@ -395,7 +395,7 @@ def _traced_edit(load: Load, spec: TrainingSpec, changes: dict[str, Any]) -> Ste
     return trace if isinstance(trace, StepTrace) else None
 
 
-def _leaner(
+def _smaller_steps(
     spec: TrainingSpec, workload: Workload, tokens: int, kept: Mapping[str, int]
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Changes that lower the memory of `spec`, each with a lower bound of the bytes that remain.
@@ -432,9 +432,9 @@ def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
     room, at = estimates.room, estimates.batch or 1
     if not estimates.anchors:
         return f"no policy suits {type(model).__name__}: " + "; ".join(estimates.rejected.values())
-    leanest = min(estimates.anchors, key=lambda policy: estimates.reserved(policy, at))
-    estimates.tracer.trace(leanest, at)
-    traced = estimates.estimate(leanest, at)
+    smallest = min(estimates.anchors, key=lambda policy: estimates.reserved(policy, at))
+    estimates.tracer.trace(smallest, at)
+    traced = estimates.estimate(smallest, at)
     asked = works = ""
     if room.host is not None and not room.host_holds(traced.host):
         asked, works = (f" and {format_bytes(nbytes)} of host memory" for nbytes in (room.host, traced.host))
@@ -442,7 +442,7 @@ def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
     above = f"the parameters alone take {format_bytes(parameters)}, {format_bytes(parameters - room.budget)} more"
     below = f" ({above})" if parameters > room.budget else ""
     launch = estimates.tracer.workload.launch
-    under = f"'{leanest}' with {launch}" if launch else f"'{leanest}'"
+    under = f"'{smallest}' with {launch}" if launch else f"'{smallest}'"
     blocks = "" if blocks_of(model).blocks else "; it has no repeated blocks to checkpoint"
     return (
         f"a budget of {format_bytes(room.budget)}{asked}: no policy fits a batch of {at}{below}; the smallest budget "

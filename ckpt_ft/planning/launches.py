@@ -38,7 +38,7 @@ SHARDED = ("parameters", "gradients", "optimizer")
 OF_LONG = ("full,head", "full,head,offload,tile:16")
 
 
-def apart(launches: Sequence[Launch]) -> tuple[list[Launch], list[Launch]]:
+def split_by_sharing(launches: Sequence[Launch]) -> tuple[list[Launch], list[Launch]]:
     """Splits launches into those whose processes have their own samples, and those that share sequences.
 
     The second are tried if the first do not fit, or for the longest sequence. If all share sequences, all are first.
@@ -52,12 +52,12 @@ def with_experts(launches: Sequence[Launch], model: nn.Module) -> list[Launch]:
     plain = next((launch for launch in launches if launch.strategy == "fsdp2" and launch.ranks_of_a_sample == 1), None)
     if plain is None:
         return list(launches)
-    apart = replace(plain, ep=gcd(experts_of(model), plain.processes // plain.machines))
+    divided = replace(plain, ep=gcd(experts_of(model), plain.processes // plain.machines))
     try:
-        check(model, apart)
+        check(model, divided)
     except UserError:
         return list(launches)
-    return [*launches, apart] if apart.ep > 1 else list(launches)
+    return [*launches, divided] if divided.ep > 1 else list(launches)
 
 
 def first_that_fits(tracer: Tracer, launches: Sequence[Launch], room: MemoryBudget, key: Key) -> Candidate | None:
@@ -79,7 +79,7 @@ def first_that_fits(tracer: Tracer, launches: Sequence[Launch], room: MemoryBudg
 
 def search_shared(
     tracer: Tracer, launches: Sequence[Launch], room: MemoryBudget, target: str, batch: int | None, most: int,
-    tolerance: float = 0.0, policies: Sequence[str] = OF_LONG, *, told: Callable[[Candidate], None],
+    tolerance: float = 0.0, policies: Sequence[str] = OF_LONG, *, on_fit: Callable[[Candidate], None],
 ) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:  # fmt: skip
     """The candidates under each of `launches`, which share sequences, and the launches that do not suit the model.
 
@@ -87,7 +87,7 @@ def search_shared(
     estimate beats all earlier ones are traced at their batch and returned.
 
     Args:
-        told: called with each candidate that fits. The figures of a deep model are then extended from those of
+        on_fit: called with each candidate that fits. The figures of a deep model are then extended from those of
             shallow ones, and a later launch is tried only under the best policy so far.
     """
     found: list[tuple[Estimates, list[Candidate]]] = []
@@ -107,7 +107,7 @@ def search_shared(
                 one = estimates.best(policy) if policy in estimates.anchors else None
                 if one is None or (leader is not None and key(one) <= key(leader)):
                     continue
-                trace_final_batches([(estimates, one)], told)
+                trace_final_batches([(estimates, one)], on_fit)
                 if (one := estimates.best(policy)) is not None:
                     settled.append(one)
             found.append((estimates, sorted(settled, key=key, reverse=True)))
@@ -152,16 +152,16 @@ class Launched(Estimates):
     @cached_property
     def points(self) -> list[tuple[str, int]]:
         """The candidates to trace under the launch: the likely best; one of few bytes if the precision changes."""
-        likely = self._likely()
+        likely = self._probable_best()
         found = [(likely.policy, likely.batch)]
         # FSDP2 may gather the weights in another precision than most of them are stored in.
         gathered = MIXED_PRECISION.get(self.launch.mixed_precision) if self.launch.strategy == "fsdp2" else None
         sizes = [(p.nbytes, p.dtype == gathered) for p in self.tracer.workload.model.parameters()]
         if gathered is not None and sum(n for n, alike in sizes if alike) < sum(n for n, _ in sizes) / 2:
-            found.insert(0, (self.alone.leanest().policy, self.batch or LOW))
+            found.insert(0, (self.alone.smallest().policy, self.batch or LOW))
         return list(dict.fromkeys(found))
 
-    def _likely(self) -> Candidate:
+    def _probable_best(self) -> Candidate:
         """Returns the best candidate of one process with its budget raised by the bytes that other ranks hold."""
         trace = next(iter(self.alone.anchors.values()))
         held = sum(trace.at_peak[category] for category in SHARDED)
@@ -170,7 +170,7 @@ class Launched(Estimates):
             away = max(away - trace.at_peak["parameters"], 0)
         room = replace(self.room, budget=self.room.budget + away)
         roomy = replace(self.alone, room=room, bests={})
-        return max(roomy.candidates(), key=better(self.target), default=self.alone.leanest())
+        return max(roomy.candidates(), key=better(self.target), default=self.alone.smallest())
 
     def learn(self) -> None:
         """Learn what the launch changes from the traces of `points`."""
@@ -315,7 +315,7 @@ class Launches:
         return Launched(tracer, self.room, *more, alone=self.alone)
 
     def never_fits(self) -> bool:
-        """Whether the leanest policy does not fit, even without all that is sharded."""
+        """Whether the policy that needs the fewest bytes does not fit, even without all that is sharded."""
         trace = self.alone.tracer.trace(OF_LONG[-1], self.more[1] or 1)
         held = sum(trace.at_peak[category] for category in SHARDED) if isinstance(trace, StepTrace) else 0
         return isinstance(trace, StepTrace) and trace.peak_allocated - held > self.room.limit
@@ -380,15 +380,15 @@ class Launches:
         best = self._best(estimates, self.first)
         if best is not None:
             return 1.0, *self.key(best)
-        return 0.0, -estimates.leanest().reserved
+        return 0.0, -estimates.smallest().reserved
 
     def of(self, launch: Launch | None) -> Estimates:
         """The estimates of a launch."""
         return next(estimates for estimates in self.under if estimates.tracer.workload.launch == launch)
 
-    def leanest(self) -> Estimates:
+    def smallest(self) -> Estimates:
         """The launch that needs the fewest bytes."""
-        return min(self.under, key=lambda estimates: estimates.leanest().reserved)
+        return min(self.under, key=lambda estimates: estimates.smallest().reserved)
 
     def fewest(self, pick: Candidate) -> Candidate | None:
         """A candidate on the fewest GPUs that suffice; None if `pick` needs no more.
@@ -403,12 +403,12 @@ class Launches:
             alone = self._best(self.alone, known)
         if alone is not None:
             return alone
-        estimates = self.leanest()
+        estimates = self.smallest()
         launch = estimates.tracer.workload.launch
         assert launch is not None
         if launch.ranks_of_a_sample > 1:
             return None
-        lean = estimates.leanest()
+        lean = estimates.smallest()
         for gpus in (n for n in range(2, pick.launch.processes) if pick.launch.processes % n == 0):
             machines = max(1, gpus * launch.machines // launch.processes)
             split = gcd(launch.ep, gpus // machines)

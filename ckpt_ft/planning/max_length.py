@@ -26,7 +26,7 @@ from ckpt_ft.workloads.workload import Step, Workload, or_loop
 
 from .batch_size import Trial, find_max_batch_size
 from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
-from .launches import OF_LONG, Extended, Launches, apart, search_shared
+from .launches import OF_LONG, Extended, Launches, search_shared, split_by_sharing
 from .plan import searching
 from .scaled_traces import HIGH, Estimates
 from .search import trace_final_batches, with_term
@@ -34,7 +34,7 @@ from .tracing import Report
 
 GRANULARITY = 256  # tokens
 LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "full,head,offload,tile:16")
-LEAN = LADDER[3:]  # what is tried on several GPUs
+OF_SEVERAL_GPUS = LADDER[3:]
 TERMS = ("full", "head", "tile:16", "offload")  # the ones that gain most for their time first
 _TARGET = "effective_batch"
 _EXTENDED = "figures are extended from models with fewer blocks; `ckpt-ft estimate --launch` traces the whole model"
@@ -186,7 +186,7 @@ def predict_max_length(
     gpu = gpu_of(workload.device)
     launch = launches[0] if launches else workload.launch
     room = memory_budget(budget, gpu, margin, launch, host_memory)
-    of_several = LEAN if tuple(policies) == LADDER else policies
+    of_several = OF_SEVERAL_GPUS if tuple(policies) == LADDER else policies
     policies = [str(Policy.parse(policy)) for policy in policies]
     longest = 0
 
@@ -195,18 +195,18 @@ def predict_max_length(
             line = re.sub(r"batch (\d+)", lambda at: f"{int(at[1]) * granularity:,} tokens", line)
             report(f"at least {longest:,} tokens; {line}" if longest else line)
 
-    def told(one: Candidate) -> None:
+    def on_fit(one: Candidate) -> None:
         nonlocal longest
         longest = max(longest, one.batch * granularity)
 
     with searching(replace(pieces, launch=None) if launches else pieces, jobs, say) as tracer:
         if launches:
-            own, sharing = apart(
+            own, sharing = split_by_sharing(
                 [one for one in launches if one.reshard_after_forward and one.strategy != "ddp"] or launches
             )
-            of_long = OF_LONG if of_several is LEAN else policies
+            of_long = OF_LONG if of_several is OF_SEVERAL_GPUS else policies
             limits = _TARGET, None, most_pieces, _TOLERANCE
-            shared, rejected = search_shared(tracer, sharing, room, *limits, of_long, told=told)
+            shared, rejected = search_shared(tracer, sharing, room, *limits, of_long, on_fit=on_fit)
             candidates = sorted((one for _, each in shared for one in each), key=better(_TARGET), reverse=True)
             if candidates:  # longer than any sequence that fits a single GPU
                 estimates = next(each for each, found in shared if candidates[0] in found)
@@ -214,12 +214,12 @@ def predict_max_length(
                 alone = memory_budget(budget, gpu, margin, host=host_memory)
                 several = Launches(tracer, own, (room, alone), *limits)
                 candidates = several.search([str(Policy.parse(policy)) for policy in of_several])
-                estimates = several.of(candidates[0].launch) if candidates else several.leanest()
+                estimates = several.of(candidates[0].launch) if candidates else several.smallest()
                 rejected = {**rejected, **estimates.rejected, **several.rejected}
         else:
             most_pieces = limited_by_phases(pieces, room, most_pieces)
             estimates = Estimates(tracer, room, _TARGET, most=most_pieces, tolerance=_TOLERANCE, separate=True)
-            candidates, rejected = _settled(estimates, policies, told), dict(estimates.rejected)
+            candidates, rejected = _settled(estimates, policies, on_fit), dict(estimates.rejected)
         if not estimates.anchors:
             raise UserError("no policy suits the model: " + "; ".join(rejected.values()))
         if not candidates:
@@ -237,11 +237,11 @@ def predict_max_length(
 
 
 def _settled(
-    estimates: Estimates, policies: Sequence[str], told: Callable[[Candidate], None] = lambda one: None
+    estimates: Estimates, policies: Sequence[str], on_fit: Callable[[Candidate], None] = lambda one: None
 ) -> list[Candidate]:
     """The candidate of every policy that fits, each traced at its own length, the longest first."""
     estimates.trace_candidates(policies)
-    trace_final_batches([(estimates, candidate) for candidate in estimates.candidates()], told)
+    trace_final_batches([(estimates, candidate) for candidate in estimates.candidates()], on_fit)
     return sorted(estimates.candidates(), key=better(_TARGET), reverse=True)
 
 
@@ -266,9 +266,9 @@ def _next_term(estimates: Estimates, found: Candidate, granularity: int, batch_s
 
 def _shortest(estimates: Estimates) -> Candidate:
     """The candidate that needs the fewest bytes for a single piece."""
-    leanest = estimates.leanest().policy
-    estimates.tracer.trace(leanest, 1)
-    return estimates.estimate(leanest, 1)
+    smallest = estimates.smallest().policy
+    estimates.tracer.trace(smallest, 1)
+    return estimates.estimate(smallest, 1)
 
 
 def by_length(workload: Workload, batch_size: int, most: int = MOST) -> tuple[Workload, int, int]:

@@ -31,7 +31,7 @@ from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .budget import Candidate, MemoryBudget, better, frontier, limited_by_phases, memory_budget, spans
-from .launches import LONG, OF_LONG, Extended, Launches, apart, first_that_fits, search_shared
+from .launches import LONG, OF_LONG, Extended, Launches, first_that_fits, search_shared, split_by_sharing
 from .scaled_traces import Estimates
 from .search import search, so_far
 from .tracing import Report, Tracer
@@ -137,16 +137,16 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
     limits = asked.target, asked.batch_size, asked.max_batch_size
     fewest, report = None, tracer.report
 
-    def told(one: Candidate) -> None:
+    def on_fit(one: Candidate) -> None:
         under = f" with {one.launch.sharing}" if one.launch else ""
         tracer.report = lambda line: report(f"{one.policy}{under} fits at batch {one.batch}; {line}")
 
     if asked.launches:
-        launches, sharing = apart(asked.launches)
+        launches, sharing = split_by_sharing(asked.launches)
         policies = asked.chosen or OF_LONG
         long = sharing and workload.shape.get("seq_length", 0) >= LONG
         if long and (first := first_that_fits(tracer, sharing, room, (policies[-1], asked.batch_size or 1))):
-            told(first)
+            on_fit(first)
         alone = memory_budget(asked.budget, gpu, asked.margin, host=asked.host_memory)
         several = Launches(tracer, launches, (room, alone), *limits)
         found = [] if long and several.never_fits() else several.search(asked.chosen)
@@ -154,7 +154,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
             estimates = several.of(found[0].launch)
             fewest = several.fewest(found[0])
         else:
-            shared, refused = search_shared(tracer, sharing, room, *limits, policies=policies, told=told)
+            shared, refused = search_shared(tracer, sharing, room, *limits, policies=policies, on_fit=on_fit)
             several.rejected |= refused
             best_first = sorted(shared, key=lambda each: [better(asked.target)(one) for one in each[1]], reverse=True)
             for estimates, found in best_first:
@@ -166,8 +166,8 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
                 nearest = [each for each, _ in shared if each.anchors]
                 if not long or not nearest:
                     several.search(asked.chosen)
-                    nearest.append(several.leanest())
-                estimates = min(nearest, key=lambda each: each.leanest().reserved)
+                    nearest.append(several.smallest())
+                estimates = min(nearest, key=lambda each: each.smallest().reserved)
         rejected = {**estimates.rejected, **several.rejected}
     else:
         most = limited_by_phases(workload, room, asked.max_batch_size, asked.batch_size)
@@ -309,11 +309,11 @@ def _budgets(workload: Workload, estimates: Estimates) -> list[int]:
     """Round budgets from the smallest that works up to all memory, and all memory; at most about `OTHERS`."""
     gpu, room = gpu_of(workload.device), estimates.room
     highest = gpu.memory if gpu else 2 * room.budget
-    lowest = room.needs(estimates.leanest())
+    lowest = room.needs(estimates.smallest())
     span = highest - lowest
     unit = GIB if span >= 2 * GIB else MIB if span >= 2 * MIB else 1024
     share = span / (OTHERS - 1) / unit
     scale = 10 ** math.floor(math.log10(share)) if share >= 1 else 1 / 4
-    apart = int(next(factor * scale for factor in _ROUND if factor * scale >= share) * unit)
-    multiples = range(math.ceil(lowest / apart) * apart, highest, apart)
+    step = int(next(factor * scale for factor in _ROUND if factor * scale >= share) * unit)
+    multiples = range(math.ceil(lowest / step) * step, highest, step)
     return [*multiples, highest]

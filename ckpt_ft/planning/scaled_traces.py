@@ -196,8 +196,8 @@ def _op_keys(o: Op) -> tuple[Hashable, Hashable]:
 # Policies that a plan of a compiled step leaves out. Inductor fuses what `pointwise` rebuilds, the next two do nothing
 # in a compiled region, each block with replaced modules is compiled by itself, and `swap` was not tried with it.
 _IDLE_COMPILED = ("pointwise", "head", "offload", "modules:", "swap")
-_LOOKS = 8  # batch sizes to look at above the first that does not fit
-_SURELY = 1.005  # estimates near a traced batch are off by less than this factor
+_SIZES_TRIED_ABOVE = 8  # batch sizes to look at above the first that does not fit
+_ESTIMATE_ERROR = 1.005  # estimates near a traced batch are off by less than this factor
 _SHOWN = 4  # number of listed candidates that do not fit
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
 
@@ -239,7 +239,7 @@ class Estimates:
         scaled: candidates that were estimated from an anchor instead of traced.
         bests: the best candidate of each policy; None if none fits.
         typical_seconds: seconds of a step on a typical batch, if the rows of the dataset differ in length.
-        _latest: the trace of a policy at the batch size that `following` was told, which is resized in place of its
+        _latest: the trace of a policy at the batch size given to `following`, which is resized in place of its
             anchor.
     """
 
@@ -403,7 +403,7 @@ class Estimates:
         found = largest_fitting(needs, limit, most, known)
         # Reserved bytes fall once the largest tensors outgrow the segments that they fragment: try larger batches.
         top = largest_fitting(lambda n: self.floor(policy, n), limit, most) if self.separate else found
-        step = max((top - found) // _LOOKS, 1)
+        step = max((top - found) // _SIZES_TRIED_ABOVE, 1)
         for batch in range(top, found, -step):
             if batch not in known:
                 known[batch] = needs(batch)
@@ -422,17 +422,17 @@ class Estimates:
         trace, at = (latest.trace, latest.batch) if latest else (self.anchors[policy], self.batch or LOW)
         return host_bytes(trace, at, batch)
 
-    def _surely_largest(self, policy: str, batch: int) -> bool:
+    def _is_known_largest(self, policy: str, batch: int) -> bool:
         """Whether the traced `batch` fits, and the next one exceeds the limit by more than an estimate's error."""
         traced = self.estimate(policy, batch)
         here, above = (self.scaled_reserved(policy, one) for one in (batch, batch + 1))
-        return self.room.fits(traced) and above * traced.reserved / here > _SURELY * self.room.limit
+        return self.room.fits(traced) and above * traced.reserved / here > _ESTIMATE_ERROR * self.room.limit
 
     def following(self, policy: str, batch: int) -> int | None:
         """The batch size to trace after `batch`; None if the best batch of `policy` is known, which is then stored."""
         if self.batch is None and self.target != "memory":
             trace = self.tracer.trace_of(policy, batch)
-            if not self.separate and self._surely_largest(policy, batch):
+            if not self.separate and self._is_known_largest(policy, batch):
                 self._settle(policy, batch)
                 return None
             self._correct(policy, batch, trace)
@@ -465,7 +465,7 @@ class Estimates:
             )
         return better(self.target)(candidates[0]) > better(self.target)(candidates[1])
 
-    def leanest(self) -> Candidate:
+    def smallest(self) -> Candidate:
         """The candidate with the fewest bytes at the fixed batch, or at batch size 1."""
         at = self.batch or 1
 

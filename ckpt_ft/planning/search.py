@@ -2,7 +2,7 @@
 
 1. The first policies: `none`, `full` and `pointwise`, each with and without `head`. They show whether the loss head
    holds the peak.
-2. All other policies that suit the model, with `head` if it helps, and `offload` of the leanest policy.
+2. All other policies that suit the model, with `head` if it helps, and `offload` with the policy of the fewest bytes.
 3. Splits: the first K blocks under `full`, the other blocks under nothing or `pointwise`. Bytes and seconds are
    interpolated linearly between the traced values of K. The best K is traced next, until it is one of those traced.
 4. If nothing fits, or host memory is given, `swap:N` with the policy that needs the fewest bytes: the smallest N, and
@@ -222,7 +222,7 @@ def _explore(estimates: Estimates) -> None:
     if head:  # head costs a little time: a leader with it may be faster without
         leaders = {candidate.policy for candidate in frontier(estimates.candidates())}
         trace(without_term(policy, "head") for policy in leaders)
-    trace([with_term(estimates.leanest().policy, "offload")])
+    trace([with_term(estimates.smallest().policy, "offload")])
     _split(estimates, head)
     if estimates.room.host is not None or not estimates.candidates():
         _swap(estimates)
@@ -257,7 +257,7 @@ def fewest_swapped(reserved: Callable[[int], int], workload: Workload, limit: in
 def _swap(estimates: Estimates) -> None:
     """The policy of the fewest bytes, with the smallest N of swapped blocks that fits, with all, and in between."""
     workload, at = estimates.tracer.workload, estimates.batch or 1
-    base = without_term(estimates.leanest().policy, "offload")
+    base = without_term(estimates.smallest().policy, "offload")
 
     def reserved(blocks: int) -> int:
         policy = with_term(base, f"swap:{blocks}")
@@ -330,18 +330,18 @@ def pick_first(candidates: list[Candidate], target: str) -> list[Candidate]:
 
 
 def trace_final_batches(
-    estimated: Iterable[tuple[Estimates, Candidate]], told: Callable[[Candidate], None] = lambda one: None
+    estimated: Iterable[tuple[Estimates, Candidate]], on_fit: Callable[[Candidate], None] = lambda one: None
 ) -> None:
     """Trace each policy alone, then at the batch size that follows from its trace, until that was traced already.
 
-    told: called with each traced candidate that fits.
+    on_fit: called with each traced candidate that fits.
     """
     wanted = [(estimates, candidate.policy, candidate.batch) for estimates, candidate in estimated]
     while wanted:
         trace_all([(estimates.tracer, [(policy, batch)]) for estimates, policy, batch in wanted], alone=True)
         for estimates, policy, batch in wanted:
             if estimates.room.fits(one := estimates.estimate(policy, batch)):
-                told(one)
+                on_fit(one)
         wanted = [
             (estimates, policy, following)
             for estimates, policy, batch in wanted

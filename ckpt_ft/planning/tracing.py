@@ -345,16 +345,16 @@ def run_tasks(
     if jobs < 2 or not can_fork():
         yield from ((number, task(tell)) for number, task in enumerate(tasks))
         return
-    global _SAID
+    global _MESSAGES
     fork = multiprocessing.get_context("fork")
-    said = _SAID = fork.SimpleQueue()
+    messages = _MESSAGES = fork.SimpleQueue()
     with ProcessPoolExecutor(jobs, fork, _end_with_parent) as pool:
-        running = {pool.submit(_told, task): number for number, task in enumerate(tasks)}
+        running = {pool.submit(_run_task, task): number for number, task in enumerate(tasks)}
         try:
             while running:
-                done = wait(running, timeout=_HEARD, return_when=FIRST_COMPLETED).done
-                while not said.empty():
-                    tell(said.get())
+                done = wait(running, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED).done
+                while not messages.empty():
+                    tell(messages.get())
                 yield from ((running.pop(task), task.result()) for task in done)
         except BaseException:  # otherwise a process continues its task, and after Ctrl-C starts the next one
             for process in list(pool._processes.values()):
@@ -364,14 +364,14 @@ def run_tasks(
             pool.shutdown(cancel_futures=True)
 
 
-_HEARD = 0.5  # seconds after which this process polls its tasks
-_SAID: SimpleQueue[Any] | None = None  # messages of forked processes, which inherit it
+_POLL_SECONDS = 0.5  # seconds after which this process polls its tasks
+_MESSAGES: SimpleQueue[Any] | None = None  # messages of forked processes, which inherit it
 
 
-def _told(task: Callable[[Callable[[Any], None]], Any]) -> Any:
+def _run_task(task: Callable[[Callable[[Any], None]], Any]) -> Any:
     """Runs a task in a forked process."""
-    assert _SAID is not None, "set by run_tasks"
-    return task(_SAID.put)
+    assert _MESSAGES is not None, "set by run_tasks"
+    return task(_MESSAGES.put)
 
 
 def on_card(trace: Any, card: GPU) -> Any:

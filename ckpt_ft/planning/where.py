@@ -144,7 +144,7 @@ def where(
 
     Args:
         lengths: tokens of a sequence; None for the spec's own.
-        policies: those to choose from, the leanest last; the fastest that fits is taken.
+        policies: those to choose from, the one of the fewest bytes last; the fastest that fits is taken.
         most_gpus: of one kind of card, for a method that does not fit a single one.
         prices: dollars an hour of one card, by its name.
         jobs: processes that trace; 0 for one per core.
@@ -166,16 +166,16 @@ def where(
     report = report or (lambda line: None)
     found: dict[tuple[str, int | None, str], Place] = {}
     refused: dict[str, str] = {}
-    told: list[Place] = []
+    reported: list[Place] = []
     total = len(lengths) * len(methods) * len(cards)
 
     def tell(said: Place | str) -> None:
         if isinstance(said, str):
-            report(f"{len(told)} of {total}: {said}")
+            report(f"{len(reported)} of {total}: {said}")
             return
-        told.append(_priced(said, prices or {}))
-        best = best_of(told)
-        report(f"{len(told)} of {total}: " + (f"{best[0].method} {best[1]}" if best else "none fits"))
+        reported.append(_priced(said, prices or {}))
+        best = best_of(reported)
+        report(f"{len(reported)} of {total}: " + (f"{best[0].method} {best[1]}" if best else "none fits"))
 
     try:
         for task, answer in run_tasks([run for *_, run in tasks], jobs, tell):
@@ -185,9 +185,9 @@ def where(
             else:
                 found.update({(method, length, place.card): place for place in answer})
     except KeyboardInterrupt as stop:
-        best = best_of(told)
+        best = best_of(reported)
         said = f"; {best[0].method}, {best[1]}: {best[0].command}" if best else ""
-        raise Interrupted(f"stopped after {len(told)} of {total} answers{said}") from stop
+        raise Interrupted(f"stopped after {len(reported)} of {total} answers{said}") from stop
     unit = "tokens" if all(place.tokens for place in found.values()) else "samples"
     if not found:
         raise UserError("; ".join(dict.fromkeys(refused.values())))
@@ -243,7 +243,7 @@ class _Method:
         tracer.all((policy, batch) for batch in (LOW, HIGH) for policy in self.policies)  # a session for each batch
         self.first = Estimates(tracer, self._room(cards[0]), most=MOST_BATCH)
         self.first.trace_candidates(self.policies)
-        if not self.first.anchors:  # the leanest does not suit the model
+        if not self.first.anchors:  # the last one does not suit the model
             self.policies = policies
             self.first.trace_candidates(policies)
         if not self.first.anchors:

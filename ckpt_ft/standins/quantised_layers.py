@@ -383,7 +383,7 @@ class Packing:
         tensors: (rows, columns, bits, group) -> shapes and dtypes, the packed weight first.
         group: elements that share a scale, if the configuration does not say.
         forward: whether a forward pass unpacks the whole weight; otherwise its kernel reads the packed one.
-        keeps: whether the unpacked weight is kept for the backward pass; otherwise backward unpacks it.
+        saves_weight: whether the unpacked weight is kept for the backward pass; otherwise backward unpacks it.
         saves_input: whether the input is kept for the backward pass.
         through: the dtype in which the weight is unpacked, before it is cast; None for the input's.
         experts: whether it packs fused experts, too, which is not modelled.
@@ -393,7 +393,7 @@ class Packing:
     tensors: Callable[[int, int, int, int], Shapes]
     group: int = 128
     forward: bool = True
-    keeps: bool = False
+    saves_weight: bool = False
     saves_input: bool = False
     through: torch.dtype | None = None
     experts: bool = False
@@ -441,12 +441,12 @@ PACKINGS: dict[str, Packing] = {
     "torchao int8": Packing(
         "torchao, int8_tensor.py: qdata, scale, zero_point; F.linear casts the weight, and autograd keeps the cast",
         lambda rows, columns, bits, group: [((rows, columns), _I8), ((rows, 1), _F32), ((rows, 1), _I8)],
-        keeps=True,
+        saves_weight=True,
     ),
     "torchao float8": Packing(
         "torchao, float8_tensor.py: qdata, scale; F.linear unpacks in float32, and autograd keeps the cast",
         lambda rows, columns, bits, group: [((rows, columns), _I8), ((rows, 1), _F32)],
-        keeps=True, through=_F32,
+        saves_weight=True, through=_F32,
     ),
     "fp8": Packing(
         "transformers, integrations/finegrained_fp8.py: FP8LinearFunction", _fp8, forward=False, experts=True
@@ -490,10 +490,11 @@ class PackedLinear(FrozenLinear):
             weight = torch.zeros((), dtype=x.dtype, device=x.device).expand(self.out_features, self.in_features)
             return F.linear(x, weight, bias), ()
         weight = self.unpacked(x.dtype)
-        return F.linear(x, weight, bias), ((weight,) if packing.keeps else ()) + ((x,) if packing.saves_input else ())
+        saved = ((weight, packing.saves_weight), (x, packing.saves_input))
+        return F.linear(x, weight, bias), tuple(tensor for tensor, kept in saved if kept)
 
     def gradient(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
-        return torch.matmul(grad, saved[0] if self.packing.keeps else self.unpacked(grad.dtype))
+        return torch.matmul(grad, saved[0] if self.packing.saves_weight else self.unpacked(grad.dtype))
 
 
 # -- layers of bitsandbytes in a live model, whose kernels take no fake tensors ---------------------------------------

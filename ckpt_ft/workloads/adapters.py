@@ -286,7 +286,7 @@ def notes_on(spec: TrainingSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
             others = "float32, as peft.prepare_model_for_kbit_training leaves them"
         notes.append(f"{bits}: embeddings, norms and head in {others}")
     if spec.quantisation.packed is not None:
-        kept = method_of(spec.quantisation.packed)[0].keeps
+        kept = method_of(spec.quantisation.packed)[0].saves_weight
         notes.append(
             f"the checkpoint's weights are packed by {spec.quantisation.packed['quant_method']}, and unpacked "
             f"{'in forward and kept for the backward pass' if kept else 'where they are used'}"

@@ -148,15 +148,15 @@ def evaluation(
 
     def phase(workload: Workload, samples: int) -> Step:
         def step(model: nn.Module, optimizer: Any) -> None:
-            twin = _twin(trainer, model, optimizer, workload)
+            copied = _copy_for_evaluation(trainer, model, optimizer, workload)
             if generated and hasattr(trainer, "_generate_and_score_completions"):
-                twin._prepare_inputs = partial(_with_new_answers, model, trainer.generation_config)
-            twin.prediction_step = _prediction_step(partial(type(trainer).prediction_step, twin), traced, runs)
+                copied._prepare_inputs = partial(_with_new_answers, model, trainer.generation_config)
+            copied.prediction_step = _prediction_step(partial(type(trainer).prediction_step, copied), traced, runs)
             answers = patch.object(model, "generate", partial(_generate_length, model, generated), create=True)
             kept = _valueless_predictions(workload.device == "cpu")
             with around(), _in_precision(workload, model), kept, answers:
                 type(trainer).evaluation_loop(
-                    twin, _loader(workload, make_batch, traced, ends), "Evaluation", loss_only
+                    copied, _loader(workload, make_batch, traced, ends), "Evaluation", loss_only
                 )
             model.train()
 
@@ -232,27 +232,27 @@ def _resized(shape: tuple[int, ...], old: Size, new: Size) -> list[int]:
     return [b if had == a else had for had, a, b in zip(shape, old, new, strict=False)] + list(shape[2:])
 
 
-def _twin(trainer: Any, model: nn.Module, optimizer: Any, workload: Workload) -> Any:
+def _copy_for_evaluation(trainer: Any, model: nn.Module, optimizer: Any, workload: Workload) -> Any:
     """A copy of the trainer that evaluates `model`, reports nothing, and leaves `trainer` as it is."""
-    twin = copy.copy(trainer)
+    copied = copy.copy(trainer)
     for name in ("evaluation_loop", "compute_loss", "prediction_step"):
-        vars(twin).pop(name, None)  # as a callback has wrapped it
-    twin.args, twin.accelerator = copy.copy(trainer.args), copy.copy(trainer.accelerator)
-    twin.accelerator._models = [model]
-    twin.accelerator.unwrap_model = lambda given, *args, **kwargs: given
-    twin.model = twin.model_wrapped = model
-    twin.optimizer, twin.compute_metrics = optimizer, None  # metrics are computed on the host
-    twin.callback_handler = SimpleNamespace(on_prediction_step=lambda args, state, control: control)
-    twin._prepare_inputs = dict
+        vars(copied).pop(name, None)  # as a callback has wrapped it
+    copied.args, copied.accelerator = copy.copy(trainer.args), copy.copy(trainer.accelerator)
+    copied.accelerator._models = [model]
+    copied.accelerator.unwrap_model = lambda given, *args, **kwargs: given
+    copied.model = copied.model_wrapped = model
+    copied.optimizer, copied.compute_metrics = optimizer, None  # metrics are computed on the host
+    copied.callback_handler = SimpleNamespace(on_prediction_step=lambda args, state, control: control)
+    copied._prepare_inputs = dict
     processes = 1 if workload.launch is None else workload.launch.processes
 
     def gather(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         return tree_map(lambda t: t.new_empty(processes * t.shape[0], *t.shape[1:]), tensors)
 
-    twin.gather_function = gather if processes > 1 else lambda tensors, *args, **kwargs: tensors
+    copied.gather_function = gather if processes > 1 else lambda tensors, *args, **kwargs: tensors
     if hasattr(trainer, "_metrics"):
-        twin._metrics = copy.deepcopy(trainer._metrics)
-    return twin
+        copied._metrics = copy.deepcopy(trainer._metrics)
+    return copied
 
 
 def _loader(
@@ -357,30 +357,30 @@ def generation(
                     ids = torch.ones(sequences, prompt, dtype=torch.long)
                     mask = torch.ones_like(ids)
                     _generate(model, trainer.generation_config, answer, input_ids=ids, attention_mask=mask)
-                _score(_twin(trainer, model, optimizer, workload), model, sequences, prompt, answer)
+                _score(_copy_for_evaluation(trainer, model, optimizer, workload), model, sequences, prompt, answer)
 
         return step
 
     return phase
 
 
-def _score(twin: Any, model: Any, sequences: int, prompt: int, answer: int) -> None:
+def _score(trainer: Any, model: Any, sequences: int, prompt: int, answer: int) -> None:
     """The log-probabilities of the answers by the model and its reference, in parts of a micro-batch.
 
     `_generate_and_score_completions` of trl/trainer/{grpo,rloo}_trainer.py says which of them are computed.
     """
     ids = torch.ones(sequences, prompt + answer, dtype=torch.long)
-    rows = twin.args.per_device_train_batch_size
+    rows = trainer.args.per_device_train_batch_size
     given = ids[: 2 * rows], torch.ones_like(ids)[: 2 * rows], answer, rows  # all parts are alike
-    aligned = twin.args.gradient_accumulation_steps % _micro_batches_per_generation(twin) == 0
-    corrects = twin.use_vllm and getattr(twin, "vllm_importance_sampling_correction", True)
+    aligned = trainer.args.gradient_accumulation_steps % _micro_batches_per_generation(trainer) == 0
+    corrects = trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", True)
     kept = []
-    if not hasattr(twin, "loss_type") or not aligned or corrects:  # RLOO has no loss_type
-        kept.append(twin._get_per_token_logps_and_entropies(model, *given)[0])
-    if twin.beta:
-        base = model.disable_adapter() if twin.ref_model is None else nullcontext()
+    if not hasattr(trainer, "loss_type") or not aligned or corrects:  # RLOO has no loss_type
+        kept.append(trainer._get_per_token_logps_and_entropies(model, *given)[0])
+    if trainer.beta:
+        base = model.disable_adapter() if trainer.ref_model is None else nullcontext()
         with base:
-            kept.append(twin._get_per_token_logps_and_entropies(twin.ref_model or model, *given)[0])
+            kept.append(trainer._get_per_token_logps_and_entropies(trainer.ref_model or model, *given)[0])
 
 
 def _with_new_answers(model: Any, settings: Any, batch: Batch) -> Batch:

@@ -133,11 +133,11 @@ def nearest(image: Size, sizes: Sequence[Size]) -> int:
     """Returns the index of the size with the closest aspect ratio; among equal ones, the one closest in pixels."""
     height, width = image
 
-    def apart(size: Size) -> tuple[float, float]:
+    def distance(size: Size) -> tuple[float, float]:
         shape = abs(math.log(height / width) - math.log(size[0] / size[1]))
         return round(shape, 6), abs(math.log(height * width) - math.log(size[0] * size[1]))
 
-    return min(range(len(sizes)), key=lambda at: apart(sizes[at]))
+    return min(range(len(sizes)), key=lambda at: distance(sizes[at]))
 
 
 @dataclass(frozen=True)

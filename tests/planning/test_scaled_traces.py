@@ -77,7 +77,7 @@ def test_a_floor_is_what_no_replay_falls_below(tracer: Tracer) -> None:
 def test_the_leanest_is_that_of_all(tracer: Tracer) -> None:
     asked = estimates(tracer, "500MiB")
     first = min(POLICIES, key=lambda policy: asked.reserved(policy, 1))
-    assert asked.leanest() == asked.estimate(first, 1)
+    assert asked.smallest() == asked.estimate(first, 1)
 
 
 def test_a_refused_policy_leaves_the_others_of_its_session_as_they_are() -> None:

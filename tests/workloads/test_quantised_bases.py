@@ -130,7 +130,7 @@ def test_what_a_step_unpacks(method: str, monkeypatch: pytest.MonkeyPatch) -> No
     base = sum(t.nbytes for layer in layers for t in (layer.weight, *layer.buffers()))
     peak = trace.peak_allocated - base
     float32 = 4 * unpacked if method == "torchao float8" else 0  # the codes and their product, beside one weight
-    expected = 2 * unpacked + float32 if PACKINGS[method].keeps else unpacked
+    expected = 2 * unpacked + float32 if PACKINGS[method].saves_weight else unpacked
     assert peak == pytest.approx(expected, abs=unpacked // 8)
 
 

@@ -60,8 +60,8 @@ class Ring(NamedTuple):
     def of(cls, launch: Launch, group: tuple[int, int]) -> Ring:
         """The ring of `group` (number of ranks, distance between them); of all ranks if it is zeros."""
         here = launch.processes // launch.machines
-        ranks, apart = group if any(group) else (launch.processes, 1)
-        together = max(min(ranks, here // apart), 1)  # ranks of the group on one machine
+        ranks, distance = group if any(group) else (launch.processes, 1)
+        together = max(min(ranks, here // distance), 1)  # ranks of the group on one machine
         return cls(ranks, max(ranks // together, 1), max(here // together, 1))
 
 

@@ -26,7 +26,7 @@ _FORWARD = "forward"  # an instance attribute where a policy has replaced it; it
 _LATEST = 8  # kinds that a block is compared with
 
 
-class BuiltAlike:
+class BlockComparison:
     """Compares the blocks of one list, each with the last block of each kind before it.
 
     An object that differs between two blocks must belong to one block alone: blocks that share an object in pairs
@@ -35,11 +35,11 @@ class BuiltAlike:
     else has changed.
 
     Args:
-        apart: for each block, whether it is a kind of its own in any case.
+        unique: for each block, whether it equals no other in any case.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], apart: Sequence[bool]) -> None:
-        self.blocks, self.apart = blocks, apart
+    def __init__(self, blocks: Sequence[nn.Module], unique: Sequence[bool]) -> None:
+        self.blocks, self.unique = blocks, unique
         self._modules = [module for block in blocks for module in block.modules()]
         self._states: list[object] = []  # what may change between steps, besides policies
         self._forwards: list[weakref.ref[Any]] = []  # of policies; `self` where there is none
@@ -64,14 +64,14 @@ class BuiltAlike:
         last: dict[int, int] = {}  # of each kind: its last block, the latest at the end
         for number in range(len(self.blocks)):
             latest = list(last.items())[-_LATEST:]
-            kind = next((k for k, before in reversed(latest) if self._are_alike(before, number, owners)), len(last))
+            kind = next((k for k, before in reversed(latest) if self._are_equal(before, number, owners)), len(last))
             last.pop(kind, None)
             last[kind] = number
             found.append(kind)
         return found
 
-    def _are_alike(self, one: int, other: int, owners: dict[int, tuple[int, Any]]) -> bool:
-        if self.apart[one] or self.apart[other]:
+    def _are_equal(self, one: int, other: int, owners: dict[int, tuple[int, Any]]) -> bool:
+        if self.unique[one] or self.unique[other]:
             return False
         if (one, other) not in self._pairs:
             pair = _Pair(self._owners, (one, other), {})
@@ -79,15 +79,18 @@ class BuiltAlike:
         known = self._pairs[one, other]
         if known is None:
             return False
-        policies = _Pair(owners, known.numbers, dict(known.met))
+        policies = _Pair(owners, known.numbers, dict(known.matched))
         return all(policies.same(vars(a).get(_FORWARD), vars(b).get(_FORWARD)) for a, b in known.modules)
 
 
 class _Pair:
-    """Two blocks with these `numbers`, compared side by side. `met`: id of an object of the first -> the other's."""
+    """Two blocks with these `numbers`, compared side by side.
 
-    def __init__(self, owners: dict[int, tuple[int, Any]], numbers: tuple[int, int], met: dict[int, Any]) -> None:
-        self.owners, self.numbers, self.met = owners, numbers, met
+    matched: the second block's objects by the ids of those of the first that they were compared with.
+    """
+
+    def __init__(self, owners: dict[int, tuple[int, Any]], numbers: tuple[int, int], matched: dict[int, Any]) -> None:
+        self.owners, self.numbers, self.matched = owners, numbers, matched
         self.kept: list[Any] = []  # temporaries, so that no id is given twice
         self.modules: list[tuple[nn.Module, nn.Module]] = []
 
@@ -98,9 +101,9 @@ class _Pair:
             return False
         if isinstance(one, _ATOMS):
             return one == other or self._are_own_numbers(one, other)
-        if id(one) in self.met:
-            return self.met[id(one)] is other
-        self.met[id(one)] = other
+        if id(one) in self.matched:
+            return self.matched[id(one)] is other
+        self.matched[id(one)] = other
         if isinstance(one, tuple):
             return len(one) == len(other) and all(map(self.same, one, other))
         if not (self._is_own(one, self.numbers[0]) and self._is_own(other, self.numbers[1])):

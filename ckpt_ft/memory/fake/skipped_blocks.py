@@ -32,7 +32,7 @@ from ckpt_ft.memory.record.recorder import Position
 from ckpt_ft.memory.record.splice import FIRST, NotPeriodic, SkippedRun, Unit, splice
 from ckpt_ft.memory.record.tracker import Tracker
 
-from .block_equivalence import BuiltAlike
+from .block_equivalence import BlockComparison
 from .faked_model import Fakes, tensors_held
 
 Traced = set[tuple[int, str]]  # numbers of steps, and names of the runs that are traced whole in them
@@ -251,13 +251,14 @@ class _BlockList:
 
     def __init__(self, holds: nn.Module, blocks: list[nn.Module], names: list[str], shared: set[int]) -> None:
         self.holds, self.blocks, self.names = holds, blocks, names
-        self._alike = BuiltAlike(blocks, [any(id(p) in shared for p in block.parameters()) for block in blocks])
+        unique = [any(id(p) in shared for p in block.parameters()) for block in blocks]
+        self._comparison = BlockComparison(blocks, unique)
         self.begin(set())
 
     @property
     def kinds(self) -> list[int]:
         """Equal numbers for blocks that are built alike."""
-        return self._alike.kinds()
+        return self._comparison.kinds()
 
     def begin(self, traced: set[str]) -> None:
         """Begin a step, in which all blocks of the runs named `traced` are traced."""

@@ -302,7 +302,7 @@ class Tracker(TorchDispatchMode):
         live = recorder.live
         for tensor in tensors(given):  # torch.tensor(...) passes it through _LIFT
             if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in live:
-                self._meet(tensor)
+                self._follow_unknown(tensor)
         if op.collective:
             recorder.label_sent(tensors(args))
         at = len(recorder.events)
@@ -337,7 +337,7 @@ class Tracker(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # no compiled code runs here, and the wrapper that guards against it costs as much as an op
 
-    def _meet(self, tensor: torch.Tensor) -> None:
+    def _follow_unknown(self, tensor: torch.Tensor) -> None:
         """Follow a tensor that was made outside of the record: as resident in the first step, else as allocated now.
 
         This includes the parameters of a second model, such as the reference model in preference training.

@@ -21,7 +21,7 @@ from ckpt_ft.export.timeline import HOST_COLOURS
 from ckpt_ft.memory.cost.schedule import HOST
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.planning.estimate import _leaner
+from ckpt_ft.planning.estimate import _smaller_steps
 from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.flags import Edit, fields_of
 from ckpt_ft.spec.launch import Launch, ZeroOptions, accelerate_config, read_launch
@@ -182,7 +182,7 @@ def test_the_flag() -> None:
 def test_it_is_offered_before_adapters_where_all_weights_are_trained() -> None:
     spec = TrainingSpec.of("Qwen/Qwen3-4B", dtype="bfloat16", seq_length=128)
     shape: Any = SimpleNamespace(shape={"seq_length": 128})
-    (away, *adapters) = [changes for changes, _ in _leaner(spec, shape, 128, {}) if "optimizer" not in changes]
+    (away, *adapters) = [changes for changes, _ in _smaller_steps(spec, shape, 128, {}) if "optimizer" not in changes]
     edit = Edit(away)
     assert edit.text(spec) == "--offload all --bf16"
     assert edit.of(spec).launch.launch == Launch("zero3", 1, mixed_precision="bf16", zero=BOTH)
@@ -190,7 +190,7 @@ def test_it_is_offered_before_adapters_where_all_weights_are_trained() -> None:
     assert "--zero_stage 3 --offload_optimizer_device cpu --offload_param_device cpu" in said
     assert [sorted(changes) for changes in adapters] == [["lora_r"], ["load_in_4bit", "load_in_8bit", "lora_r"]]
     for other in (spec.edit(lora_r=16), spec.edit(launch=Launch("ddp", 2))):
-        assert not any("launch" in changes for changes, _ in _leaner(other, shape, 128, {}))
+        assert not any("launch" in changes for changes, _ in _smaller_steps(other, shape, 128, {}))
 
 
 def test_lion_has_no_model_on_the_host() -> None:
