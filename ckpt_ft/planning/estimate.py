@@ -16,10 +16,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ from ckpt_ft.planning.budget import LESS, Candidate, MemoryBudget, seconds
 from ckpt_ft.planning.results import Estimate, Fix, Suggestion, Suggestions
 from ckpt_ft.planning.scaled_traces import Estimates
 from ckpt_ft.planning.search import blocks_of, fewest_swapped, with_term
-from ckpt_ft.planning.tracing import Traced, Tracer, on_card, trace_policies
+from ckpt_ft.planning.tracing import Tracer, on_card, trace_policies
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for, recipe_command
 from ckpt_ft.spec.flags import Edit, offloaded
@@ -378,8 +379,8 @@ def _swapped(workload: Workload, policy: str, room: MemoryBudget) -> Iterator[tu
         yield with_term(policy, f"swap:{blocks}"), traces[blocks]
 
 
-def _trace_alone(workload: Workload, policy: str, batch: int) -> StepTrace:
-    (trace,) = trace_policies(workload, [policy], workload.step(batch))
+def _trace_alone(workload: Workload, policy: str, batch: int, length: int | None = None) -> StepTrace:
+    (trace,) = trace_policies(workload, [policy], workload.step(batch, length))
     assert isinstance(trace, StepTrace), "the policy suits the model"
     return trace
 
@@ -474,7 +475,8 @@ def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: 
     for change, make in _CHANGES.items():
         with make(tracer.workload, trace) as changed:
             if changed is not None:
-                found += fix(change, _traced(changed, candidate))
+                step = changed.step(candidate.batch)
+                found += fix(change, trace_policies(changed, [candidate.policy], step)[0])
     if fixed_batch and candidate.batch > 1:
         half = candidate.batch // 2
         change = f"micro-batches of {half} and twice the gradient accumulation"
@@ -489,29 +491,19 @@ def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: 
 
 def _padding(workload: Workload, lengths: Lengths, candidate: Candidate) -> Iterator[Fix]:
     """Less padding: fewer bytes if the few longest rows are cut, less time if rows of similar length are grouped."""
-    batch = candidate.batch
+    policy, batch = candidate.policy, candidate.batch
     cut = lengths.quantile(_NEARLY_ALL)
     if cut < lengths.longest:
-        worst, usual = (_at(workload, candidate, n) for n in (cut, lengths.cut(cut).padded(batch)))
+        worst, usual = (_trace_alone(workload, policy, batch, n) for n in (cut, lengths.cut(cut).padded(batch)))
         slower = round(seconds(usual) / candidate.seconds - 1, 4)
         change = f"--max_length {cut}, which cuts the longest 1 % of the rows"
         yield Fix(change, candidate.reserved - worst.peak_reserved, slower)
     if not lengths.by_length and lengths.mean < lengths.padded(batch):
-        grouped = _at(workload, candidate, round(lengths.mean))
+        grouped = _trace_alone(workload, policy, batch, round(lengths.mean))
         faster = round(seconds(grouped) / candidate.seconds - 1, 4)
         share = 1 - lengths.mean / lengths.padded(batch)
         change = f"--train_sampling_strategy group_by_length (or --packing): {share:.0%} of the tokens are padding"
         yield Fix(change, 0, faster)
-
-
-def _traced(workload: Workload, candidate: Candidate, length: int | None = None) -> Traced:
-    return trace_policies(workload, [candidate.policy], workload.step(candidate.batch, length))[0]
-
-
-def _at(workload: Workload, candidate: Candidate, length: int) -> StepTrace:
-    trace = _traced(workload, candidate, length)
-    assert isinstance(trace, StepTrace), "a candidate has a trace"
-    return trace
 
 
 @contextmanager
@@ -537,28 +529,19 @@ def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
     """Replace eager attention, whose scores grow with the square of the length, by scaled dot product attention."""
     able = [module for module in workload.model.modules() if getattr(module, "_supports_sdpa", False)]
     capable = [model for model in able if model.config._attn_implementation == "eager"]  # type: ignore[union-attr]
-    if not capable:
-        yield None
-        return
-    try:
-        capable[0].set_attn_implementation("sdpa")  # type: ignore[operator]  # transformers' PreTrainedModel
-        yield workload
-    finally:
-        capable[0].set_attn_implementation("eager")  # type: ignore[operator]
+    with ExitStack() as stack:
+        for model in capable[:1]:
+            stack.callback(model.set_attn_implementation, "eager")  # type: ignore[arg-type]  # of a PreTrainedModel
+            model.set_attn_implementation("sdpa")  # type: ignore[operator]
+        yield workload if capable else None
 
 
 @contextmanager
 def _no_cache(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
     """Disable the KV cache in training, where it keeps every key and value alive through backward."""
     configs = [m.config for m in workload.model.modules() if getattr(getattr(m, "config", None), "use_cache", False)]
-    if not configs:
-        yield None
-        return
-    try:
-        configs[0].use_cache = False  # type: ignore[union-attr]
-        yield workload
-    finally:
-        configs[0].use_cache = True  # type: ignore[union-attr]
+    with patch.object(configs[0], "use_cache", False) if configs else nullcontext():
+        yield workload if configs else None
 
 
 _CHANGES: dict[str, Callable[[Workload, StepTrace], Any]] = {

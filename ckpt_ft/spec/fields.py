@@ -155,21 +155,19 @@ class Part:
         from pydantic import ValidationError
 
         kind: Any = type(self)
-
-        given = {own.name: getattr(self, own.name) for own in fields(self)}  # type: ignore[arg-type]
+        stated = {own.name: own for own in declared_in(kind, "")}
+        given = {name: getattr(self, name) for name in stated}
         try:
             checked = _model_of(kind).model_validate(given)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            place = str(first["loc"][0])
-            stated = next(own for own in declared_in(kind, "") if own.name == place)
-            raise UserError(_refusal(stated, given[place], first)) from error
-        for name in given:
+            name = str(first["loc"][0])
+            raise UserError(_refusal(stated[name], given[name], first)) from error
+        for name in stated:
             object.__setattr__(self, name, getattr(checked, name))
-        stated_by_name = {own.name: own for own in declared_in(kind, "")}
-        for name, own in stated_by_name.items():
+        for name, own in stated.items():
             if own.setting.needs and getattr(self, name) != own.default and not getattr(self, own.setting.needs):
-                needed = stated_by_name[own.setting.needs].label
+                needed = stated[own.setting.needs].label
                 raise UserError(f"{own.label}: it has no effect without {needed}; give both, or leave it out")
 
 

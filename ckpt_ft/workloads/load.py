@@ -185,23 +185,24 @@ def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: 
     own_rows: whether the batches are rows of a dataset.
     """
     held = f"the batches of {name}, of kind '{workload.kind}', hold no"
-    if spec.data.seq_length is not None and "seq_length" not in workload.shape:
-        raise UserError(f"sequence length {spec.data.tokens}: {held} sequences")
-    for asked, what in (("images", "images among text"), ("audio_seconds", "sound"), ("resolution", "images")):
-        if spec.get(asked) and asked not in workload.shape:
-            raise UserError(f"{asked.replace('_', ' ')} {spec.get(asked)}: {held} {what}")
+    for asked, size, given, what in (
+        ("seq_length", "seq_length", f"sequence length {spec.data.seq_length}", "sequences"),
+        ("images", "images", f"images {spec.data.images}", "images among text"),
+        ("audio_seconds", "audio_seconds", f"audio seconds {spec.data.audio_seconds}", "sound"),
+        ("resolution", "resolution", f"resolution {spec.data.resolution}", "images"),
+        ("buckets", "height", "aspect ratio buckets", "images in buckets"),
+        ("frames", "frames", f"{spec.data.frames} frames", "videos"),
+    ):
+        if spec.get(asked) and size not in workload.shape:
+            raise UserError(f"{given}: {held} {what}")
     for budget in ("max_pixels", "longest_side"):
         if (given := spec.get(budget)) and not spec.data.images and not own_rows:
             raise UserError(
                 f"{budget.replace('_', ' ')} {given}: it applies to images; give their number too, such as --images 1"
             )
-    if spec.data.buckets and "height" not in workload.shape:
-        raise UserError(f"aspect ratio buckets: {held} images in buckets")
     for asked, what in (("train_text_encoder", "text encoders"), ("encode_each_step", "images to encode")):
         if spec.get(asked) and workload.kind not in ("diffusion U-Net", "diffusion model"):
             raise UserError(f"{asked.replace('_', ' ')}: {name}, of kind '{workload.kind}', has no {what}")
-    if spec.data.frames and "frames" not in workload.shape:
-        raise UserError(f"{spec.data.frames} frames: {held} videos")
 
 
 def _by_kind(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
