@@ -20,7 +20,7 @@ from transformers import Dinov2Config, Dinov2Model
 from benchmarks import long_run
 from ckpt_ft.memory.fake.step import trace_steps
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.workloads.adapters import Valueless, tell_sizes
+from ckpt_ft.workloads.adapters import Valueless, store_sizes
 
 ROWS = Path(__file__).resolve().parent / "data" / "flux2_klein_peft.json"
 BATCH, LATENTS, TEXT, IMAGES = 2, (128, 32, 32), (512, 7680), 14
@@ -56,7 +56,7 @@ def build(row: dict[str, Any]) -> Run:
         if row["peft_config"] is not None:
             given = {name: value for name, value in row["peft_config"].items() if name not in _RESULTS}
             model = get_peft_model(model, get_peft_config(given))
-            tell_sizes(model)
+            store_sizes(model)
     return Run(model).train()
 
 

@@ -25,9 +25,9 @@ from ckpt_ft.workloads.model_config import (
     STRETCHES,
     is_rotary,
     read_config,
+    set_router_loss,
     stretch_positions,
     trained_positions,
-    weigh_routers,
 )
 
 from .flags import AtLeastOne, NotNegative, Rank, Share, check_flags, flag
@@ -178,7 +178,7 @@ def load_model(args: LanguageModelArguments, max_length: int = 0, mixed_precisio
     more = _divided(args, mixed_precision)
     if args.router_aux_loss_coef is not None:
         config = more["config"] = _config(args)
-        weigh_routers(config, args.router_aux_loss_coef, AutoModelForCausalLM._model_mapping[type(config)])
+        set_router_loss(config, args.router_aux_loss_coef, AutoModelForCausalLM._model_mapping[type(config)])
     model = load_pretrained(args, AutoModelForCausalLM, max_length, **more)
     return with_adapters(model, args, task_type="CAUSAL_LM") if args.adapts else model
 

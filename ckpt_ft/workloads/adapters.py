@@ -1,8 +1,8 @@
 """Adds adapters, quantised weights and frozen parts to a model, which may be on the meta device.
 
-The `quantization_config` of a checkpoint that is quantised already decides how its weights lie in memory. What
-transformers trains is asked of its own rules [transformers/quantizers, is_trainable; trainer_utils.py,
-validate_quantization_for_training]: adapters over some methods, and the weights themselves over none of them.
+For a checkpoint that is already quantised, its `quantization_config` decides the memory layout of the weights.
+transformers never trains such weights themselves, and trains adapters over some of the methods only
+[transformers/quantizers, is_trainable; trainer_utils.py, validate_quantization_for_training].
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ aten = torch.ops.aten
 
 
 class Valueless(TorchDispatchMode):
-    """Lets adapters that read values initialise on the meta device.
+    """A dispatch mode under which adapters that read values can be initialised on the meta device.
 
-    Some adapters decompose the weight that they adapt, draw masks, or compare two tensors. Their shapes do not depend
-    on the values, so under this mode every number reads as one, every comparison as true, and a mask has as many
-    elements set as were written into it.
+    Some adapters decompose the weight that they adapt, draw masks, or compare two tensors. The shapes of their own
+    tensors do not depend on the values. So every number that they read is one, every comparison is true, and a mask
+    has as many elements set as were written into it.
     """
 
     def __init__(self) -> None:
@@ -142,9 +142,10 @@ class TrainedTowers:
 
 
 def _endings(modules: list[tuple[str, nn.Module]], head: nn.Module | None) -> set[str]:
-    """The shortest endings of the paths of linear layers, except the head, that no other module's path has.
+    """For each linear layer except the head, the shortest ending of its path that identifies linear layers.
 
-    `q_proj`, for example; `mlp.0` for a layer in a Sequential, because `0` may be a block, too.
+    No path of another module has this ending. It is `q_proj`, for example, or `mlp.0` for a layer in a Sequential,
+    because a block may also be called `0`.
     """
     others = {end for name, module in modules if not isinstance(module, nn.Linear) for end in _ends(name)}
     layers = [name for name, module in modules if isinstance(module, nn.Linear) and module is not head]
@@ -163,7 +164,7 @@ def _pattern(tower: Tower, names: set[str]) -> str:
     return rf"(?:{roots})(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(names)))})"
 
 
-_FROM_DATA = ("corda", "loftq")  # LoRA initialisations that need data or other packages; sizes are the same
+_FROM_DATA = ("corda", "loftq")  # LoRA initialisations that need data or other packages, and do not change sizes
 
 
 def without_adapters(model: Any) -> Any:
@@ -178,7 +179,7 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
     if spec.quantisation.packed is not None:
         pack(model, spec.quantisation.packed)
     if spec.precision.float32_ends:
-        _widen_ends(model)
+        _ends_to_float32(model)
     for part in spec.model.frozen:
         _freeze(model, part)
     towers = TrainedTowers(model, spec.model.train_towers) if spec.model.train_towers else None
@@ -215,12 +216,12 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
                 f"LoRA dropout {config.lora_dropout}: PEFT adapts fused experts and routers without; give 0"
             ) from error
     if on_meta:
-        _train_rank_numbers(adapted)
-        tell_sizes(adapted)
+        _train_ranks_of_adalora(adapted)
+        store_sizes(adapted)
     if spec.quantisation.load_in_4bit:
-        _show_weights(adapted)
+        _let_adapters_unpack(adapted)
     if spec.quantisation.quantize_moe_experts:
-        _read_anew(adapted)
+        _read_weights_again(adapted)
     return adapted.train()
 
 
@@ -237,12 +238,12 @@ def check_target_parameters(model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
-    """What quantisation leaves of a mixture of experts, in one sentence.
+    """A sentence about the experts that quantisation does not pack; () if there are none.
 
-    bitsandbytes packs linear layers. [transformers/integrations/bitsandbytes.py, replace_with_bnb_linear]
+    bitsandbytes packs linear layers only. [transformers/integrations/bitsandbytes.py, replace_with_bnb_linear]
 
     Raises:
-        UserError: 8 bits over fused experts, or settings of experts and the model has none.
+        UserError: 8 bits with fused experts, or settings of experts for a model without experts.
     """
     quantised = spec.quantisation
     nbytes = sum(p.nbytes for _, p in fused_experts(model))
@@ -301,13 +302,13 @@ def notes_on(spec: TrainingSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def by_task(spec: TrainingSpec) -> bool:
+def needs_task_ids(spec: TrainingSpec) -> bool:
     """Whether the adapters are trained on several tasks, so that a batch has the task of each row."""
     return spec.adapter.peft is not None and spec.adapter.peft.get("peft_type") in ("MULTITASK_PROMPT_TUNING", "POLY")
 
 
 def adapters_of(spec: TrainingSpec) -> str:
-    """The adapters of `spec`, for errors of the forward: those that compute with the weight fail on packed bits."""
+    """The adapters of `spec`, for error messages of forward: adapters that compute with packed weights fail there."""
     if spec.adapter.peft is None:
         return ""
     over = f" over weights in {spec.quantisation.bits} bits" if spec.quantisation.bits else ""
@@ -332,7 +333,7 @@ def _quantise(model: Any, spec: TrainingSpec) -> None:
         prepare_kbit(model)
 
 
-def _widen_ends(model: Any) -> None:
+def _ends_to_float32(model: Any) -> None:
     """Cast norms, embeddings and the head to float32, as axolotl's convert_embedding_modules_dtype does."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     for name, module in model.named_modules():
@@ -340,23 +341,23 @@ def _widen_ends(model: Any) -> None:
             module.float()
 
 
-def _show_weights(adapted: Any) -> None:
-    """Set how PEFT's layers that compute with the weight itself unpack a stand-in's weight."""
+def _let_adapters_unpack(adapted: Any) -> None:
+    """Let PEFT's layers that compute with the weight itself (SHiRA) unpack the weight of our 4-bit stand-ins."""
     from ckpt_ft.standins.quantised_layers import NF4Linear
 
     for layer in adapted.modules():
         if not isinstance(getattr(layer, "base_layer", None), NF4Linear):
             continue
-        if getattr(layer, "quantization_backend", layer) is None:  # SHiRA's
+        if getattr(layer, "quantization_backend", layer) is None:
             from peft.utils.quantization_utils import HqqBackend
 
             layer.quantization_backend = HqqBackend()
 
 
-def _read_anew(adapted: Any) -> None:
-    """Make adapters of packed experts read the weight anew once they are added to it, as axolotl does.
+def _read_weights_again(adapted: Any) -> None:
+    """Let adapters of packed experts read the weight again after each of them was added to it, as axolotl does.
 
-    Adapters of two parameters of a module are nested, and the outer one keeps the weights that it reads.
+    PEFT nests the adapters of two parameters of one module, and the outer adapter caches the weights that it reads.
     """
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -378,15 +379,15 @@ def _read_anew(adapted: Any) -> None:
             module.__class__ = Fresh
 
 
-def _train_rank_numbers(adapted: Any) -> None:
-    """Make AdaLoRA's rank numbers trainable for half-precision weights, as PEFT does from 0.21 on, except on meta."""
+def _train_ranks_of_adalora(adapted: Any) -> None:
+    """Make AdaLoRA's numbers of ranks trainable for weights in half precision. PEFT 0.21 does so, but not on meta."""
     for layer in adapted.modules():
         ranks = getattr(layer, "ranknum", None)
         if ranks is not None and layer.get_base_layer().weight.dtype in (torch.bfloat16, torch.float16):
             ranks.requires_grad_(True)
 
 
-def tell_sizes(adapted: Any) -> None:
+def store_sizes(adapted: Any) -> None:
     """Store the sizes of FRoD's sparse matrices on the CPU: its forward reads them, which meta tensors forbid."""
     for category, sizes in getattr(adapted.base_model, "frod_s_size", {}).items():
         for adapter in sizes:
@@ -406,7 +407,8 @@ def _freeze(model: Any, part: str) -> None:
 def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_values: bool, experts: bool) -> Any:
     """The PEFT configuration of the spec: LoRA by its rank, or the given one; only in `towers` if there are any.
 
-    Beside fused `experts`, which PEFT may adapt among all linear layers, the default dropout is 0, as in the recipes.
+    experts: whether the model has fused experts, which PEFT may adapt among all linear layers. The default dropout is
+        then 0, as in the recipes.
     """
     from peft import LoraConfig
 
@@ -420,7 +422,7 @@ def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_val
             config.target_modules = towers.adapted_layers(given.get("target_modules"), f"{asked}:")
         return config
     rank, dropout, targets = spec.adapter.lora_r, spec.adapter.lora_dropout, list(spec.adapter.lora_targets)
-    usual = None if spec.trainer.trainer else "all-linear"  # TRL leaves it to PEFT, which knows layers by model type
+    usual = None if spec.trainer.trainer else "all-linear"  # TRL lets PEFT choose, which knows layers by model type
     if targets == ["all-linear"]:
         targets, usual = [], "all-linear"
     chosen: Any = targets or usual
@@ -440,7 +442,7 @@ def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_val
     )
 
 
-# Methods that transformers trains nothing over (`is_trainable` is false).
+# Methods over which transformers cannot even train adapters (`is_trainable` is false).
 _UNTRAINABLE = {
     "auto-round", "fbgemm_fp8", "gguf", "higgs", "metal", "nvfp4", "quark", "spqr", "vptq", "gemma"
 }  # fmt: skip
@@ -448,7 +450,7 @@ _BITSANDBYTES = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
 _BITS = re.compile(r"(?:int|float)(\d+)")
 
 
-def as_quantised(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> TrainingSpec:
+def with_quantisation_of(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> TrainingSpec:
     """Returns `spec` with the quantisation of the checkpoint whose configuration is `config`.
 
     Raises:

@@ -36,9 +36,9 @@ _TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")  # the targets of diffuser
 class TextAndUNet(nn.Module):
     """A U-Net and its text encoders as one model, for training both.
 
-    It takes {"sample", "timestep", "input_ids", ...} and returns the U-Net's prediction. So a policy, a trace,
-    accelerate and a checkpoint handle one model. Prompts are not encoded in advance: rows keep their tokens, and each
-    step encodes them.
+    It takes {"sample", "timestep", "input_ids", ...} and returns the U-Net's prediction, so that a policy, a trace,
+    accelerate and a checkpoint see a single model. Prompts are not encoded in advance: rows have tokens, and each step
+    encodes them.
     """
 
     def __init__(self, unet: Any, text_encoders: Sequence[Any]) -> None:

@@ -88,9 +88,9 @@ def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[
         return loss(model, dict(batch), num_items_in_batch=(batch["labels"] != _IGNORED).sum())
 
     def create_optimizer(model: nn.Module) -> Any:
-        twin: Any = copy.copy(trainer)
-        twin.model = model
-        return _trained(twin.create_optimizer(), model, _MANY)
+        copied: Any = copy.copy(trainer)
+        copied.model = model
+        return _trained(copied.create_optimizer(), model, _MANY)
 
     model = undivided(trainer.model)
     spec = spec_of_arguments(args, precision_of(args))
@@ -211,13 +211,13 @@ def loss_of(trainer: Trainer) -> TrainerLoss:
     """Returns the trainer's loss; calling it does not modify the trainer, for example TRL's collected metrics."""
 
     def compute_loss(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        twin: Any = copy.copy(trainer)
+        copied: Any = copy.copy(trainer)
         if hasattr(trainer, "_metrics"):  # TRL's trainers collect metrics there
-            twin._metrics = copy.deepcopy(trainer._metrics)
+            copied._metrics = copy.deepcopy(trainer._metrics)
         if not isinstance(model, nn.Module):  # under autocast it is a function; a Trainer asks for the model's name
-            twin.accelerator = copy.copy(trainer.accelerator)
-            twin.accelerator.unwrap_model = lambda given, *_, **__: trainer.model if given is model else given
-        loss: torch.Tensor = type(trainer).compute_loss(twin, model, *args, **kwargs)
+            copied.accelerator = copy.copy(trainer.accelerator)
+            copied.accelerator.unwrap_model = lambda given, *_, **__: trainer.model if given is model else given
+        loss: torch.Tensor = type(trainer).compute_loss(copied, model, *args, **kwargs)
         return loss
 
     return compute_loss
@@ -282,8 +282,8 @@ def optimizer_like(
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         named = dict(model.named_parameters())
-        twin: torch.optim.Optimizer = renew(optimizer, {key: named[name] for key, name in names.items()})
-        return _trained(twin, model, steps)
+        copied: torch.optim.Optimizer = renew(optimizer, {key: named[name] for key, name in names.items()})
+        return _trained(copied, model, steps)
 
     return make
 

@@ -1,4 +1,4 @@
-"""Images in the text of a vision-language model's batch: what the model's processor makes of blank images.
+"""The images in a vision-language model's batch: what the model's processor returns for blank images.
 
 The processor is transformers' own class, with the settings that are published with the model, or else with those of
 its class and the model's configuration. It runs offline, so its tokenizer is a stand-in that only knows the special
@@ -34,19 +34,19 @@ _WITHOUT_CLASS_TOKEN = "default"  # LLaVA's vision_feature_select_strategy that 
 
 
 @dataclass(frozen=True)
-class Pictured:
+class RowImages:
     """The images of one row, as the processor returns them.
 
     Attributes:
         inputs: the model's other arguments for one row.
         ids: (1, tokens), the image tokens and those around them, with one token of text after each image.
-        along: the names of `inputs` that have one value per token.
+        per_token: the names of `inputs` that have one value per token.
         image_tokens: number of tokens that are replaced by image features.
     """
 
     inputs: Batch
     ids: torch.Tensor
-    along: frozenset[str]
+    per_token: frozenset[str]
     image_tokens: int
 
     @property
@@ -59,13 +59,13 @@ class Pictured:
         samples, tokens = batch["input_ids"].shape
         batch["input_ids"][:, : self.length] = self.ids
         for name, value in self.inputs.items():
-            if name in self.along:  # all text tokens are like the last one, which is text
+            if name in self.per_token:  # all text tokens are like the last one, which is text
                 last = value[:, -1:].repeat(1, tokens - self.length, *[1] * (value.ndim - 2))
                 value = torch.cat([value, last], 1)
             batch[name] = value.repeat(samples, *[1] * (value.ndim - 1))
 
 
-def pictured(model: Any, published: Mapping[str, Any], spec: TrainingSpec) -> Pictured:
+def images_of_row(model: Any, published: Mapping[str, Any], spec: TrainingSpec) -> RowImages:
     """Returns `spec.data.images` blank images of `spec.data.image_size` (width, height) as inputs of `model`.
 
     Args:
@@ -100,10 +100,10 @@ def pictured(model: Any, published: Mapping[str, Any], spec: TrainingSpec) -> Pi
     ids = made.pop("input_ids")
     of_images = ids == ids.mode().values[:, None]  # most tokens are image tokens
     inputs = {name: value for name, value in made.items() if name in arguments - _TEXT_INPUTS}
-    along = frozenset(name for name, value in inputs.items() if value.ndim > 1 and value.shape[1] == ids.shape[1])
+    per_token = frozenset(name for name, value in inputs.items() if value.ndim > 1 and value.shape[1] == ids.shape[1])
     image_token = getattr(config, "image_token_id", None)
     ids = torch.where(of_images, config.image_token_index if image_token is None else image_token, 0)
-    return Pictured(inputs, ids, along, int(of_images.sum()))
+    return RowImages(inputs, ids, per_token, int(of_images.sum()))
 
 
 def choose_size(images: Any, max_pixels: int | None, longest_side: int | None) -> None:

@@ -25,7 +25,7 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins.float8 import to_float8
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import library_reads
-from ckpt_ft.workloads.adapters import adapters_of, as_quantised, notes_on
+from ckpt_ft.workloads.adapters import adapters_of, notes_on, with_quantisation_of
 from ckpt_ft.workloads.model_config import read_config
 
 from .optimizers import notes_on as notes_on_optimizer
@@ -70,7 +70,7 @@ def load(
     config: Mapping[str, Any] = read_config(name)
     if spec.trainer.trainer == "reward":
         config = as_reward_model(config)
-    spec = as_quantised(name, config, spec)
+    spec = with_quantisation_of(name, config, spec)
     workload = _by_kind(name, config, spec)
     if spec.trainer.trainer:
         workload = trainer_step(workload, spec.edit(seq_length=workload.shape.get("seq_length")))
@@ -98,8 +98,8 @@ def load(
         phases = phases | {"evaluation": evaluation_of(spec.data, workload.model)}
     return replace(
         workload,
-        compute_loss=_refusing(workload.compute_loss, adapters_of(spec)),
-        name=_with_code(spec.title, workload.model) if gpu else spec.title,
+        compute_loss=_with_clear_errors(workload.compute_loss, adapters_of(spec)),
+        name=_with_missing_kernels(spec.title, workload.model) if gpu else spec.title,
         make_optimizer=optimizer_maker(spec.optimizer.name, spec.optimizer.ema, workload.model, str(device)),
         device=device,
         autocast=MIXED_PRECISION[spec.precision.mixed_precision],
@@ -123,8 +123,8 @@ def load(
     )
 
 
-def _refusing(loss: Loss, adapters: str) -> Loss:
-    """`loss` of a model that never ran, whose configuration may make no sense: an error of its forward in one line."""
+def _with_clear_errors(loss: Loss, adapters: str) -> Loss:
+    """`loss` with one-line errors: a model that was built from a configuration alone may fail in its first forward."""
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
         with library_reads(f"its forward refuses a batch of {', '.join(batch)}{adapters}"):
@@ -136,8 +136,11 @@ def _refusing(loss: Loss, adapters: str) -> Loss:
     return compute_loss
 
 
-def _with_code(title: str, model: nn.Module) -> str:
-    """`title`, and the kernels that PyTorch code replaces in the trace (Mamba's scan then keeps each step's state)."""
+def _with_missing_kernels(title: str, model: nn.Module) -> str:
+    """`title`, and the packages of kernels that are not installed, in place of which PyTorch code is traced.
+
+    Such code may need more memory: Mamba's scan then keeps the state of each step.
+    """
     places = {type(module).__module__ for module in model.modules()}
     absent = sorted({package for place in places for package in _kernels_of(place) if find_spec(package) is None})
     return f"{title} (PyTorch's own code, slower than the kernels of {' and '.join(absent)})" if absent else title

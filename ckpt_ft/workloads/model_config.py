@@ -315,7 +315,7 @@ def stretch_positions(config: Any, rope_scaling: str, length: int) -> None:
             stated |= {"original_max_position_embeddings": trained} if rope_scaling == "yarn" else {}
 
 
-def weigh_routers(config: Any, coefficient: float | None, kind: type, by_trl: bool = False) -> None:
+def set_router_loss(config: Any, coefficient: float | None, kind: type, by_trl: bool = False) -> None:
     """Set the weight of the routers' auxiliary loss in the configuration of a `kind`; None keeps the model's own.
 
     by_trl: whether one of TRL's trainers asks for the routers' logits, which it does not of its reference model.

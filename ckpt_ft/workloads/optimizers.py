@@ -192,7 +192,7 @@ def _prodigy(model: nn.Module, zeros: frozenset[str]) -> Any:
 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    class Told(Prodigy):
+    class KnownZeros(Prodigy):
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
             fresh = [p for name, p in named.items() if name not in zeros and "p0" not in self.state[p]]
             loss: float | None = super().step(closure)
@@ -201,7 +201,7 @@ def _prodigy(model: nn.Module, zeros: frozenset[str]) -> Any:
                     self.state[p]["p0"] = p.detach().flatten().clone()
             return loss
 
-    return Told(named.values(), lr=1.0, use_bias_correction=True, safeguard_warmup=True)
+    return KnownZeros(named.values(), lr=1.0, use_bias_correction=True, safeguard_warmup=True)
 
 
 class Averaged:

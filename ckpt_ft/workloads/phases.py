@@ -1,7 +1,8 @@
-"""Phases of a run besides the training step: evaluation, the generation of text, and loading and saving by rules.
+"""Phases of a run besides the training step: evaluation, generation of text, loading and saving of weights.
 
-The first two run the library's own code (`Trainer.evaluation_loop`, `GenerationMixin.generate`) on a few batches or
-tokens. What the others would have left on the device, predictions or a KV cache, is allocated at once.
+Evaluation and generation run the library's own code (`Trainer.evaluation_loop`, `GenerationMixin.generate`), but only
+on a few batches or tokens. In place of the other batches and tokens, a trace allocates what they would have left on
+the device: predictions, or a KV cache. Loading and saving follow rules (`outside_steps`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Size = tuple[int, int]  # of a batch: rows, and tokens of each; 0 tokens if all 
 
 
 class PhaseRecorder:
-    """Notes what a live trainer evaluates and generates besides its steps, and has each phase measured.
+    """Notes the sizes of what a live trainer evaluates and generates between its steps, and measures these phases.
 
     Args:
         measure: opens the measurement of a phase.
@@ -138,10 +139,10 @@ def evaluation(
 
     Args:
         make_batch: (workload, whether it is the last one) -> the largest batch, or the last.
-        sizes: of all batches, in their order.
+        sizes: the sizes of all batches, in order.
         loss_only: whether predictions are dropped, as a Trainer without `compute_metrics` does.
         generated: tokens of the answers, for a trainer that generates what it evaluates.
-        around: what surrounds the trainer's code.
+        around: makes a context manager in which the trainer's code runs.
     """
     traced, runs = _traced_batches(sizes, trainer.args.eval_accumulation_steps, loss_only)
     ends = traced[-1] == sizes[-1] and not loss_only
@@ -172,10 +173,12 @@ def _size(batch: Any) -> Size:
 
 
 def _traced_batches(sizes: list[Size], every: int | None, loss_only: bool) -> tuple[list[Size], set[int]]:
-    """The batches of a trace, and those of them that run the model; for the others only predictions are allocated.
+    """The sizes of the batches to trace, and the numbers of those on which the model runs.
 
-    The model runs on the first batch, on the largest, and on the last two of the chunks (of `every` batches) with the
-    largest batch and with the most predictions. If there are very many, batches that run nothing are merged.
+    For the other batches only predictions are allocated. A chunk is the `every` batches whose predictions are on the
+    device together. The model runs on the first batch, on the largest one, and on the last two batches of two chunks:
+    the one with the largest batch and the one with the most predictions. If there are very many batches, neighbours
+    on which the model does not run are merged.
     """
     places = range(len(sizes))
     cost = [rows * max(tokens, 1) for rows, tokens in sizes]
@@ -258,9 +261,9 @@ def _copy_for_evaluation(trainer: Any, model: nn.Module, optimizer: Any, workloa
 def _loader(
     workload: Workload, make_batch: Callable[[Workload, bool], Batch], traced: list[Size], ends: bool
 ) -> Iterator[Batch]:
-    """Batches as a data loader gives them, each while the next one is there; others are cut out of the largest.
+    """Batches as a data loader yields them: the next one is already on the device. They are cut out of the largest.
 
-    ends: whether the last one is the last of the evaluation.
+    ends: whether the last of them is the last batch of the evaluation, which has its own size.
     """
 
     def made(place: int) -> Batch:
@@ -289,7 +292,7 @@ def _loader(
 
 
 def _touch(batch: Any) -> None:
-    """Uses every tensor of a batch: a trace counts a tensor from its first use on."""
+    """Use every tensor of a batch, because a trace counts a tensor from its first use on."""
     for tensor in tree_leaves(batch):
         if isinstance(tensor, torch.Tensor):
             tensor.detach()
@@ -297,9 +300,10 @@ def _touch(batch: Any) -> None:
 
 @contextmanager
 def _valueless_predictions(on_cpu: bool) -> Iterator[None]:
-    """Containers of predictions that can be read without values.
+    """Makes transformers' containers of predictions work without values.
 
-    on_cpu: a NumPy array shares the memory of the tensor that it was made of, until it is concatenated.
+    on_cpu: whether the step runs on a CPU, where a NumPy array shares the memory of its tensor until it is
+        concatenated.
     """
     from transformers import trainer as module
 
@@ -330,16 +334,16 @@ def generation(
     trainer: Any,
     sizes: Callable[[Workload, int], tuple[int, int, int]],
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    wakes: float = 0.0,
+    vllm_share: float = 0.0,
 ) -> Phase:
     """The phase in which TRL's GRPO or RLOO trainer generates what it trains on, and scores it.
 
     If completions are generated more often than the weights are updated, gradients are on the device.
 
     Args:
-        sizes: (workload, samples) -> sequences, tokens of the prompts, and of the answers. Every answer has the
+        sizes: (workload, samples) -> sequences, tokens of each prompt, and of each answer. Every answer has the
             greatest length.
-        wakes: the share of the card that a vLLM takes while it generates, if it sleeps during the steps.
+        vllm_share: the share of the card that vLLM takes while it generates, if it sleeps during the steps; else 0.
     """
 
     def phase(workload: Workload, samples: int) -> Step:
@@ -352,7 +356,7 @@ def generation(
             with around(), torch.no_grad(), _in_precision(workload, model):
                 gpu = gpu_of(workload.device)
                 if trainer.use_vllm and gpu is not None:
-                    torch.empty(int(wakes * gpu.memory), dtype=torch.uint8)
+                    torch.empty(int(vllm_share * gpu.memory), dtype=torch.uint8)
                 if not trainer.use_vllm:
                     ids = torch.ones(sequences, prompt, dtype=torch.long)
                     mask = torch.ones_like(ids)
@@ -398,7 +402,7 @@ def _generate_length(model: Any, tokens: int, **inputs: Any) -> Any:
 
 @torch.no_grad()
 def _generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> torch.Tensor:
-    """Generates `tokens`: the prompt, and the last ones, when the KV cache is largest; returns all sequences."""
+    """Generates the first of `tokens` and the last two, when the KV cache is largest; returns all sequences."""
     settings = copy.deepcopy(settings)
     if (settings.num_beams or 1) > 1:
         raise UserError(f"num_beams {settings.num_beams}: the KV cache of a beam search is not predicted")
@@ -415,7 +419,7 @@ def _generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> torch.Te
         if kept:
             _fill(cache, prompt + tokens - last - 1)
         first = settings.decoder_start_token_id or 0
-        one = torch.full((1, 1), first if encodes else 1)  # what is held before is the prompt: these take no memory
+        one = torch.full((1, 1), first if encodes else 1)  # expanded: the prompt alone is in memory
         ids, mask = (one.expand(given.shape[0], length) for _ in range(2))
         named = {"decoder_input_ids": ids} if encodes else {"input_ids": ids, "attention_mask": mask}
         _sample(model, settings, last, **{**inputs, **named, **kept})
@@ -423,7 +427,7 @@ def _generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> torch.Te
 
 
 def _sample(model: Any, settings: Any, tokens: int, **inputs: Any) -> Any:
-    """Generates tokens; whether all sequences have ended cannot be read from tokens without values."""
+    """Generates tokens. Their values are not known, so a patch decides when all sequences have ended."""
     from transformers import GenerationMixin
 
     settings.max_new_tokens = tokens
@@ -461,7 +465,7 @@ def evaluation_of(data: DataSpec, model: Any, trainer: Any = None, states: Any =
     states = {} if states is None else states
     options: dict[str, Any] = {"per_device_eval_batch_size": rows}
     options["eval_accumulation_steps"] = data.eval_accumulation_steps or None
-    with accelerate_apart(states), tempfile.TemporaryDirectory() as folder:
+    with separate_accelerate_state(states), tempfile.TemporaryDirectory() as folder:
         if trainer is None:
             from transformers import Trainer, TrainingArguments
             from transformers.utils import find_labels
@@ -478,7 +482,7 @@ def evaluation_of(data: DataSpec, model: Any, trainer: Any = None, states: Any =
         return workload.make_batch(rest if last else rows, None)
 
     sizes = [(rows, 0)] * (batches - 1) + [(rest, 0)]
-    return evaluation(trainer, make_batch, sizes, False, around=partial(accelerate_apart, states))
+    return evaluation(trainer, make_batch, sizes, False, around=partial(separate_accelerate_state, states))
 
 
 def _loss_of(rows: int, workload: Workload, samples: int) -> Step:
@@ -496,16 +500,17 @@ def _loss_of(rows: int, workload: Workload, samples: int) -> Step:
 def outside_steps(model: nn.Module, trace: StepTrace) -> dict[str, int]:
     """Bytes allocated while the weights are loaded before the steps of `trace`, and saved after the last one.
 
-    Everything is copied as it lies, to the card or to the host, except that one weight at a time is whole on the card:
+    Tensors are copied to the card or to the host without further memory on the card. These weights are an exception,
+    one at a time is whole on the card:
 
-    - FSDP2 shares out and gathers one (accelerate/utils/fsdp_utils.py: fsdp2_load_full_state_dict;
+    - a weight that FSDP2 distributes or gathers (accelerate/utils/fsdp_utils.py: fsdp2_load_full_state_dict;
       torch/distributed/checkpoint/state_dict.py: full_state_dict with cpu_offload);
-    - ZeRO-3 those of a module (deepspeed/runtime/zero/partition_parameters.py: Init; runtime/engine.py:
+    - the weights of a module under ZeRO-3 (deepspeed/runtime/zero/partition_parameters.py: Init; runtime/engine.py:
       _zero3_consolidated_16bit_state_dict, with stage3_gather_16bit_weights_on_model_save);
-    - one that is quantised on its way (transformers/core_model_loading.py: has_on_the_fly_quantization).
+    - a weight that is quantised as it is loaded (transformers/core_model_loading.py: has_on_the_fly_quantization).
 
-    A step has the same weight whole, and FSDP2 twice, beside as much as a checkpoint does: the step's peak is higher.
-    An adapter is saved without the weights below it; merging it is `ckpt-ft merge`, in host memory.
+    A step has such a weight on the card, too (FSDP2 has two), beside all that a checkpoint has, so its peak is higher.
+    An adapter is saved without the weights that it adapts; `ckpt-ft merge` merges it in host memory.
     """
     between: Counter[str] = Counter()
     for storage, nbytes in trace.live_at(len(trace.events) - 1):
@@ -526,8 +531,8 @@ def outside_steps(model: nn.Module, trace: StepTrace) -> dict[str, int]:
 
 
 @contextmanager
-def accelerate_apart(states: dict[Any, dict[str, Any]]) -> Iterator[None]:
-    """Gives accelerate the process-wide states in `states`; the ones of the user's own run come back afterwards."""
+def separate_accelerate_state(states: dict[Any, dict[str, Any]]) -> Iterator[None]:
+    """Replaces accelerate's process-wide state by `states`; afterwards restores that of the user's own run."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     kinds = (PartialState, AcceleratorState, GradientState)

@@ -1,7 +1,7 @@
 """Workloads of transformers models: the class of a config on the meta device, its batches and its loss.
 
-Batches and losses are chosen by transformers' own tables of auto classes. The `Field`s of one row describe a batch. A
-class that is in no table of `TASKS` has no known training step.
+transformers' own tables of auto classes decide which batch and loss a class is trained with: each `Task` is one table,
+and its `Field`s describe one row of a batch. A class that is in none of these tables has no known training step.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins import flash_attention, liger
 from ckpt_ft.validation import library_reads
-from ckpt_ft.workloads.adapters import adapt, by_task, notes_on_experts
+from ckpt_ft.workloads.adapters import adapt, needs_task_ids, notes_on_experts
 from ckpt_ft.workloads.from_trainer import own_loss
-from ckpt_ft.workloads.images import Pictured, pictured
+from ckpt_ft.workloads.images import RowImages, images_of_row
 from ckpt_ft.workloads.model_config import (
     beyond_note,
     position_limit,
     read_processor,
+    set_router_loss,
     stretch_positions,
     trained_positions,
-    weigh_routers,
 )
 from ckpt_ft.workloads.workload import DTYPES, Batch, Forward, Loss, Workload
 
@@ -38,12 +38,12 @@ POSITIVES = "positives"  # input ids of the text that is paired with each row's 
 _SCALE = 20.0  # default of sentence-transformers' MultipleNegativesRankingLoss
 
 
-def of_pairs_by_itself(model: Forward, batch: Batch) -> torch.Tensor:
+def own_contrastive_loss(model: Forward, batch: Batch) -> torch.Tensor:
     """The contrastive loss of CLIP and similar models, which compute it if `return_loss` is set."""
     return own_loss(model, {**batch, "return_loss": True})
 
 
-def of_pairs(model: Forward, batch: Batch) -> torch.Tensor:
+def in_batch_loss(model: Forward, batch: Batch) -> torch.Tensor:
     """The in-batch contrastive loss of sentence-transformers (MultipleNegativesRankingLoss)."""
     rows = {name: value for name, value in batch.items() if name != POSITIVES}
     anchors, positives = (
@@ -70,7 +70,7 @@ _OTHER_SENSES = {"pixel_values", "input_features", "input_values"}  # inputs of 
 
 @dataclass(frozen=True)
 class Field:
-    """One input: its `shape` for one sample, and the number of classes `top` of integers; 0 for floats."""
+    """An input: its `shape` for one sample, and for integers the number `top` of different values; 0 for floats."""
 
     shape: tuple[int, ...]
     top: int = 0
@@ -207,9 +207,9 @@ TASKS = (
     Task("audio classifier", "FOR_AUDIO_CLASSIFICATION_", _whole_sound, ("audio_seconds",)),
     Task(
         "image-text model", "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_", _image_and_text, ("resolution", "seq_length"),
-        of_pairs_by_itself,
+        own_contrastive_loss,
     ),
-    Task("embedding model", "", _pair, loss=of_pairs, loss_fields=frozenset({POSITIVES})),
+    Task("embedding model", "", _pair, loss=in_batch_loss, loss_fields=frozenset({POSITIVES})),
 )  # fmt: skip
 
 
@@ -329,8 +329,11 @@ class ImagePositions:
         return torch.cat([along[None], found[:, there].view(3, *along.shape)])
 
 
-def one_behind_another(rows: Sequence[Batch], along: Collection[str], image_positions: ImagePositions | None) -> Batch:
-    """Pack one row of each batch into each sequence; inputs in `along` are joined along the tokens."""
+def pack_rows(rows: Sequence[Batch], along: Collection[str], image_positions: ImagePositions | None) -> Batch:
+    """Pack one row of each batch into each sequence.
+
+    along: the names of inputs with one value per token, which are joined along the tokens.
+    """
     batch = {name: torch.cat([row[name] for row in rows], 1 if name in along else 0) for name in rows[0]}
     positions = torch.cat([torch.arange(row["input_ids"].shape[1]) for row in rows])
     batch["position_ids"] = positions.expand(len(batch["input_ids"]), -1).clone()
@@ -354,10 +357,10 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
         spec = spec.edit(audio_seconds=spec.data.audio_seconds or _SECONDS)
     built = _build(name, kind, config, spec)
     text = built.config.get_text_config()
-    seen = pictured(built, read_processor(name), spec) if spec.data.images else None
+    seen = images_of_row(built, read_processor(name), spec) if spec.data.images else None
     if seen is not None and spec.data.rows == "packed":
         check_packing(built)
-    spec, said = _lengthened(name, built, spec, seen) if "seq_length" in task.sized else (spec, ())
+    spec, said = _with_length(name, built, spec, seen) if "seq_length" in task.sized else (spec, ())
     if task.kind == "text classifier" and text.pad_token_id is None:
         text.pad_token_id = 0  # as training code does: the model looks for the last token before the padding
     _fuse(built, spec)
@@ -376,15 +379,15 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     def make_batch(samples: int, length: int | None) -> Batch:
         if spec.data.rows == "packed" and seen is not None:
             halves = (spec.data.tokens // 2, spec.data.tokens - spec.data.tokens // 2)
-            along = seen.along | {"input_ids", "labels"}
-            return one_behind_another([filled(samples, tokens) for tokens in halves], along, ImagePositions.of(built))
+            along = seen.per_token | {"input_ids", "labels"}
+            return pack_rows([filled(samples, tokens) for tokens in halves], along, ImagePositions.of(built))
         batch = filled(samples, length)
         if spec.data.rows == "padded":
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # for the longest row; the others are padded
             batch["attention_mask"][1:, -1:] = 0
         elif spec.data.rows == "packed" and seen is None:
             batch["position_ids"] = _packed_positions(batch["input_ids"])
-        if by_task(spec):
+        if needs_task_ids(spec):
             batch["task_ids"] = torch.zeros(samples, dtype=torch.long)
         return batch
 
@@ -399,8 +402,8 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     return Workload(adapted, make_batch, task.loss, kind=task.kind, shape=shape, notes=notes)
 
 
-def _lengthened(
-    name: str, model: Any, spec: TrainingSpec, seen: Pictured | None
+def _with_length(
+    name: str, model: Any, spec: TrainingSpec, seen: RowImages | None
 ) -> tuple[TrainingSpec, tuple[str, ...]]:
     """Returns the spec with the length of a sequence, and notes about it.
 
@@ -477,7 +480,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
     with library_reads(f"{name}: its config does not make a model"):
         parsed = AutoConfig.for_model(config["model_type"], **values)
         stretch_positions(parsed, spec.model.rope_scaling, spec.data.tokens)
-        weigh_routers(parsed, spec.model.router_aux_loss_coef, kind, by_trl=bool(spec.trainer.trainer))
+        set_router_loss(parsed, spec.model.router_aux_loss_coef, kind, by_trl=bool(spec.trainer.trainer))
         with torch.device("meta"):
             model = kind._from_config(
                 parsed, dtype=DTYPES[spec.precision.dtype], attn_implementation=attention,

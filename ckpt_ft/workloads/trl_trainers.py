@@ -1,8 +1,9 @@
 """The step of TRL's trainers: their own losses, collators and reference models, on a model without weights.
 
-TRL's trainer is built around the model on the meta device, so that its own code decides what a step computes: the
-fused LM head, padding-free batches, the reference model or the disabled adapters. Only what needs weights, data or a
-device is replaced while it is built. Rows have the requested length, and every token but the first counts in the loss.
+TRL's trainer is built around the model on the meta device. So TRL's own code decides what a step computes: whether it
+has a fused LM head, padding-free batches, a reference model or disabled adapters. While the trainer is built, its code
+that needs weights, data or a device is patched. Rows have the requested length, and every token but the first counts
+in the loss.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ckpt_ft.validation import library_reads, require_package
 from ckpt_ft.workloads.adapters import without_adapters
 
 from .from_trainer import loss_of
-from .phases import Phase, accelerate_apart, evaluation_of, generation
+from .phases import Phase, evaluation_of, generation, separate_accelerate_state
 from .workload import Batch, Forward, Workload
 
 NAMES = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
@@ -48,7 +49,7 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
     require_package("trl", f"--trainer {spec.trainer.trainer}")
     states: dict[Any, dict[str, Any]] = {}
     asked = f"--trainer {spec.trainer.trainer}: TRL refuses these settings"
-    with library_reads(asked), accelerate_apart(states), quiet(), warnings.catch_warnings():
+    with library_reads(asked), separate_accelerate_state(states), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with redirect_stdout(sys.stderr):  # DeepSpeed, which TRL and accelerate import, writes to stdout
             trainer = _build(workload.model, spec)
@@ -57,7 +58,7 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
     own_loss = loss_of(trainer)
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
-        with accelerate_apart(states):
+        with separate_accelerate_state(states):
             return own_loss(model, dict(batch))
 
     reference = getattr(trainer, "ref_model", None)
@@ -249,7 +250,7 @@ def _generation(trainer: Any, spec: TrainingSpec, states: dict[Any, dict[str, An
         return sequences, rows["prompt_ids"].shape[1], rows["completion_ids"].shape[1]
 
     share, sleeps = vllm_share(spec) or (0.0, False)
-    return generation(trainer, sizes, partial(accelerate_apart, states), share if sleeps else 0.0)
+    return generation(trainer, sizes, partial(separate_accelerate_state, states), share if sleeps else 0.0)
 
 
 def _no_reward(completions: list[Any], **kwargs: Any) -> list[float]:

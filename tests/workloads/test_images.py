@@ -17,7 +17,7 @@ from versions import needs_processor
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.workloads.images import pictured
+from ckpt_ft.workloads.images import images_of_row
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import read_config, read_processor
 
@@ -70,7 +70,7 @@ def test_tokens_of_published_models(name: str, size: tuple[int, int], tokens: in
     config = read_config(name)
     kind = getattr(transformers, config["architectures"][0])
     model = SimpleNamespace(config=kind.config_class(**config), forward=kind.forward)
-    seen = pictured(model, read_processor(name), TrainingSpec.of(images=2, image_size=size))
+    seen = images_of_row(model, read_processor(name), TrainingSpec.of(images=2, image_size=size))
     assert seen.image_tokens == 2 * tokens
     assert 2 * tokens < seen.length < 2 * tokens + 12  # where one begins and ends, and text
 

@@ -14,7 +14,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.text import pack
 from ckpt_ft.training.vision_language import TOKEN_TYPES, collator_of, concatenated_images
-from ckpt_ft.workloads.images import pictured
+from ckpt_ft.workloads.images import images_of_row
 from ckpt_ft.workloads.transformers_models import PACKABLE, PACKABLE_WITH_IMAGES
 
 IGNORED = -100
@@ -34,7 +34,7 @@ def row(model: Any, images: int, words: int) -> dict[str, Any]:
     """An encoded row: some images of noise, then words."""
     ids, seen = torch.randint(20, 64, (words,)).tolist(), None
     if images:
-        seen = pictured(model, {}, TrainingSpec.of(images=images, image_size=(100, 60), seq_length=512))
+        seen = images_of_row(model, {}, TrainingSpec.of(images=images, image_size=(100, 60), seq_length=512))
         ids = seen.ids[0].tolist() + ids
     encoded = {"input_ids": ids, "labels": [IGNORED, *ids[1:]], "images": {}}
     encoded |= {kind: [0] * len(ids) for kind in TOKEN_TYPES}
