@@ -38,7 +38,7 @@ from ckpt_ft.planning.budget import LESS, Candidate, MemoryBudget, seconds
 from ckpt_ft.planning.results import Estimate, Fix, Suggestion, Suggestions
 from ckpt_ft.planning.scaled_traces import Estimates
 from ckpt_ft.planning.search import blocks_of, fewest_swapped, with_term
-from ckpt_ft.planning.tracing import Tracer, on_card, trace_policies
+from ckpt_ft.planning.tracing import Tracer, on_card, refusal, trace_policies
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for, recipe_command
 from ckpt_ft.spec.flags import Edit, offloaded
@@ -285,7 +285,7 @@ def suggest(
     traced = {policy: asked, **others}
     smallest = min(traced, key=lambda name: traced[name].peak_reserved)
     if hopeless:
-        smallest = next((name for name in _SMALLEST_POLICIES if _suits(workload, name)), policy)
+        smallest = next((name for name in _SMALLEST_POLICIES if not refusal(workload.model, name)), policy)
     elif batch > 1:
         several = replace(workload, accumulation=max(spec.data.accumulation, 2))
         _, largest, _ = largest_in_room(several, smallest, room, batch - 1)
@@ -325,14 +325,6 @@ def _kept_by_all_policies(trace: StepTrace) -> dict[str, int]:
             if now.total() > sum(most.values()):
                 most = dict(now)
     return most
-
-
-def _suits(workload: Workload, policy: str) -> bool:
-    try:
-        apply_policy(workload.model, policy).remove()
-    except UserError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

@@ -86,11 +86,10 @@ def trace_policies(workload: Workload, policies: Sequence[str], step: Step) -> l
 
 def _traced(workload: Workload, wanted: list[tuple[str, Step]]) -> list[Traced]:
     """As `trace_policies`, with a step for each policy. Under `swap` a step begins with weights in host memory."""
-    trace = _SharedTrace(workload, [one for one in wanted if not Policy.parse(one[0]).swap])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            shared = iter(trace.run())
+            shared = iter(_in_one_session(workload, [one for one in wanted if not Policy.parse(one[0]).swap]))
         except UserError as error:
             if not workload.compile or wanted[0][0] == "none":  # otherwise the compiled step's policy is refused
                 raise
@@ -112,37 +111,25 @@ def _swapped(workload: Workload, policy: str, step: Step) -> Traced:
         applied.remove()
 
 
-class _SharedTrace:
-    """One trace of several steps, each under a different policy."""
+def refusal(model: nn.Module, policy: str) -> str:
+    """Why a policy does not suit the model; "" if it does."""
+    try:
+        apply_policy(model, policy).remove()
+    except UserError as error:
+        return str(error)
+    return ""
 
-    def __init__(self, workload: Workload, wanted: list[tuple[str, Step]]) -> None:
-        self.workload, self.wanted = workload, wanted
-        self.refused: dict[str, str] = {}
 
-    def run(self) -> list[Traced]:
-        todo = list(range(len(self.wanted)))
-        while todo and not self._suits(self.wanted[todo[0]][0]):  # the first one warms up
-            todo.pop(0)
-        windows = dict(zip(todo, self._windows([self.wanted[number] for number in todo]), strict=True))
-        return [
-            self.refused.get(policy) or self.workload.with_metadata(windows[number])
-            for number, (policy, _) in enumerate(self.wanted)
-        ]
+def _in_one_session(workload: Workload, wanted: list[tuple[str, Step]]) -> list[Traced]:
+    """As `_traced`, without `swap`. The first step whose policy suits the model also warms up."""
+    refused: dict[str, str] = {}
 
-    def _windows(self, todo: list[tuple[str, Step]]) -> list[StepTrace]:
-        """The trace of each step; the first one warms up. The step of a refused policy does nothing."""
-        if not todo:
-            return []
-        trace = self.workload.trace_of([partial(self._one, *one) for one in (todo[0], *todo)], again=True)
-        start = trace.start
-        alone = replace(trace, ops=[op for op in trace.ops if op.at >= start])
-        return [alone] if len(todo) == 1 else split_steps(trace)[1:]
-
-    def _one(self, policy: str, step: Step, model: nn.Module, optimizer: Any) -> None:
+    def run(policy: str, step: Step, model: nn.Module, optimizer: Any) -> None:
+        """Run a step under its policy; the step of a refused policy does nothing."""
         try:
             applied = apply_policy(model, policy)
         except UserError as error:
-            self.refused[policy] = str(error)
+            refused[policy] = str(error)
             return
         try:
             step(model, optimizer)
@@ -150,14 +137,21 @@ class _SharedTrace:
         finally:
             applied.remove()
         if idle:
-            self.refused[policy] = f"no operator of '{idle[0]}' runs in this model's blocks"
+            refused[policy] = f"no operator of '{idle[0]}' runs in this model's blocks"
 
-    def _suits(self, policy: str) -> bool:
-        try:
-            apply_policy(self.workload.model, policy).remove()
-        except UserError as error:
-            self.refused[policy] = str(error)
-        return policy not in self.refused
+    reasons: list[Traced] = []
+    while len(reasons) < len(wanted) and (reason := refusal(workload.model, wanted[len(reasons)][0])):
+        reasons.append(reason)
+    todo = wanted[len(reasons) :]
+    if not todo:
+        return reasons
+    trace = workload.trace_of([partial(run, *one) for one in (todo[0], *todo)], twice=True)
+    start = trace.start
+    alone = replace(trace, ops=[op for op in trace.ops if op.at >= start])
+    traces = [alone] if len(todo) == 1 else split_steps(trace)[1:]
+    return reasons + [
+        refused.get(policy) or workload.with_metadata(one) for (policy, _), one in zip(todo, traces, strict=True)
+    ]
 
 
 class Tracer:

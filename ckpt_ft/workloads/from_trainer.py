@@ -136,8 +136,8 @@ def measured_step(
         own: torch.Tensor = model(*batch["args"], **batch["kwargs"]).loss
         return own
 
-    def again(batch: LargestBatch) -> Batch:
-        given, named = batch.again()
+    def rebuilt(batch: LargestBatch) -> Batch:
+        given, named = batch.rebuilt()
         return {"args": given, "kwargs": named}
 
     # Later micro-batches find the gradients of the first: the largest of them is as high as any.
@@ -147,9 +147,9 @@ def measured_step(
     return {
         "model": undivided(model),
         "autocast": _AUTOCAST.get(spec.precision.mixed_precision) if is_divided(model) else None,
-        "make_batch": lambda samples, length: again(max(batches, key=lambda batch: batch.elements)),
+        "make_batch": lambda samples, length: rebuilt(max(batches, key=lambda batch: batch.elements)),
         "first": profiler.fullest == 1 < profiler.sampled,
-        "micro_batches": () if loss is None else tuple(partial(again, batch) for batch in by_size),
+        "micro_batches": () if loss is None else tuple(partial(rebuilt, batch) for batch in by_size),
         "compute_loss": compute_loss,
         "make_optimizer": optimizer and optimizer_like(model, optimizer, max(profiler.fullest - 2, 0)),
         "device": current_gpu(args.device.index) or "cpu",
@@ -168,7 +168,7 @@ def is_divided(model: Any) -> bool:
 
 @torch.no_grad()
 def own_shards(model: nn.Module) -> None:
-    """Copies each DTensor's shard that is a view of the whole weight, which it keeps in memory.
+    """Copies each DTensor's shard that is a view of the whole weight: the view keeps the whole weight in memory.
 
     transformers loads such views on a CPU, from a file of the model's dtype; on a GPU it copies the shard.
     """

@@ -76,7 +76,7 @@ def notes_on(name: str) -> tuple[str, ...]:
 class OffloadedAdamW(torch.optim.Optimizer):
     """Makes torchao's CPUOffloadOptimizer over AdamW, its stand-in in a trace, or without a GPU fused AdamW.
 
-    A class, because a Trainer makes something else of functions.
+    It is a class, because a Trainer treats a function in another way.
     """
 
     def __new__(  # type: ignore[misc]

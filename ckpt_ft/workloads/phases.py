@@ -71,7 +71,7 @@ class PhaseRecorder:
         if self._sizes:
             found["evaluation"] = evaluation(
                 self.trainer,
-                lambda workload, last: (self._last if last else self._largest).again()[1],
+                lambda workload, last: (self._last if last else self._largest).rebuilt()[1],
                 self._sizes,
                 self._loss_only,
                 self._answers,

@@ -290,10 +290,10 @@ class Workload:
             for name, step in steps.items()
         }
 
-    def trace_of(self, steps: Sequence[Step], again: bool = False, phase: Step | None = None) -> StepTrace:
+    def trace_of(self, steps: Sequence[Step], twice: bool = False, phase: Step | None = None) -> StepTrace:
         """The trace of `steps` under the workload's launch; the last step is the measured one.
 
-        again: whether the first two of `steps` are the same step. phase: what runs after them, and is measured then.
+        twice: whether the first two of `steps` are the same step. phase: what runs after them, and is measured then.
 
         Raises:
             UserError: a tensor has more bytes than can be counted, or the model's norms need a larger batch.
@@ -312,7 +312,7 @@ class Workload:
                     launch=self.launch,
                     alloc_conf=self.alloc_conf,
                     beside=self.auxiliary_models,
-                    update=partial(update, max_grad_norm=self.max_grad_norm) if again and self.loop is None else None,
+                    update=partial(update, max_grad_norm=self.max_grad_norm) if twice and self.loop is None else None,
                     phase=phase,
                 )
         except (ValueError, RuntimeError) as error:  # by torch's messages

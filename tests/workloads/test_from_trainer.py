@@ -83,7 +83,7 @@ def test_the_largest_batch_is_kept_in_outline() -> None:
     batch.note((torch.ones(2, 3),), {"labels": torch.ones(4, dtype=torch.long), "flag": True})
     batch.note((torch.ones(1, 3),), {"labels": torch.ones(1, dtype=torch.long), "flag": False})
     assert batch.shapes == {"input 0": [2, 3], "labels": [4]}
-    (x,), kwargs = batch.again()
+    (x,), kwargs = batch.rebuilt()
     assert torch.equal(x, torch.zeros(2, 3))
     assert kwargs["flag"] is True
     assert torch.equal(kwargs["labels"], torch.ones(4, dtype=torch.long))
@@ -92,7 +92,7 @@ def test_the_largest_batch_is_kept_in_outline() -> None:
 def test_an_outlined_batch_comes_back_in_the_containers_that_it_came_in() -> None:
     batch = LargestBatch()
     batch.note((Pair(torch.ones(2), [torch.ones(3)]),), {"more": {"x": (torch.ones(1), None)}})
-    (pair,), kwargs = batch.again()
+    (pair,), kwargs = batch.rebuilt()
     assert type(pair) is Pair
     assert torch.equal(pair.first, torch.zeros(2))
     assert torch.equal(pair.others[0], torch.zeros(3))

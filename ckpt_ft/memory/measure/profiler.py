@@ -221,8 +221,8 @@ class LargestBatch:
         named = {**{f"input {i}": value for i, value in enumerate(self.args)}, **self.kwargs}
         return {name: list(value.shape) for name, value in named.items() if isinstance(value, Outline) and value.shape}
 
-    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Makes the arguments again for a trace. Tensors whose values were not kept are zeros."""
+    def rebuilt(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """New arguments like these, for a trace. Tensors whose values were not kept are zeros."""
 
         def fill(value: Any) -> Any:
             if not isinstance(value, Outline):
