@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from annotated_types import Ge, Interval
 from PIL import Image, ImageOps
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.flags import Pixels, Range, SplitArguments, changed, flag, load_split
+from ckpt_ft.training.flags import Pixels, SplitArguments, changed, flag, load_split
 from ckpt_ft.training.images import image_files, named_columns, open_image, readable, undecoded
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 from ckpt_ft.training.samples.drawings import drawn_shapes
@@ -50,11 +51,11 @@ class VisionArguments(SplitArguments):
     )
     image_column: str = flag("image", "Column of images of a Hub dataset.")
     label_column: str = flag("label", "Column of classes of a Hub dataset.")
-    max_train_samples: Annotated[int, Range(2)] | None = flag(None, "Train on only this many images, drawn at random.")
+    max_train_samples: Annotated[int, Ge(2)] | None = flag(None, "Train on only this many images, drawn at random.")
     skip_bad_images: bool = flag(False, "Leave out images that cannot be read.")
     resolution: Pixels | None = flag(None, "Pixels of a side; by default the model's own.")
     augment: bool = flag(True, "Train on random crops that are mirrored half of the time (--no_augment).")
-    min_crop: Annotated[float, Range(0, 1, open=True)] = flag(
+    min_crop: Annotated[float, Interval(gt=0, le=1)] = flag(
         0.25, "The least share of an image's area that a crop shows."
     )
 

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Interval
 
 from ckpt_ft.errors import UserError, meant, one_line
 from ckpt_ft.spec.optimizers import OFFLOADING, check_offloading
@@ -21,52 +23,20 @@ if TYPE_CHECKING:
 Arguments = TypeVar("Arguments")
 
 
-@dataclass(frozen=True)
-class Range:
-    """The valid range of a flag: at least `least` (above it if `open`), at most `most` and below `end`.
-
-    Infinity and NaN are never valid.
-    """
-
-    least: int
-    most: float | None = None
-    end: float = float("inf")
-    open: bool = False
-
-    def holds(self, number: float) -> bool:
-        above = number > self.least if self.open else number >= self.least
-        return above and number < self.end and (self.most is None or number <= self.most)
-
-    def __str__(self) -> str:
-        lower = f"a number {'above' if self.open else 'from'} {self.least}"
-        if self.most is not None:
-            return f"{lower} {'up ' if self.open else ''}to {self.most}"
-        if self.end < float("inf"):
-            return f"{lower} up to, but not including, {self.end}"
-        if self.open:
-            return lower
-        return f"at least {self.least}" if self.least else "a number from 0 on"
-
-
 OFFLOADED = (
     "Keep AdamW's states and a copy of the weights in host memory, where the step is computed (torchao's "
     "CPUOffloadOptimizer): states, or gradients, too."
 )
-AT_LEAST_ONE = Range(1)
-NOT_NEGATIVE = Range(0)
-POSITIVE = Range(0, open=True)
-SHARE = Range(0, end=1)
-SEED = Range(0, 2**32 - 1)  # as numpy requires
-# Types of fields, whose range `check_flags` checks.
-AtLeastOne = Annotated[int, AT_LEAST_ONE]
-Count = Annotated[int, NOT_NEGATIVE]
-Rank = Annotated[int, Range(1, 2**16)]  # no model's layer is wider
-Pixels = Annotated[int, Range(8, 2**14)]  # side of an image
-Length = Annotated[int, Range(2)]  # tokens of a sequence: the first one is not predicted
-Seed = Annotated[int, SEED]
-NotNegative = Annotated[float, NOT_NEGATIVE]
-Positive = Annotated[float, POSITIVE]
-Share = Annotated[float, SHARE]
+# Types of flags, whose ranges `check_flags` checks.
+AtLeastOne = Annotated[int, Ge(1)]
+Count = Annotated[int, Ge(0)]
+Rank = Annotated[int, Interval(ge=1, le=2**16)]  # no model's layer is wider
+Pixels = Annotated[int, Interval(ge=8, le=2**14)]  # side of an image
+Length = Annotated[int, Ge(2)]  # tokens of a sequence: the first one is not predicted
+Seed = Annotated[int, Interval(ge=0, lt=2**32)]  # as numpy requires
+NotNegative = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Interval(ge=0, lt=1)]
 OVERWRITE = "Delete the checkpoints and the result of an earlier run in output_dir."  # of --overwrite_output_dir
 
 
@@ -78,19 +48,24 @@ def flag(default: Any, help: str, **more: Any) -> Any:
 Needs = Mapping[str, tuple[str, ...]]  # by the name of a flag, those that mean nothing without it
 
 
-def check_flags(args: Any, ranges: Mapping[str, Range] | None = None) -> None:
+def check_flags(args: Any, types: Mapping[str, Any] | None = None) -> None:
     """Checks the numbers of a flag dataclass, and its `_needs` (see `Needs`); None means that a flag was not given.
 
-    ranges: those of fields that a library declares; our own have theirs in their type.
+    types: those of fields that a library declares without a range.
 
     Raises:
-        UserError: a number is out of range, or a flag lacks the one that it needs.
+        UserError: a number is out of range, infinite or NaN, or a flag lacks the one that it needs.
     """
-    kind: type = type(args)
-    for name, numbers in {**_ranges(kind), **(ranges or {})}.items():
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    own: type = type(args)
+    for name, kind in {**_ranged(own), **(types or {})}.items():
         value = getattr(args, name)
-        if value is not None and not numbers.holds(float(value)):
-            raise UserError(f"--{name} {value}: give {numbers}")
+        try:
+            TypeAdapter(kind | None, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]["msg"].replace("Input should", "it should")
+            raise UserError(f"--{name} {value}: {problem}") from error
     defaults = {of.name: of.default for of in fields(args)}
     for needed, names in getattr(args, "_needs", {}).items():
         for name in names:
@@ -99,15 +74,12 @@ def check_flags(args: Any, ranges: Mapping[str, Range] | None = None) -> None:
 
 
 @cache
-def _ranges(kind: type) -> dict[str, Range]:
-    """Returns the ranges in the types of a dataclass's fields, also of those that may be None."""
-    parts = [
-        (name, more)
-        for name, hint in get_type_hints(kind, include_extras=True).items()
-        for part in (hint, *get_args(hint))
-        for more in getattr(part, "__metadata__", ())
-    ]
-    return {name: more for name, more in parts if isinstance(more, Range)}
+def _ranged(kind: type) -> dict[str, Any]:
+    """Returns the types of a dataclass's fields that have a range, also of those that may be None."""
+    hints = get_type_hints(kind, include_extras=True).items()
+    return {
+        name: hint for name, hint in hints if any(get_origin(part) is Annotated for part in (hint, *get_args(hint)))
+    }
 
 
 def changed(args: Arguments, **values: Any) -> Arguments:
@@ -172,7 +144,7 @@ class SplitArguments:
     dataset_config: str | None = flag(None, "Configuration of a Hub dataset.")
     dataset_train_split: str = flag("train", "Split to train on.")
     dataset_test_split: str = flag("test", "Split to evaluate on, with --eval_strategy.")
-    test_split_size: Annotated[float, Range(0, end=1, open=True)] | None = flag(
+    test_split_size: Annotated[float, Interval(gt=0, lt=1)] | None = flag(
         None, "Evaluate on this share of the training split instead of a split of its own."
     )
     columns: str = flag("", "Columns under other names, as in prompt=question,completion=answer.")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Interval
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ckpt_ft.errors import UserError, meant, one_line
@@ -28,7 +29,6 @@ from ckpt_ft.training.flags import (
     Count,
     Needs,
     NotNegative,
-    Range,
     Share,
     changed,
     check_flags,
@@ -202,7 +202,7 @@ class ImageArguments:
     image_column: str = flag("image", "Column of the images.")
     caption_column: str = flag("text", "Column, or key in metadata.jsonl, of the captions.")
     max_train_samples: AtLeastOne | None = flag(None, "Train on only this many rows, the first ones.")
-    resolution: Annotated[int, Range(0, 2**14)] | None = flag(
+    resolution: Annotated[int, Interval(ge=0, le=2**14)] | None = flag(
         None, "Side of the square images in pixels; the model's own when left out."
     )
     aspect_ratio_buckets: str | None = flag(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, check_flags, flag
+from ckpt_ft.training.flags import AtLeastOne, Length, NotNegative, Share, check_flags, flag
 from ckpt_ft.training.run_arguments import RunArguments
 
 try:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _NUMBERS = {
-    "beta": NOT_NEGATIVE,
-    "label_smoothing": SHARE,
-    "max_length": Range(2),
-    "ref_model_sync_steps": AT_LEAST_ONE,
+    "beta": NotNegative,
+    "label_smoothing": Share,
+    "max_length": Length,
+    "ref_model_sync_steps": AtLeastOne,
 }
 
 
@@ -60,7 +60,7 @@ class GRPOArguments(_TRLArguments, GRPOConfig):
     remove_unused_columns: bool = field(default=False, init=False)  # rewards read the other columns
 
     def __post_init__(self) -> None:
-        check_flags(self, {"beta": NOT_NEGATIVE, "max_completion_length": AT_LEAST_ONE, "num_generations": Range(2)})
+        check_flags(self, {"beta": NotNegative, "max_completion_length": AtLeastOne, "num_generations": Length})
         super().__post_init__()
 
 

@@ -355,7 +355,7 @@ def test_exit_codes(
         run(recipe.main)
     assert stopped.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: --rank 0: give a number from 1 to 65536")
+    assert said.startswith("error: --rank 0: it should be greater than or equal to 1")
     assert said.count("\n") == 1
 
 

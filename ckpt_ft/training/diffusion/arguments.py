@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Interval
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.optimizers import OFFLOADING
@@ -18,7 +19,6 @@ from ckpt_ft.training.flags import (
     Needs,
     NotNegative,
     Positive,
-    Range,
     Rank,
     Seed,
     Share,
@@ -118,12 +118,12 @@ class TransformerArguments(PipelineArguments):
         "How diffusion times are drawn and weighted; the model family's own way when left out.",
         choices=WEIGHTING,
     )
-    logit_mean: Annotated[float, Range(-100, 100)] = flag(
+    logit_mean: Annotated[float, Interval(ge=-100, le=100)] = flag(
         0.0, "Mean of the times under --weighting_scheme logit_normal."
     )
     logit_std: Positive = flag(1.0, "Standard deviation of the times under --weighting_scheme logit_normal.")
     # Beyond this range times leave 0 to 1: Esser et al., 2024, section 3.1.
-    mode_scale: Annotated[float, Range(-1, 1.75)] = flag(1.29, "Scale of --weighting_scheme mode.")
+    mode_scale: Annotated[float, Interval(ge=-1, le=1.75)] = flag(1.29, "Scale of --weighting_scheme mode.")
     guidance_scale: NotNegative = flag(
         1.0, "Guidance that a guidance-distilled transformer (FLUX.1-dev) is given in training."
     )

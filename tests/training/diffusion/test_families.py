@@ -174,8 +174,8 @@ PIPELINES = dict(zip(KINDS, ["FluxPipeline", "Flux2KleinPipeline", "StableDiffus
         ({"rank": 2, "load_in_4bit": True}, "needs bitsandbytes"),
         ({"max_sequence_length": 0}, "--max_sequence_length 0"),
         ({"logit_std": 0.0}, "--logit_std"),
-        ({"logit_mean": float("nan")}, "--logit_mean nan: give a number from -100 to 100"),
-        ({"mode_scale": 1.8}, "--mode_scale 1.8: give a number from -1 to 1.75"),
+        ({"logit_mean": float("nan")}, "--logit_mean nan: it should be a finite number"),
+        ({"mode_scale": 1.8}, "--mode_scale 1.8: it should be less than or equal to 1.75"),
         ({"rank": 0}, "--rank 0"),
     ],
 )

@@ -105,7 +105,7 @@ CLASS = {"with_prior_preservation": True, "class_data_dir": "class", "class_prom
         ({"prior_loss_weight": 0.5}, "--prior_loss_weight belongs to --with_prior_preservation"),
         ({"with_prior_preservation": True}, "--with_prior_preservation needs --class_data_dir: a folder"),
         ({**CLASS, "class_prompt": ""}, "--with_prior_preservation needs --class_prompt: such as"),
-        ({**CLASS, "num_class_images": 0}, "--num_class_images 0: give at least 1"),
+        ({**CLASS, "num_class_images": 0}, "--num_class_images 0: it should be greater than or equal to 1"),
         ({**CLASS, "sample_batch_size": 0}, "--sample_batch_size 0"),
         ({**CLASS, "prior_loss_weight": -1.0}, "--prior_loss_weight -1.0"),
         (

@@ -74,11 +74,11 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_lengths_and_shares_are_checked() -> None:
-    with pytest.raises(UserError, match="--max_length 0: give at least 2"):
+    with pytest.raises(UserError, match="--max_length 0: it should be greater than or equal to 2"):
         DataArguments(max_length=0)
     with pytest.raises(UserError, match="--test_split_size 1.5"):
         DataArguments(test_split_size=1.5)
-    with pytest.raises(UserError, match="--dataset_num_proc -1: give a number from 0 on"):
+    with pytest.raises(UserError, match="--dataset_num_proc -1: it should be greater than or equal to 0"):
         DataArguments(dataset_num_proc=-1)
 
 
