@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ckpt_ft.errors import WorkFailed, run
-from ckpt_ft.training.checkpoints import checkpoints, last_complete_checkpoint, read_manifest, what_is_wrong
+from ckpt_ft.training.checkpoints import checkpoints, last_complete_checkpoint, read_manifest, why_incomplete
 from ckpt_ft.training.diffusion.loop import read_losses
 
 ROOT = Path(__file__).parents[1]
@@ -263,7 +263,7 @@ def chain(recipe: str, kills: int, seed: int, number: int, root: Path) -> Chain:
             done.torn.append(latest)
     finish(recipe, out, steps)
     done.lost = sorted(losses(whole).keys() - losses(out).keys())
-    done.torn += [path.name for path in checkpoints(out) if what_is_wrong(path) or not reads(path)]
+    done.torn += [path.name for path in checkpoints(out) if why_incomplete(path) or not reads(path)]
     done.unequal = unequal(out, whole)
     return done
 

@@ -92,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)
     evaluate(trainer)
-    said = answers(trainer, tokenizer, prompts_of(train_dataset))
-    write_model_card(trainer, memory.report, dataset=data_args.dataset_name, answers=said)
+    sample = answers(trainer, tokenizer, prompts_of(train_dataset))
+    write_model_card(trainer, memory.report, dataset=data_args.dataset_name, answers=sample)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class AppliedPolicy:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the policy of a copied model."""
         self.__dict__.update(state)
-        made.add(self)
+        all_applied.add(self)
 
     @property
     def is_active(self) -> bool:
@@ -166,8 +166,8 @@ class AppliedPolicy:
     def never_fired(self) -> list[str]:
         """Return the op groups of `save:` that have kept no output in any region so far."""
         fired = {group for selection in self.selections.values() for group in selection.fired}
-        asked = dict.fromkeys(group for part in self.policy.parts.values() for group in part.save)
-        return [group for group in asked if group.partition("/")[0] not in fired]
+        groups = dict.fromkeys(group for part in self.policy.parts.values() for group in part.save)
+        return [group for group in groups if group.partition("/")[0] not in fired]
 
     def _members(self) -> list[SegmentMember]:
         return [stand_in for stand_in in self.installed if isinstance(stand_in, SegmentMember)]
@@ -224,7 +224,7 @@ class AppliedPolicy:
         return ": attention runs as plain matmuls here (attn_implementation 'eager'? or, on the CPU, dropout in it?)"
 
 
-made: weakref.WeakSet[AppliedPolicy] = weakref.WeakSet()  # a submodule has no reference to its parent
+all_applied: weakref.WeakSet[AppliedPolicy] = weakref.WeakSet()  # a submodule has no reference to its parent
 
 
 def policies_on(model: nn.Module) -> list[AppliedPolicy]:
@@ -254,7 +254,7 @@ def suspended(model: nn.Module) -> Iterator[None]:
 def refuse_overlap(applied: AppliedPolicy) -> None:
     """Raise UserError if a policy is applied to a model that contains `applied.model`, or to a part of it."""
     model, kind = applied.model, type(applied.model).__name__
-    for other in made:
+    for other in all_applied:
         if other.is_active and model in modules_in(other.model):
             raise UserError(
                 f"policy '{applied.policy}': {kind} is part of a {type(other.model).__name__} that "

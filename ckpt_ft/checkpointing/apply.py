@@ -11,7 +11,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
 from . import rng
-from .applied_policy import MARK, AppliedPolicy, CompileBudget, made, policies_on, refuse_overlap
+from .applied_policy import MARK, AppliedPolicy, CompileBudget, all_applied, policies_on, refuse_overlap
 from .blocks import SEGMENTED, find_blocks, named_blocks, regions
 from .guard import Guard
 from .kv_cache import caching_models, tied_by_cache
@@ -88,7 +88,7 @@ def apply_policy(
         raise
     if replaced is not None:
         replaced.remove()
-    made.add(applied)
+    all_applied.add(applied)
     return applied
 
 

@@ -190,7 +190,7 @@ class Input:
         x = self.tensor
         return None if x.is_inference() or is_wrapper(x) else x.new_empty(()).expand(x.shape)
 
-    def again(self) -> torch.Tensor:
+    def value_for_rerun(self) -> torch.Tensor:
         """Return the value for the second run: not a leaf, because the run may write into it again."""
         if self.copy is not None:
             return self.copy.clone()
@@ -279,7 +279,7 @@ class Call:
         self.tensors = []
         return out
 
-    def again(
+    def rerun(
         self,
         made: Callable[[Any], Any] | None = None,
         result: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
@@ -294,14 +294,14 @@ class Call:
         for key, identity, unpack in self.saved:
             if identity not in found:
                 given = self.copied.get(key)
-                found[identity] = alias(unpack()) if given is None else given.again()
+                found[identity] = alias(unpack()) if given is None else given.value_for_rerun()
 
         def of_first_run(leaf: Any) -> Any:
             if made is not None:
                 leaf = made(leaf)
             given = self.held.get(id(leaf))
             if given is not None and id(leaf) not in found:
-                found[id(leaf)] = given.again()
+                found[id(leaf)] = given.value_for_rerun()
             return found.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
 
         args, kwargs = self.args, self.kwargs

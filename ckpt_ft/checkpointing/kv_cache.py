@@ -52,11 +52,11 @@ def caching_models(module: nn.Module, inner: bool = False) -> Iterable[tuple[nn.
 
 def wants_cache(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether a transformers model would make a KV cache in this call."""
-    asked = kwargs.get("use_cache")
-    if asked is None:
+    use_cache = kwargs.get("use_cache")
+    if use_cache is None:
         config: Any = module.config
-        asked = getattr(config, "use_cache", getattr(config.get_text_config(), "use_cache", False))
-    return bool(asked)
+        use_cache = getattr(config, "use_cache", getattr(config.get_text_config(), "use_cache", False))
+    return bool(use_cache)
 
 
 def without_kv_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -52,7 +52,7 @@ from ckpt_ft.units import MIB, format_bytes
 from . import rng
 from .libraries import ADAPTED, CONFIG, is_a, is_class
 from .tensor_identity import as_stored, flat, is_array, looked_at, version_of, view_of
-from .variables import ENGINES, LONG, Reached, Variables
+from .variables import ENGINES, MAX_ENTRIES, Reached, Variables
 from .verify import fingerprint
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_pre_hooks",
@@ -65,11 +65,11 @@ _global_tables = [getattr(nn.modules.module, f"_global{name}") for name in _HOOK
 _OWN = frozenset(vars(nn.Module()))
 _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
 _DEEPEST, _MOST_CONTAINERS = 4, 256  # nesting depth of containers and objects, and their number in one region
-_MOST_OUTSIDE = 20_000  # the number of those that a search finds outside of the modules
+_MAX_FOUND_OUTSIDE = 20_000  # the number of those that a search finds outside of the modules
 _ATOMS = frozenset({bool, int, float, str, bytes, type(None), FunctionType, BuiltinFunctionType, MethodType})
-_LONG = 100_000  # entries; longer containers are not copied
+_MAX_ENTRIES = 100_000  # entries; longer containers are not copied
 _STATEFUL = frozenset({"collections", "queue"})  # of Python's own modules
-_TINY = 4096  # bytes
+_SMALL_BYTES = 4096  # bytes
 _MISSING = object()
 _values_of = dict.values  # not `__getitem__`, by which DeepSpeed's tables learn what a module reads
 Container = Any  # a dict, list, deque, set or Variables
@@ -189,7 +189,7 @@ class Contents:
             self._add_values(inner.__dict__, inner, "", seen, _DEEPEST)
         for value in given:
             self._add(value, (module, "an argument", type(value).__name__), None, seen, _DEEPEST)
-        self.most = _MOST_OUTSIDE
+        self.most = _MAX_FOUND_OUTSIDE
         for outside in variables:
             self.extra.append((outside, "", outside))
             self._add_values(outside, outside, "variables", seen, _DEEPEST)
@@ -239,9 +239,9 @@ class Contents:
             elif isinstance(value, (dict, list, deque, set)):
                 if isinstance(type(value).__iter__, FunctionType):  # makes its entries when they are asked for
                     return
-                if len(value) <= _LONG:
+                if len(value) <= _MAX_ENTRIES:
                     self.extra.append((owner, path, value))
-                if len(value) <= LONG:
+                if len(value) <= MAX_ENTRIES:
                     self._add_values(value, owner, path, seen, depth - 1)
             elif _keeps_state(type(value)):  # type: ignore[arg-type]
                 self.extra.append((owner, path, value.__dict__))
@@ -688,7 +688,7 @@ def _is_managed(value: Any) -> bool:
 
 
 def _is_large(value: torch.Tensor) -> bool:
-    return value.layout is torch.strided and value.nbytes > _TINY
+    return value.layout is torch.strided and value.nbytes > _SMALL_BYTES
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -113,7 +113,7 @@ class Parked:
         if (copied := self.copies.start((self.host, flat))) is not None:
             parking.leaving.append((flat, copied))
             if not parking.inside:
-                parking.let_go()
+                parking.release()
 
     def __del__(self) -> None:
         self.copies.wait(self.ready)  # its memory belongs to the current stream, and the copy may still write to it
@@ -249,7 +249,7 @@ class Parking:
         self.leaving: list[tuple[torch.Tensor, Any]] = []
         self.copies: CopyStream | None = None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Make the current stream wait for the copies to the host so far, and free the copied storages."""
         for _, copied in self.leaving:
             self.copies.wait(copied)  # type: ignore[union-attr]
@@ -344,7 +344,7 @@ class Offloading(StandIn):
         finally:
             _local.running = None
             running.resident = {}
-            running.let_go()
+            running.release()
 
 
 class Block(StandIn):
@@ -358,7 +358,7 @@ class Block(StandIn):
         running.resident |= _storages(self.module)  # FSDP has gathered them by now
         out = self.forward(*args, **kwargs)
         running.inside = False
-        running.let_go()
+        running.release()
         return out
 
 

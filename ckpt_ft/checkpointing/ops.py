@@ -52,8 +52,8 @@ def check_op_name(name: str) -> None:
     library = getattr(torch.ops, namespace)
     packet = getattr(library, op, None)
     if packet is None:
-        likely = meant(op, dir(library), f"{namespace}.{{}}")
-        raise UserError(f"save: this torch ({torch.__version__}) has no operator '{name}'{likely}")
+        suggestion = meant(op, dir(library), f"{namespace}.{{}}")
+        raise UserError(f"save: this torch ({torch.__version__}) has no operator '{name}'{suggestion}")
     unknown = [part for part in overload if part not in packet.overloads()]
     if unknown:
         raise UserError(f"save: '{namespace}.{op}' has no overload '{unknown[0]}' ({', '.join(packet.overloads())})")

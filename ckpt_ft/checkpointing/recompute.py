@@ -128,10 +128,10 @@ class RegionCall(DroppedTensors):
     def repeat(self) -> None:
         """The second run."""
         if not self.autocast and self.devices is None and not torch._C._is_any_autocast_enabled():
-            self.call.again()
+            self.call.rerun()
             return
         with autocast_as(self.autocast), self.devices or nullcontext():
-            self.call.again()
+            self.call.rerun()
 
 
 class FirstRun:

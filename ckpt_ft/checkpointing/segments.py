@@ -157,7 +157,7 @@ class _CallSequence(DroppedTensors):
     def repeat(self) -> None:
         made: list[list[Any]] = []  # the outputs of each call
 
-        def again(leaf: Any) -> Any:
+        def leaf_of_rerun(leaf: Any) -> Any:
             return made[leaf.call][leaf.leaf] if type(leaf) is _Link else leaf
 
         gathered = _gathered(self.calls[0][0])
@@ -166,7 +166,7 @@ class _CallSequence(DroppedTensors):
             if following is not None:
                 gathered = _gathered(following[0])
             with autocast_as(autocast):
-                made.append(call.again(again, _outputs))
+                made.append(call.rerun(leaf_of_rerun, _outputs))
 
 
 def _gathered(block: nn.Module) -> Callable[[], None]:

@@ -167,9 +167,9 @@ class Installed:
 
 def warn_once(message: str) -> None:
     """Issue a warning once per process and message."""
-    if message not in _said:
-        _said.add(message)
+    if message not in _warned:
+        _warned.add(message)
         warnings.warn(message, stacklevel=2)
 
 
-_said: set[str] = set()
+_warned: set[str] = set()

@@ -327,12 +327,12 @@ class Swapper:
         if absent:
             _fill(parameter, self.waiting[name].nbytes)
             parameter.data.copy_(self.waiting[name])
-        twin: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)
-        vars(twin)["__deepcopy__"] = partial(copy.deepcopy(self, memo).deep_copy, name)
-        _note_copied(twin)
-        for one in (parameter, twin) if absent else ():
+        duplicate: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)
+        vars(duplicate)["__deepcopy__"] = partial(copy.deepcopy(self, memo).deep_copy, name)
+        _note_copied(duplicate)
+        for one in (parameter, duplicate) if absent else ():
             _empty(one)
-        return twin
+        return duplicate
 
     def weights(self, number: int) -> Iterator[tuple[str, nn.Parameter]]:
         """The current swapped weights of a block, by name; in a trace they are fake tensors."""
@@ -410,8 +410,8 @@ class SwappedBlock(StandIn):
         swapper.thread = get_ident()
         if grad and self.verification.active:
             swapper.prove(self.verification)
-        again = torch._C._current_graph_task_id() >= 0  # a second run, in backward; of `stages` it runs forward
-        swapper.use(number, -1 if again and swapper.last >= number else 1)
+        in_backward = torch._C._current_graph_task_id() >= 0  # a second run; that of `stages` goes through it forward
+        swapper.use(number, -1 if in_backward and swapper.last >= number else 1)
         given = {id(x): x.grad_fn for x in (*leaves(args), *leaves(kwargs)) if isinstance(x, torch.Tensor)}
         swapper.running.add(number)
         try:

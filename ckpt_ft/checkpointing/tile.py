@@ -137,8 +137,8 @@ def install(model: nn.Module, blocks: Mapping[str, nn.Module], pieces: int) -> I
             "each token alone; leave 'tile' out"
         )
     counts = Counter(type(mlp).__name__ for mlp in found.values())
-    said = f"its input, in {pieces} pieces" if pieces else "its input, in pieces as long as it is wide"
-    rows = [Treated(kind, count, "everything inside", said) for kind, count in counts.items()]
+    kept = f"its input, in {pieces} pieces" if pieces else "its input, in pieces as long as it is wide"
+    rows = [Treated(kind, count, "everything inside", kept) for kind, count in counts.items()]
     return Installed("tile", [Tiled(mlp, pieces) for mlp in found.values()], rows)
 
 

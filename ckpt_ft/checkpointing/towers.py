@@ -27,8 +27,8 @@ from ckpt_ft.policy import TOWERS, Policy
 from .blocks import Blocks
 from .libraries import PRETRAINED, is_a
 
-_SENSES = {"text": "language", "image": "vision", "video": "vision", "audio": "audio"}
-_TAKEN = {
+_TOWER_OF_MODALITY = {"text": "language", "image": "vision", "video": "vision", "audio": "audio"}
+_TOWER_OF_INPUT = {
     "input_ids": "language", "pixel_values": "vision", "pixel_values_videos": "vision", "input_features": "audio",
     "input_values": "audio",
 }  # fmt: skip
@@ -55,17 +55,17 @@ class Part:
 
 def find_towers(model: nn.Module, blocks: dict[str, nn.Module]) -> list[Tower]:
     """Find the towers of a model with these blocks, in the order of `TOWERS`."""
-    around = {model.get_submodule(path) for path in _around(blocks)}.union(blocks.values())
-    senses: dict[str, str] = {}  # tower of the blocks, by path of their parent
+    around = {model.get_submodule(path) for path in _paths_around(blocks)}.union(blocks.values())
+    tower_in: dict[str, str] = {}  # tower of the blocks, by path of their parent
     for path in blocks:
         outside = path.rpartition(".")[0]
-        if outside not in senses:
-            senses[outside] = _sense_in(model, outside, around)
+        if outside not in tower_in:
+            tower_in[outside] = _tower_of_blocks_in(model, outside, around)
     found = []
     for name in TOWERS:
-        own = {path: block for path, block in blocks.items() if senses[path.rpartition(".")[0]] == name}
+        own = {path: block for path, block in blocks.items() if tower_in[path.rpartition(".")[0]] == name}
         if own:
-            others = _around(path for path in blocks if path not in own)
+            others = _paths_around(path for path in blocks if path not in own)
             roots = dict.fromkeys(_root(path, others) for path in own)
             found.append(Tower(name, {root: model.get_submodule(root) for root in roots}, own))
     return found
@@ -81,34 +81,34 @@ def parts_of(policy: Policy, model: nn.Module, found: Blocks) -> list[Part]:
     left, parts = found, []
     for name, own in policy.towers:
         if name not in towers:
-            has = f"it has {', '.join(towers)}" if towers else "none can be told in it"
-            raise UserError(f"policy '{policy}': {type(model).__name__} has no {name} tower; {has}")
+            present = f"it has {', '.join(towers)}" if towers else "none was found"
+            raise UserError(f"policy '{policy}': {type(model).__name__} has no {name} tower; {present}")
         tower = towers[name]
-        parts.append(Part(name, own, tower.modules, _only(found, tower.blocks)))
-        left = _only(left, {path: block for path, block in left.blocks.items() if path not in tower.blocks})
+        parts.append(Part(name, own, tower.modules, _restricted_to(found, tower.blocks)))
+        left = _restricted_to(left, {path: block for path, block in left.blocks.items() if path not in tower.blocks})
     return [*parts, Part("", policy.parts[""], {"": model}, left)]
 
 
-def _only(found: Blocks, blocks: dict[str, nn.Module]) -> Blocks:
+def _restricted_to(found: Blocks, blocks: dict[str, nn.Module]) -> Blocks:
     return Blocks(blocks, [stage for stage in found.stages if all(path in blocks for path in stage.blocks)])
 
 
-def _around(paths: Iterable[str]) -> set[str]:
+def _paths_around(paths: Iterable[str]) -> set[str]:
     """Return the paths of all modules that contain one of `paths`, with "" for the model."""
     return {path[:end] for path in paths for end in (0, *(i for i, letter in enumerate(path) if letter == "."))}
 
 
-def _sense_in(model: nn.Module, path: str, around: set[nn.Module]) -> str:
+def _tower_of_blocks_in(model: nn.Module, path: str, around: set[nn.Module]) -> str:
     """Return the tower of the blocks directly in the module at `path`; "" for none.
 
     around: the blocks and all modules that contain blocks.
     """
     while True:
         module = model.get_submodule(path)
-        senses = _told(module) or set(_built(module, around))
-        if senses:  # an embedding may hold relative positions, not tokens
-            senses = _told(_model_around(model, path)) or senses
-            return senses.pop() if len(senses) == 1 else ""
+        towers = _stated_towers(module) or set(_towers_of_layers(module, around))
+        if towers:  # an embedding may hold relative positions, not tokens
+            towers = _stated_towers(_model_around(model, path)) or towers
+            return towers.pop() if len(towers) == 1 else ""
         if not path:
             return ""
         path = path.rpartition(".")[0]
@@ -128,21 +128,22 @@ def _root(path: str, others: set[str]) -> str:
     return next((root for root in roots if root not in others), path)
 
 
-def _told(module: nn.Module) -> set[str]:
+def _stated_towers(module: nn.Module) -> set[str]:
     """Return the single non-language modality of the inputs of `module`, or else of its declaration, if any."""
-    taken = {_TAKEN[name] for name in inspect.signature(type(module).forward).parameters if name in _TAKEN}
+    inputs = inspect.signature(type(module).forward).parameters.keys() & _TOWER_OF_INPUT.keys()
+    taken = {_TOWER_OF_INPUT[name] for name in inputs}
     if not taken and is_a(module, PRETRAINED):
         declared: Any = module.input_modalities
-        said = [declared] if isinstance(declared, str) else declared
-        taken = {_SENSES[sense] for sense in said if sense in _SENSES}
+        modalities = [declared] if isinstance(declared, str) else declared
+        taken = {_TOWER_OF_MODALITY[modality] for modality in modalities if modality in _TOWER_OF_MODALITY}
     return taken if len(taken) == 1 and taken != {"language"} else set()
 
 
-def _built(module: nn.Module, around: set[nn.Module]) -> Iterator[str]:
+def _towers_of_layers(module: nn.Module, around: set[nn.Module]) -> Iterator[str]:
     """Yield the modalities of the layers in `module` that are not in `around` (modules that contain blocks)."""
     children = [child for child in module.children() if child not in around]
     kinds = {"vision" for child in children if isinstance(child, (nn.Conv2d, nn.Conv3d))}
     kinds |= {"audio" for child in children if isinstance(child, nn.Conv1d)}
     yield from kinds or {"language" for child in children if isinstance(child, nn.Embedding)}  # or positions
     for child in children:
-        yield from _built(child, around)
+        yield from _towers_of_layers(child, around)

@@ -23,10 +23,10 @@ from torch import nn
 from .libraries import CONFIG, is_a
 
 ENGINES = frozenset({"accelerate", "ckpt_ft", "deepspeed", "torch"})
-LONG = 1000  # entries; in longer containers we look for nothing
+MAX_ENTRIES = 1000  # entries; in longer containers we look for nothing
 _PLAIN = (bool, int, float, str, bytes, type(None), BuiltinFunctionType, torch.Tensor, torch.dtype, torch.device)
-_FOREIGN = ENGINES | sys.stdlib_module_names | {"numpy", "scipy", "triton"}
-_MOST = 20_000  # functions and objects to look at
+_LIBRARIES = ENGINES | sys.stdlib_module_names | {"numpy", "scipy", "triton"}
+_MAX_VISITED = 20_000  # functions and objects to look at
 _METHODS = (FunctionType, classmethod, staticmethod, property)
 _STORE_GLOBAL = opmap["STORE_GLOBAL"]
 _OF_FUNCTION = ("__defaults__", "__kwdefaults__", "__dict__")
@@ -104,7 +104,7 @@ class Reached:
             rest += (type(module), *vars(module).values())
         self.used.add("forward")
         seen: dict[int, Any] = {}
-        while rest and len(seen) < _MOST:
+        while rest and len(seen) < _MAX_VISITED:
             value = rest.pop()
             if not isinstance(value, _PLAIN) and id(value) not in seen:
                 seen[id(value)] = value
@@ -126,9 +126,9 @@ class Reached:
         if isinstance(value, property):
             return value.fget, value.fset
         if isinstance(value, dict):
-            return value.values() if len(value) <= LONG else ()
+            return value.values() if len(value) <= MAX_ENTRIES else ()
         if isinstance(value, (list, tuple, set, deque)):
-            return value if len(value) <= LONG else ()
+            return value if len(value) <= MAX_ENTRIES else ()
         if is_a(value, CONFIG):
             return ()
         if isinstance(value, nn.Module):
@@ -177,4 +177,4 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_foreign(module: str | None) -> bool:
-    return str(module).partition(".")[0] in _FOREIGN
+    return str(module).partition(".")[0] in _LIBRARIES

@@ -44,9 +44,9 @@ from .arguments import leaves
 from .tensor_identity import as_stored, version_of
 
 _ROWS, _SAMPLE = 256, 2048  # sums of rows and sampled words per tensor: at most 20 KiB of temporaries
-_SMALL = 4096  # words; a tensor of no more is weighted word by word
-_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_SMALL_WORDS = 4096  # words; a tensor of no more is weighted word by word
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
 _weights: dict[torch.device, torch.Tensor] = {}
 _queue = torch.autograd.Variable._execution_engine.queue_callback  # callbacks for the end of the running backward
 
@@ -337,7 +337,7 @@ class Verification:
         flags = [(comparison, slot, flag) for comparison, slot, flag in found if isinstance(flag, torch.Tensor)]
         for at in dict.fromkeys(flag.device for _, _, flag in flags):
             there = [found for found in flags if found[2].device == at]
-            with _quietly():
+            with _without_interception():
                 read = torch.stack([flag for _, _, flag in there]).tolist()
             wrong += [(one, slot, "values") for (one, slot, _), is_set in zip(there, read, strict=True) if is_set]
         rank = _failed_rank(bool(wrong), device, groups)
@@ -402,7 +402,7 @@ def _failed_rank(failed: bool, device: torch.device | None, groups: Sequence[dis
     """The highest rank of `groups` that has failed, or -1."""
     if not groups:
         return -1
-    with _quietly():
+    with _without_interception():
         rank = torch.tensor(dist.get_rank() if failed else -1, device=device)
         for group in groups:
             dist.all_reduce(rank, dist.ReduceOp.MAX, group)
@@ -417,7 +417,7 @@ def fingerprint(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor | None]:
     """The layout of `tensor` and a hash of its bits, an int64 scalar on its device; None if it has no bits (meta)."""
     layout: list[Any] = [type(tensor) if is_traceable_wrapper_subclass(tensor) else torch.Tensor]
     total: torch.Tensor | None = None
-    with _quietly():
+    with _without_interception():
         for part in _parts(tensor):
             layout.append((part.dtype, tuple(part.shape), _strides(part)))
             if part.device.type == "meta" or isinstance(part, FakeTensor) or _is_freed(part):
@@ -427,7 +427,7 @@ def fingerprint(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor | None]:
     return tuple(layout), total
 
 
-class _Quiet:
+class _WithoutInterception:
     """Hides what runs inside from autograd, dispatch modes, torch-function modes and tensor subclasses."""
 
     __slots__ = ("guards",)
@@ -442,12 +442,12 @@ class _Quiet:
             guard.__exit__(*exception)
 
 
-_quietly = _Quiet
+_without_interception = _WithoutInterception
 
 
 def can_hash() -> bool:
     """Whether bits and flags can be read here: not under a fake mode and not while a CUDA graph is captured."""
-    if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE) is not None:
+    if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE_MODE) is not None:
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
@@ -493,7 +493,7 @@ def _hash(tensor: torch.Tensor) -> torch.Tensor:
 def _hash_strided(tensor: torch.Tensor) -> torch.Tensor:
     """Hash a tensor with gaps or repeated elements: a sum for each index of its longest dimension, and a sample."""
     once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    if once.numel() <= _SMALL or _is_dense(once):
+    if once.numel() <= _SMALL_WORDS or _is_dense(once):
         once = once.contiguous()
         return _hash_flat(once.as_strided((once.numel(),), (1,)))
     if once.is_complex():
@@ -504,7 +504,7 @@ def _hash_strided(tensor: torch.Tensor) -> torch.Tensor:
     try:
         sums = once.view(torch.int64).sum(others)
     except RuntimeError:  # its contiguous runs are not whole words
-        bits = once.view(_SAME_SIZE[once.element_size()]) if once.element_size() < 8 else once.view(torch.int64)
+        bits = once.view(_INTEGER_OF_SIZE[once.element_size()]) if once.element_size() < 8 else once.view(torch.int64)
         sums = torch.hash_tensor(bits, dim=others).view(torch.int64)  # reads any dtype without a temporary
     # words that occur an even number of times cancel in the XOR of `hash_tensor`; the sample detects constants
     steps = [max(1, round(size / (_SAMPLE ** (1 / once.dim())))) for size in once.shape]
@@ -533,11 +533,11 @@ def _hash_flat(flat: torch.Tensor) -> torch.Tensor:
         return _mixed(flat.view(torch.int64))
     per = 8 // size
     whole = flat.numel() // per * per
-    rest = flat[whole:].view(_SAME_SIZE[size]).to(torch.int64) if whole < flat.numel() else None
+    rest = flat[whole:].view(_INTEGER_OF_SIZE[size]).to(torch.int64) if whole < flat.numel() else None
     if flat.storage_offset() % per == 0:
         return _mixed(flat[:whole].view(torch.int64), rest)
     words = whole // per
-    if words <= _SMALL:
+    if words <= _SMALL_WORDS:
         return _mixed(flat[:whole].clone().view(torch.int64), rest)
     # a view as words must begin at a word boundary, so rows and sample are copied one after another
     length, step = words // _ROWS, words // _SAMPLE | 1
@@ -550,7 +550,7 @@ def _hash_flat(flat: torch.Tensor) -> torch.Tensor:
 def _mixed(words: torch.Tensor, rest: torch.Tensor | None = None) -> torch.Tensor:
     """One word of many; see the module's docstring."""
     n = words.numel()
-    if n > _SMALL:
+    if n > _SMALL_WORDS:
         length = n // _ROWS
         sums = words[: _ROWS * length].view(_ROWS, length).sum(1)
         words = torch.cat([sums, words[:: n // _SAMPLE | 1], words[_ROWS * length :]])
@@ -567,7 +567,7 @@ def _weight(words: torch.Tensor) -> torch.Tensor:
     weights = _weights.get(device)
     if weights is None or weights.numel() < n:
         generator = torch.Generator().manual_seed(0)
-        size = max(n, 2 * _SMALL)
+        size = max(n, 2 * _SMALL_WORDS)
         weights = torch.randint(-(2**62), 2**62, (size,), generator=generator).mul_(2).add_(1).to(device)
         _weights[device] = weights
     return weights[:n]

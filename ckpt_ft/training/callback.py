@@ -234,7 +234,7 @@ class ACCallback(TrainerCallback):
         """Wraps `train` to clean up when it raises, because a Trainer does not report errors to its callbacks."""
 
         @wraps(train)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def cleaned_up(*args: Any, **kwargs: Any) -> Any:
             try:
                 return train(*args, **kwargs)
             except BaseException as error:
@@ -245,7 +245,7 @@ class ACCallback(TrainerCallback):
                     self.session.close()
                 raise
 
-        return watched
+        return cleaned_up
 
     def _add_passing_policies(self, error: BaseException) -> None:
         """Adds to a VerificationError which policies pass on the micro-batch that raised it."""
@@ -258,14 +258,14 @@ class ACCallback(TrainerCallback):
         """Wraps `compute_loss` to record its training batches in the profiler, and to keep the last one here."""
 
         @wraps(compute_loss)
-        def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
+        def recording(model: Any, *args: Any, **kwargs: Any) -> Any:
             if model.training and self.session.is_alone and len(args) == 1 and isinstance(args[0], Mapping):
                 self._micro_batch = dict(args[0]), kwargs  # a copy: the loss may take entries out
             if model.training and self.session.profiler is not None:
                 self.session.profiler.note_loss(args, kwargs)
             return compute_loss(model, *args, **kwargs)
 
-        return noting
+        return recording
 
 
 def check_conflicts(args: TrainingArguments, policy: Policy | None) -> None:

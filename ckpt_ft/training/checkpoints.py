@@ -16,7 +16,7 @@ read with `weights_only`.
 
 transformers saves many models (Qwen-VL, LLaVA, mixtures of experts) under the names of their published checkpoints,
 and converts these in `from_pretrained` only. A Trainer that resumes, or loads the best checkpoint at the end, does not
-convert them: it logs a warning and keeps its current weights. `under_any_name` loads them.
+convert them: it logs a warning and keeps its current weights. `published_names_loaded` loads them.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 
-NAME = "manifest.json"
-LOCK = "_run.lock"  # `--push_to_hub` does not upload files named _*
-_NAME = re.compile(r"checkpoint-(\d{1,18})")
+MANIFEST = "manifest.json"
+LOCK_FILE = "_run.lock"  # `--push_to_hub` does not upload files named _*
+_CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 PIPELINE_LORA = "pytorch_lora_weights.safetensors"  # LoRA weights of a U-Net, transformer or text encoder
-ADAPTER = ("adapter_config.json", PIPELINE_LORA)  # files that identify an adapter of PEFT or diffusers
-WHOLE = ("config.json", "model_index.json")
-_RESULT = (*ADAPTER, *WHOLE, "adapter_model.safetensors", "model*.safetensors*", "losses.jsonl")
-_STATE = "training_state.pt"  # of a loop
+ADAPTER_FILES = ("adapter_config.json", PIPELINE_LORA)  # files that identify an adapter of PEFT or diffusers
+MODEL_FILES = ("config.json", "model_index.json")
+_RESULT_FILES = (*ADAPTER_FILES, *MODEL_FILES, "adapter_model.safetensors", "model*.safetensors*", "losses.jsonl")
+_STATE_FILE = "training_state.pt"  # of a loop
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FORWARDED_WITHIN = 1.0  # seconds: a launcher forwards a signal that the terminal has already sent to its ranks
 _FLAGS_OF_A_START = ("resume_from_checkpoint", "overwrite_output_dir")  # a resumed run must not repeat them
@@ -91,7 +91,7 @@ def write_manifest(checkpoint: Path, run: str) -> None:
         OSError: the manifest cannot be written.
     """
     flush_tree(checkpoint)
-    write(checkpoint / NAME, Manifest(run=run, files=_sizes_of(checkpoint)).model_dump_json(indent=1))
+    write(checkpoint / MANIFEST, Manifest(run=run, files=_sizes_of(checkpoint)).model_dump_json(indent=1))
     flush(checkpoint)
     flush(checkpoint.parent)
 
@@ -99,16 +99,16 @@ def write_manifest(checkpoint: Path, run: str) -> None:
 def read_manifest(checkpoint: Path) -> Manifest | None:
     """Returns the manifest of `checkpoint`, or None if it cannot be read; its files are not checked."""
     try:
-        return Manifest.model_validate_json((checkpoint / NAME).read_bytes())
+        return Manifest.model_validate_json((checkpoint / MANIFEST).read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-def what_is_wrong(checkpoint: Path) -> str | None:
+def why_incomplete(checkpoint: Path) -> str | None:
     """Returns why `checkpoint` is not complete, or None if it is."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        return f"without a {NAME} it was not written to its end"
+        return f"without a {MANIFEST} it was not written to its end"
     try:
         found = _sizes_of(checkpoint)
     except OSError as error:
@@ -124,7 +124,7 @@ def what_is_wrong(checkpoint: Path) -> str | None:
 
 
 def _sizes_of(checkpoint: Path) -> dict[str, int]:
-    paths = (path for path in sorted(checkpoint.rglob("*")) if not path.is_dir() and path != checkpoint / NAME)
+    paths = (path for path in sorted(checkpoint.rglob("*")) if not path.is_dir() and path != checkpoint / MANIFEST)
     return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in paths}
 
 
@@ -132,7 +132,8 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
     """Returns the directories `checkpoint-N` in `output_dir`, complete or not, oldest first; no `checkpoint-best`."""
     if not Path(output_dir).is_dir():
         return []
-    found = [(int(match[1]), path) for path in Path(output_dir).iterdir() if (match := _NAME.fullmatch(path.name))]
+    paths = Path(output_dir).iterdir()
+    found = [(int(match[1]), path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
 
 
@@ -140,7 +141,7 @@ def last_complete_checkpoint(output_dir: str, run: str | None = None) -> str | N
     """Returns the newest complete checkpoint, of the given `run` if there is one."""
     for path in reversed(checkpoints(output_dir)):
         manifest = read_manifest(path)
-        if manifest is not None and run in (None, manifest.run) and what_is_wrong(path) is None:
+        if manifest is not None and run in (None, manifest.run) and why_incomplete(path) is None:
             return str(path)
     return None
 
@@ -157,14 +158,14 @@ def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | No
     if resume_from_checkpoint.lower() in ("latest", "true"):
         chosen = last_complete_checkpoint(output_dir)
         if chosen is None:
-            torn = [f"{path.name}: {what_is_wrong(path)}" for path in checkpoints(output_dir)[-1:]]
+            torn = [f"{path.name}: {why_incomplete(path)}" for path in checkpoints(output_dir)[-1:]]
             raise UserError(
                 f"{given}: no complete checkpoint in {output_dir}"
                 + "".join(f" ({why}; --overwrite_output_dir starts anew)" for why in torn)
             )
     else:
         chosen = resume_from_checkpoint
-        wrong = what_is_wrong(Path(chosen)) if Path(chosen).is_dir() else "no such directory"
+        wrong = why_incomplete(Path(chosen)) if Path(chosen).is_dir() else "no such directory"
         if wrong is not None:
             inside = last_complete_checkpoint(chosen)
             hint = f"; did you mean {inside}?" if inside else "; give a checkpoint-N directory, or latest"
@@ -203,9 +204,9 @@ def check_same_kind(output_dir: str, lora: bool) -> None:
 
     With both in one folder, the old adapter would be loaded onto the new weights.
     """
-    names, theirs, ours = (WHOLE, "a whole model", "LoRA") if lora else (ADAPTER, "LoRA adapters", "all weights")
+    theirs, ours = ("a whole model", "LoRA") if lora else ("LoRA adapters", "all weights")
     for place in (Path(output_dir), *checkpoints(output_dir)):
-        for name in names:
+        for name in MODEL_FILES if lora else ADAPTER_FILES:
             if (place / name).is_file():
                 raise UserError(
                     f"--output_dir {output_dir} holds {theirs} of an earlier run ({place / name}) and this one trains "
@@ -278,9 +279,9 @@ class RunDirectory:
         """
         state = PartialState()
         if state.is_main_process:
-            left = [path for path in checkpoints(self.path) if self.overwrite or not (path / NAME).exists()]
+            left = [path for path in checkpoints(self.path) if self.overwrite or not (path / MANIFEST).exists()]
             if self.overwrite:
-                left += [file for name in _RESULT for file in self.path.glob(name)]
+                left += [file for name in _RESULT_FILES for file in self.path.glob(name)]
             for path in left:
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
@@ -322,14 +323,14 @@ class RunDirectory:
     def drop_unfinished(self) -> None:
         """Delete the newest checkpoint if it has no manifest, to free disk space."""
         for path in checkpoints(self.path)[-1:]:
-            if not (path / NAME).exists():
+            if not (path / MANIFEST).exists():
                 shutil.rmtree(path, ignore_errors=True)
 
     def last_complete(self) -> str | None:
         """Returns the newest complete checkpoint of this run."""
         return last_complete_checkpoint(str(self.path), self.run)
 
-    def not_written(self, what: str, reason: str) -> WorkFailed:
+    def write_failure(self, what: str, reason: str) -> WorkFailed:
         """Returns an error with the reason why `what` was not written, the free space and the last complete
         checkpoint."""
         latest = self.last_complete()
@@ -339,7 +340,7 @@ class RunDirectory:
         return WorkFailed(f"writing {what} to {self.path} failed: {reason} ({free} free on the disk){intact}")
 
     def _refuse_a_used_one(self) -> None:
-        there = [*reversed(checkpoints(self.path)), *(self.path / name for name in (*ADAPTER, *WHOLE))]
+        there = [*reversed(checkpoints(self.path)), *(self.path / name for name in (*ADAPTER_FILES, *MODEL_FILES))]
         used = next((path.name for path in there if path.exists()), None)
         if used is not None:
             raise UserError(
@@ -353,7 +354,7 @@ def _lock(path: Path) -> FileLock:
     """Lock the directory until this process ends, however it ends."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path / LOCK)
+        lock = FileLock(path / LOCK_FILE)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(f"--output_dir {path}: another process trains into it; give another directory") from error
@@ -488,14 +489,14 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
         keeper = Checkpoints(trainer, directory, stop)
         trainer.callback_handler.callbacks.insert(0, keeper)
         try:
-            with keeper.first, under_any_name(trainer):
+            with keeper.first, published_names_loaded(trainer):
                 yield
         except (OSError, RuntimeError, SafetensorError) as error:
             if not is_of_the_disk(error):
                 raise
             directory.drop_unfinished()
             reason = one_line(f"{type(error).__name__}: {error}", 300)
-            raise directory.not_written("a checkpoint or the result", reason) from error
+            raise directory.write_failure("a checkpoint or the result", reason) from error
     if keeper.stopping:
         raise stopped(stop.signal, directory.last_complete())
 
@@ -508,7 +509,7 @@ def load_finished(trainer: Trainer) -> None:
 
 
 @contextmanager
-def under_any_name(trainer: Trainer) -> Iterator[None]:
+def published_names_loaded(trainer: Trainer) -> Iterator[None]:
     """Context manager: if names differ, `trainer` loads its checkpoints as `from_pretrained` does."""
     own, own_best = trainer._load_from_checkpoint, trainer._load_best_model
 
@@ -559,7 +560,7 @@ def save_checkpoint(
     target = directory.path / f"checkpoint-{step}"
 
     def finish() -> None:
-        torch.save(state, target / _STATE)
+        torch.save(state, target / _STATE_FILE)
         directory.finish(step, limit)
 
     try:
@@ -582,7 +583,7 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: str, identity: dict[st
         UserError: its `identity` differs, or another program wrote it.
     """
     with library_reads(mismatch(checkpoint)):
-        state: dict[str, Any] = torch.load(Path(checkpoint) / _STATE, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(Path(checkpoint) / _STATE_FILE, map_location="cpu", weights_only=True)
         for name, ours in identity.items():
             theirs = state["identity"].get(name)
             if theirs != ours:
@@ -600,7 +601,7 @@ def write_on_ranks(
     """Run `write` on every rank, or on the main one; if it fails on one rank, fail on all, so that none waits forever.
 
     Raises:
-        WorkFailed: `what` could not be written (see `RunDirectory.not_written`).
+        WorkFailed: `what` could not be written (see `RunDirectory.write_failure`).
     """
     problems: list[str] = []
     if accelerator.is_main_process or not main_only:
@@ -610,7 +611,7 @@ def write_on_ranks(
             problems = [one_line(f"{type(error).__name__}: {error}")]
     problems = gather_object(problems)
     if problems:
-        raise directory.not_written(what, problems[0])
+        raise directory.write_failure(what, problems[0])
 
 
 @contextmanager

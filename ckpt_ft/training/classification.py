@@ -156,7 +156,7 @@ def _labelled(rows: Dataset, names: list[str], source: str) -> Dataset:
         if name not in place:
             given = f"label {value}" if name is None or name == str(value) else f"class '{name}'"
             raise UserError(
-                f"{source}: row {row} has {given}, but there are {len(names)} classes to train on ({_some(names)})"
+                f"{source}: row {row} has {given}, but there are {len(names)} classes to train on ({_few(names)})"
             )
         labels.append(place[name])
     return rows.remove_columns("label").add_column("label", labels, feature=Value("int64"))
@@ -170,10 +170,10 @@ def _check_classes(labels: Iterable[int], names: list[str], source: str) -> None
         raise UserError(f"{source}: every training image is of class '{only}'; a classifier needs at least 2 classes")
     missing = [name for index, name in enumerate(names) if index not in counts]
     if missing:
-        print(f"{source}: {len(missing)} of {len(names)} classes have no training image: {_some(missing)}", flush=True)
+        print(f"{source}: {len(missing)} of {len(names)} classes have no training image: {_few(missing)}", flush=True)
 
 
-def _some(names: Sequence[str]) -> str:
+def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
@@ -300,7 +300,7 @@ def load_classifier(args: ModelArguments, names: list[str]) -> PreTrainedModel:
     head = next(name for name, _ in reversed(list(model.named_children())) if name != model.base_model_prefix)
     norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     layers = _adaptable_layers(model, head)
-    return with_adapters(model, args, targets=lambda asked: asked or layers, modules_to_save=[head, *norms])
+    return with_adapters(model, args, targets=lambda given: given or layers, modules_to_save=[head, *norms])
 
 
 def _adaptable_layers(model: nn.Module, head: str) -> list[str]:

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
-_NEXT_BUDGET = 0.9  # of the budget that was too large
-_MOST = 1024  # samples of a micro-batch
+_BUDGET_DECREASE = 0.9  # of the budget that was too large
+_MAX_BATCH_SIZE = 1024  # samples of a micro-batch
 _LOOP_SHARE = 0.05  # share of a CPU's budget for the loop outside of the step (prefetched batches, logging)
 
 
@@ -241,7 +241,7 @@ def fit(
         batch_size = None if settings.find_max_batch_size else getattr(args, batch_name)
         made = found_by_main(lambda: make_plan(shared, budget or settings.ac_budget, batch_size))
         fitted = replace(fitted, plan=made)
-        say(f"--ac_policy auto: {made.why}\n{made.table()}")
+        print_on_main(f"--ac_policy auto: {made.why}\n{made.table()}")
     return _with_largest_batch(fitted, device, batch_name) if settings.find_max_batch_size else fitted
 
 
@@ -284,14 +284,14 @@ def fit_length(trainer: Trainer, settings: TextACArguments, most: int) -> tuple[
         if found.length and settings.ac_policy == "auto":
             settings = replace(settings, ac_policy=found.ladder[0].policy)
     if not predicted and (found is None or found.length):
-        found = _proved(workload, settings.policy, args.device, lambda: find_max_length(workload, budget, **more))
+        found = _run_under(workload, settings.policy, args.device, lambda: find_max_length(workload, budget, **more))
     assert found is not None
     if not found.length:
         raise UserError(
             f"{flag}: not even {found.granularity} tokens fit in {format_bytes(found.room.budget)} under "
             f"--ac_policy {settings.ac_policy}; choose a policy that keeps less, or a larger budget"
         )
-    say(f"{flag}: {found}, under --ac_policy {settings.ac_policy}")
+    print_on_main(f"{flag}: {found}, under --ac_policy {settings.ac_policy}")
     return settings, found.length
 
 
@@ -311,7 +311,7 @@ def make_plan(workload: Workload, budget: str | int | None, batch_size: int | No
     return plan(workload, budget, margin=_cpu_margin(workload), batch_size=batch_size, report=logger.info)
 
 
-def say(text: str) -> None:
+def print_on_main(text: str) -> None:
     """Prints `text` on the main process."""
     if PartialState().is_main_process:
         print(text, flush=True)
@@ -323,7 +323,7 @@ def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -
     Gradients persist between micro-batches, so a batch that fits as a whole step may not fit as one of several. The
     search is repeated with the number of micro-batches that follows from its result.
     """
-    args, most = fitted.args, _MOST
+    args, most = fitted.args, _MAX_BATCH_SIZE
     while True:
         found = _largest(fitted, device, most)
         batch, steps, note = keep_effective(getattr(args, batch_name), args.gradient_accumulation_steps, found.batch)
@@ -332,7 +332,7 @@ def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -
         if not more:
             break
         most = found.batch
-    say(f"--find_max_batch_size: {found}\n{note}")
+    print_on_main(f"--find_max_batch_size: {found}\n{note}")
     args = changed(args, **{batch_name: batch}, gradient_accumulation_steps=steps)
     return replace(fitted, args=args, largest=found)
 
@@ -344,7 +344,7 @@ def _largest(fitted: Fitted, device: torch.device, most: int) -> MaxBatchSize:
     if _is_only_predicted(workload, fitted.policy):
         policy = str(fitted.policy or "none")
         return found_by_main(lambda: predict_max_batch_size(workload, policy, budget, **more))
-    return _proved(workload, fitted.policy, device, lambda: find_max_batch_size(workload, budget, **more))
+    return _run_under(workload, fitted.policy, device, lambda: find_max_batch_size(workload, budget, **more))
 
 
 def _is_only_predicted(workload: Workload, policy: Policy | None) -> bool:
@@ -356,7 +356,7 @@ def _is_only_predicted(workload: Workload, policy: Policy | None) -> bool:
     return bool(policy and policy.swap) or (workload.launch is not None and workload.launch.shards)
 
 
-def _proved(workload: Workload, policy: Policy | None, device: torch.device, find: Callable[[], Answer]) -> Answer:
+def _run_under(workload: Workload, policy: Policy | None, device: torch.device, find: Callable[[], Answer]) -> Answer:
     """Runs `find` with the model on `device` and under `policy`."""
     workload.model.to(device)
     with ExitStack() as stack:
@@ -374,7 +374,7 @@ def smaller_budget(failed: Plan) -> int:
     """The budget to plan for after the pick of `failed` ran out of memory: less than that pick should have needed."""
     budget, needed = failed.room.budget, failed.room.needs(failed.best)
     while budget >= min(needed, failed.room.budget):
-        budget = round(budget * _NEXT_BUDGET)
+        budget = round(budget * _BUDGET_DECREASE)
     return budget
 
 

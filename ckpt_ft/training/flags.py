@@ -111,8 +111,8 @@ def check_trackers(names: Iterable[str], here: Sequence[str]) -> None:
             raise UserError(f"--report_to {name}: not installed; installed trackers: {', '.join(here) or 'none'}")
 
 
-def load_split(name: str, config: str | None, split: str, asked: str = "--dataset_name") -> Dataset:
-    """Loads a split of a Hub dataset, or of a local directory of data files; `asked` comes before its name in errors.
+def load_split(name: str, config: str | None, split: str, source: str = "--dataset_name") -> Dataset:
+    """Loads a split of a Hub dataset, or of a local directory of data files; `source` comes before its name in errors.
 
     Raises:
         UserError: it cannot be read, or it is empty.
@@ -123,9 +123,9 @@ def load_split(name: str, config: str | None, split: str, asked: str = "--datase
         rows = load_dataset(name, config, split=split)
     except Exception as error:  # the readers of the many formats raise errors of every class
         where = " (neither a local path nor a dataset of the Hub that can be read from here)"
-        raise UserError(f"{asked} {name}{'' if Path(name).is_dir() else where}: {unreadable(error)}") from error
+        raise UserError(f"{source} {name}{'' if Path(name).is_dir() else where}: {unreadable(error)}") from error
     if len(rows) == 0:
-        raise UserError(f"{asked} {name}: split '{split}' is empty")
+        raise UserError(f"{source} {name}: split '{split}' is empty")
     return rows
 
 
@@ -166,8 +166,8 @@ class SplitArguments:
             raise UserError(f"--columns {self.columns}: a column is named twice")
         for theirs in names:
             if theirs not in rows.column_names:
-                likely, there = meant(theirs, rows.column_names), ", ".join(rows.column_names)
-                raise UserError(f"--columns {self.columns}: no column '{theirs}'{likely}; there are {there}")
+                suggestion, there = meant(theirs, rows.column_names), ", ".join(rows.column_names)
+                raise UserError(f"--columns {self.columns}: no column '{theirs}'{suggestion}; there are {there}")
         hidden = [ours for ours in names.values() if ours in rows.column_names and ours not in names]
         return rows.remove_columns(hidden).rename_columns({a: b for a, b in names.items() if a != b})
 

@@ -66,12 +66,12 @@ def image_files(folder: Path, *, below: bool = True) -> list[Path]:
 def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) -> Dataset:
     """Selects and renames columns, each given as (the flag that names it, its name, its new name)."""
     flags: dict[str, str] = {}
-    for asked, column, _ in columns:
-        if (other := flags.setdefault(column, asked)) != asked:
-            raise UserError(f"--{other} and --{asked} both name the column {column}; give each its own")
+    for option, column, _ in columns:
+        if (other := flags.setdefault(column, option)) != option:
+            raise UserError(f"--{other} and --{option} both name the column {column}; give each its own")
         if column not in rows.column_names:
-            likely, there = meant(column, rows.column_names), ", ".join(rows.column_names)
-            raise UserError(f"--{asked} {column}: {source} has no such column{likely}; it has {there}")
+            suggestion, there = meant(column, rows.column_names), ", ".join(rows.column_names)
+            raise UserError(f"--{option} {column}: {source} has no such column{suggestion}; it has {there}")
     rows = rows.select_columns([column for _, column, _ in columns])
     return rows.rename_columns({theirs: ours for _, theirs, ours in columns if theirs != ours})
 

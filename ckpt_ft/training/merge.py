@@ -25,8 +25,8 @@ from ckpt_ft.training.checkpoints import PIPELINE_LORA
 from ckpt_ft.validation import library_reads
 
 logger = logging.getLogger(__name__)
-_OF_PROCESSORS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-_ADAPTED = ("base_model_class", "parent_library")  # keys under which PEFT stores the class of the base model
+_PROCESSOR_FILES = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+_BASE_CLASS_KEYS = ("base_model_class", "parent_library")  # keys under which PEFT stores the class of the base model
 
 
 def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Path:
@@ -64,10 +64,10 @@ def _merged_adapter(source: Path, base: str, dtype: str) -> list[Any]:
     with library_reads(f"{source / NAME} cannot be read"):
         settings = json.loads((source / NAME).read_text(encoding="utf-8"))
         name = base or settings.get("base_model_name_or_path")
-        part, library = (str((settings.get("auto_mapping") or {}).get(key)) for key in _ADAPTED)
+        part, library = (str((settings.get("auto_mapping") or {}).get(key)) for key in _BASE_CLASS_KEYS)
     if not name:
         raise UserError(f"{source / NAME} names no base model; give it with --base")
-    with library_reads(_what(source, name)):
+    with library_reads(_cannot_merge(source, name)):
         if library.startswith("diffusers"):
             return _merged_part(source, name, dtype, part)
         return _merged_model(source, name, dtype)
@@ -88,7 +88,7 @@ def _processor(source: Path, base: str) -> list[Any]:
     from ckpt_ft.training.vision_language import without_videos
 
     with without_videos():
-        if any((source / file).is_file() for file in _OF_PROCESSORS):
+        if any((source / file).is_file() for file in _PROCESSOR_FILES):
             return [AutoProcessor.from_pretrained(source)]
         try:
             return [AutoProcessor.from_pretrained(base)]
@@ -123,7 +123,7 @@ def _merged(model: Any, source: Path, base: str) -> Any:
     return tuned.merge_and_unload(safe_merge=True)
 
 
-def _what(source: Path, base: str) -> str:
+def _cannot_merge(source: Path, base: str) -> str:
     return f"{source} cannot be merged into its base {base} (another: --base)"
 
 
@@ -160,7 +160,7 @@ def _class_of(config: Any) -> Any:
 def _merged_pipeline(source: Path, base: str, dtype: str) -> list[Any]:
     if not base:
         raise UserError(f"{source} is a pipeline's LoRA, which does not name its base; give the pipeline with --base")
-    with library_reads(_what(source, base)):
+    with library_reads(_cannot_merge(source, base)):
         pipeline = _pipeline(base, dtype)
         with warnings.catch_warnings():  # PEFT warns of adapted modules that are missing in the file
             warnings.filterwarnings("error", "While injecting the PEFT adapters", RuntimeWarning)
@@ -220,7 +220,7 @@ def to_kohya(adapter: str, output: str) -> Path:
     if target.suffix != ".safetensors" or target.exists():
         raise UserError(f"--output {output}: give a new file, NAME.safetensors")
     weights, settings = _read(source)
-    named = _named(weights, settings, source)
+    named = _under_kohya_names(weights, settings, source)
     try:
         write(target, partial(save_file, named, metadata={"format": "pt"}))
     except OSError as error:
@@ -263,7 +263,7 @@ def _other_half(name: str) -> str:
     return name.replace(a, b) if a in name else name.replace(b, a)
 
 
-def _named(weights: dict[str, Tensor], settings: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
+def _under_kohya_names(weights: dict[str, Tensor], settings: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
     from diffusers.utils import convert_state_dict_to_kohya
 
     named: dict[str, Tensor] = {}

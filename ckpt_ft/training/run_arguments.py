@@ -124,9 +124,9 @@ class RunArguments(TrainingArguments):
             "--use_liger_kernel": ("liger_kernel", self.use_liger_kernel),
             f"--optim {optim}": ("bitsandbytes", any(part in optim for part in ("bnb", "8bit", "paged"))),
         }
-        for asked, (package, wanted) in needed.items():
+        for option, (package, wanted) in needed.items():
             if wanted:
-                require_package(package, asked)
+                require_package(package, option)
         check_trackers(self.report_to, get_available_reporting_integrations())
         self._check_optim_args(optim)
         other = "" if optim in ("adamw_torch", "adamw_torch_fused") else f"--optim {optim}"

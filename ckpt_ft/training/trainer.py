@@ -23,7 +23,7 @@ from ckpt_ft.redact import redacted_text
 from ckpt_ft.tables import code_block
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.checkpoints import Finished, RunDirectory, keep_checkpoints, load_finished
-from ckpt_ft.training.fit import make_plan, parallelism_of, replans, say, smaller_budget
+from ckpt_ft.training.fit import make_plan, parallelism_of, print_on_main, replans, smaller_budget
 from ckpt_ft.training.flags import SplitArguments
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
@@ -147,7 +147,7 @@ def train_with_replanning(trainer: Trainer, session: Session, directory: RunDire
         try:
             return trainer.train(resume_from_checkpoint=resume).metrics
         except Finished:
-            say(f"{resume} is the last one of a finished run: nothing is left to train")
+            print_on_main(f"{resume} is the last one of a finished run: nothing is left to train")
             load_finished(trainer)
             return {}
         except Exception as error:

@@ -608,7 +608,7 @@ def load_model(args: VisionLanguageModelArguments, max_length: int = 0) -> PreTr
     trained = TrainedTowers(model, args.train_towers)
     if args.adapts:
         by = f"--peft_config {args.peft_config}:" if args.peft_config else "--lora_target_modules"
-        return with_adapters(model, args, targets=lambda asked: trained.adapted_layers(asked, by))
+        return with_adapters(model, args, targets=lambda given: trained.adapted_layers(given, by))
     trained.freeze_others()
     return model
 

@@ -153,7 +153,7 @@ def test_compiled_runs_whole_and_says_so() -> None:
     model, inputs = build("llama")
     head.install(model)
     compiled = torch.compile(model, backend="eager")
-    standin._said.clear()
+    standin._warned.clear()
     with pytest.warns(UserWarning, match="'head' does nothing under torch.compile"):
         output = compiled(**inputs)
     assert output.logits.shape == (2, 12, VOCABULARY)
@@ -229,7 +229,7 @@ def test_hooks_of_the_output_layer_act_once(add_hook: Any, before: bool) -> None
     if not before:
         add_hook(treated.lm_head)
     loss, grads, _ = step(model, inputs)
-    standin._said.clear()
+    standin._warned.clear()
     with pytest.warns(UserWarning, match="logits of Linear, the output layer, are computed whole: it has a hook"):
         ours, our_grads, output = step(treated, inputs)
     assert output.logits.shape == (2, 12, VOCABULARY)

@@ -364,7 +364,7 @@ def test_what_is_copied_is_kept_until_the_computation_waits_for_the_copy() -> No
     begins_late, copied = [("record", "", 0), ("wait", "stream 1", 0)], ("record", "stream 1", 0)
     assert (heard.said, freed() is None) == ([*begins_late, copied], False)
     heard.said.clear()
-    parking.let_go()
+    parking.release()
     assert (heard.said, freed() is None) == ([("wait", "", 0)], True)
     heard.said.clear()
     parked.fetch()

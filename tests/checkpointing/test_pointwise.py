@@ -523,7 +523,7 @@ def test_compile_runs_the_plain_model_and_says_so() -> None:
     plain = {name: g.clone() for name, g in gradients(model).items()}
     model.zero_grad()
     treat(model)
-    standin._said.clear()
+    standin._warned.clear()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
-from ckpt_ft.training.checkpoints import what_is_wrong
+from ckpt_ft.training.checkpoints import why_incomplete
 from ckpt_ft.training.samples.language import make_docstrings
 
 SMALL = ["--max_steps", "3", "--max_length", "64", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
@@ -136,7 +136,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(root: Path, tmp_path: Path) 
     assert [(tmp_path / f"code-{rank}").read_text() for rank in (0, 1)] == ["143", "143"]
     stopped = json.loads((tmp_path / "stopped" / "checkpoint-3" / "trainer_state.json").read_text())
     assert stopped["global_step"] == 3  # the signal's step is 2; the ranks hear of it a step later, without waiting
-    assert what_is_wrong(tmp_path / "stopped" / "checkpoint-3") is None
+    assert why_incomplete(tmp_path / "stopped" / "checkpoint-3") is None
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("stopped", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

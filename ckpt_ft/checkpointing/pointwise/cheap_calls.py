@@ -98,7 +98,7 @@ class ModuleCall(StandIn):
             tensors += [(b, version_of(b)) for b in buffers.values() if b is not None]
         return tensors, self.attributes, found, buffers
 
-    def again(self, state: State, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def rerun(self, state: State, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Re-run forward with the original attributes and parameters, on buffer copies, so none is updated twice."""
         module, (tensors, attributes, found, buffers) = self.module, state
         if tensors:
@@ -199,7 +199,7 @@ class OperatorCall(CheapCall):
     def state(self) -> None:
         """Return None, because an operator has no parameters."""
 
-    def again(self, state: None, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def rerun(self, state: None, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run the operator again."""
         return self.forward(*args, **kwargs)
 

@@ -70,9 +70,9 @@ class CheapCall(Protocol):
         return ()
 
     def state(self) -> Any:
-        """Return the state of the first call that `again` needs: parameters, mode."""
+        """Return the state of the first call that `rerun` needs: parameters, mode."""
 
-    def again(self, state: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def rerun(self, state: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Build the same graph on the same inputs as `forward` did, without its side effects.
 
         Raises RuntimeError if a tensor in `state` was modified in place since.
@@ -146,7 +146,7 @@ class Reader(Discarded):
         self.source, self.index, self.view = source, index, view
 
 
-class Handed:
+class PackedByOuterHooks:
     """A tensor that was passed to saved-tensor hooks around the model (offload, `save_on_cpu`)."""
 
     __slots__ = ("packed", "unpack")
@@ -192,7 +192,7 @@ class Input:
 
     __slots__ = ("held", "requires_grad")
 
-    def __init__(self, held: Discarded | Handed | Saved, requires_grad: bool) -> None:
+    def __init__(self, held: Discarded | PackedByOuterHooks | Saved, requires_grad: bool) -> None:
         self.held, self.requires_grad = held, requires_grad
 
     def get(self) -> torch.Tensor:
@@ -238,10 +238,10 @@ class CheapRun:
             if self.call.inplace:  # other nodes may read the rebuilt input
                 args[0] = args[0].clone()
             if not self.autocast and self.random is None and not torch._C._is_any_autocast_enabled():
-                output = self.call.again(self.state, args, kwargs)
+                output = self.call.rerun(self.state, args, kwargs)
             else:
                 with autocast_as(self.autocast), _random_as(self.random):
-                    output = self.call.again(self.state, args, kwargs)
+                    output = self.call.rerun(self.state, args, kwargs)
         finally:
             _pop_hooks()
             _set_grad(grad)
@@ -288,11 +288,11 @@ def claim_on(tensor: torch.Tensor) -> Claim | None:
     return claim if claim is not None and claim.covers(tensor) else None
 
 
-def unpack(packed: Discarded | Handed | Saved) -> torch.Tensor:
+def unpack(packed: Discarded | PackedByOuterHooks | Saved) -> torch.Tensor:
     """The unpack hook."""
     kind = type(packed)
     if kind is not tuple:
-        if kind is not Handed and type(packed.source) is not CheapRun:  # type: ignore[union-attr]
+        if kind is not PackedByOuterHooks and type(packed.source) is not CheapRun:  # type: ignore[union-attr]
             return packed.source  # type: ignore[union-attr,return-value]
         return packed.get()  # type: ignore[union-attr]
     tensor, version = packed  # type: ignore[misc]
@@ -334,7 +334,7 @@ class Pass:
         # autograd calls only the innermost pair of hooks
         self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-    def pack(self, tensor: torch.Tensor) -> Discarded | Handed | Saved:
+    def pack(self, tensor: torch.Tensor) -> Discarded | PackedByOuterHooks | Saved:
         """The pack hook; it receives the tensor itself, including its `grad_fn`."""
         run = self.current
         if run is not None:
@@ -355,12 +355,12 @@ class Pass:
         if self.kept is not None and storage is not None:
             setattr(storage, _KEPT, self.kept)
         if self.outer is not None:
-            return self._hand_on(tensor)
+            return self._pack_by_outer_hooks(tensor)
         return _held(tensor)
 
-    def _hand_on(self, tensor: torch.Tensor) -> Handed:
+    def _pack_by_outer_hooks(self, tensor: torch.Tensor) -> PackedByOuterHooks:
         pack, unpack = self.outer
-        return Handed(pack(tensor), unpack)
+        return PackedByOuterHooks(pack(tensor), unpack)
 
     def is_free(self, tensor: torch.Tensor) -> bool:
         """Whether keeping `tensor` costs no memory: it can be rebuilt, or an autograd node saves it anyway."""
@@ -389,7 +389,7 @@ class Pass:
                 return call.forward(*args, **kwargs)
             else:
                 alias = value.detach()
-                kept = (alias, version_of(alias)) if self.outer is None else self._hand_on(alias)
+                kept = (alias, version_of(alias)) if self.outer is None else self._pack_by_outer_hooks(alias)
                 held.append(Input(kept, value.requires_grad))
         if device is None:
             return call.forward(*args, **kwargs)
@@ -449,6 +449,6 @@ class _Cast(CheapCall):
     def state(self) -> None:
         """Return None, because a cast has no state."""
 
-    def again(self, state: None, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    def rerun(self, state: None, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         """Cast the tensor again."""
         return args[0].to(self.dtype)

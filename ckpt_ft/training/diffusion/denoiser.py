@@ -66,7 +66,7 @@ def _with_adapters(model: Any, args: PipelineArguments) -> Any:
     file = args.peft_config
     with library_reads(f"--lora_target_modules {' '.join(targets)}" if file is None else f"--peft_config {file}"):
         if file is not None:
-            config = adapter_of(file, targets=lambda asked: asked or targets)
+            config = adapter_of(file, targets=lambda given: given or targets)
         else:
             config = LoraConfig(
                 r=args.rank, lora_alpha=args.lora_alpha or args.rank, lora_dropout=args.lora_dropout,

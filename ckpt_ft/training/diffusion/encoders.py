@@ -25,7 +25,7 @@ from .families import FAMILIES, UNET, UNET_XL, Family, from_diffusers
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_LEAST = 8  # images are in steps of so many pixels, whatever the VAE
+_MULTIPLE = 8  # images are in steps of so many pixels, whatever the VAE
 
 
 class Encoders:
@@ -58,7 +58,7 @@ class Encoders:
         self.tokenizers = [part for name, part in held.items() if name.startswith("tokenizer")]
         self.identity = f"{dtype} {self.tokens} {[tokenizer.chat_template for tokenizer in self.tokenizers]}"
         self.vae_scale_factor: int = self.pipeline.vae_scale_factor
-        self.token = max(_LEAST, self.vae_scale_factor * family.patch)
+        self.token = max(_MULTIPLE, self.vae_scale_factor * family.patch)
         for module in self.modules:
             module.requires_grad_(False).eval().to(device)
 
@@ -263,13 +263,13 @@ def _load_config(family: Family, args: PipelineArguments, missing: str) -> Any:
             return model.from_config(config).config
 
 
-def checked_resolution(asked: int | None, config: Any, encoders: Encoders) -> int:
-    """Returns the side of the images in pixels: `asked`, else the one that the model was made for."""
+def checked_resolution(given: int | None, config: Any, encoders: Encoders) -> int:
+    """Returns the side of the images in pixels: `given`, else the one that the model was made for."""
     side, token, family = config.get("sample_size"), encoders.token, encoders.family
     own = side * encoders.vae_scale_factor if isinstance(side, int) else family.side
-    if not (asked or own):
+    if not (given or own):
         raise UserError("the U-Net's configuration has no sample_size; give --resolution")
-    resolution: int = asked or own or 0
+    resolution: int = given or own or 0
     if resolution % token:
         below = max(token, resolution // token * token)
         raise UserError(

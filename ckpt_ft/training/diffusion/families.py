@@ -84,14 +84,14 @@ class Family:
     ) -> list[Image.Image]:
         """Returns the pipeline's images; None for `guidance` uses the pipeline's own scale."""
         taken = inspect.signature(type(pipeline).__call__).parameters
-        asked: dict[str, Any] = {"output_type": "latent"} if self.decodes_apart else {}
+        options: dict[str, Any] = {"output_type": "latent"} if self.decodes_apart else {}
         if guidance is not None:  # a guidance-distilled transformer takes the scale as an input; any other runs twice
             twice = "true_cfg_scale" in taken and not pipeline.components[self.component].config.guidance_embeds
-            asked["true_cfg_scale" if twice else "guidance_scale"] = guidance
+            options["true_cfg_scale" if twice else "guidance_scale"] = guidance
         if "use_resolution_binning" in taken:  # it would draw images of the nearest published size
-            asked["use_resolution_binning"] = False
+            options["use_resolution_binning"] = False
         with autocast():
-            drawn = pipeline(**asked, **arguments).images
+            drawn = pipeline(**options, **arguments).images
         if self.decodes_apart:
             vae = pipeline.vae.float()
             parts = [vae.decode(part.float() / vae.config.scaling_factor).sample for part in drawn.split(4)]

@@ -124,7 +124,7 @@ class Run:
         if not state.done:
             raise stopped(signal, self.directory.last_complete())
 
-    def with_less(self, checkpoint: str | None) -> Run:
+    def with_smaller_budget(self, checkpoint: str | None) -> Run:
         """The next attempt: same batch size, smaller budget, continued from `checkpoint`; without the model."""
         assert self.fitted.plan is not None, "auto plans before it trains"
         settings = replace(self.settings, find_max_batch_size=False)
@@ -156,7 +156,7 @@ def run_with_replanning(
             if failed is None:
                 raise
             raise failed from None
-        run = run.with_less(directory.last_complete())
+        run = run.with_smaller_budget(directory.last_complete())
         gc.collect()
         place = run.checkpoint or "the beginning"
         logger.warning("%s; planning again for %s, from %s", reason, format_bytes(run.budget or 0), place)
@@ -324,7 +324,7 @@ def run_steps(state: TrainingState, data: Data, run: Run) -> int | None:
     if state.step == 0:
         validate(data.validation, state)
     losses = LossLog(accelerator, args.output_dir, state.step)
-    compute_loss = losses.noting(run.fitted.workload.compute_loss)
+    compute_loss = losses.recording(run.fitted.workload.compute_loss)
     progress = tqdm(total=state.total_steps, initial=state.step, disable=not accelerator.is_main_process, desc="steps")
     stopping = False
     with (
@@ -336,7 +336,7 @@ def run_steps(state: TrainingState, data: Data, run: Run) -> int | None:
     ):
         while not (state.done or stopping):
             first.begins()
-            micro_batches = watched(
+            micro_batches = note_micro_batches(
                 map(data.noisy, islice(batches, args.gradient_accumulation_steps)), data, memory, state.step == 0
             )
             try:
@@ -380,16 +380,16 @@ class LossLog:
             kept = [line for line in read_losses(output_dir) if line["step"] <= step]
             write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def noting(self, compute_loss: Loss) -> Loss:
+    def recording(self, compute_loss: Loss) -> Loss:
         """Returns `compute_loss` wrapped to note each value; this does not synchronize the device."""
 
-        def noted(model: Forward, batch: Batch) -> Tensor:
+        def recorded(model: Forward, batch: Batch) -> Tensor:
             self.batch = batch
             loss = compute_loss(model, batch)
             self._losses.append(loss.detach())
             return loss
 
-        return noted
+        return recorded
 
     def step(self, step: int, learning_rate: float) -> float:
         """Write, track and return the mean loss since the last call, over all ranks. Called on every rank."""
@@ -410,7 +410,7 @@ def read_losses(output_dir: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
-def watched(micro_batches: Iterable[Batch], data: Data, memory: Session, first: bool) -> Iterator[Batch]:
+def note_micro_batches(micro_batches: Iterable[Batch], data: Data, memory: Session, first: bool) -> Iterator[Batch]:
     """Passes the micro-batches on, and notes those of measured steps.
 
     first: whether the step is the run's first, on whose micro-batches --ac_check compares a step with and without

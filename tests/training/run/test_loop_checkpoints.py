@@ -233,7 +233,7 @@ def test_the_loss_log_is_cut_where_a_run_resumes(accelerator: Accelerator, tmp_p
     log = LossLog(accelerator, str(tmp_path), 0)
     for step in (1, 2, 3):
         for loss in (step, step + 1):
-            log.noting(lambda model, batch, loss=loss: torch.tensor(float(loss)))(None, {})
+            log.recording(lambda model, batch, loss=loss: torch.tensor(float(loss)))(None, {})
         assert log.step(step, 0.1) == step + 0.5
     with (tmp_path / "losses.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # killed here
