@@ -99,10 +99,10 @@ class SkippedBlocks:
             self.traced |= {(number, name) for name in names}
             raise NotPeriodic("units differ", names)
         for run in self._skipped():
-            self._hold(run)
+            self._add_residents(run)
 
-    def _hold(self, run: _Run) -> None:
-        """Give skipped units tensors like those that the third one holds besides its parameters (PEFT's indices)."""
+    def _add_residents(self, run: _Run) -> None:
+        """Give skipped units the tensors that the third unit has besides its parameters (PEFT's indices)."""
         third, *others = [list(run.modules(unit)) for unit in (FIRST - 1, *run.missing)]
         for number, module in enumerate(third):
             for place, tensor in tensors_held(module).items():
@@ -117,13 +117,13 @@ class SkippedBlocks:
     ) -> Any:
         in_backward = torch._C._current_graph_task_id() >= 0
         if self._busy and not in_backward:
-            found.whole = True
+            found.traced_whole = True
         call = found.call(number, args, kwargs, in_backward)
         run = found.run_of(number)
         busy = self._busy
-        if run is not None and not run.whole:
+        if run is not None and not run.traced_whole:
             if found.skips(run, number, self.recorder.position, in_backward):
-                return call.passed_on(found.calls[-1 - run.period])
+                return call.result_if_skipped(found.calls[-1 - run.period])
             self._busy = True
         try:
             out = plain(module, *args, **kwargs)
@@ -171,7 +171,7 @@ def is_whole(gradient: torch.Tensor) -> bool:
     return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
 
 
-class Stretch(NamedTuple):
+class Repetition(NamedTuple):
     """Numbers of the blocks of a run, and how many blocks make a unit."""
 
     blocks: range
@@ -183,7 +183,7 @@ class Stretch(NamedTuple):
         return len(self.blocks) - (FIRST + 1) * self.period
 
 
-def stretches(kinds: Sequence[object]) -> Iterator[Stretch]:
+def repetitions(kinds: Sequence[object]) -> Iterator[Repetition]:
     """The parts of a list of blocks, of these kinds, in which the kinds repeat often enough.
 
     From each block on, the period with the largest share of skipped blocks is taken.
@@ -195,7 +195,7 @@ def stretches(kinds: Sequence[object]) -> Iterator[Stretch]:
             end = first + period
             while end < len(kinds) and kinds[end] == kinds[end - period]:
                 end += 1
-            found.append(Stretch(range(first, end - (end - first) % period), period))
+            found.append(Repetition(range(first, end - (end - first) % period), period))
         best = max(found, key=lambda one: one.skipped / len(one.blocks), default=None)
         if best is None or best.skipped < _FEWEST:
             first += 1
@@ -231,26 +231,27 @@ class ShortenedRun(NamedTuple):
 
 def shorten(model: nn.Module, units: int) -> ShortenedRun | None:
     """Remove blocks of the longest run that repeats until `units` units are left; None if it has no more."""
-    runs = [(found, stretch) for found in _block_lists(model) for stretch in stretches(found.kinds)]
-    found, (blocks, period) = max(runs, key=lambda run: len(run[1].blocks), default=(None, Stretch(range(0), 1)))
+    runs = [(found, repetition) for found in _block_lists(model) for repetition in repetitions(found.kinds)]
+    found, (blocks, period) = max(runs, key=lambda run: len(run[1].blocks), default=(None, Repetition(range(0), 1)))
     count, left = len(blocks) // period, slice(blocks.start, blocks.start + units * period)
-    if found is None or count <= units or not isinstance(found.holds, (nn.ModuleList, nn.Sequential)):
+    if found is None or count <= units or not isinstance(found.parent, (nn.ModuleList, nn.Sequential)):
         return None
-    del found.holds[left.stop : blocks.stop]
+    del found.parent[left.stop : blocks.stop]
     return ShortenedRun(count, found.names[left], period)
 
 
 class _BlockList:
-    """Numbered modules of one module, which `holds` them, and the runs in them.
+    """The numbered children of a module, `parent`, and the runs of blocks among them.
 
     Attributes:
-        calls: of the latest traversal, in which block after block is called, from the `first` on.
-        last_run: the latest of them whose block ran.
-        position_after: where the record was when it returned.
+        calls: the calls of the current traversal, which calls one block after another from number `first` on.
+        last_run: the last of these calls in which the block ran.
+        position_after: the length of the record when that block returned.
+        traced_whole: a block of this list was called inside of another list's block: no block is skipped.
     """
 
-    def __init__(self, holds: nn.Module, blocks: list[nn.Module], names: list[str], shared: set[int]) -> None:
-        self.holds, self.blocks, self.names = holds, blocks, names
+    def __init__(self, parent: nn.Module, blocks: list[nn.Module], names: list[str], shared: set[int]) -> None:
+        self.parent, self.blocks, self.names = parent, blocks, names
         unique = [any(id(p) in shared for p in block.parameters()) for block in blocks]
         self._comparison = BlockComparison(blocks, unique)
         self.begin(set())
@@ -262,7 +263,7 @@ class _BlockList:
 
     def begin(self, traced: set[str]) -> None:
         """Begin a step, in which all blocks of the runs named `traced` are traced."""
-        self._traced, self.whole = traced, False
+        self._traced, self.traced_whole = traced, False
         self.runs: list[_Run] = []
         self._run_of: list[_Run | None] = []
         self.calls: list[_Call] = []
@@ -272,12 +273,12 @@ class _BlockList:
 
     def run_of(self, number: int) -> _Run | None:
         """The run that a block is in, if any. Policies and what is trained may have changed since the last step."""
-        if self.whole:
+        if self.traced_whole:
             return None
         if not self._run_of:
             self._run_of = [None] * len(self.blocks)
-            called = _CALL_KINDS.get(self.holds, [0] * len(self.blocks))
-            for blocks, period in stretches(list(zip(self.kinds, called, strict=True))):
+            called = _CALL_KINDS.get(self.parent, [0] * len(self.blocks))
+            for blocks, period in repetitions(list(zip(self.kinds, called, strict=True))):
                 if self.names[blocks.start] not in self._traced:
                     numbers = slice(blocks.start, blocks.stop)
                     self.runs.append(_Run(blocks.start, self.blocks[numbers], self.names[numbers], period))
@@ -290,10 +291,10 @@ class _BlockList:
             self.first, self.calls, self.last_run = number, [], None
         call = _Call(args, kwargs, self.last_run)
         if not in_backward:
-            call.kind = next((other.kind for other in reversed(self.calls) if call.is_like(other)), number)
+            call.kind = next((other.kind for other in reversed(self.calls) if call.is_called_like(other)), number)
         self.calls.append(call)
         if not in_backward and len(self.calls) == len(self.blocks):
-            _CALL_KINDS[self.holds] = [call.kind for call in self.calls]
+            _CALL_KINDS[self.parent] = [call.kind for call in self.calls]
         return call
 
     def skips(self, run: _Run, number: int, position: Position, in_backward: bool) -> bool:
@@ -304,10 +305,10 @@ class _BlockList:
         """
         unit = (number - run.first) // run.period
         if not self._follows(run, number - run.first, position):
-            run.other = self.calls
+            run.unlike_calls = self.calls
             if run.skipped and (unit in run.missing or not in_backward):
                 raise NotPeriodic(f"{run.name}: a block is called otherwise", [run.name])
-            run.whole = run.whole or not in_backward
+            run.traced_whole = run.traced_whole or not in_backward
             return False
         if unit not in run.missing or (in_backward and not run.skipped):
             return False
@@ -316,22 +317,24 @@ class _BlockList:
 
     def _follows(self, run: _Run, at: int, position: Position) -> bool:
         """Whether the block last called, number `at` of its run, is called like the one a unit before, if any."""
-        if self.first > run.first or run.other is self.calls:
+        if self.first > run.first or run.unlike_calls is self.calls:
             return False
         if at == 0:
-            run.drawn = _random_states()
+            run.random_states = _random_states()
         call, period = self.calls[-1], run.period
         if at < period:
             return True
-        if not call.is_like(self.calls[-1 - period]):
+        if not call.is_called_like(self.calls[-1 - period]):
             return False
         third, next_unit, last = (unit * period for unit in (FIRST - 1, FIRST, len(run.units) - 1))
         if at == third:
             run.counts = call.reference_counts()
         if at == next_unit:
             units = zip(self.calls[-1 - 2 * period :], self.calls[-1 - period : -1], strict=False)
-            if not all(third.hands_on(second) for second, third in units) or run.drawn != _random_states():
-                return False  # a block may be dropped at random
+            if not all(third.passes_results_on(second) for second, third in units):
+                return False
+            if run.random_states != _random_states():  # a block may be dropped at random
+                return False
         if not next_unit <= at <= last:
             return True
         after = self.position_after
@@ -358,28 +361,29 @@ class _Run(SkippedRun):
     """A run of blocks, in one step.
 
     Args:
-        first: number of its first block in the list.
-        blocks, names: those of whole units, in order.
-        period: blocks in a unit.
+        first: the number of its first block in the list.
+        blocks, names: its blocks, as many as make whole units, in order.
+        period: the number of blocks in a unit.
 
     Attributes:
-        skipped: some of its blocks were.
-        whole: a block was called otherwise before any was skipped: all are traced.
-        failed: a gradient of the third unit cannot be copied.
-        other: calls of a traversal in which the blocks are not called alike.
-        drawn, counts: random states when the first block was called, and references to the third unit's arguments.
+        skipped: whether some of its blocks were skipped.
+        traced_whole: whether all blocks are traced, because calls differed before any block was skipped.
+        failed: whether a gradient of the third unit cannot be copied.
+        unlike_calls: the calls of the traversal in which calls differ, if it is the current one.
+        random_states: those when the first block was called.
+        counts: the numbers of references to the third unit's arguments.
     """
 
     def __init__(self, first: int, blocks: list[nn.Module], names: list[str], period: int) -> None:
         super().__init__([Unit(names[at : at + period]) for at in range(0, len(names), period)])
         self.first, self.blocks, self.period = first, blocks, period
-        self.skipped = self.whole = self.failed = False
-        self.other: list[_Call] | None = None
-        self.drawn: object = None
+        self.skipped = self.traced_whole = self.failed = False
+        self.unlike_calls: list[_Call] | None = None
+        self.random_states: object = None
         self.counts: list[tuple[int, int, int]] = []
 
     def modules(self, unit: int) -> Iterator[nn.Module]:
-        """Those of all blocks of a unit."""
+        """The modules of all blocks of a unit."""
         for block in self.blocks[unit * self.period : (unit + 1) * self.period]:
             yield from block.modules()
 
@@ -391,8 +395,8 @@ class _Call:
         before: the call before it in its traversal.
 
     Attributes:
-        from_before: for each argument, which result of the call before it is, if any.
-        handed_on: for each result, which argument it is, if any.
+        from_before: for each argument, the number of the previous call's result that is passed on; None if none is.
+        argument_of: for each result, the number of the argument that is returned; None if it is a new one.
     """
 
     kind = 0
@@ -408,9 +412,9 @@ class _Call:
         """Note the results."""
         leaves, self.returned_spec = tree_flatten(out)
         self.returned = [_reference(leaf) for leaf in leaves]
-        self.handed_on = [_index(leaf, self.given) for leaf in leaves]
+        self.argument_of = [_index(leaf, self.given) for leaf in leaves]
 
-    def is_like(self, other: _Call) -> bool:
+    def is_called_like(self, other: _Call) -> bool:
         """Whether each argument is the other's, or what a block before each returned."""
         return self.spec == other.spec and all(
             _same(one, there) or (at is not None and (other.is_first or at == other_at))
@@ -422,12 +426,12 @@ class _Call:
     @property
     def new(self) -> set[int]:
         """Which results are neither arguments nor plain values."""
-        results = enumerate(zip(self.returned, self.handed_on, strict=True))
+        results = enumerate(zip(self.returned, self.argument_of, strict=True))
         return {at for at, (leaf, argument) in results if argument is None and not isinstance(leaf, _PLAIN)}
 
-    def hands_on(self, before: _Call) -> bool:
+    def passes_results_on(self, before: _Call) -> bool:
         """Whether it returned what the call a unit before did, and each new result is the next block's argument."""
-        returned = (self.handed_on, self.returned_spec) == (before.handed_on, before.returned_spec)
+        returned = (self.argument_of, self.returned_spec) == (before.argument_of, before.returned_spec)
         return returned and self.new <= set(self.from_before)
 
     def reference_counts(self) -> list[tuple[int, int, int]]:
@@ -440,11 +444,11 @@ class _Call:
                 found.append((sys.getrefcount(tensor), tensor._use_count(), storage))
         return found
 
-    def passed_on(self, like: _Call) -> Any:
+    def result_if_skipped(self, like: _Call) -> Any:
         """What the block returns if it is skipped: what `like` did, with arguments in place of new results."""
-        self.returned, self.returned_spec, self.handed_on = like.returned, like.returned_spec, like.handed_on
+        self.returned, self.returned_spec, self.argument_of = like.returned, like.returned_spec, like.argument_of
         leaves = list(self.returned)
-        for at, argument in enumerate(self.handed_on):
+        for at, argument in enumerate(self.argument_of):
             if argument is not None or at in self.new:
                 leaves[at] = self.given[self.from_before.index(at) if argument is None else argument]()
         return tree_unflatten(leaves, self.returned_spec)
