@@ -56,7 +56,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _PLAIN = (
     "accumulation", "seq_length", "rope_scaling", "packing", "resolution", "aspect_ratio_buckets", "image_size",
     "max_pixels", "longest_side", "train_towers", "audio_seconds", "max_grad_norm", "ema", "budget", "freeze",
-    "router_aux_loss_coef",
+    "router_aux_loss_coef", "attn_implementation", "experts_implementation", "use_kernels", "torch_compile",
+    "peft_config", "quantize_moe_experts",
 )  # fmt: skip
 _OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
 _LLAMA_FACTORY = {"finetuning_type", "stage", "cutoff_len", "template", "lora_rank", "lora_target", "quantization_bit"}
@@ -228,8 +229,6 @@ class _Entries:
             **self._sizes(),
             **self._trainer(),
             **self._evaluation(),
-            "attn_implementation": self.get("attn_implementation"),
-            "experts_implementation": self.get("experts_implementation"),
             **self._kernels(),
             "policy": self._policy(),
             "device": "cpu" if self.get("use_cpu") else None,
@@ -251,9 +250,7 @@ class _Entries:
                 )
             liger, chosen, cut = "liger" in loaded and any(on.values()), on, "cut" in loaded and cut is not False
         text = chosen if isinstance(chosen, str) else json.dumps(chosen, sort_keys=True) if chosen else ""
-        config = text if liger else ""
-        kernels = {"liger": liger, "liger_kernel_config": config, "cut_cross_entropy": cut}
-        return {**kernels, **{name: self.get(name) for name in ("use_kernels", "torch_compile")}}
+        return {"liger": liger, "liger_kernel_config": text if liger else "", "cut_cross_entropy": cut}
 
     def _batch(self) -> dict[str, Any]:
         """The micro-batch, and how many make a step; prior preservation doubles it: an image comes with its class."""
@@ -357,10 +354,8 @@ class _Entries:
             "load_in_8bit": eight,
             "double_quant": bool(four) and (self.get("double_quant") or self.kind == "axolotl"),
             "quant_storage": self.get("quant_storage") if four else None,
-            "quantize_moe_experts": self.get("quantize_moe_experts"),
-            "peft_config": self.get("peft_config"),
         }
-        if not self._adapted() or found["peft_config"]:
+        if not self._adapted() or self.get("peft_config"):
             return found
         targets = self.get("lora_targets")
         targets = targets if isinstance(targets, list) else str(targets).split(",") if targets else []
@@ -402,8 +397,8 @@ class _Entries:
 
     def _sizes(self) -> dict[str, Any]:
         """The sizes of context, tensor and sequence parallelism, and the number of processes if all are known."""
-        names = (*SIZES, "ep")
-        found = {name: int(size) for name in names if str(size := self.get(name) or 1).isdecimal() and int(size) > 1}
+        given = {name: str(self.get(name) or 1) for name in (*SIZES, "ep")}
+        found = {name: int(size) for name, size in given.items() if size.isdecimal() and int(size) > 1}
         if self.kind == "axolotl" and "cp" in found:
             self.notes.append("context_parallel_size: torch's ring attention over sdpa is predicted for axolotl's")
         shard = self.get("dp_shard")
