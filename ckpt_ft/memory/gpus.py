@@ -228,10 +228,25 @@ def _names() -> dict[str, str]:
 
 
 def gpu_of(device: str | GPU) -> GPU | None:
-    """The GPU of `device`, which is a name or a GPU; None for "cpu"."""
+    """The card that a prediction is for; None for "cpu".
+
+    Args:
+        device: a GPU, a GPU's name, "cpu", "here" for the calibrated card of this machine, or "" for the GPU of this
+            machine; without one, that is the CPU if it is calibrated, else DEFAULT_GPU.
+
+    Raises:
+        UserError: there is no such GPU, or "here" without a calibrated card.
+    """
     if isinstance(device, GPU):
         return device
-    return None if device == "cpu" else find_gpu(device)
+    if device not in ("", HERE):
+        return None if device == "cpu" else find_gpu(device)
+    found = current_gpu()
+    if found is None and calibrated("cpu") is not None:
+        return None
+    if device == HERE and (found is None or found.calibration is None):
+        raise UserError("--device here: this machine's card is not known yet; measure it by `ckpt-ft calibrate`")
+    return found or find_gpu(DEFAULT_GPU)
 
 
 def card_path(name: str) -> Path:
@@ -286,10 +301,10 @@ def find_gpu(name: str) -> GPU:
 
 
 def asked_gpu(device: str = "", gpu_memory: str = "", gpu_like: str = "") -> GPU | None:
-    """The GPU that is asked for: by name, the one at hand where nothing is named, or one that is in no table.
+    """The GPU that a command's options ask for: one that `gpu_of` finds, or one that is in no table.
 
     Args:
-        device: a GPU's name, "cpu", or "here" for the calibrated card of this machine, which is also the default.
+        device: as for `gpu_of`.
         gpu_memory: memory of a GPU that is in no table, "24GiB" or a bare number of GiB.
         gpu_like: the GPU in the table that is as fast as that one.
 
@@ -300,14 +315,7 @@ def asked_gpu(device: str = "", gpu_memory: str = "", gpu_like: str = "") -> GPU
         UserError: no such GPU, or one of the last two without the other.
     """
     if not gpu_memory and not gpu_like:
-        if device not in ("", HERE):
-            return gpu_of(device)
-        found = current_gpu()
-        if found is None and calibrated("cpu") is not None:
-            return None
-        if device == HERE and (found is None or found.calibration is None):
-            raise UserError("--device here: this machine's card is not known yet; measure it by `ckpt-ft calibrate`")
-        return found or find_gpu(DEFAULT_GPU)
+        return gpu_of(device)
     if not gpu_memory or not gpu_like or device:
         given = [("--device", device), ("--gpu-memory", gpu_memory), ("--gpu-like", gpu_like)]
         said = " ".join(f"{option} {value}" for option, value in given if value)

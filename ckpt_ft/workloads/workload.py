@@ -23,6 +23,7 @@ from ckpt_ft.memory.distributed.wrap import clip_grad_norm_, without_synchronisa
 from ckpt_ft.memory.fake.compiled.lowering import compiling
 from ckpt_ft.memory.fake.data_dependent_ops import expert_imbalance
 from ckpt_ft.memory.fake.step import trace_steps
+from ckpt_ft.memory.gpus import GPU, HERE, gpu_of
 from ckpt_ft.standins import liger
 
 from .sample_sizes import Lengths
@@ -30,7 +31,6 @@ from .sample_sizes import Lengths
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from ckpt_ft.memory.gpus import GPU
     from ckpt_ft.memory.record.trace import StepTrace
     from ckpt_ft.spec.launch import Launch
 
@@ -147,7 +147,7 @@ class Workload:
         make_batch: (samples, length) -> one micro-batch; length in tokens, None if all rows have one length.
         compute_loss: (model, micro-batch) -> scalar.
         make_optimizer: builds the optimizer of the model; None for a step without an optimizer.
-        device: the device to predict for: a name in gpus.py, a GPU, or "cpu".
+        device: the device to predict for, as for `gpu_of`.
         autocast: the dtype of mixed precision. Forward runs under autocast, and its outputs are converted to fp32
             (accelerate's `ConvertOutputsToFp32`).
         accumulation: micro-batches of a step.
@@ -172,7 +172,7 @@ class Workload:
     make_batch: MakeBatch
     compute_loss: Loss
     make_optimizer: Callable[[nn.Module], Any] | None = None
-    device: str | GPU = "t4"
+    device: str | GPU = ""
     autocast: torch.dtype | None = None
     accumulation: int = 1
     micro_batches: Sequence[Callable[[], Batch]] = ()
@@ -193,13 +193,17 @@ class Workload:
     kind: str = ""
     shape: dict[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.device in ("", HERE):
+            object.__setattr__(self, "device", gpu_of(self.device) or "cpu")
+
     @classmethod
     def of_loop(
         cls,
         model: nn.Module,
         step: Callable[..., Step],
         make_optimizer: Callable[[nn.Module], Any] | None = None,
-        device: str | GPU = "t4",
+        device: str | GPU = "",
         name: str = "",
         lengths: Lengths | None = None,
     ) -> Workload:
@@ -368,7 +372,7 @@ def or_loop(function: Callable[..., Answer]) -> Callable[..., Answer]:
         model: nn.Module,
         step_for_batch: Callable[[int], Step],
         budget: str | int | None = None,
-        device: str | GPU = "a100-40gb",
+        device: str | GPU = "",
         *,
         make_optimizer: Callable[[nn.Module], Any] | None = None,
         name: str = "",

@@ -43,7 +43,7 @@ from ckpt_ft.memory.distributed.wrap import (
     share,
 )
 from ckpt_ft.memory.fake.compiled.lowering import FoundCompiled, compiled_steps, eager_steps, is_compiled, prepare
-from ckpt_ft.memory.gpus import GPU, gpu_of
+from ckpt_ft.memory.gpus import GPU, GPUS, gpu_of
 from ckpt_ft.memory.record.splice import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker, swapped_weights
@@ -69,7 +69,7 @@ def trace_step(
     step: Step,
     *,
     make_optimizer: MakeOptimizer | None = None,
-    device: str | GPU = "t4",
+    device: str | GPU = "",
     warmup_steps: int = 1,
     launch: Launch | None = None,
     alloc_conf: str = "",
@@ -82,7 +82,8 @@ def trace_step(
         step: one optimizer step. Everything that it keeps alive counts. Real tensors that it closes over are replaced
             by fake ones on the device; the values of integer tensors (masks, positions) decide as they would there.
         make_optimizer: builds the optimizer from the model; without it `step` is given None.
-        device: a name in gpus.py, a `GPU`, or "cpu" (no rounding, no workspaces).
+        device: as for `gpu_of`: a card, or "cpu" (no rounding, no workspaces); by default, as in the commands, the GPU
+            of this machine, or else an A100 with 80 GB.
         warmup_steps: a first step allocates what later ones reuse: optimizer state, workspaces.
         launch: the processes that it runs on; the trace is then of one of them, and `make_optimizer` and `step` are
             given the model as that process holds it. A model that is already sharded by `fully_shard` stays sharded
@@ -107,7 +108,7 @@ def trace_steps(
     steps: Sequence[Step],
     *,
     make_optimizer: MakeOptimizer | None = None,
-    device: str | GPU = "t4",
+    device: str | GPU = "",
     launch: Launch | None = None,
     alloc_conf: str = "",
     beside: Sequence[nn.Module] = (),
@@ -300,7 +301,7 @@ class _Trace:
                 self._record(tracker, fakes, optimizer)
                 if describe is not None:
                     describe()
-                trace = tracker.trace(gpu.name if gpu else "cpu", None if isinstance(self.device, str) else gpu)
+                trace = tracker.trace(gpu.name if gpu else "cpu", None if gpu in GPUS.values() else gpu)
                 return replace(trace, launch=launch, alloc_conf=self.alloc_conf)
 
     @contextmanager

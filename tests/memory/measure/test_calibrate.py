@@ -23,15 +23,16 @@ from ckpt_ft.memory.measure.report import MemoryReport, Prediction, RankMemory
 from ckpt_ft.memory.record.events import Op
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.optimizers import make_optimizer
+from ckpt_ft.workloads.workload import Workload
 
 CARD = GPU("cpu (x86_64, 1 threads)", (0, 0), 1, 2**34, 0, 2e10, 5e10, 0, 5e10, 5e10, 0)
 MATMUL = (("matmul float32", ((1e-6, 8.0), (1e-4, 2.0))),)
 
 
-def trace() -> StepTrace:
+def trace(**device: str) -> StepTrace:
     """64 x 64 values through a layer of 64 x 64, forward alone: one product of 2**19 flops, and views."""
     x = torch.zeros(64, 64)
-    return trace_step(nn.Linear(64, 64, bias=False), lambda model, _: model(x), device="cpu")
+    return trace_step(nn.Linear(64, 64, bias=False), lambda model, _: model(x), **device)
 
 
 def product(flops: int) -> Op:
@@ -49,7 +50,7 @@ def test_measured_shares_correct_the_predicted_seconds() -> None:
 
 def test_a_step_on_the_cpu_has_the_seconds_of_its_ops_and_of_the_host(own_cache: Path) -> None:
     write_card(replace(CARD, calibration=Calibration("2026-11-23", per_op=1e-3, curves=MATMUL)))
-    found = trace()
+    found = trace(device="cpu")
     ops = [op for op in found.ops if op.at >= found.start]
     (matmul,) = (op for op in ops if op.flops)
     assert matmul.flops == 2 * 64**3
@@ -118,6 +119,8 @@ def test_the_card_is_written_listed_and_the_default(
     with pytest.raises(UserError, match="--device here: this machine's card is not known yet"):
         asked_gpu("here")
     assert asked_gpu("") is find_gpu("a100-80gb")
+    assert trace().device == "a100-80gb"  # in Python as in the commands
+    assert Workload.of_loop(nn.Linear(2, 2), lambda samples: lambda model, _: None).device is find_gpu("a100-80gb")
     run(monkeypatch, "calibrate")
     card = calibrated("cpu")
     assert card is not None
@@ -125,6 +128,7 @@ def test_the_card_is_written_listed_and_the_default(
     assert [name for name, _ in card.calibration.curves] == ["matmul float32", "matmul bfloat16"]
     assert card.calibration.per_op == 2e-6
     assert asked_gpu("here") is asked_gpu("") is None  # the CPU
+    assert trace().device == Workload.of_loop(nn.Linear(2, 2), lambda samples: lambda model, _: None).device == "cpu"
     assert 1e-6 < trace().seconds < 1
     capsys.readouterr()
     run(monkeypatch, "gpus", "cpu")
