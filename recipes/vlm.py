@@ -110,11 +110,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if data_args.answered and eval_dataset is not None:
         asked = eval_dataset.select(range(min(data_args.answered, len(eval_dataset))))
         questions = Questions(asked, processor.tokenizer, collator)
-        before = questions.right(model)
+        before = questions.count_right(model)
     train(trainer, memory, directory)
     counts = {}
     if questions is not None:
-        counts = {"answers_asked": len(asked), "answers_before": before, "answers_after": questions.right(model)}
+        counts = {"answers_asked": len(asked), "answers_before": before, "answers_after": questions.count_right(model)}
         print(f"held-out questions answered: {before} of {len(asked)} before, {counts['answers_after']} after")
     evaluate(trainer, **counts)
     write_model_card(trainer, memory.report, dataset=data_args.dataset_name)

@@ -183,5 +183,5 @@ def test_names_of_parameters_are_checked_before_weights_are_read(model: Path) ->
     (model / WEIGHTS).unlink()
     asked = arguments(model, use_peft=True, lora_target_parameters=["mlp.experts.up"])
     assert "LoRA target parameter 'mlp.experts.up': no parameter has that name" in refused(lambda: load_model(asked))
-    with pytest.raises(UserError, match=r"--lora_dropout 0.1: PEFT adapts parameters without; give 0"):
+    with pytest.raises(UserError, match=r"--lora_dropout 0.1: adapted parameters have no dropout; give 0"):
         arguments(model, use_peft=True, lora_target_parameters=["mlp.gate.weight"], lora_dropout=0.1)

@@ -57,8 +57,9 @@ class ACArguments:
     )
     ac_on_oom: str | None = flag(
         None,
-        "When memory runs out under --ac_policy auto: replan (a leaner policy, from the last checkpoint; the default "
-        "in one process) or stop (the default in several, where one runs out while the others wait for it).",
+        "When memory runs out under --ac_policy auto: replan (continue from the last checkpoint with a policy "
+        "that keeps less; the default in one process) or stop (the default in several, where one runs out while the "
+        "others wait for it).",
     )
     ac_report: str = flag(
         "json,md,html,png",

@@ -241,7 +241,7 @@ class RunDirectory:
             return
         check_same_kind(output_dir, lora)
         if self.checkpoint is None:
-            self._refuse_a_used_one()
+            self._refuse_used_directory()
             return
         check_same_kind(self.checkpoint, lora)
         manifest = read_manifest(Path(self.checkpoint))
@@ -339,7 +339,7 @@ class RunDirectory:
         free = format_bytes(shutil.disk_usage(self.path).free)
         return WorkFailed(f"writing {what} to {self.path} failed: {reason} ({free} free on the disk){intact}")
 
-    def _refuse_a_used_one(self) -> None:
+    def _refuse_used_directory(self) -> None:
         there = [*reversed(checkpoints(self.path)), *(self.path / name for name in (*ADAPTER_FILES, *MODEL_FILES))]
         used = next((path.name for path in there if path.exists()), None)
         if used is not None:

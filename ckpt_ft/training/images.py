@@ -110,7 +110,7 @@ def readable(rows: Dataset, source: str, *, skip: bool) -> Dataset:
         print(f"skipped: {problem}", flush=True)
     if kinds:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        print(f"{source}: made RGB of {sum(kinds.values())} of {len(rows)} images ({counts})", flush=True)
+        print(f"{source}: {sum(kinds.values())} of {len(rows)} images are converted to RGB ({counts})", flush=True)
     if len(problems) == len(rows):
         raise UserError(f"{source}: no readable image is left" if problems else f"{source}: there is no image in it")
     return rows.select([row for row in range(len(rows)) if row not in problems]) if problems else rows

@@ -153,7 +153,7 @@ def _class_of(config: Any) -> Any:
     names = getattr(config, "architectures", None) or []
     kind = getattr(importlib.import_module("transformers"), names[0], None) if names else None
     if kind is None:
-        raise UserError(f"the base's configuration names the class {names or 'of none'}, which transformers has not")
+        raise UserError(f"the base's configuration names the class {names or None}, which transformers does not have")
     return kind
 
 

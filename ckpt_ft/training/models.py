@@ -54,7 +54,7 @@ class ModelArguments:
     model_revision: str = flag("main", "Branch, tag or commit of a Hub model.")
     rope_scaling: str | None = flag(
         None,
-        "Train on more tokens than the model's rotary positions: scale them to --max_length, or none to keep them.",
+        "How to scale rotary positions to a --max_length beyond those that the model has; none keeps them.",
         choices=["none", *STRETCHES],
     )
     dtype: str = flag(
@@ -62,7 +62,7 @@ class ModelArguments:
     )
     attn_implementation: str | None = flag(None, "sdpa, eager, flash_attention_2, flex_attention, ...")
     experts_implementation: str | None = flag(None, "How experts run: grouped_mm, batched_mm, eager, ...")
-    use_kernels: bool = flag(False, "Kernels of the Hub for the layers that transformers maps to one.")
+    use_kernels: bool = flag(False, "Use the Hub's kernels for the layers that transformers has one for.")
     trust_remote_code: bool = flag(False, "Run code that comes with the model; without it none is run.")
     use_peft: bool = flag(False, "Train LoRA adapters instead of the weights.")
     peft_config: str | None = flag(None, PEFT_CONFIG)
@@ -89,7 +89,7 @@ class ModelArguments:
         if self.load_in_4bit and not self.adapts:
             raise UserError("--load_in_4bit: 4-bit weights cannot be trained themselves; add --use_peft for QLoRA")
         if self.lora_target_parameters and self.lora_dropout:
-            raise UserError(f"--lora_dropout {self.lora_dropout:g}: PEFT adapts parameters without; give 0")
+            raise UserError(f"--lora_dropout {self.lora_dropout:g}: adapted parameters have no dropout; give 0")
         if self.use_kernels and not import_utils.is_kernels_available():  # transformers does not know all versions
             raise UserError("--use_kernels needs kernels, which is not installed: pip install 'transformers[kernels]'")
         check_flags(self)
@@ -106,8 +106,8 @@ class ModelArguments:
     @property
     def lora(self) -> dict[str, Any]:
         """Rank, alpha and dropout, by LoraConfig's names."""
-        asked = {flag: getattr(self, flag) for flag in _LORA}
-        return {name: default if asked[flag] is None else asked[flag] for flag, (name, default) in _LORA.items()}
+        given = {flag: getattr(self, flag) for flag in _LORA}
+        return {name: default if given[flag] is None else given[flag] for flag, (name, default) in _LORA.items()}
 
     @property
     def source(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def within_positions(args: ModelArguments, max_length: int) -> int:
         if is_rotary(config):
             fix += ", or --rope_scaling yarn (linear, dynamic; none trains beyond them as they are)"
         raise UserError(f"--max_length {max_length}: the model has {positions} positions; {fix}")
-    logger.warning("--max_length %d: the model has no more positions", positions)
+    logger.warning("--max_length %d is reduced to %d, the positions that the model has", max_length, positions)
     return positions
 
 
@@ -197,7 +197,7 @@ def _divided(args: LanguageModelArguments, mixed_precision: str) -> dict[str, An
             f"--ep_size {ep_size}: accelerate would shard the model again; give accelerate_configs/multi_gpu.yaml"
         )
     if args.adapts:
-        raise UserError(f"--ep_size {ep_size} with adapters: they are trained on whole experts; leave one of them out")
+        raise UserError(f"--ep_size {ep_size} with adapters, which need whole experts: leave one of the two out")
     ranks = PartialState().num_processes
     Launch("fsdp2" if ranks > tp_size else "ddp", ranks, tp=tp_size, ep=ep_size)  # refuses other numbers of processes
     sizes = {"tp_size": tp_size, "fsdp_size": ranks // tp_size, "ep_size": ep_size}
@@ -312,20 +312,20 @@ def check_peft_flag(path: str | None, beside: Mapping[str, object]) -> None:
         raise UserError(
             f"--peft_config {path} and {' and '.join(given)} describe two different adapters: give one or the other"
         )
-    asked = f"--peft_config {path}"
-    content = read_peft(path, asked)
+    source = f"--peft_config {path}"
+    content = read_peft(path, source)
     if content["peft_type"] == "ADALORA":
         raise UserError(
-            f"{asked}: ADALORA's ranks are allotted by calls between steps, and by scores that no "
-            "checkpoint holds; give LORA, with a rank_pattern for ranks that differ"
+            f"{source}: ADALORA sets its ranks between steps by scores that no checkpoint has; give LORA, "
+            "with a rank_pattern for ranks that differ"
         )
     first = content.get("init_lora_weights")
     if first in _BY_DATA:
         raise UserError(
-            f"{asked}: init_lora_weights '{first}' is made before training, of data or by another package, "
-            "which no recipe does; give true, gaussian, orthogonal, olora or pissa"
+            f"{source}: init_lora_weights '{first}' is computed before training, from data or by another "
+            "package, which no recipe does; give true, gaussian, orthogonal, olora or pissa"
         )
-    configuration(content, asked)
+    configuration(content, source)
 
 
 def adapter_of(
@@ -338,24 +338,24 @@ def adapter_of(
         modules_to_save: modules that are trained in full, in addition to those in the file.
         task_type: the recipe's task type, which overrides the file's.
     """
-    asked = f"--peft_config {path}"
-    content = read_peft(path, asked)
+    source = f"--peft_config {path}"
+    content = read_peft(path, source)
     if task_type is not None:
         content["task_type"] = task_type
-    if targets is not None and takes(content, "target_modules", asked):
+    if targets is not None and takes(content, "target_modules", source):
         content["target_modules"] = targets(content.get("target_modules"))
     if modules_to_save:
-        if not takes(content, "modules_to_save", asked):
+        if not takes(content, "modules_to_save", source):
             raise UserError(
-                f"{asked}: {content['peft_type']} trains nothing beside itself, and {modules_to_save[0]} is new; give "
-                "a kind that has modules_to_save, LORA for example"
+                f"{source}: {content['peft_type']} cannot train other modules, and {modules_to_save[0]} must be "
+                "trained; give a kind that has modules_to_save, LORA for example"
             )
         content["modules_to_save"] = sorted({*(content.get("modules_to_save") or ()), *modules_to_save})
-    config = configuration(content, asked)
+    config = configuration(content, source)
     if task_type is None and (config.is_prompt_learning or config.is_adaption_prompt):
         raise UserError(
-            f"{asked}: {content['peft_type']} is for the language models of recipes/llm.py and recipes/dpo.py; give a "
-            "kind that adapts modules, LORA or LOKR for example"
+            f"{source}: {content['peft_type']} is for the language models of recipes/llm.py and recipes/dpo.py; give "
+            "a kind that adapts modules, LORA or LOKR for example"
         )
     return config
 

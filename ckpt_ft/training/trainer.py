@@ -147,7 +147,7 @@ def train_with_replanning(trainer: Trainer, session: Session, directory: RunDire
         try:
             return trainer.train(resume_from_checkpoint=resume).metrics
         except Finished:
-            print_on_main(f"{resume} is the last one of a finished run: nothing is left to train")
+            print_on_main(f"{resume} is the last checkpoint of a finished run: nothing is left to train")
             load_finished(trainer)
             return {}
         except Exception as error:

@@ -102,7 +102,7 @@ class VisionLanguageArguments(SplitArguments):
         None, "Most pixels of an image; larger ones are scaled down (Qwen-VL and its kin)."
     )
     longest_side: AtLeastOne | None = flag(None, "Pixels of an image's longer side (Idefics3, SmolVLM, Pixtral).")
-    answered: Count = flag(0, "Held-out questions to answer before and after training: how many are right.")
+    answered: Count = flag(0, "Held-out questions to answer before and after training, to count the right answers.")
 
 
 @dataclass(frozen=True)
@@ -530,8 +530,8 @@ def _check_cross_attention(processor: ProcessorMixin, pixels: Sequence[int]) -> 
     without = sum(not count for count in pixels)
     if CROSS_ATTENTION_MASK in processor.model_input_names and 0 < without < len(pixels):
         raise UserError(
-            f"{without} of {len(pixels)} rows have no image: this model reads images by cross-attention, and takes "
-            "no batch of rows with and without; leave them out, or train on them by themselves"
+            f"{without} of {len(pixels)} rows have no image: this model reads images by cross-attention, and cannot "
+            "mix rows with and without images in a batch; leave them out, or train on them separately"
         )
 
 
@@ -540,7 +540,7 @@ def check_answers(count: int, evaluates: bool) -> None:
     if count and not evaluates:
         raise UserError(f"--answered {count}: no rows are held out; add --eval_strategy and --test_split_size, say")
     if count and PartialState().num_processes > 1:
-        raise UserError(f"--answered {count} is of one process; leave it out, and ask the saved model")
+        raise UserError(f"--answered {count} works in one process only; leave it out, and test the saved model")
 
 
 @dataclass
@@ -551,7 +551,7 @@ class Questions:
     tokenizer: PreTrainedTokenizerBase
     collate: Callable[[list[Any]], dict[str, Any]]
 
-    def right(self, model: PreTrainedModel) -> int:
+    def count_right(self, model: PreTrainedModel) -> int:
         """Returns how many answers `model` generates word for word, greedily."""
         training = model.training
         model.eval()
@@ -630,8 +630,8 @@ def check_all_have_images(rows: Dataset, train_towers: str) -> None:
     without = sum(not count for count in rows.with_format(None)["pixels"])
     if train_towers == "vision" and without:
         raise UserError(
-            f"--train_towers vision: {without} of {len(rows)} rows have no image, of which that tower learns nothing; "
-            "leave them out, or train both towers"
+            f"--train_towers vision: {without} of {len(rows)} rows have no image, from which that tower learns "
+            "nothing; leave them out, or train both towers"
         )
 
 

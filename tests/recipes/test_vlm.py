@@ -224,7 +224,7 @@ def test_flags_that_do_not_fit_are_one_line(vlm: ModuleType, tmp_path: Path, fla
 
 def test_a_vision_tower_alone_learns_nothing_of_text(vlm: ModuleType, tmp_path: Path) -> None:
     file = rows(tmp_path, row("good.png"), {**row("good.png", "What is it?"), "images": []})
-    with pytest.raises(UserError, match="--train_towers vision: 1 of 2 rows have no image, of which that tower"):
+    with pytest.raises(UserError, match="--train_towers vision: 1 of 2 rows have no image, from which that tower"):
         train(vlm, tmp_path / "out", dataset_name=file, train_towers="vision")
 
 

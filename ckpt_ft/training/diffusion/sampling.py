@@ -152,7 +152,7 @@ class Validation:
                 tracker.log_images({"validation": images}, step=step)
 
     def write_sheet(self, path: Path) -> None:
-        """Writes all validations as the rows of one picture; below prompts of drawn shapes stand their drawings."""
+        """Writes all validations as the rows of one picture; for drawn shapes, a last row shows them."""
         rows = [
             (f"step {int(file.stem[5:])}", Image.open(file).copy())
             for file in sorted(self.folder.glob("step-??????.png"))
@@ -166,7 +166,7 @@ class Validation:
                 for prompt in self.prompts
                 for _ in range(self.args.num_validation_images)
             ]
-            rows.append(("asked for", contact_sheet(wanted, columns=len(wanted), tile=self.tile, margin=_MARGIN)))
+            rows.append(("expected", contact_sheet(wanted, columns=len(wanted), tile=self.tile, margin=_MARGIN)))
         width, height = rows[0][1].size
         page = Image.new("RGB", (_LABEL + width, height * len(rows)), (128, 128, 128))
         draw = ImageDraw.Draw(page)

@@ -168,7 +168,7 @@ def test_other_images_become_rgb_and_that_is_said(tmp_path: Path, capsys: pytest
     Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(tmp_path / "a" / "none.png")
     train, _, _ = load(tmp_path)
     said = capsys.readouterr().out
-    assert "made RGB of 2 of 4 images (1 of one channel, 1 with transparency, now over white)" in said
+    assert "2 of 4 images are converted to RGB (1 of one channel, 1 with transparency, now over white)" in said
     pictures = [open_image(image) for image in train["image"]]
     assert {picture.mode for picture in pictures} == {"RGB"}
     assert pictures[1].getpixel((0, 0)) == (7, 7, 7)

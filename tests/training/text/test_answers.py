@@ -42,7 +42,7 @@ def test_the_default_length_is_the_models_positions_where_it_has_fewer(
     small = LanguageModelArguments(model_name_or_path=str(sample[0]))  # of 512 positions
     with caplog.at_level(logging.WARNING):
         assert within_positions(small, 1024) == 512
-    assert caplog.messages == ["--max_length 512: the model has no more positions"]
+    assert caplog.messages == ["--max_length 1024 is reduced to 512, the positions that the model has"]
     assert within_positions(small, 300) == 300
     with pytest.raises(
         UserError, match="--max_length 600: the model has 512 positions; give at most that, or --rope_scaling yarn"
