@@ -106,7 +106,7 @@ def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
     return best
 
 
-MARGIN = 0.02  # share of a GPU's budget: for library handles, NCCL and kernels' scratch, which no trace sees
+MARGIN = 0.02  # share of a GPU's budget: for library handles and kernels' scratch, which no trace sees
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def memory_budget(
             f"a budget of {format_bytes(given)}: {gpu.name} has {format_bytes(gpu.memory)}; "
             "give at most that, or a larger device"
         )
-    context = gpu.context + (nccl_bytes(gpu) if launch else 0)
+    context = gpu.context + (nccl_bytes(launch, gpu) if launch else 0)
     return _with_margin(given, context, MARGIN if margin is None else margin, host)
 
 

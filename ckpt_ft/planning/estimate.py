@@ -27,14 +27,13 @@ from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.cost.collectives import nccl_bytes
 from ckpt_ft.memory.cost.kernels import as_issued, bound_by_memory, device_seconds
 from ckpt_ft.memory.cost.schedule import HOST, host_threads
 from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules.cuda import same_kernels
 from ckpt_ft.planning.batch_size import largest_in_room
-from ckpt_ft.planning.budget import LESS, Candidate, MemoryBudget, seconds
+from ckpt_ft.planning.budget import LESS, Candidate, MemoryBudget, memory_budget, seconds
 from ckpt_ft.planning.results import Estimate, Fix, Suggestion, Suggestions
 from ckpt_ft.planning.scaled_traces import Estimates
 from ckpt_ft.planning.search import blocks_of, fewest_swapped, with_term
@@ -228,7 +227,7 @@ def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTr
         seconds_parts=parts.parts if parts else {},
         bound=parts.bound if parts else "",
         capacity=capacity,
-        context=0 if gpu is None else gpu.context + (0 if workload.launch is None else nccl_bytes(gpu)),
+        context=memory_budget(None, gpu, 0, workload.launch).context if gpu else 0,
         launch=str(workload.launch or ""),
         notes=trace.notes,
         peak_host=trace.peak_host,

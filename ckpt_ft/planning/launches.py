@@ -28,6 +28,7 @@ from .scaled_traces import LOW, Estimates, Latest, host_bytes, with_sizes
 from .search import ends, pick_first, search, timed, trace_final_batches
 from .tracing import Key, Tracer, trace_all
 
+Room = Callable[[Launch | None], MemoryBudget]  # the budget of a process under a launch; None for a single process
 _SLACK = 1.05  # an estimate over the limit by up to this factor may still fit
 _SHOWN = 3  # candidates of the best launch
 LONG = 2**17  # tokens of a sequence from which on most launches do not fit; looking before takes longer than it saves
@@ -60,13 +61,14 @@ def with_experts(launches: Sequence[Launch], model: nn.Module) -> list[Launch]:
     return [*launches, divided] if divided.ep > 1 else list(launches)
 
 
-def first_that_fits(tracer: Tracer, launches: Sequence[Launch], room: MemoryBudget, key: Key) -> Candidate | None:
+def first_that_fits(tracer: Tracer, launches: Sequence[Launch], room_of: Room, key: Key) -> Candidate | None:
     """The policy and batch `key` under the first of `launches` that suits a deep model, if it fits: an early answer.
 
     The two shallow models are traced at the same time if `tracer` has several processes.
     """
     jobs = 2 if tracer.parallel else 1
     for launch in launches:
+        room = room_of(launch)
         if not suits(key[0]) or (shallow := Shallow.of(tracer.under(launch).workload)) is None:
             return None
         few, more = (Tracer(workload, jobs, tracer.report) for workload in shallow.workloads)
@@ -78,7 +80,7 @@ def first_that_fits(tracer: Tracer, launches: Sequence[Launch], room: MemoryBudg
 
 
 def search_shared(
-    tracer: Tracer, launches: Sequence[Launch], room: MemoryBudget, target: str, batch: int | None, most: int,
+    tracer: Tracer, launches: Sequence[Launch], room_of: Room, target: str, batch: int | None, most: int,
     tolerance: float = 0.0, policies: Sequence[str] = OF_LONG, *, on_fit: Callable[[Candidate], None],
 ) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:  # fmt: skip
     """The candidates under each of `launches`, which share sequences, and the launches that do not suit the model.
@@ -95,7 +97,7 @@ def search_shared(
     for launch in launches:
         leader = max((one for _, each in found for one in each), key=key, default=None)
         try:
-            beside = tracer.under(launch)
+            beside, room = tracer.under(launch), room_of(launch)
             limits = room, target, batch, limited_by_phases(beside.workload, room, most, batch), tolerance
             estimates = Estimates(beside, *limits)
             if all(map(suits, policies)) and (shallow := Shallow.of(beside.workload)):
@@ -281,20 +283,19 @@ class Launches:
 
     Args:
         tracer: of the workload in one process.
-        rooms: the memory budgets of a process under a launch, and of a single process.
+        room_of: returns the memory budget of a process under a launch, or of a single process.
 
     Attributes:
         rejected: launches that do not suit the model, each with the reason.
     """
 
     def __init__(
-        self, tracer: Tracer, launches: Sequence[Launch], rooms: tuple[MemoryBudget, MemoryBudget], target: str,
-        batch: int | None, most: int, tolerance: float = 0.0,
+        self, tracer: Tracer, launches: Sequence[Launch], room_of: Room, target: str, batch: int | None,
+        most: int, tolerance: float = 0.0,
     ) -> None:  # fmt: skip
-        room, alone = rooms
         self.more = target, batch, most, tolerance
-        self.room, self.key = room, better(target)
-        self.alone = Estimates(tracer, alone, *self.more)
+        self.room_of, self.key = room_of, better(target)
+        self.alone = Estimates(tracer, room_of(None), *self.more)
         self.under: list[Estimates] = []
         self.rejected: dict[str, str] = {}
         for launch in launches:
@@ -308,17 +309,18 @@ class Launches:
 
     def _under(self, launch: Launch) -> Estimates:
         tracer, (target, batch, most, tolerance) = self.alone.tracer.under(launch), self.more
-        more = target, batch, limited_by_phases(tracer.workload, self.room, most, batch), tolerance
+        room = self.room_of(launch)
+        more = target, batch, limited_by_phases(tracer.workload, room, most, batch), tolerance
         # DeepSpeed changes the precision: estimates of one process do not apply
         if launch.stage or launch.ranks_of_a_sample > 1:
-            return Estimates(tracer, self.room, *more)
-        return Launched(tracer, self.room, *more, alone=self.alone)
+            return Estimates(tracer, room, *more)
+        return Launched(tracer, room, *more, alone=self.alone)
 
     def never_fits(self) -> bool:
         """Whether the policy that needs the fewest bytes does not fit, even without all that is sharded."""
         trace = self.alone.tracer.trace(OF_LONG[-1], self.more[1] or 1)
         held = sum(trace.at_peak[category] for category in SHARDED) if isinstance(trace, StepTrace) else 0
-        return isinstance(trace, StepTrace) and trace.peak_allocated - held > self.room.limit
+        return isinstance(trace, StepTrace) and trace.peak_allocated - held > max(one.room.limit for one in self.under)
 
     def search(self, policies: list[str] | None = None) -> list[Candidate]:
         """Candidates, best first, each traced: several of the best launch, and the best one of every other launch.
@@ -416,7 +418,7 @@ class Launches:
             trace = fewer.tracer.trace(lean.policy, lean.batch) if self._might_fit(estimates, lean, gpus) else ""
             if isinstance(trace, StepTrace):
                 candidate = Candidate.of(lean.policy, lean.batch, trace, fewer.tracer.workload.accumulation)
-                if self.room.fits(candidate):
+                if fewer.room.fits(candidate):
                     return candidate
         return None
 
@@ -425,4 +427,4 @@ class Launches:
         trace = estimates.tracer.trace_of(lean.policy, lean.batch)
         assert trace.launch is not None
         sharded = sum(trace.at_peak[category] for category in SHARDED)
-        return trace.peak_reserved + sharded * (trace.launch.processes / gpus - 1) <= _SLACK * self.room.limit
+        return trace.peak_reserved + sharded * (trace.launch.processes / gpus - 1) <= _SLACK * estimates.room.limit

@@ -184,8 +184,10 @@ def predict_max_length(
     """
     pieces, most_pieces, granularity = by_length(workload, batch_size, most)
     gpu = gpu_of(workload.device)
-    launch = launches[0] if launches else workload.launch
-    room = memory_budget(budget, gpu, margin, launch, host_memory)
+
+    def room_of(launch: Launch | None) -> MemoryBudget:
+        return memory_budget(budget, gpu, margin, launch, host_memory)
+
     of_several = OF_SEVERAL_GPUS if tuple(policies) == LADDER else policies
     policies = [str(Policy.parse(policy)) for policy in policies]
     longest = 0
@@ -206,32 +208,34 @@ def predict_max_length(
             )
             of_long = OF_LONG if of_several is OF_SEVERAL_GPUS else policies
             limits = _TARGET, None, most_pieces, _TOLERANCE
-            shared, rejected = search_shared(tracer, sharing, room, *limits, of_long, on_fit=on_fit)
+            shared, rejected = search_shared(tracer, sharing, room_of, *limits, of_long, on_fit=on_fit)
             candidates = sorted((one for _, each in shared for one in each), key=better(_TARGET), reverse=True)
             if candidates:  # longer than any sequence that fits a single GPU
                 estimates = next(each for each, found in shared if candidates[0] in found)
             else:
-                alone = memory_budget(budget, gpu, margin, host=host_memory)
-                several = Launches(tracer, own, (room, alone), *limits)
+                several = Launches(tracer, own, room_of, *limits)
                 candidates = several.search([str(Policy.parse(policy)) for policy in of_several])
                 estimates = several.of(candidates[0].launch) if candidates else several.smallest()
                 rejected = {**rejected, **estimates.rejected, **several.rejected}
         else:
+            room = room_of(workload.launch)
             most_pieces = limited_by_phases(pieces, room, most_pieces)
             estimates = Estimates(tracer, room, _TARGET, most=most_pieces, tolerance=_TOLERANCE, separate=True)
             candidates, rejected = _settled(estimates, policies, on_fit), dict(estimates.rejected)
         if not estimates.anchors:
             raise UserError("no policy suits the model: " + "; ".join(rejected.values()))
         if not candidates:
-            needed = room.needs(_shortest(estimates))
-            return MaxLength(0, 0, batch_size, room, rejected=rejected, needed=needed, granularity=granularity)
+            needed = estimates.room.needs(_shortest(estimates))
+            return MaxLength(
+                0, 0, batch_size, estimates.room, rejected=rejected, needed=needed, granularity=granularity
+            )
         best = estimates.tracer.trace_of(candidates[0].policy, candidates[0].batch)
         more = None if launches or not next_term else _next_term(estimates, candidates[0], granularity, batch_size)
     ladder = [LongestSequence.of(candidate, granularity, batch_size) for candidate in candidates]
     length = ladder[0].length
     holders, notes = ([], [_EXTENDED]) if isinstance(estimates, Extended) else (best.grouped_holders(8), [])
     return MaxLength(
-        length, length, batch_size, room, ladder, holders, rejected, 0, granularity, [*best.notes, *notes],
+        length, length, batch_size, estimates.room, ladder, holders, rejected, 0, granularity, [*best.notes, *notes],
         next_term=more,
     )  # fmt: skip
 

@@ -132,8 +132,10 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
     """
     workload = tracer.workload
     gpu = gpu_of(workload.device)
-    launch = asked.launches[0] if asked.launches else workload.launch
-    room = memory_budget(asked.budget, gpu, asked.margin, launch, asked.host_memory)
+
+    def room_of(launch: Launch | None) -> MemoryBudget:
+        return memory_budget(asked.budget, gpu, asked.margin, launch, asked.host_memory)
+
     limits = asked.target, asked.batch_size, asked.max_batch_size
     fewest, report = None, tracer.report
 
@@ -145,16 +147,15 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
         launches, sharing = split_by_sharing(asked.launches)
         policies = asked.chosen or OF_LONG
         long = sharing and workload.shape.get("seq_length", 0) >= LONG
-        if long and (first := first_that_fits(tracer, sharing, room, (policies[-1], asked.batch_size or 1))):
+        if long and (first := first_that_fits(tracer, sharing, room_of, (policies[-1], asked.batch_size or 1))):
             on_fit(first)
-        alone = memory_budget(asked.budget, gpu, asked.margin, host=asked.host_memory)
-        several = Launches(tracer, launches, (room, alone), *limits)
+        several = Launches(tracer, launches, room_of, *limits)
         found = [] if long and several.never_fits() else several.search(asked.chosen)
         if found:
             estimates = several.of(found[0].launch)
             fewest = several.fewest(found[0])
         else:
-            shared, refused = search_shared(tracer, sharing, room, *limits, policies=policies, on_fit=on_fit)
+            shared, refused = search_shared(tracer, sharing, room_of, *limits, policies=policies, on_fit=on_fit)
             several.rejected |= refused
             best_first = sorted(shared, key=lambda each: [better(asked.target)(one) for one in each[1]], reverse=True)
             for estimates, found in best_first:
@@ -170,6 +171,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
                 estimates = min(nearest, key=lambda each: each.smallest().reserved)
         rejected = {**estimates.rejected, **several.rejected}
     else:
+        room = room_of(workload.launch)
         most = limited_by_phases(workload, room, asked.max_batch_size, asked.batch_size)
         estimates = Estimates(tracer, room, asked.target, asked.batch_size, most)
         with _stoppable(estimates):
@@ -182,7 +184,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
         fixes = advise(estimates.tracer, found[0], best, asked.batch_size is not None)
     made = _made(estimates, found, best)
     beyond = estimates.over_budget() if len(found) < _FEW else []
-    return replace(made, room=room, fixes=fixes, rejected=rejected, fewest=fewest, beyond=beyond), estimates
+    return replace(made, fixes=fixes, rejected=rejected, fewest=fewest, beyond=beyond), estimates
 
 
 def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan:

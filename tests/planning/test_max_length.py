@@ -132,7 +132,7 @@ def test_on_several_gpus_the_figures_of_a_deep_model_are_extended(tmp_path: Path
     launches, said = [Launch("fsdp2", 2), Launch("fsdp2", 2, cp=2)], []
     workload = load(TrainingSpec.of(str(path), dtype="bfloat16"), "rtx-3090")
     found = predict_max_length(
-        workload, ("full,head",), "704MiB", margin="0", launches=launches, most=40_000, report=said.append
+        workload, ("full,head",), "720MiB", margin="0", launches=launches, most=40_000, report=said.append
     )
     one = found.ladder[0]
     fields = fields_of({"launch": "fsdp2", "processes": 2, "cp": 2})
@@ -156,7 +156,7 @@ def test_long_sequences_are_planned_under_launches_that_share_them(tmp_path: Pat
     path.write_text(json.dumps({**_SIZES, "num_hidden_layers": 10, "model_type": "llama"}))
     launches, said = (Launch("fsdp2", 4), Launch("fsdp2", 4, cp=4)), []
     workload = load(TrainingSpec.of(str(path), dtype="bfloat16", seq_length=2**17), "rtx-3090")
-    made = plan(workload, "846MiB", margin="0", launches=launches, report=said.append)
+    made = plan(workload, "862MiB", margin="0", launches=launches, report=said.append)
     best = made.best
     assert best.launch == launches[1]
     assert not any("none" in line for line in said)
@@ -166,7 +166,7 @@ def test_long_sequences_are_planned_under_launches_that_share_them(tmp_path: Pat
     apply_policy(whole.model, best.policy)
     assert whole.trace(best.batch).peak_reserved == best.reserved <= made.room.limit
     with pytest.raises(NothingFits, match=r"works is .*, under 'full,head,offload,tile:16' with fsdp2, cp 4"):
-        plan(workload, "760MiB", batch_size=1, margin="0", launches=launches)
+        plan(workload, "776MiB", batch_size=1, margin="0", launches=launches)
 
 
 def test_real_steps_prove_the_longest_sequence() -> None:

@@ -30,7 +30,9 @@ _NVLINK = {(7, 0): 150e9, (8, 0): 300e9, (9, 0): 450e9, (10, 0): 900e9, (10, 3):
 _CARDS = {(8, 0): 25e9, (9, 0): 50e9, (10, 0): 50e9, (10, 3): 100e9}  # of a DGX, for each GPU
 _ONE_CARD = 12.5e9
 _REACHED, _REACHED_BETWEEN = 0.8, 0.9  # within a machine, between machines
-_CHANNELS = {True: 24, False: 4}  # of NCCL, over NVLink or a slot: an assumption
+_CHANNELS = {True: 24, False: 4}  # of NCCL, over NVLink (as NCCL logs on eight H100) or a slot: an assumption
+_TO_EACH_RANK = {True: 32, False: 2}  # channels of an all-to-all between two ranks
+_CONNECTION = 12 * MIB  # NCCL's buffers of a connection, on both sides
 
 
 class _Protocol(NamedTuple):
@@ -117,10 +119,23 @@ def network_share(gpu: GPU) -> float:
     return gpu.sms / (gpu.sms - channels) - 1
 
 
-def nccl_bytes(gpu: GPU) -> int:
-    """Bytes that one communicator of NCCL allocates outside the caching allocator.
+def nccl_bytes(launch: Launch, gpu: GPU) -> int:
+    """Bytes of NCCL's buffers on each GPU, which are allocated outside the caching allocator.
 
-    Each channel has a buffer of 4 MiB for sending and one for receiving (NCCL_BUFFSIZE,
-    docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
+    A connection of two GPUs has 10 MiB on the receiver, the buffers of three protocols (4 + 4.7 + 0.5 MiB), and 2 MiB
+    on the sender, in steps of 2 MiB (NVIDIA/nccl, 2.28, src/transport/p2p.cc: p2pRecvSetup, p2pSendSetup). Every
+    communicator connects one ring for each channel. DeepSpeed has a communicator beside torch's (utils/groups.py:
+    _clone_world_group), and so has each dimension of a mesh. Ulysses' all-to-all also connects each rank with all
+    others of its machine, over channels of its own: 32 over NVLink, 2 over a slot, fewer with many ranks
+    (src/graph/paths.cc: ncclTopoComputeP2pChannels). On eight H100 these are 2.6 GiB; NVIDIA/nccl#1685 reports buffers
+    of these sizes and 3.3 GB.
     """
-    return _CHANNELS[gpu.arch in _NVLINK] * 2 * 4 * MIB
+    if launch.processes == 1:
+        return 0
+    fast, mesh = gpu.arch in _NVLINK, launch.mesh
+    communicators = 1 + (launch.stage > 0) + (launch.sp > 1 if launch.stage else len(mesh) * (len(mesh) > 1))
+    here = min(launch.sp, launch.processes // launch.machines)
+    between = _TO_EACH_RANK[fast]
+    while launch.sp > here and between > 1 and between * math.ceil(launch.sp / 8) > _TO_EACH_RANK[fast]:
+        between //= 2
+    return (communicators * _CHANNELS[fast] + (here - 1) * between) * _CONNECTION

@@ -11,11 +11,12 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.memory.cost import op_work, schedule
-from ckpt_ft.memory.cost.collectives import collective_seconds, memory_left, network_share
+from ckpt_ft.memory.cost.collectives import collective_seconds, memory_left, nccl_bytes, network_share
 from ckpt_ft.memory.cost.kernels import KERNEL_GAP, KERNEL_RAMP
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record.events import Op
 from ckpt_ft.spec.launch import Launch
+from ckpt_ft.units import MIB
 
 NO_HOST = schedule.Host(per_op=0.0, per_launch=0.0)
 A100 = find_gpu("a100-80gb")
@@ -289,3 +290,15 @@ def test_a_capturable_adam_has_no_host_in_it():
 
     trace = trace_step(torch.nn.Linear(8, 8), step, make_optimizer=make, device="a100-80gb")
     assert not any("_local_scalar_dense" in op.name for op in trace.ops)
+
+
+def test_nccl_has_buffers_for_each_connection() -> None:
+    """Ulysses on eight H100: 7 x 32 connections for the all-to-all, of 12 MiB each, and three rings of 24 channels."""
+    h100, t4 = find_gpu("h100"), find_gpu("t4")
+    assert nccl_bytes(Launch("zero3", 1), h100) == 0
+    assert nccl_bytes(Launch("ddp", 8), h100) == nccl_bytes(Launch("fsdp2", 8), h100) == 24 * 12 * MIB
+    assert nccl_bytes(Launch("zero3", 8), h100) == 2 * 24 * 12 * MIB
+    assert nccl_bytes(Launch("zero3", 8, sp=8), h100) == (3 * 24 + 7 * 32) * 12 * MIB
+    assert nccl_bytes(Launch("zero3", 16, sp=16), h100) == (3 * 24 + 7 * 16) * 12 * MIB
+    assert nccl_bytes(Launch("fsdp2", 8, tp=2), h100) == 3 * 24 * 12 * MIB
+    assert nccl_bytes(Launch("zero2", 4, sp=2), t4) == (3 * 4 + 1 * 2) * 12 * MIB
