@@ -52,7 +52,7 @@ class ACCallback(TrainerCallback):
     """Drives a `Session` from a Trainer's events: applies the policy when training begins, measures, reports.
 
     Args:
-        policy: a policy, `ACArguments` for all settings, or the result of `fit` for them; None only measures.
+        policy: a policy, or `ACArguments` for all settings; None only measures.
         verify: which steps are verified, as in `apply_policy`. `ACArguments` use their `ac_verify` instead.
 
     Attributes:
@@ -70,11 +70,11 @@ class ACCallback(TrainerCallback):
 
     def __init__(
         self,
-        policy: str | dict[str, Any] | Policy | ACArguments | Fitted | None = None,
+        policy: str | dict[str, Any] | Policy | ACArguments | None = None,
         *,
         verify: str | int | None = None,
     ) -> None:
-        if not isinstance(policy, (ACArguments, Fitted)):
+        if not isinstance(policy, ACArguments):
             name = None if policy is None else str(Policy.parse(policy))
             policy = ACArguments(ac_policy=name, ac_verify=str(verify or "first"))
         elif verify is not None:
