@@ -4,7 +4,7 @@
     python benchmarks/accuracy.py --only t4 flux2     # prints these
     python benchmarks/accuracy.py --rows 3            # the first rows of each table, writes nothing
 
-Nothing is downloaded and nothing runs: models lie on the meta device. About 12 minutes of one CPU core.
+Nothing is downloaded and nothing runs: models lie on the meta device. About 20 minutes of one CPU core.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import accuracy_prose as prose
-from benchmarks import bert_large, experts, kernels, operators, parked, t4_lora, timm_steps
+from benchmarks import bert_large, experts, kernels, operators, parked, prime_rl, t4_lora, timm_steps
 from benchmarks import compiled as others
 from benchmarks import figures as toys
 from benchmarks import flux2 as klein
@@ -226,7 +226,7 @@ def compiled(most: int | None) -> Group:
         cells = [f"{row.reserved:.2f} GiB", f"{trace.peak_reserved / 2**30:.2f} GiB", percent(error)]
         group.add(name, cells, row.seconds, trace.seconds, bytes=error)
     for model, tokens, gpus, card, reserved, seconds in islice(others.QWEN, most):
-        trace = others.qwen(model, tokens, gpus, card)
+        trace = prime_rl.trace(model, tokens, gpus, card)
         error = trace.peak_reserved / 2**30 / reserved - 1
         name = f"{model.partition('/')[2]}, {gpus} {card}, 2 x 1 x {tokens}, full, each block compiled"
         cells = [f"{reserved:.2f} GiB", f"{trace.peak_reserved / 2**30:.2f} GiB", percent(error)]
@@ -236,6 +236,18 @@ def compiled(most: int | None) -> Group:
     cells = [f"{others.VIT_ALLOCATED / 1e9:.2f} GB", f"{trace.peak_allocated / 1e9:.2f} GB", percent(error)]
     group.lines.append([others.VIT, *cells, "", f"{trace.seconds:.4g}", ""])
     group.errors["bytes"].append(error)
+    return group
+
+
+def blocks(most: int | None) -> Group:
+    """prime-rl's other steps, on one and eight GPUs."""
+    header = ("run", "reserved GiB: published", "predicted", "error")
+    group = Group("Checkpointed steps of prime-rl", prose.PRIME_RL, header, unseen=True)
+    for row in islice(prime_rl.rows(), most):
+        trace = row.trace()
+        error = trace.peak_reserved / 2**30 / row.reserved_gib - 1
+        cells = [f"{row.reserved_gib:.2f}", f"{trace.peak_reserved / 2**30:.2f}", percent(error)]
+        group.add(row.name, cells, row.seconds, trace.seconds, reserved=error)
     return group
 
 
@@ -366,6 +378,7 @@ GROUPS: dict[str, Callable[[int | None], Group]] = {
     "sharded": sharded,
     "many_gpus": many_gpus,
     "compiled": compiled,
+    "prime_rl": blocks,
     "experts": mixtures,
     "long": long,
     "host": host,
@@ -400,8 +413,9 @@ def draw(groups: Iterable[Group], path: Path) -> None:
         "#999999",
         "#000000",
         "#8c564b",
+        "#bcbd22",
     )
-    for group, colour, mark in zip(groups, colours, "osD^vPX*hp", strict=True):
+    for group, colour, mark in zip(groups, colours, "osD^vPX*hp<", strict=True):
         published, predicted = zip(*group.seconds.values(), strict=True)
         axes.scatter(published, predicted, s=26, c=colour, marker=mark, lw=0, label=group.title, zorder=3, alpha=0.85)
         for name, (x, y) in group.seconds.items():

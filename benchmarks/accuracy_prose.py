@@ -107,6 +107,17 @@ after the rows had been seen.
 
 torchao's ViT row (its optim README) is the allocated peak."""
 
+PRIME_RL = """\
+prime-rl's benchmark again (its repository, benchmarks/baselines; benchmarks/data/prime_rl.csv): nine further runs of
+full training. They were traced for the first time after all rules for bytes were made, and none was changed since. In
+seconds the first trace was 19 to 45 % too slow for long rows on H100, because FlashAttention-3 was timed as
+FlashAttention-2. It has rates of its own since then, which are read from the figures of its paper (arXiv:2407.08608)
+and not from these rows. The rows of reinforcement learning (`rl`) also compute log-probabilities and the entropy of
+each token, which are not traced.
+
+Steps of LoRA in the same folder are not comparable: prime-rl keeps four adapters at once. With one adapter, six of
+them are traced 8.2 % too low to 3.9 % too high in bytes."""
+
 EXPERTS = """\
 prime-rl's benchmark of full training (its repository, benchmarks/baselines): every block checkpointed, experts by
 grouped products, the loss in chunks of 2,048 tokens, two micro-batches of 16,384 tokens. The trace has fp32

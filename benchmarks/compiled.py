@@ -3,15 +3,12 @@
     python benchmarks/compiled.py
 
 torchao (benchmarks/benchmark_low_bit_adam.py): timm's vit_huge_patch14_224 with 45 classes, compiled whole, bf16
-autocast, batch 8, fused AdamW. prime-rl (benchmarks/baselines, trainer/sft/train.py): FSDP2, every block checkpointed
-and compiled, FlashAttention-2, two micro-batches of one row, fp32 logits, the loss of each token, expandable segments.
-Its loop of January 2026 deletes the name of the logits before the backward; the dictionary that they are in stays.
+autocast, batch 8, fused AdamW. prime_rl.py has prime-rl's loop; these are its two rows that were seen first.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,9 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.memory.distributed.group import rank_of
+from benchmarks import prime_rl
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.optimizers import make_optimizer
 
 VIT, VIT_ALLOCATED = "ViT-huge, RTX 4070 Ti Super, batch 8, bf16 autocast, whole model", 12.23e9  # bytes
@@ -89,44 +83,11 @@ def vit(optimizer: str = "adamw_fused") -> StepTrace:
     return trace_step(model, step, make_optimizer=lambda m: make_optimizer(m, optimizer), device="rtx-4070-ti-super")
 
 
-def qwen(name: str, tokens: int, gpus: int, card: str) -> StepTrace:
-    """One rank's step of prime-rl."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    spec = TrainingSpec.of(name, seq_length=tokens, attn_implementation="flash_attention_2")
-    model: Any = load(spec, card).model
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    apply_policy(model, "full")
-    for block in model.model.layers:
-        block.compile()
-
-    def sharded(model: Any) -> torch.optim.Optimizer:
-        for block in model.model.layers:
-            fully_shard(block, mesh=mesh, mp_policy=precision)
-        fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-        return torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step(model: Any, optimizer: Any) -> None:
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        labels = ids.clone()
-        for _ in range(2):
-            out = {"logits": model(input_ids=ids, use_cache=False).logits.float()}
-            loss = functional.cross_entropy(out["logits"].flatten(0, 1), labels.flatten(), reduction="none").mean()
-            (loss / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with rank_of(gpus) as mesh:
-        trace = trace_step(model, step, make_optimizer=sharded, device=card)
-    return replace(trace, alloc_conf="expandable_segments:True")
-
-
 def main() -> None:
     trace = vit()
     print(f"{VIT}: {trace.peak_allocated / 1e9:.2f} GB allocated (published {VIT_ALLOCATED / 1e9})")
     for *run, reserved, seconds in QWEN:
-        trace = qwen(*run)  # type: ignore[arg-type]
+        trace = prime_rl.trace(*run)  # type: ignore[arg-type]
         print(
             f"{run[0]}, {run[1]} tokens: {trace.peak_reserved / 2**30:.2f} GiB reserved (published {reserved}), "
             f"{trace.seconds:.3f} s (published {seconds})"

@@ -90,7 +90,12 @@ _Kept = defaultdict[Any, list[Any]]  # operator -> an entry for each of its call
 
 
 def compiled_contexts(selection: Selection) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts that torch.compile supports, for `context_fn` of `torch.utils.checkpoint.checkpoint`."""
+    """Return contexts that torch.compile supports, for `context_fn` of `torch.utils.checkpoint.checkpoint`.
+
+    A checkpoint with a graph break inside is not compiled; it gets the contexts of eager regions.
+    """
+    if not torch.compiler.is_compiling():
+        return selection.contexts()
     return create_selective_checkpoint_contexts(_CompiledChoice(selection))
 
 

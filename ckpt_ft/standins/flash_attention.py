@@ -4,16 +4,17 @@ It calls torch's flash backend of scaled dot product attention, which saves the 
 flash-attn does. Grouped heads are passed as they are, and packed rows are recognised by their positions, so no mask of
 pairs is allocated. Approximations: the predicted time of packed rows, and of a vision tower's windows, is that of full
 attention over the whole sequence; padded rows, from which flash-attn removes the padding, are traced with their
-padding; FlashAttention-3 and the Hub's builds, which save the same, are timed as FlashAttention-2, and are faster on
-Hopper; FlexAttention's block mask (one number for each 128 x 128 pairs) is left out.
+padding; FlexAttention's block mask (one number for each 128 x 128 pairs) is left out. FlashAttention-3 saves the same
+and is faster on Hopper: its operators get a name of their own in the trace.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -21,21 +22,35 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
-NAME = "fused"  # in transformers' tables; under "flash_attention_2" transformers would require the package
+if TYPE_CHECKING:
+    from ckpt_ft.memory.record.events import Op
+
+# In transformers' tables; under "flash_attention_2" transformers would require the package.
+NAME, NAME_3 = "fused", "fused_3"
+_versions: set[int] = set()  # of FlashAttention, as the running trace has called them
 
 
 def register() -> None:
-    """Register the stand-in with transformers as the attention implementation `NAME`."""
+    """Register the stand-in with transformers as the attention implementations `NAME` and `NAME_3`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    for name in (NAME, NAME_3):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, flash_attention_mask)
+
+
+def renamed(ops: Sequence[Op]) -> Sequence[Op]:
+    """The recorded operators; FlashAttention-3's get a name of their own, because they take another time."""
+    if 3 not in _versions:
+        return ops
+    return [replace(op, name=op.name.replace("aten._scaled_dot_product_flash", "flash_attn_3.")) for op in ops]
 
 
 @contextmanager
 def for_live_models() -> Iterator[None]:
     """Use the stand-in wherever a model asks for flash or flex attention: those kernels take no fake tensors."""
+    _versions.clear()
     if "transformers" not in sys.modules:
         yield
         return
@@ -60,7 +75,10 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query (B, H, L, E) over key and value (B, H or fewer heads, L, E): (B, L, H, E)."""
-    flash = getattr(module.config, "_attn_implementation", None) != "flex_attention"
+    implementation = getattr(module.config, "_attn_implementation", None) or ""
+    flash = implementation != "flex_attention"
+    if implementation.endswith("3"):
+        _versions.add(3)
     if torch.compiler.is_compiling() and flash and len(query) == 1 and kwargs.get("position_ids") is not None:
         # transformers looks for several sequences in it (modeling_flash_attention_utils.py, _is_packed_sequence)
         torch._dynamo.graph_break(msg="transformers reads the positions of a single row")

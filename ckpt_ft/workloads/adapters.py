@@ -297,8 +297,6 @@ def notes_on(spec: TrainingSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
     attention = spec.kernels.attn_implementation
     if "flash" in attention and spec.data.rows == "padded":
         notes.append("flash attention of padded rows: as many tokens as with the padding")
-    if attention.endswith("3"):
-        notes.append(f"{attention} is timed as FlashAttention-2, which is slower on Hopper")
     return tuple(notes)
 
 

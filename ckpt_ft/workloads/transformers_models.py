@@ -475,7 +475,8 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
         flash = attention != "flex_attention"
         if not getattr(kind, "_supports_flash_attn" if flash else "_supports_flex_attn", False):
             raise UserError(f"{name}: transformers has no {attention} for {kind.__name__}")
-        attention = flash_attention.NAME if flash else attention
+        if flash:
+            attention = flash_attention.NAME_3 if attention.endswith("3") else flash_attention.NAME
     values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     with library_reads(f"{name}: its config does not make a model"):
         parsed = AutoConfig.for_model(config["model_type"], **values)

@@ -381,6 +381,30 @@ def test_under_torch_compile(policy: str) -> None:
             torch.testing.assert_close(compiled[name.replace("gradient ", "gradient _orig_mod.")], value)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, on importing its compiler, and its word on the graph break
+def test_a_kept_output_is_written_in_a_block_with_a_graph_break() -> None:
+    """torch.compile runs the checkpoint of such a block eagerly; PyTorch's own contexts refuse the write."""
+
+    class Block(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = torch.mm(x, self.weight)
+            torch._dynamo.graph_break()
+            out /= 2
+            return torch.relu(torch.mm(out, self.weight)).sin()
+
+    def gradients(policy: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Block(8, 8), Block(8, 8))
+        apply_policy(model, policy, blocks=["0", "1"])
+        for block in model:
+            block.compile(backend="eager")
+        model(torch.ones(2, 8)).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for kept, plain in zip(gradients("save:matmul"), gradients("none"), strict=True):
+        assert kept is plain is None or torch.equal(kept, plain)
+
+
 @pytest.mark.parametrize("policy", ["full", "pointwise", "offload", "head"])
 def test_a_replica_of_data_parallel_is_refused(policy: str) -> None:
     """torch.nn.parallel.replicate copies each module's attributes, the stand-in of the original among them."""

@@ -50,8 +50,12 @@ KERNEL_RAMP, KERNEL_GAP = 2.5e-6, 0.9e-6
 
 # Shares of a large matmul's rate, forward and backward, heads of 128 (FlashAttention-2, arXiv:2307.08691, figures 4 to
 # 6: on an A100 about 215 and 180 TFLOP/s against cuBLAS's 260, and 100 for CUTLASS's memory-efficient attention).
-# Hopper uses the older matrix instruction, 62 % as fast as the new one (FlashAttention-3, arXiv:2407.08608).
-_ATTENTION = {"flash": (0.82, 0.69), "cudnn": (0.82, 0.69), "efficient": (0.5, 0.33)}
+# On Hopper it uses the older matrix instruction, 62 % as fast as the new one (FlashAttention-3, arXiv:2407.08608,
+# figures 5 and 6, heads of 128, 16,384 tokens: FlashAttention-2 370 and 322 TFLOP/s, cuDNN 595 and 516,
+# FlashAttention-3 648 and 561).
+_ATTENTION = {
+    "flash_attn_3": (0.89, 0.75), "flash": (0.82, 0.69), "cudnn": (0.82, 0.69), "efficient": (0.5, 0.33)
+}  # fmt: skip
 _SIMT_ATTENTION = (0.65, 0.55)
 _OLD_INSTRUCTION = 0.62
 _NARROW_HEAD = 0.88  # heads of 64 and fewer (the same figures)
@@ -269,8 +273,10 @@ def _attention_share(name: str, shape: Shape, gpu: GPU, tensor_cores: bool) -> f
     kind = next((kind for kind in _ATTENTION if kind in name), None)
     if kind is None:
         return 1.0
+    hopper = gpu.arch[0] == 9
+    kind = "flash" if kind == "flash_attn_3" and not hopper else kind
     share = (_ATTENTION[kind] if tensor_cores else _SIMT_ATTENTION)[backward]
-    if gpu.arch[0] == 9 and kind != "cudnn":
+    if hopper and kind in ("flash", "efficient"):
         share *= _OLD_INSTRUCTION
     if shape and shape[3] <= 64:
         share *= _NARROW_HEAD

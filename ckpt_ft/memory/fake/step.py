@@ -302,7 +302,8 @@ class _Trace:
                 if describe is not None:
                     describe()
                 trace = tracker.trace(gpu.name if gpu else "cpu", None if gpu in GPUS.values() else gpu)
-                return replace(trace, launch=launch, alloc_conf=self.alloc_conf)
+                ops = flash_attention.renamed(trace.ops)
+                return replace(trace, ops=ops, launch=launch, alloc_conf=self.alloc_conf)
 
     @contextmanager
     def _tracking(self, tracker: Tracker, streams: Streams) -> Iterator[None]:

@@ -1,0 +1,115 @@
+"""prime-rl's benchmark steps beside their traces: Qwen3 under FSDP2, every block checkpointed and compiled.
+
+    python benchmarks/prime_rl.py
+
+prime-rl (its repository, benchmarks/baselines and benchmarks/scripts/run_single_benchmark.py, January 2026): fp32
+parameters, gradients and Adam states, bf16 computation, two micro-batches of one row, FlashAttention-2 on an A6000 and
+FlashAttention-3 on an H100, expandable segments. `sft` computes the loss of each token from fp32 logits; its loop
+deletes the name of the logits before the backward, but the dictionary that they are in stays. `rl` computes the loss
+in chunks; here it is that of ordinary training under the policy `head`, without what reinforcement learning adds.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.memory.distributed.group import rank_of
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.load import load
+
+ROWS = Path(__file__).parent / "data" / "prime_rl.csv"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published step: GiB of `max_memory_reserved`, and the mean seconds."""
+
+    kind: str
+    model: str
+    tokens: int
+    gpus: int
+    gpu: str
+    checkpointing: str
+    reserved_gib: float
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.model.partition('/')[2]}, {self.kind}, {self.gpus} {self.gpu.upper()}, 2 x 1 x {self.tokens}, "
+            f"`{self.checkpointing}`"
+        )
+
+    def trace(self) -> StepTrace:
+        flash = 3 if self.gpu == "h100" else 2
+        return trace(self.model, self.tokens, self.gpus, self.gpu, self.checkpointing, self.kind, flash)
+
+
+def rows() -> Iterator[Row]:
+    with ROWS.open(encoding="utf-8") as file:
+        for cells in csv.DictReader(file):
+            numbers = {name: int(cells[name]) for name in ("tokens", "gpus")}
+            measured = {name: float(cells[name]) for name in ("reserved_gib", "seconds")}
+            yield Row(**{**cells, **numbers, **measured})  # type: ignore[arg-type]
+
+
+def trace(
+    name: str, tokens: int, gpus: int, gpu: str, checkpointing: str = "full", kind: str = "sft", flash: int = 2
+) -> StepTrace:
+    """One rank's step. flash: version of FlashAttention."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    spec = TrainingSpec.of(name, seq_length=tokens, attn_implementation=f"flash_attention_{flash}")
+    model: Any = load(spec, gpu).model
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    apply_policy(model, checkpointing if kind == "sft" else f"{checkpointing},head")
+    for block in model.model.layers:
+        block.compile()
+
+    def sharded(model: Any) -> torch.optim.Optimizer:
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        return torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(model: Any, optimizer: Any) -> None:
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        labels = ids.clone()
+        for _ in range(2):
+            if kind == "sft":
+                out = {"logits": model(input_ids=ids, use_cache=False).logits.float()}
+                loss = functional.cross_entropy(out["logits"].flatten(0, 1), labels.flatten(), reduction="none").mean()
+            else:
+                loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            (loss / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with rank_of(gpus) as mesh:
+        found = trace_step(model, step, make_optimizer=sharded, device=gpu)
+    return replace(found, alloc_conf="expandable_segments:True")
+
+
+if __name__ == "__main__":
+    for row in rows():
+        found = row.trace()
+        print(
+            f"{row.name}: {found.peak_reserved / 2**30:.2f} GiB reserved (published {row.reserved_gib}), "
+            f"{found.seconds:.3f} s (published {row.seconds})",
+            flush=True,
+        )
