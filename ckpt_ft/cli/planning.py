@@ -13,7 +13,7 @@ from ckpt_ft.errors import NothingFits, UserError, WorkFailed, meant
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.gpus import GPU, asked_gpu
-from ckpt_ft.spec.command import can_train, recipe_command, recipe_of, training_command
+from ckpt_ft.spec.command import can_train, recipe_of, training_command
 from ckpt_ft.spec.flags import Edit, offloaded
 from ckpt_ft.spec.launch import accelerate_config
 from ckpt_ft.spec.training_spec import MOST, TrainingSpec
@@ -159,7 +159,7 @@ def plan(
     if len(plans) > 1:
         print_table(_frontier_of(plans), stdout())
     if write_launch and found.best.launch is not None:
-        write(write_launch, accelerate_config(found.best.launch))
+        write(write_launch, accelerate_config(found.best.launch, spec.kernels.attn_implementation))
     for flags, made in plans.items() if not as_json else ():
         if command := _command(made, specs[flags], dataset, "" if flags else write_launch):
             print(f"train it{f' with {flags}' if flags else ''}: {command}")
@@ -181,6 +181,7 @@ def max_batch(
     Exit code 1 if not even one sample fits. --find_max_batch_size of a recipe proves the batch by real steps.
     """
     from ckpt_ft.planning.batch_size import predict_max_batch_size
+    from ckpt_ft.planning.estimate import command_of
     from ckpt_ft.workloads.load import load
 
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
@@ -203,8 +204,7 @@ def max_batch(
         print(json.dumps({**answer, "last": found.last, "retries": found.retries, **vars(found.room)}))
     elif found.batch:
         print(f"{name} under '{spec.policy}' on {device}: {found}")
-        tokens = workload.shape.get("seq_length", 0)
-        if command := recipe_command(spec.edit(batch_size=found.batch), workload.kind, tokens):
+        if command := command_of(spec.edit(batch_size=found.batch), workload):
             print(f"train it: {command}")
     if not found.batch:
         price = f"; {found.price}" if found.last else ""

@@ -115,7 +115,7 @@ def _of_run(
     more = [*[_ALONE] * alone, *_slow(spec, gpu), *_starved(traces[""], gpu), *_of_host(traces[""], gpu)]
     step = replace(traces[""], notes=[*traces[""].notes, *more])
     found = _estimate(workload, policy, spec.data.batch_size, step, capacity)
-    found = replace(found, command="" if alone else _command(spec, workload), host_capacity=spec.host.host_memory)
+    found = replace(found, command="" if alone else command_of(spec, workload), host_capacity=spec.host.host_memory)
     found = _with_phases(found, {name: trace for name, trace in traces.items() if name})
     from ckpt_ft.workloads.phases import outside_steps  # imports transformers
 
@@ -185,7 +185,8 @@ def _of_host(step: StepTrace, gpu: GPU | None) -> list[str]:
     return said
 
 
-def _command(spec: TrainingSpec, workload: Workload) -> str:
+def command_of(spec: TrainingSpec, workload: Workload) -> str:
+    """The command of the recipe that trains `workload` as `spec` describes; "" if no recipe does."""
     if "seq_length" in workload.shape:
         spec = with_rope_scaling(spec, workload.model.config, workload.shape["seq_length"])
     return recipe_command(spec, workload.kind)

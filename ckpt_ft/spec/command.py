@@ -81,7 +81,7 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
     if spec.kernels.compile == "regional":  # TrainingArguments have no flag for it, and the launcher sets the variable
         setting += "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true " if launch is None else ""
         words += [] if launch is None else ["--dynamo_use_regional_compilation"]
-    if launch is not None and not config_file and (sizes := parallelism(launch)):
+    if launch is not None and not config_file and (sizes := parallelism(launch, spec.kernels.attn_implementation)):
         # its options for them are for FSDP2 only (accelerate/commands/launch.py)
         sizes = {f"PARALLELISM_CONFIG_{name.upper()}": value for name, value in sizes.items()}
         setting += "".join(f"{k}={v} " for k, v in {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **sizes}.items())
@@ -104,23 +104,22 @@ def recipe_of(spec: TrainingSpec, kind: str) -> str:
     return "vlm" if kind == "language model" and spec.data.images else RECIPES.get(kind, "")
 
 
-def recipe_command(spec: TrainingSpec, kind: str, tokens: int = 0) -> str:
+def recipe_command(spec: TrainingSpec, kind: str) -> str:
     """The command of the recipe that trains as `spec` describes; "" if no recipe does.
 
-    Args:
-        kind: the kind of workload, such as "language model".
-        tokens: of a sequence of the workload: with its images' tokens, and clamped to the model's positions; 0 for
-            that of `spec`.
+    kind: the kind of workload, such as "language model".
     """
-    if tokens not in (0, spec.data.tokens):
-        spec = spec.edit(seq_length=tokens)
     recipe = recipe_of(spec, kind)
     return training_command(spec, recipe) if recipe and can_train(recipe, spec) else ""
 
 
 def command_for(spec: TrainingSpec, kind: str, tokens: int = 0) -> str:
-    """The command that trains as `spec` describes if a recipe supports it, else the command that estimates it."""
-    return recipe_command(spec, kind, tokens) or shlex.join(["ckpt-ft", "estimate", *words_of(spec)])
+    """The command that trains as `spec` describes if a recipe supports it, else the command that estimates it.
+
+    tokens: of a sequence, with its images' tokens, and clamped to the model's positions; 0 for those of `spec`.
+    """
+    trained = spec.edit(seq_length=tokens) if tokens not in (0, spec.data.tokens) else spec
+    return recipe_command(trained, kind) or shlex.join(["ckpt-ft", "estimate", *words_of(spec)])
 
 
 def launch_words(launch: Launch) -> list[str]:

@@ -497,7 +497,7 @@ def _at_least_one(value: Any, name: str, path: str | Path) -> int:
 _SHARING = {"NO": _ddp, "MULTI_GPU": _ddp, "FSDP": _fsdp2, "DEEPSPEED": _zero}
 
 
-def accelerate_config(launch: Launch) -> str:
+def accelerate_config(launch: Launch, attention: str = "") -> str:
     """Returns the text of an accelerate configuration file for `launch`; `read_launch` reads it back.
 
     Of expert parallelism it has the processes alone: transformers divides the model (recipes/llm.py --ep_size).
@@ -522,20 +522,25 @@ def accelerate_config(launch: Launch) -> str:
     }
     if launch.mixed_precision == "fp8":
         config["fp8_config"] = {"backend": "AO", "enable_fsdp_float8_all_gather": launch.float8_gather}
-    if sizes := parallelism(launch):
+    if sizes := parallelism(launch, attention):
         config["parallelism_config"] = {f"parallelism_config_{name}": value for name, value in sizes.items()}
     if launch.machines > 1:
         config |= {"main_process_ip": "127.0.0.1", "main_process_port": 29500}
     return yaml.safe_dump(config, sort_keys=False)
 
 
-def parallelism(launch: Launch) -> dict[str, int | str]:
-    """Returns the fields of accelerate's ParallelismConfig; {} if the launch needs none."""
+def parallelism(launch: Launch, attention: str = "") -> dict[str, int | str]:
+    """Returns the fields of accelerate's ParallelismConfig; {} if the launch needs none.
+
+    attention: `attn_implementation` of the model, which DeepSpeed's Ulysses must be told; "" for sdpa.
+    """
     if all(getattr(launch, name) == 1 for name in SIZES):
         return {}
     sizes: dict[str, int | str] = {
         f"{name}_size": launch.mesh.get(name, 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     }
+    if launch.sp > 1:
+        return {**sizes, "sp_attn_implementation": attention or "sdpa"}
     return {**sizes, "cp_comm_strategy": launch.rotation} if launch.cp > 1 else sizes
 
 

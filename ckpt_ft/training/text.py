@@ -493,6 +493,11 @@ def collator_of(
     """
     if packing:
         check_rows_apart(model)
+    if packing and sharing.sp_size > 1 and not in_one_sequence(model):
+        raise UserError(
+            "--packing under Ulysses, which drops masks: rows would see one another; add --packing false, or "
+            "--attn_implementation flash_attention_2"
+        )
     ranks, numbered = sharing.cp_size * sharing.sp_size, sharing.sp_size > 1
     multiple = 2 * ranks if ranks > 1 else 1
     multiple = -(-max_length // multiple) * multiple if numbered else multiple

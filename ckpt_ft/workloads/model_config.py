@@ -262,7 +262,8 @@ _OFFSET = 4  # a table may have a few more rows: two in OPT
 def trained_positions(config: Any) -> int:
     """The number of positions that the model was trained on, from its text configuration; 0 if it states none."""
     text = config.get_text_config()
-    stated = getattr(text, "max_target_positions", None) or getattr(text, "max_position_embeddings", None) or 0
+    names = ("max_target_positions", "max_position_embeddings", "max_seq_len")  # Whisper's, most models', MPT's
+    stated = next(filter(None, (getattr(text, name, None) for name in names)), 0)
     return max(int(stated), 0)  # XLNet's -1 means no limit
 
 
@@ -275,13 +276,15 @@ def position_limit(model: Any) -> int:
     """The longest sequence that the model can process; 0 if there is no limit.
 
     Learned and precomputed positions are a table with a row for each position. Rotary positions, ALiBi and recurrent
-    layers have none.
+    layers have none, but MPT makes the biases of its ALiBi for so many positions in each step.
     """
     from torch import nn
 
     most = trained_positions(model.config)
     if not most or is_rotary(model.config):
         return 0
+    if model.config.model_type == "mpt":
+        return most
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     sizes = rows | {size for buffer in model.buffers() for size in buffer.shape}
     return most if any(most <= size <= most + _OFFSET for size in sizes) else 0

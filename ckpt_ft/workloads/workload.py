@@ -269,7 +269,8 @@ class Workload:
         return step
 
     def _of_rank(self, batch: Batch) -> Batch:
-        return batch if self.launch is None else of_one_rank(batch, self.launch)
+        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        return batch if self.launch is None else of_one_rank(batch, self.launch, attention)
 
     def typical_step(self, samples: int) -> Step:
         """The step on a batch of typical length."""

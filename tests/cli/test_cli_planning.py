@@ -164,6 +164,8 @@ def test_max_batch(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     full = json.loads(capsys.readouterr().out)
     assert typed(monkeypatch, *words, "--json") == 0
     assert full["batch"] > json.loads(capsys.readouterr().out)["batch"] > 0
+    assert typed(monkeypatch, *words, "--seq-length", "65") == 0
+    assert "--max_length 65 --rope_scaling none" in capsys.readouterr().out  # as the recipe wants it
 
 
 def test_where_not_one_sample_fits(

@@ -132,6 +132,14 @@ def test_trls_trainers_have_their_recipes() -> None:
     assert command_for(spec.edit(trainer="sft"), "language model").startswith("ckpt-ft estimate a/llm ")
 
 
+def test_ulysses_is_told_the_attention_of_the_model() -> None:
+    """Its default is none at all, and DeepSpeed refuses an attention that is not the model's."""
+    spec = TrainingSpec.of("gpt2", launch=Launch("zero3", 2, sp=2))
+    assert "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION=sdpa accelerate" in training_command(spec, "llm")
+    flash = spec.edit(attn_implementation="flash_attention_2")
+    assert "SP_ATTN_IMPLEMENTATION=flash_attention_2 accelerate" in training_command(flash, "llm")
+
+
 def test_a_classifier_has_its_recipe() -> None:
     spec = TrainingSpec.of("resnet-50", policy="full", batch_size=32, resolution=160, optimizer="sgd")
     assert command_for(spec, "image classifier") == (

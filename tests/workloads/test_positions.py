@@ -32,6 +32,7 @@ _LIMITED = [
     ("gpt2", "GPT2LMHeadModel", {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}),
     ("opt", "OPTForCausalLM", {"ffn_dim": 32, "word_embed_proj_dim": 16}),
     ("gptj", "GPTJForCausalLM", {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "rotary_dim": 4}),
+    ("mpt", "MptForCausalLM", {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 64}),
 ]
 
 

@@ -45,9 +45,9 @@ def check(model: nn.Module, launch: Launch) -> None:
     if (launch.cp > 1 or launch.sp > 1) and getattr(model, "main_input_name", "") != "input_ids":
         problem = "the batches hold no sequences of tokens"
     elif launch.cp > 1 and implementation != "sdpa":
-        problem = f"attention '{implementation}': Trainer takes context parallelism with sdpa only"
+        problem = "Trainer takes context parallelism with sdpa attention only; set attn_implementation: sdpa"
     elif launch.sp > 1 and implementation == "eager":
-        problem = "attention 'eager': DeepSpeed takes sdpa, flash_attention_2 or flex_attention"
+        problem = "DeepSpeed takes no eager attention; set attn_implementation: sdpa or flash_attention_2"
     elif launch.sp > 1 and (heads % launch.sp or (of_keys % launch.sp and launch.sp % of_keys)):
         problem = f"{heads} heads and {of_keys} key-value heads: DeepSpeed needs multiples of {launch.sp}"
     elif launch.tp > 1 and (heads % launch.tp or of_keys % launch.tp):
@@ -74,10 +74,14 @@ def experts_of(model: nn.Module) -> int:
     return next((int(module.num_experts) for module in found), 1)
 
 
-def of_one_rank(batch: dict[str, Any], launch: Launch) -> dict[str, Any]:
+def of_one_rank(batch: dict[str, Any], launch: Launch, attention: str | None = "sdpa") -> dict[str, Any]:
     """The rank's part of a micro-batch: tokens of each sequence, as context parallelism and Ulysses divide it.
 
     Context parallelism shrinks whole tensors in place, so their storages stay (torch's `context_parallel`).
+
+    Args:
+        attention: the attention implementation of the model, in transformers' words. Flash attention finds packed
+            rows by their positions, the others need a mask.
 
     Raises:
         UserError: packed sequences, or lengths that cannot be divided.
@@ -89,8 +93,10 @@ def of_one_rank(batch: dict[str, Any], launch: Launch) -> dict[str, Any]:
     if "input_ids" not in batch:
         raise UserError(f"{name}: the batches hold no sequences of tokens")
     length = batch["input_ids"].shape[1]
-    if launch.cp > 1 and "position_ids" in batch and bool((batch["position_ids"].diff() != 1).any()):
-        raise UserError(f"{name}: packed rows need a mask, and context parallelism takes none; leave packing out")
+    needs_mask = attention in (None, "eager", "sdpa", "flex_attention")
+    if needs_mask and "position_ids" in batch and bool((batch["position_ids"].diff() != 1).any()):
+        fix = "leave packing out" + (", or set attn_implementation: flash_attention_2" if launch.sp > 1 else "")
+        raise UserError(f"{name}: packed rows need a mask, and masks are dropped where ranks share a sequence; {fix}")
     parts = 2 * launch.cp if launch.cp > 1 else launch.sp  # a ring divides evenly in pieces from both ends
     if length % parts:
         raise UserError(f"{name}: sequences of {length} tokens; give a multiple of {parts}")

@@ -100,7 +100,7 @@ def test_files_that_the_libraries_refuse() -> None:
 def test_models_and_batches_that_the_libraries_refuse() -> None:
     asked = workload(None, "none", "llama", 1)
     for launch, attention, message in (
-        (Launch("fsdp2", 2, cp=2), "eager", "attention 'eager': Trainer takes context parallelism with sdpa only"),
+        (Launch("fsdp2", 2, cp=2), "eager", "Trainer takes context parallelism with sdpa attention only; set attn_"),
         (Launch("zero3", 8, sp=8), "sdpa", "4 heads and 2 key-value heads: DeepSpeed needs multiples of 8"),
         (Launch("ddp", 4, tp=4), "sdpa", "4 heads and 2 key-value heads are no multiples of 4"),
         (Launch("fsdp2", 3, cp=3), "sdpa", "sequences of 64 tokens; give a multiple of 6"),
@@ -128,8 +128,9 @@ def test_models_and_batches_that_the_libraries_refuse() -> None:
     asked.model.set_attn_implementation("sdpa")
     ids = torch.zeros(1, TOKENS, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(TOKENS)[None] % 32}
-    with pytest.raises(UserError, match="packed rows need a mask, and context parallelism takes none"):
-        replace(asked, launch=Launch("fsdp2", 2, cp=2), make_batch=lambda *_: batch).trace(1)
+    for launch in (Launch("fsdp2", 2, cp=2), Launch("zero3", 2, sp=2)):
+        with pytest.raises(UserError, match="packed rows need a mask, and masks are dropped where ranks share"):
+            replace(asked, launch=launch, make_batch=lambda *_: batch).trace(1)
     asked.model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     with pytest.raises(UserError, match="does not support attention layers of type"):
         replace(asked, launch=Launch("fsdp2", 2, cp=2)).trace(1)
