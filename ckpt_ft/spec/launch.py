@@ -30,6 +30,7 @@ _AUTO = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_thresh
 SIZES = ("dp_replicate", "tp", "cp", "sp")  # fields of a launch besides the processes that shard or replicate
 ROTATIONS = ("allgather", "alltoall")
 SECTION = "deepspeed.zero_optimization"  # of the table of settings
+_REDUCE = "seq_parallel_communication_data_type"
 OFFLOADS = ("offload_optimizer", "offload_param")
 _COUNTS = (*_AUTO, "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
 
@@ -53,6 +54,8 @@ class ZeroOptions:
         param_buffers: those for the parts of the parameters,
         param_buffer_size: of so many elements each.
         max_in_cpu: elements of trained parameters that stay in host memory.
+        seq_parallel_reduce: precision in which gradients are reduced under Ulysses, DeepSpeed's
+            `seq_parallel_communication_data_type`.
     """
 
     reduce_bucket_size: int | None = 500_000_000
@@ -69,14 +72,21 @@ class ZeroOptions:
     param_buffers: int = 0
     param_buffer_size: int = 100_000_000
     max_in_cpu: int = 1_000_000_000
+    seq_parallel_reduce: str = "fp32"
 
     @classmethod
-    def read(cls, options: Mapping[str, Any], source: str) -> ZeroOptions:
+    def read(cls, options: Mapping[str, Any], source: str, seq_parallel_reduce: Any = None) -> ZeroOptions:
         """Returns the options of a DeepSpeed configuration's `zero_optimization`.
 
+        Args:
+            seq_parallel_reduce: the configuration's `seq_parallel_communication_data_type`.
+
         Raises:
-            UserError: an option that is not modelled, or a value that is not a count.
+            UserError: an option that is not modelled, or a value that is not a count or a precision.
         """
+        reduce = str(seq_parallel_reduce or "fp32").lower()
+        if reduce not in ("fp32", "bf16", "fp16"):
+            raise UserError(f"{source}: {_REDUCE} {reduce}: give fp32, bf16 or fp16")
         read_settings({key: value for key, value in options.items() if value != "auto"}, [SECTION], source)
         found: dict[str, Any] = {}
         for key, value in options.items():
@@ -93,7 +103,8 @@ class ZeroOptions:
                 for key in sizes.keys() & section.keys() if kind == "param" else ():
                     found[sizes[key]] = _count(section[key], f"{name}.{key}", source)
         overlap = options.get("overlap_comm")
-        return cls(**found, overlap_comm=None if overlap in (None, "auto") else bool(overlap))
+        overlaps = None if overlap in (None, "auto") else bool(overlap)
+        return cls(**found, overlap_comm=overlaps, seq_parallel_reduce=reduce)
 
     def filled(self, stage: int, hidden_size: int | None) -> ZeroOptions:
         """Returns the options with the stage's defaults, and "auto" computed from the model's hidden size.
@@ -464,7 +475,9 @@ def _deepspeed_file(file: Any, ignored: Collection[str]) -> dict[str, Any]:
     precision = [dtype for dtype in ("bf16", "fp16") if _truth(_section(config, dtype, name).get("enabled", False))]
     return {
         **_stage(stage, name),
-        "zero": ZeroOptions.read({key: zero[key] for key in zero if key not in ignored}, f"launch: {name}"),
+        "zero": ZeroOptions.read(
+            {key: zero[key] for key in zero if key not in ignored}, f"launch: {name}", config.get(_REDUCE)
+        ),
         "mixed_precision": precision[0] if precision else "no",
         "found": found,
     }
@@ -505,7 +518,7 @@ def accelerate_config(launch: Launch, attention: str = "") -> str:
     Raises:
         UserError: the launch has options that the file has no keys for.
     """
-    if replace(launch.zero, **dict.fromkeys(OFFLOADS, False)) != ZeroOptions():
+    if replace(launch.zero, offload_optimizer=False, offload_param=False) != ZeroOptions():
         raise UserError("launch: options and paths of DeepSpeed lie in its own file; name it as deepspeed_config_file")
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",

@@ -70,7 +70,9 @@ def launch_of(accelerator: Accelerator, prepared: bool = True, model: Any = None
     if deepspeed is not None:
         if prepared:
             raise UserError("what DeepSpeed's engine has made of model and optimizer is not traced")
-        options = ZeroOptions.read(deepspeed.deepspeed_config["zero_optimization"], "launch")
+        config = deepspeed.deepspeed_config
+        reduce = config.get("seq_parallel_communication_data_type")
+        options = ZeroOptions.read(config["zero_optimization"], "launch", reduce)
         sharing = {"strategy": f"zero{deepspeed.zero_stage}", "zero": options}
     elif fsdp is not None:
         sharing = _fsdp2(fsdp)

@@ -120,7 +120,7 @@ def _offloading_launch(environment: Mapping[str, str] = os.environ) -> Launch | 
     processes = int(environment.get("WORLD_SIZE", "1"))
     machines = max(processes // int(environment.get("LOCAL_WORLD_SIZE", "1")), 1)
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    away = {
+    away: dict[str, Any] = {
         f"offload_{what}": environment.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE") == "cpu"
         for what in ("optimizer", "param")
     }

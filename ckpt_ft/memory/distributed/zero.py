@@ -165,6 +165,7 @@ class Zero(ZeroOptimizer):
         self.offloads = launch.zero.offload_optimizer
         self.bucket: int = launch.zero.reduce_bucket_size or 0
         self.ranks, self.drops = group.size(), launch.strategy == "zero2"
+        self._wire = reduce_dtype(launch, next(p.dtype for o in optimizer.param_groups for p in o["params"]))
         self.synchronises = True  # False in all micro-batches of a step but the last
         self._streams = streams
         self._stream = streams.Stream() if launch.zero.overlap_comm else None
@@ -264,7 +265,10 @@ class Zero(ZeroOptimizer):
         flat = _flatten_dense_tensors(pieces)  # a single piece is not copied
         if len(pieces) > 1:
             self.recorder.add_resident([flat], "communication")
-        dist.all_reduce(flat, group=self.group)
+        sent = flat.to(self._wire)
+        dist.all_reduce(sent, group=self.group)
+        if sent is not flat:
+            flat.copy_(sent)
         for piece, reduced, rank in zip(pieces, _unflatten_dense_tensors(flat, pieces), ranks, strict=True):
             if rank == self.ranks - 1:
                 piece.copy_(reduced)
@@ -365,6 +369,14 @@ class Zero(ZeroOptimizer):
         norm = torch.stack(norms).pow(2).sum().float()
         dist.all_reduce(norm, group=self.group)
         return norm
+
+
+def reduce_dtype(launch: Launch, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of `dtype` are reduced (runtime/engine.py: sequence_parallel_size > 1)."""
+    return getattr(torch, _DTYPES[launch.zero.seq_parallel_reduce]) if launch.sp > 1 else dtype
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def _move(gradient: Tensor, place: Tensor) -> None:

@@ -16,7 +16,8 @@ The rules, with their places in deepspeed/runtime/zero (0.19.8):
 - A bucket of `reduce_bucket_size` elements and a buffer for the gradients of all parts live from beginning to end
   (_setup_for_real_optimizer). Gradients are copied to the bucket. A full bucket is reduce-scattered, from a copy in
   the order of ranks, and added to the parts' gradients (__add_grad_to_ipg_bucket, __avg_scatter_grads,
-  partition_grads).
+  partition_grads). Under Ulysses all gradients of the bucket are first copied to fp32, unless
+  `seq_parallel_communication_data_type` says otherwise.
 - A linear layer saves its parameter, not the gathered copy (linear.py: LinearFunctionForZeroStage3).
 - The step updates one group of parts at a time, with an fp32 copy of its gradients, and then gathers the persistent
   parameters (step).
@@ -49,7 +50,7 @@ from ckpt_ft.spec.launch import Launch, ZeroOptions
 from ckpt_ft.units import MIB, format_bytes
 
 from .streams import Streams
-from .zero import ZeroOptimizer
+from .zero import ZeroOptimizer, reduce_dtype
 
 # -- hooks around modules ---------------------------------------------------------------------------------------------
 
@@ -444,6 +445,7 @@ class Zero3(ZeroOptimizer):
         self._elements = 0
         self._gradients = torch.zeros(sum(sizes), dtype=dtype)
         self._gradient_of = dict(zip(trained, self._gradients.split(sizes), strict=True))
+        self._wire = reduce_dtype(launch, dtype)
         self._adds = False
         for shard in trained:
             shard.parameter.register_post_accumulate_grad_hook(self._ready)
@@ -540,7 +542,7 @@ class Zero3(ZeroOptimizer):
         shards = sorted(self._filled, key=lambda shard: shard.number)
         ranks = self.group.size()
         with self._streams.stream(self._stream):
-            gradients = [shard.parameter.grad.view(-1) for shard in shards]  # type: ignore[union-attr]
+            gradients = [shard.parameter.grad.view(-1).to(self._wire) for shard in shards]  # type: ignore[union-attr]
             sizes = [shard.part.numel() for shard in shards]
             flat = gradients[0]
             if len(shards) > 1 or flat.numel() % ranks:
@@ -551,7 +553,7 @@ class Zero3(ZeroOptimizer):
             own = flat.narrow(0, sum(sizes) * self.group.rank(), sum(sizes))
             self.group._reduce_scatter_base(own, flat, dist.ReduceScatterOptions())
             for shard, reduced in zip(shards, own.split(sizes), strict=True):
-                total = self._gradient_of[shard]
+                total, reduced = self._gradient_of[shard], reduced.to(self._gradients.dtype)
                 if self.offloads:
                     on_the_way += self._to_host(shard, total, reduced)
                 else:

@@ -19,7 +19,7 @@ from ckpt_ft.planning.max_length import predict_max_length
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.spec.command import training_command
 from ckpt_ft.spec.flags import fields_of
-from ckpt_ft.spec.launch import Launch, accelerate_config, read_launch
+from ckpt_ft.spec.launch import Launch, ZeroOptions, accelerate_config, read_launch
 from ckpt_ft.spec.training_file import read_training_file
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.workload import Workload
@@ -189,6 +189,21 @@ def test_bytes_on_the_wire() -> None:
     assert sent(both, "forward", (2, 1), "all_reduce") == (2 * LAYERS + 1) * states  # and the embedding's
     blocks = [op for op in both.ops if op.at >= both.start and "_allgather_base" in op.name]
     assert {op.group for op in blocks} == {(2, 2)}  # FSDP2 gathers over every other rank
+
+
+@pytest.mark.parametrize(("strategy", "collective"), [("zero2", "allreduce"), ("zero3", "_reduce_scatter_base")])
+def test_ulysses_reduces_gradients_in_float32(strategy: str, collective: str) -> None:
+    """DeepSpeed's default, twice the bytes of the weights' bfloat16."""
+    wire, peak = {}, {}
+    for precision in ("fp32", "bf16"):
+        zero = ZeroOptions.read({"reduce_bucket_size": 10**5}, "file", precision)
+        trace = workload(Launch(strategy, 2, sp=2, mixed_precision="bf16", zero=zero), "none", "llama", 1).trace(1)
+        reduced = [op.wire for op in trace.ops if op.phase == "backward" and collective in op.name]
+        wire[precision], peak[precision] = sum(reduced), trace.peaks["backward"]
+    assert wire["fp32"] == 2 * wire["bf16"] > 0
+    assert peak["fp32"] >= peak["bf16"]
+    with pytest.raises(UserError, match=r"seq_parallel_communication_data_type int8: give fp32, bf16 or fp16"):
+        ZeroOptions.read({}, "file", "int8")
 
 
 def test_a_group_across_machines_has_its_share_of_the_cards() -> None:
