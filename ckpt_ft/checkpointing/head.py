@@ -38,7 +38,10 @@ class Deferring(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         labels = args[self.labels_at] if len(args) > self.labels_at else kwargs.get("labels")
-        if labels is None or not self.module.training or not torch.is_grad_enabled():
+        if not self.module.training or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        if labels is None:
+            self._warn("is called without labels")
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             _say_compiled()
@@ -49,14 +52,18 @@ class Deferring(StandIn):
             output = self.forward(*args, **kwargs)
         finally:
             local.deferring = before
-        if not self.layer.called and not self.warned:
-            self.warned = True
-            warnings.warn(
-                f"policy 'head': the forward of {type(self.module).__name__} does not call its output layer as a "
-                "module; its logits are computed whole",
-                stacklevel=2,
-            )
+        if not self.layer.called:
+            self._warn("does not call its output layer as a module")
         return _without_logits(output)
+
+    def _warn(self, reason: str) -> None:
+        """Issue a warning once per model."""
+        if not self.warned:
+            self.warned = True
+            kind = type(self.module).__name__
+            warnings.warn(
+                f"policy 'head': the forward of {kind} {reason}; its logits are computed whole", stacklevel=3
+            )
 
 
 class NoLogits:
