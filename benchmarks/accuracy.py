@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -309,18 +310,17 @@ def host(most: int | None) -> Group:
     return group
 
 
-def longest(most: int | None) -> Group:
+def longest(most: int | None, blind: bool = False) -> Group:
     """The longest sequences of Llama-3.1-8B that ALST published; no seconds were."""
-    header = ("run", "tokens: published", "predicted to fit", "error", "at the published bytes", "error")
-    group = Group("Longest sequences", prose.LONGEST, header)
-    for row in islice(parked.longest(), most):
-        errors = {"longest": row.predicted / row.published - 1}
-        cells = [f"{row.published:,}", f"{row.predicted:,}", percent(errors["longest"]), "", ""]
-        if row.at_used is not None:
-            errors["at the published bytes"] = row.at_used / row.published - 1
-            cells[3:] = f"{row.at_used:,.0f}", percent(errors["at the published bytes"])
+    beside = "first predicted" if blind else "at the published bytes"
+    header = ("run", "tokens: published", "predicted to fit", "error", beside, "error")
+    title, text = ("Longest sequences, blind", prose.LONGEST_BLIND) if blind else ("Longest sequences", prose.LONGEST)
+    group = Group(title, text, header, unseen=blind)
+    for row in islice(parked.longest(blind), most):
+        now, other = (tokens / row.published - 1 for tokens in (row.predicted, row.beside))
+        cells = [f"{row.published:,}", f"{row.predicted:,}", percent(now), f"{row.beside:,.0f}", percent(other)]
         group.lines.append([row.name, *cells, "", "", ""])
-        for column, error in errors.items():
+        for column, error in ((beside, other),) if blind else (("tokens", now), (beside, other)):
             group.errors.setdefault(column, []).append(error)
         print(*group.lines[-1], sep="  ", flush=True)
     return group
@@ -383,6 +383,7 @@ GROUPS: dict[str, Callable[[int | None], Group]] = {
     "long": long,
     "host": host,
     "longest": longest,
+    "longest_blind": partial(longest, blind=True),
     "fp32": fp32,
     "bert": bert,
 }

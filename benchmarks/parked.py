@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +55,20 @@ _ALST = (
     ("h200", 650_000, 126.81, "full,offload", True),
     ("h200", 1_200_000, 136.15, "full,offload,tile:32", True),
 )
-_LONGEST = (  # card, GPUs that share the sequence, longest published, GiB of the device there, policy, with Liger
-    ("h200", 1, 65_000, 137.36, "full", False),
-    ("h200", 1, 300_000, 134.96, "full", True),
-    ("h200", 1, 650_000, 126.81, "full,offload", True),
-    ("h200", 1, 1_200_000, 136.15, "full,offload,tile:32", True),
-    ("h100", 1, 500_000, None, "full,offload,tile:32", True),
-    ("h100", 8, 3_700_000, None, "full,offload,tile:32", True),
-    ("h100", 8, 1_100_000, None, "full", True),
-    ("h100", 8, 1_200_000, None, "full,tile:32", True),  # the only one with sdpa
-    ("h100", 8, 2_400_000, None, "full,offload", True),
+# card, GPUs that share the sequence, longest published, policy, with Liger; then GiB of the device there, or the
+# length that was predicted before the published one was compared
+_LONGEST = (
+    ("h200", 1, 65_000, "full", False, 137.36),
+    ("h200", 1, 300_000, "full", True, 134.96),
+    ("h200", 1, 650_000, "full,offload", True, 126.81),
+    ("h200", 1, 1_200_000, "full,offload,tile:32", True, 136.15),
+)
+_LONGEST_BLIND = (
+    ("h100", 1, 500_000, "full,offload,tile:32", True, 569_088),
+    ("h100", 8, 3_700_000, "full,offload,tile:32", True, 4_301_056),
+    ("h100", 8, 1_100_000, "full", True, 1_309_952),
+    ("h100", 8, 1_200_000, "full,tile:32", True, 1_510_144),  # the only one with sdpa
+    ("h100", 8, 2_400_000, "full,offload", True, 2_854_144),
 )
 _ULYSSES = ((1, 8192, 76.4), (4, 8192, 23.4), (4, 65536, 50.5))  # GPUs that share a sequence, tokens, GB allocated
 _VIT = (("adamw_fused", 12.23), ("adamw_8bit", 8.32), ("ao_adamw_8bit", 8.33), ("ao_adamw_4bit", 7.72))  # GB allocated
@@ -94,33 +98,33 @@ class Longest:
     """A published longest sequence beside the longest that fits by prediction, in tokens.
 
     Attributes:
-        used: GiB of the device that the published run used, if it says so.
-        at_used: the length at which the predicted bytes are those, on the line through two traced lengths.
+        beside: the length at which the predicted bytes are those that the published run used, on the line through two
+            traced lengths; of blind rows, the length that was predicted first.
     """
 
     name: str
     published: int
     predicted: int
-    used: float | None
-    at_used: float | None
+    beside: float
 
 
-def longest() -> Iterator[Longest]:
-    """ALST's longest sequences of Llama-3.1-8B."""
-    for card, gpus, published, used, policy, liger in _LONGEST:
+def longest(blind: bool) -> Iterator[Longest]:
+    """ALST's longest sequences of Llama-3.1-8B, of which bytes are published, or those that were predicted blind."""
+    for card, gpus, published, policy, liger, known in _LONGEST_BLIND if blind else _LONGEST:
         launch = Launch("zero3", gpus, mixed_precision="bf16", sp=gpus)
         launch = launch.with_offload("all" if gpus == 1 else "optimizer")
+        launch = replace(launch, zero=replace(launch.zero, seq_parallel_reduce="bf16"))  # as its configurations say
         spec = _spec("meta-llama/Llama-3.1-8B", card, 16, policy, launch, use_liger_kernel=liger)
         if policy == "full,tile:32":
             spec = spec.edit(attn_implementation="sdpa")
         found = predict_max_length(load(spec, GPUS[card]), [policy]).ladder[0]
-        at_used = None
-        if used is not None:
+        beside = known
+        if not blind:
             there = _estimate("meta-llama/Llama-3.1-8B", card, published, policy, launch, use_liger_kernel=liger)
             slope = (found.peak_reserved - there.peak_reserved) / (found.length - published)
-            at_used = published + (used * GIB - there.context - there.peak_reserved) / slope
+            beside = published + (known * GIB - there.context - there.peak_reserved) / slope
         name = f"Llama-3.1-8B, {f'{gpus} x ' * (gpus > 1)}{card.upper()}, `{policy}`{', Liger' * liger}"
-        yield Longest(name, published, found.length, used, at_used)
+        yield Longest(name, published, found.length, beside)
 
 
 def _estimate(model: str, card: str, tokens: int, policy: str, launch: Launch, **more: Any) -> Estimate:
