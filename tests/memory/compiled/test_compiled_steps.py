@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
+from typing import Any
 from unittest import mock
 
 import peft
@@ -9,11 +12,14 @@ import pytest
 import torch
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
+from torch._inductor.graph import GraphLowering
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from trace_models import adamw, language_model, training_step, vit
 
 from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.fake.compiled import graph
 from ckpt_ft.memory.fake.compiled.lowering import compiling
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -70,20 +76,109 @@ MODELS = {
 }
 
 
+Events = list[tuple[str, str, Any]]  # of buffers: "new" with its bytes, "view" with what it is a view of, "free"
+
+
+def events_of_code(code: str) -> Events:
+    """What a graph's generated code does with its buffers, in order; bytes are unknown where a library allocates."""
+    called = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef) and node.name == "call")
+    events: Events = []
+    owner: dict[str, str] = {}
+    for line in next(called).body:
+        match line:
+            case ast.Delete(targets):
+                events += [("free", target.id, None) for target in targets]
+            case ast.Assign([ast.Name(name)], ast.Call(ast.Name("empty_strided_cpu"), [shape, stride, dtype])):
+                sizes = zip(ast.literal_eval(shape), ast.literal_eval(stride), strict=True)
+                count = 1 + sum((size - 1) * step for size, step in sizes)
+                events.append(("new", name, count * getattr(torch, dtype.attr).itemsize))
+            case ast.Assign([ast.Name(name)], ast.Name(old)) | ast.Assign(
+                [ast.Name(name)], ast.Call(ast.Name("reinterpret_tensor"), [ast.Name(old), *_])
+            ):
+                owner[name] = owner.get(old, old)
+                events.append(("view", name, owner[name]))
+            case ast.Assign([ast.Name(name)], _):
+                events.append(("new", name, None))
+    return events
+
+
+class Followed(dict[str, Any]):
+    """The buffers of a graph that is replayed, and what happens to them."""
+
+    def __init__(self, inputs: Any) -> None:
+        super().__init__(inputs)
+        self.events: Events = []
+        self.owner: dict[StorageWeakRef, str] = {}
+        self.freed: StorageWeakRef | None = None  # just now, perhaps for another buffer to reuse
+        for name, value in self.items():
+            if isinstance(value, torch.Tensor):
+                self.owner[StorageWeakRef(value.untyped_storage())] = name
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        freed, self.freed = self.freed, None
+        if not isinstance(value, torch.Tensor):  # several results
+            self.events.append(("new", name, None))
+            return
+        storage = StorageWeakRef(value.untyped_storage())
+        if storage not in self.owner:
+            self.owner[storage] = name
+            self.events.append(("new", name, value.untyped_storage().nbytes()))
+            return
+        # The code names the new buffer before it deletes the old one.
+        reused = freed is not None and freed == storage
+        self.events.insert(len(self.events) - reused, ("view", name, self.owner[storage]))
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.events.append(("free", name, None))
+        value = super().pop(name, *default)
+        self.freed = StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
+        return value
+
+
+def in_order(events: Events) -> Events:
+    """Buffers that die together are sorted: Inductor takes their names from a set."""
+    runs = itertools.groupby(events, lambda event: event[0] == "free")
+    return [event for frees, run in runs for event in (sorted(run) if frees else run)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", "full", "save:matmul"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_peak_is_the_compiled_steps(kind: str, policy: str) -> None:
+def test_peak_and_buffers_are_the_compiled_steps(kind: str, policy: str) -> None:
     torch._dynamo.reset()
     model, loss = MODELS[kind]()
     apply_policy(model, policy)
     model.compile()
     step = training_step(loss)
-    trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
+    replayed: list[Events] = []
+
+    def follow(inputs: Any) -> Followed:
+        buffers = Followed(inputs)
+        replayed.append(buffers.events)
+        return buffers
+
+    with mock.patch.object(graph, "Buffers", follow):
+        trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
     predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
-    recorded = steady_peak(step, model)
+    codes: list[str] = []
+    uncached = torch._functorch.config.patch(enable_autograd_cache=False)
+    with (
+        mock.patch.object(GraphLowering, "save_output_code", codes.append),
+        torch._inductor.config.patch(fx_graph_cache=False),
+        uncached,
+    ):
+        recorded = steady_peak(step, model)
     print(f"{kind}, {policy}: {predicted} predicted, {recorded} recorded")
     assert predicted == pytest.approx(recorded, rel=0.02)
+    # The buffers have the code's names and sizes; they are made, reused and freed in its order.
+    assert len(replayed) == 2 * len(codes) > 0  # in two steps
+    for code, events in zip(codes, replayed, strict=False):
+        expected, events = in_order(events_of_code(code)), in_order(events)
+        assert len(events) == len(expected)
+        for (kind_, name, size), event in zip(expected, events, strict=True):
+            known = size is not None or kind_ != "new"
+            assert (kind_, name, size) == (event if known else (*event[:2], None))
 
 
 class Feedforward(nn.Module):

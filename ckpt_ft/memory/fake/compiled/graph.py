@@ -59,7 +59,7 @@ class CompiledGraph:
     def __call__(self, args: list[Any]) -> list[Any]:
         ops = self.tracker.dispatcher
         assert isinstance(ops, FakeOps)
-        buffers: Buffers = dict(zip(self.inputs, ops.faked(args), strict=True))  # real ones that the step closes over
+        buffers = Buffers(zip(self.inputs, ops.faked(args), strict=True))  # real ones that the step closes over
         args.clear()
         context = self.tracker.context
         context.locate()
