@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
+
+from ckpt_ft.errors import UserError
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.events import Op
@@ -49,18 +51,32 @@ def renamed(ops: Sequence[Op]) -> Sequence[Op]:
 
 @contextmanager
 def for_live_models() -> Iterator[None]:
-    """Use the stand-in wherever a model asks for flash or flex attention: those kernels take no fake tensors."""
-    _versions.clear()
-    if "transformers" not in sys.modules:
-        yield
-        return
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
+    """Use the stand-in wherever a model asks for flash or flex attention: those kernels take no fake tensors.
 
-    kernels, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
-    fused = dict.fromkeys((name for name in kernels if "flash" in name or name == "flex_attention"), attention)
-    with patch.dict(kernels, fused), patch.dict(masks, dict.fromkeys(fused, flash_attention_mask)):
+    Raises:
+        UserError: when the step calls torch's flex_attention itself.
+    """
+    _versions.clear()
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    with ExitStack() as stack:
+        if flex is not None:
+            stack.enter_context(patch.object(flex, "_validate_device", _refuse_flex))
+        if "transformers" in sys.modules:
+            from transformers import AttentionInterface, AttentionMaskInterface
+            from transformers.masking_utils import flash_attention_mask
+
+            kernels, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+            fused = dict.fromkeys((name for name in kernels if "flash" in name or name == "flex_attention"), attention)
+            stack.enter_context(patch.dict(kernels, fused))
+            stack.enter_context(patch.dict(masks, dict.fromkeys(fused, flash_attention_mask)))
         yield
+
+
+def _refuse_flex(*args: Any) -> None:
+    raise UserError(
+        "the step calls flex_attention of torch itself, which is not traced; call scaled_dot_product_attention, or "
+        "load a model of transformers with attn_implementation='flex_attention'"
+    )
 
 
 def attention(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,8 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 from torch._inductor.graph import GraphLowering
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile
 from trace_models import adamw, language_model, training_step, vit
 
@@ -21,6 +25,7 @@ from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.compiled import graph
 from ckpt_ft.memory.fake.compiled.lowering import compiling
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 
@@ -77,6 +82,29 @@ MODELS = {
 
 
 Events = list[tuple[str, str, Any]]  # of buffers: "new" with its bytes, "view" with what it is a view of, "free"
+SYMBOL = re.compile(r"\w+_size|s\d+")  # a size of an input, and a dimension of it
+
+
+def generated_code(model: nn.Module, step) -> list[str]:
+    """The code that Inductor writes for each graph; no kernel is compiled, and the graphs run eagerly."""
+    codes: list[str] = []
+
+    def to_module(graph: GraphLowering) -> SimpleNamespace:
+        codes.append(graph.codegen()[0].value)
+        return SimpleNamespace(call=lambda args: list(graph.orig_gm(*args)), runner=None)
+
+    torch._dynamo.reset()
+    # Dynamo numbers inputs as it meets them. Before a module with a hook, as in a trace, it meets arguments first.
+    hook = register_module_forward_pre_hook(lambda *args: None)
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", to_module),
+        torch._inductor.config.patch(force_disable_caches=True),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        step(model, adamw(model))
+    hook.remove()
+    torch._dynamo.reset()
+    return codes
 
 
 def events_of_code(code: str) -> Events:
@@ -97,7 +125,7 @@ def events_of_code(code: str) -> Events:
             ):
                 owner[name] = owner.get(old, old)
                 events.append(("view", name, owner[name]))
-            case ast.Assign([ast.Name(name)], _):
+            case ast.Assign([ast.Name(name)], _) if not SYMBOL.fullmatch(name):
                 events.append(("new", name, None))
     return events
 
@@ -108,38 +136,54 @@ class Followed(dict[str, Any]):
     def __init__(self, inputs: Any) -> None:
         super().__init__(inputs)
         self.events: Events = []
-        self.owner: dict[StorageWeakRef, str] = {}
-        self.freed: StorageWeakRef | None = None  # just now, perhaps for another buffer to reuse
-        for name, value in self.items():
-            if isinstance(value, torch.Tensor):
-                self.owner[StorageWeakRef(value.untyped_storage())] = name
+        tensors = [(name, value) for name, value in self.items() if isinstance(value, torch.Tensor)]
+        self.owner = {StorageWeakRef(value.untyped_storage()): name for name, value in tensors}
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        freed, self.freed = self.freed, None
         if not isinstance(value, torch.Tensor):  # several results
             self.events.append(("new", name, None))
             return
         storage = StorageWeakRef(value.untyped_storage())
-        if storage not in self.owner:
-            self.owner[storage] = name
-            self.events.append(("new", name, value.untyped_storage().nbytes()))
-            return
-        # The code names the new buffer before it deletes the old one.
-        reused = freed is not None and freed == storage
-        self.events.insert(len(self.events) - reused, ("view", name, self.owner[storage]))
+        kind = "view" if storage in self.owner else "new"
+        owner = self.owner.setdefault(storage, name)
+        self.events.append((kind, name, owner if kind == "view" else value.untyped_storage().nbytes()))
 
     def pop(self, name: str, *default: Any) -> Any:
         self.events.append(("free", name, None))
-        value = super().pop(name, *default)
-        self.freed = StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
-        return value
+        return super().pop(name, *default)
 
 
 def in_order(events: Events) -> Events:
-    """Buffers that die together are sorted: Inductor takes their names from a set."""
-    runs = itertools.groupby(events, lambda event: event[0] == "free")
-    return [event for frees, run in runs for event in (sorted(run) if frees else run)]
+    """Views and deaths between two allocations are sorted: Inductor takes the names of what dies from a set."""
+    runs = itertools.groupby(events, lambda event: event[0] == "new")
+    return [event for allocates, run in runs for event in (run if allocates else sorted(run))]
+
+
+def traced_with_buffers(model: nn.Module, step) -> tuple[StepTrace, list[Events]]:
+    """A trace for this CPU, and what its graphs do with their buffers in one step."""
+    replayed: list[Events] = []
+
+    def follow(inputs: Any) -> Followed:
+        buffers = Followed(inputs)
+        replayed.append(buffers.events)
+        return buffers
+
+    with mock.patch.object(graph, "Buffers", follow):
+        trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
+    first, second = replayed[: len(replayed) // 2], replayed[len(replayed) // 2 :]
+    assert first == second
+    return trace, first
+
+
+def assert_buffers_are_the_codes(codes: list[str], replayed: list[Events]) -> None:
+    """The buffers have the code's names and sizes; they are made, reused and freed between the same allocations."""
+    assert len(replayed) == len(codes) > 0
+    for code, events in zip(codes, replayed, strict=True):
+        expected, events = in_order(events_of_code(code)), in_order(events)
+        known = [size is not None or kind != "new" for kind, _, size in expected]
+        assert len(events) == len(expected)
+        assert [event if k else (*event[:2], None) for event, k in zip(events, known, strict=True)] == expected
 
 
 @pytest.mark.slow
@@ -151,34 +195,12 @@ def test_peak_and_buffers_are_the_compiled_steps(kind: str, policy: str) -> None
     apply_policy(model, policy)
     model.compile()
     step = training_step(loss)
-    replayed: list[Events] = []
-
-    def follow(inputs: Any) -> Followed:
-        buffers = Followed(inputs)
-        replayed.append(buffers.events)
-        return buffers
-
-    with mock.patch.object(graph, "Buffers", follow):
-        trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
+    trace, replayed = traced_with_buffers(model, step)
+    assert_buffers_are_the_codes(generated_code(model, step), replayed)
     predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
-    codes: list[str] = []
-    uncached = torch._functorch.config.patch(enable_autograd_cache=False)
-    with (
-        mock.patch.object(GraphLowering, "save_output_code", codes.append),
-        torch._inductor.config.patch(fx_graph_cache=False),
-        uncached,
-    ):
-        recorded = steady_peak(step, model)
+    recorded = steady_peak(step, model)
     print(f"{kind}, {policy}: {predicted} predicted, {recorded} recorded")
     assert predicted == pytest.approx(recorded, rel=0.02)
-    # The buffers have the code's names and sizes; they are made, reused and freed in its order.
-    assert len(replayed) == 2 * len(codes) > 0  # in two steps
-    for code, events in zip(codes, replayed, strict=False):
-        expected, events = in_order(events_of_code(code)), in_order(events)
-        assert len(events) == len(expected)
-        for (kind_, name, size), event in zip(expected, events, strict=True):
-            known = size is not None or kind_ != "new"
-            assert (kind_, name, size) == (event if known else (*event[:2], None))
 
 
 class Feedforward(nn.Module):
@@ -201,6 +223,16 @@ class Stack(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return hidden
+
+
+def test_buffers_are_those_of_the_generated_code() -> None:
+    model, hidden = Stack(), torch.randn(64, 256)
+    model.compile()
+    step = training_step(lambda model: model(hidden))
+    _, replayed = traced_with_buffers(model, step)
+    assert_buffers_are_the_codes(generated_code(model, step), replayed)
+    counts = [sum(kind == "new" for kind, *_ in events) for events in replayed]
+    assert min(counts) >= 5
 
 
 def test_a_card_runs_fused_kernels_and_nothing_is_compiled_for_it() -> None:
@@ -283,6 +315,27 @@ def test_functions_that_are_compiled_alone_are_traced_compiled() -> None:
     assert sum(op.name.startswith("triton_") for op in trace.ops) == 1  # a metric after the update is no optimizer
 
 
+def test_a_step_that_forces_eager_is_the_eager_step() -> None:
+    def loss(model: nn.Module) -> torch.Tensor:
+        with torch.compiler.set_stance("force_eager"):
+            return model(hidden)
+
+    model, hidden = Feedforward(), torch.randn(64, 256)
+    plain = kernels(Feedforward(), lambda model: model(hidden))
+    model.compile()
+    assert kernels(model, loss) == plain
+
+
+def test_flex_attention_that_a_step_calls_itself_is_one_line() -> None:
+    def loss(model: nn.Module) -> torch.Tensor:
+        query = model.up(hidden).view(1, 4, 128, 128)
+        return flex_attention(query, query, query).sum()
+
+    hidden = torch.randn(128, 256)
+    with pytest.raises(UserError, match="the step calls flex_attention of torch itself, which is not traced; call"):
+        trace_step(Feedforward(), training_step(loss), make_optimizer=adamw, device="h100")
+
+
 def test_a_compiled_optimizer_is_refused() -> None:
     model, hidden = Feedforward(), torch.randn(64, 256)
     update = torch.compile(lambda optimizer: optimizer.step())
@@ -301,7 +354,7 @@ def test_a_compiled_optimizer_is_refused() -> None:
         ({"mode": "reduce-overhead"}, "torch.compile with triton.cudagraphs: CUDA graphs keep tensors"),
         ({"mode": "max-autotune-no-cudagraphs"}, "torch.compile with max_autotune: the kernels are chosen"),
         ({"backend": "eager"}, "torch.compile hands no graph of the model to Inductor"),
-        ({"dynamic": True}, "torch.compile with dynamic shapes"),
+        ({"dynamic": True}, "^torch.compile with dynamic shapes"),
     ],
 )
 def test_what_is_not_predicted_is_one_line(options: dict[str, object], says: str) -> None:

@@ -138,10 +138,12 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
 
     lower, compile_all, lowering = compile_fx.compile_fx_inner, compile_fx.compile_fx, graph.GraphLowering
 
-    def without_modes(*args: Any, **kwargs: Any) -> Any:
+    def without_modes(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, torch.SymInt) for value in example_inputs):
+            raise UserError("torch.compile with dynamic shapes: one shape is predicted; compile with dynamic=False")
         try:
             with _disable_current_modes():  # a backward is lowered while it runs
-                return lower(*args, **kwargs)
+                return lower(gm, example_inputs, **kwargs)
         except UserError:
             raise
         except Exception as error:
@@ -160,8 +162,6 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
         return compile_all(*args, **{**kwargs, "inner_compile": without_modes})
 
     def lowered(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, torch.SymInt) for value in example_inputs):
-            raise UserError("torch.compile with dynamic shapes: one shape is predicted; compile with dynamic=False")
         if gpu is not None:
             _move_to_card(gm, example_inputs)
         return lowering(gm, example_inputs=example_inputs, **kwargs)
@@ -194,7 +194,7 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
         if gpu is not None:
             stack.enter_context(_card(gpu))
         try:
-            yield lambda: _describe(made, tracker, dict(counters["graph_break"]))
+            yield lambda: _describe(made, tracker)
         except exc.FailOnRecompileLimitHit as error:
             raise UserError(
                 f"torch.compile compiles {torch._dynamo.config.recompile_limit} versions of a function and runs the "
@@ -235,14 +235,18 @@ def _apart() -> Iterator[None]:
         set_region(before)
 
 
-def _describe(made: list[CompiledGraph], tracker: Tracker, breaks: dict[str, int]) -> None:
+def _describe(made: list[CompiledGraph], tracker: Tracker) -> None:
     """Adds to the trace's notes what was compiled and what is assumed."""
-    if not made and not breaks:
+    from torch._dynamo.utils import counters
+
+    breaks = counters["graph_break"]
+    if not made and not breaks and counters["stats"]["unique_graphs"]:
         raise UserError("torch.compile hands no graph of the model to Inductor: other backends are not predicted")
     recorder = tracker.recorder
     note, kernels = recorder.note, {op.name for op in recorder.ops if op.name.startswith(_FUSED)}
     if not made:
-        note("torch.compile compiles nothing here, so the step runs eagerly: it gives up regions with a graph break")
+        why = "it gives up regions with a graph break" if breaks else "its code is called under disable or force_eager"
+        note(f"torch.compile compiles nothing here, so the step runs eagerly: {why}")
     else:
         note(
             f"compiled: {len(made)} graphs with {len(kernels)} different fused kernels; the time to compile them in "
