@@ -46,7 +46,7 @@ def renamed(ops: Sequence[Op]) -> Sequence[Op]:
     """The recorded operators; FlashAttention-3's get a name of their own, because they take another time."""
     if 3 not in _versions:
         return ops
-    return [replace(op, name=op.name.replace("aten._scaled_dot_product_flash", "flash_attn_3.")) for op in ops]
+    return [replace(op, name=op.name.replace("aten._scaled_dot_product_flash_", "flash_attn_3.")) for op in ops]
 
 
 @contextmanager

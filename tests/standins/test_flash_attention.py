@@ -36,7 +36,7 @@ def traced(model: nn.Module, device: str = "a100-40gb") -> StepTrace:
 def test_a_live_model_is_traced_with_the_flash_kernel(implementation: str) -> None:
     was = dict(AttentionInterface._global_mapping)
     trace, sdpa = traced(llama(implementation)), traced(llama("sdpa"))
-    name = "flash_attn_3._attention" if implementation.endswith("3") else "aten._scaled_dot_product_flash_attention"
+    name = "flash_attn_3.attention" if implementation.endswith("3") else "aten._scaled_dot_product_flash_attention"
     flash = [op.dtype for op in trace.ops if op.name == f"{name}.default"]
     assert flash == ["bfloat16"] * 2
     # sdpa takes grouped heads as they are too, where there is no mask.
