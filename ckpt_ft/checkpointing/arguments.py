@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 
 from ckpt_ft.errors import UserError
 
-from .dropped_tensors import saved_tensor
+from .dropped_tensors import same, saved_tensor
 from .tensor_identity import is_array, is_wrapper, version_of
 
 _SEQUENCES = (list, tuple, deque)
@@ -243,7 +243,7 @@ class Call:
         self.tensors = inputs.before(args, kwargs)
         self.remade = changeable(args) or any(map(changeable, kwargs.values()))
         if self.remade:
-            args, kwargs = rebuild((args, kwargs), _same)
+            args, kwargs = rebuild((args, kwargs), same)
         else:  # tuples of tensors that need gradients
             self.remade = any(map(_needs_gradient, (*args, *kwargs.values())))
         self.copied = {given.key[0]: given for given in self.tensors if given.copy is not None and given.is_direct}
@@ -263,7 +263,7 @@ class Call:
         if given is None and tensor.is_inference():  # which autograd does not save
             given = self.copied[key] = Input((key, DIRECT), tensor)
         shape = tensor if given is None else given.shape()
-        self.saved.append((key, id(tensor), _nothing if shape is None else saved_tensor(shape)))
+        self.saved.append((key, id(tensor), nothing if shape is None else saved_tensor(shape)))
         if isinstance(key, int):
             self.args[key] = None
         else:
@@ -325,9 +325,5 @@ def _needs_gradient(value: Any) -> bool:
     return isinstance(value, tuple) and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves(value))
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """Return None."""

@@ -44,6 +44,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import SWAPPED
@@ -68,9 +69,10 @@ _DEEPEST, _MOST_CONTAINERS = 4, 256  # nesting depth of containers and objects, 
 _MAX_FOUND_OUTSIDE = 20_000  # the number of those that a search finds outside of the modules
 _ATOMS = frozenset({bool, int, float, str, bytes, type(None), FunctionType, BuiltinFunctionType, MethodType})
 _MAX_ENTRIES = 100_000  # entries; longer containers are not copied
-_STATEFUL = frozenset({"collections", "queue"})  # of Python's own modules
+_STATEFUL = frozenset({"collections", "queue", "weakref", "_weakrefset"})  # of Python's own modules
 _SMALL_BYTES = 4096  # bytes
 _MISSING = object()
+_PARAMETRIZED = Variables(vars(parametrize), ("_cache", "_cache_enabled"), "the cache of parametrizations")
 _values_of = dict.values  # not `__getitem__`, by which DeepSpeed's tables learn what a module reads
 Container = Any  # a dict, list, deque, set or Variables
 Place = tuple[Any, str, Any]  # module or Variables, table or attribute name, key
@@ -126,6 +128,8 @@ class ModuleState:
 
     def contents(self, module: nn.Module, given: Sequence[Any]) -> Contents:
         """Return the contents of the module, its submodules and the objects among its arguments."""
+        if parametrize._cache_enabled:  # inside of `parametrize.cached()`
+            return Contents(module, given, [*self.changing, _PARAMETRIZED])
         if given:
             return Contents(module, given, self.changing)
         if self.last is None or not self.last.copies.unchanged():
@@ -134,7 +138,8 @@ class ModuleState:
 
     def contents_and_all_variables(self, contents: Contents, forward: Callable[..., Any]) -> Contents:
         """Return `contents` and what the variables hold that the region's code may change."""
-        return Contents(contents.module, contents.given, self.reached.search(contents.modules, forward))
+        found = dict.fromkeys((*self.reached.search(contents.modules, forward), *contents.variables))
+        return Contents(contents.module, contents.given, list(found))
 
     def note_changing(self, changed: Iterable[Any]) -> None:
         """Restore these from now on if they are variables outside of the modules."""
@@ -183,6 +188,7 @@ class Contents:
         self.most = _MOST_CONTAINERS
         attributes = [inner.__dict__ for inner in self.modules]
         tables = [*chain.from_iterable(map(_tables, attributes)), *_global_tables]
+        tables = [table for table in tables if isinstance(table, dict)]  # those of a TorchScript module are none
         seen = set(map(id, attributes))
         for inner in self.modules:
             self._add_buffers(inner)
@@ -234,7 +240,8 @@ class Contents:
                 if value not in self.modules:
                     self.extra += [(owner, path, value.__dict__), (owner, path, value._buffers)]
                     self._add_buffers(value)
-            elif isinstance(value, tuple):
+                return
+            if isinstance(value, tuple):
                 self._add_values(value, owner, path, seen, depth - 1)
             elif isinstance(value, (dict, list, deque, set)):
                 if isinstance(type(value).__iter__, FunctionType):  # makes its entries when they are asked for
@@ -243,7 +250,7 @@ class Contents:
                     self.extra.append((owner, path, value))
                 if len(value) <= MAX_ENTRIES:
                     self._add_values(value, owner, path, seen, depth - 1)
-            elif _keeps_state(type(value)):  # type: ignore[arg-type]
+            if _keeps_state(type(value)):  # type: ignore[arg-type]
                 self.extra.append((owner, path, value.__dict__))
                 self._add_values(value.__dict__, owner, path, seen, depth - 1)
             elif names := _slots(type(value)):  # type: ignore[arg-type]
@@ -367,6 +374,9 @@ def _put_entries(container: dict[Any, Any], copy: dict[Any, Any], zero3: bool) -
             del container[key]
         else:
             container[key] = wanted
+    if type(container) is dict and container.keys() == copy.keys() and [*container] != [*copy]:
+        for key in copy:  # the order matters in a cache that drops its oldest entry
+            container[key] = container.pop(key)
 
 
 class StateBeforeFirstRun:

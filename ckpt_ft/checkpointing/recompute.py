@@ -167,6 +167,8 @@ class FirstRun:
         self.comparison, self.learns = comparison, searched or comparison is not None
         if searched:
             self.contents = region.state.contents_and_all_variables(self.contents, region.forward)
+            if not rng.SETTERS.isdisjoint(region.state.reached.used):
+                region.state.drawn |= {rng.CPU, *rng.HOST, *self.devices}
         self.state = StateBeforeFirstRun(region.state, self.contents, region.module.training, self.learns)
         self.random = self.drawn()
         self.proof: SavedTensorProof | None = None

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 _RATES = ("p", "dropout", "dropout_p", "attention_dropout", "activation_dropout", "drop_prob")
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
+SETTERS = frozenset({"fork_rng", "get_rng_state", "getstate", "get_state", "manual_seed", "seed"})  # hide draws
 
 
 class Snapshot:
@@ -39,7 +40,7 @@ class Snapshot:
 
     def now(self) -> Snapshot:
         """Return the current states of the same generators."""
-        return Snapshot({of: _HOST[of]() if of in _HOST else _state(of) for of in self.states})
+        return Snapshot({of: HOST[of]() if of in HOST else _state(of) for of in self.states})
 
     def restore(self) -> None:
         """Set the generators to these states."""
@@ -52,8 +53,8 @@ class Snapshot:
                 of.set_state(state)
             elif isinstance(state, _HostState):
                 _restore_own(of, state.full)
-            elif of == _CPU:
-                torch.set_rng_state(state)
+            elif of == CPU:
+                torch.default_generator.set_state(state)
             else:
                 torch.get_device_module(of).set_rng_state(state, of)
 
@@ -65,14 +66,14 @@ def snapshot(*devices: torch.device, host: bool = False, own: Iterable[Any] = ()
         host: include the generators of Python and numpy.
         own: include these.
     """
-    states: dict[Hashable, Any] = {_CPU: torch.get_rng_state()}
+    states: dict[Hashable, Any] = {CPU: torch.default_generator.get_state()}
     for generator in own:
         states[generator] = _state(generator)
     for device in devices:
         if device.type not in ("cpu", "meta"):
             states[device] = _state(device)
     if host:
-        states |= {of: read() for of, read in _HOST.items() if of != "numpy" or "numpy.random" in sys.modules}
+        states |= {of: read() for of, read in HOST.items() if of != "numpy" or "numpy.random" in sys.modules}
     return Snapshot(states)
 
 
@@ -101,8 +102,8 @@ def _state(of: Any) -> Any:
     """The state of a generator, or of a device's default one."""
     if isinstance(of, torch.Generator):
         return of.get_state()
-    if of == _CPU:
-        return torch.get_rng_state()
+    if of == CPU:
+        return torch.default_generator.get_state()
     if isinstance(of, torch.device):
         return torch.get_device_module(of).get_rng_state(of)
     keeper = getattr(of, "bit_generator", of)  # of numpy's Generator
@@ -152,8 +153,8 @@ def _memory(generator: Any) -> bytes:
     return ctypes.string_at(id(generator) + header, type(generator).__basicsize__ - header)
 
 
-_HOST = {"random": _python_state, "numpy": _numpy_state}
-_last = {of: _HostState(b"", None) for of in _HOST}  # used again until the next draw
+HOST = {"random": _python_state, "numpy": _numpy_state}
+_last = {of: _HostState(b"", None) for of in HOST}  # used again until the next draw
 
 
 def _same(state: Any, other: Any) -> bool:

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import SWAPPED
 
-from .arguments import Call, changeable, leaves, rebuild
+from .arguments import Call, changeable, leaves, nothing, rebuild
 from .autocast import AutocastState, autocast_as, autocast_now
 from .dropped_tensors import DroppedTensors, pop_hooks, push_hooks
 from .libraries import FSDP2, is_a
@@ -37,15 +37,11 @@ class Segment:
     """State shared by a segment's blocks: a weak reference to the open sequence, which saved tensors keep alive."""
 
     def __init__(self) -> None:
-        self.open: Callable[[], _CallSequence | None] = _no_sequence
+        self.open: Callable[[], _CallSequence | None] = nothing
         self.joined = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"open": _no_sequence, "joined": 0}
-
-
-def _no_sequence() -> None:
-    return None
+        return {"open": nothing, "joined": 0}
 
 
 class SegmentMember(Checkpointed):
@@ -74,7 +70,7 @@ class SegmentMember(Checkpointed):
         else:
             self.segment.joined += 1
         out = sequence.call(self, contexts, given, args, kwargs)
-        self.segment.open = _no_sequence if self.last else weakref.ref(sequence)
+        self.segment.open = nothing if self.last else weakref.ref(sequence)
         return out
 
 
@@ -177,11 +173,7 @@ def _gathered(block: nn.Module) -> Callable[[], None]:
     if (swapped := block.__dict__.get(SWAPPED)) is not None:
         return partial(swapped.swapper.use, swapped.number)
     unshard: Any = block.unshard if is_a(block, FSDP2) else None
-    return _nothing if unshard is None else unshard(async_op=True).wait
-
-
-def _nothing() -> None:
-    pass
+    return nothing if unshard is None else unshard(async_op=True).wait
 
 
 def _is_variable(leaf: Any) -> bool:

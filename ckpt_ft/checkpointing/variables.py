@@ -116,9 +116,8 @@ class Reached:
         if isinstance(value, FunctionType):
             return () if _is_foreign(value.__globals__.get("__name__")) else self._of_function(value)
         if isinstance(value, type):
-            return [
-                inner for base in value.__mro__ if not _is_foreign(base.__module__) for inner in self._of_class(base)
-            ]
+            bases = (*value.__mro__, *type.mro(type(value))[:-2])  # and its metaclass, up to `type`
+            return [inner for base in bases if not _is_foreign(base.__module__) for inner in self._of_class(base)]
         if isinstance(value, MethodType):
             return value.__func__, *self._add(value, ("__self__",), f"the object of {value.__qualname__}")
         if isinstance(value, partial):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from ckpt_ft import apply_policy
@@ -284,3 +287,98 @@ def test_a_hook_on_all_modules_during_forward(policy: str) -> None:
     apply_policy(model, policy)
     for _ in range(4):  # also in steps that are not verified
         assert_alike(numbers(model, hooked), numbers(plain, hooked), policy)
+
+
+class SeedsAndForks(Block):
+    """Leaves the generator of the CPU where it has found it, and draws from it."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            x = x * torch.rand(8)
+        torch.manual_seed(7)
+        return super().forward(x, mask)
+
+
+class Meta(type):
+    total = 0
+
+
+class List(list[int]):
+    calls = 0
+
+
+class CountsBesideItsAttributes(Block, metaclass=Meta):
+    """In an attribute of a list, in weak dictionaries, in its metaclass, and by the order of a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list, self.weak, self.order = List([1]), weakref.WeakKeyDictionary[Any, int](), {1: 1.0, 2: 0.5}
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        self.list.calls += 1
+        self.weak[self] = self.weak.get(self, 0) + 1
+        Meta.total += 1
+        first = next(iter(self.order))
+        self.order[first] = self.order.pop(first)
+        factor = (self.list.calls + self.weak[self] + Meta.total / 10) * self.order[first]
+        return super().forward(x * factor, mask)
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2", "save:matmul", "offload"])
+@pytest.mark.parametrize("block", [SeedsAndForks, CountsBesideItsAttributes])
+def test_state_that_a_block_hides_in_steps_that_are_not_verified(block: type[Block], policy: str) -> None:
+    def drawn_in_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(x)
+        torch.rand(3)
+        return out
+
+    plain, model = Net(block), Net(block)
+    apply_policy(model, policy, verify="never")
+    Meta.total = 0
+    expected = [copy.deepcopy(numbers(plain, drawn_in_between)) for _ in range(3)]
+    Meta.total = 0
+    for step in expected:
+        assert_alike(numbers(model, drawn_in_between), step, policy)
+    assert Meta.total in (0, 12)
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2", "save:matmul"])
+def test_cached_parametrizations_that_are_gone_in_backward(policy: str) -> None:
+    def cached(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with parametrize.cached():
+            out: torch.Tensor = model(model(x))  # the second call finds the weights of the first
+        return out
+
+    plain, model = Net(), Net()
+    for net in (plain, model):
+        for block in net.blocks:
+            parametrizations.weight_norm(block.mlp[0])
+    apply_policy(model, policy, verify="never")
+    for _ in range(3):
+        assert_alike(numbers(model, cached), numbers(plain, cached), policy)
+
+
+class Scripted(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+        for _ in range(3):  # TorchScript profiles its first runs, which save other tensors
+            self.scripted(inputs()).sum().backward()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(self.scripted(x), mask)
+
+
+class Batched(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(torch.func.vmap(lambda row: row * row.sum())(x), mask)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.parametrize("policy", ["full", "pointwise", "offload"])
+@pytest.mark.parametrize("block", [Scripted, Batched])
+def test_torchscript_and_vmap_inside_of_a_block(block: type[Block], policy: str) -> None:
+    plain, model = Net(block), Net(block)
+    apply_policy(model, policy, verify="always")
+    for _ in range(2):
+        assert_alike(numbers(model), numbers(plain), policy)

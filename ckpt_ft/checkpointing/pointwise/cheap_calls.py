@@ -255,6 +255,7 @@ def _gate(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.
 
 
 _GATE = OperatorCall(_gate)
+_transforms = torch._C._functorch.maybe_current_level  # None outside of torch.func.vmap and the like
 
 
 class _Mode(TorchFunctionMode):
@@ -268,7 +269,7 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         entry = _OPERATORS.get(func)
         running = self.running
-        if entry is None or running.current is not None or not torch.is_grad_enabled():
+        if entry is None or running.current is not None or not torch.is_grad_enabled() or _transforms() is not None:
             return func(*args, **kwargs)
         call, operands, gains = entry
         if len(args) < operands or kwargs.get("inplace") or kwargs.get("out") is not None:

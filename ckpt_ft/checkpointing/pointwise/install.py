@@ -140,8 +140,9 @@ def takes_casts(module: nn.Module) -> bool:
 
     A subclass with its own forward may depend on its input's dtype, or use its weight in fp32.
     """
-    own = type(module).forward.__module__
-    return own.startswith("torch.nn.modules") if isinstance(module, _CASTED) else type(module).__name__ == "Conv1D"
+    if isinstance(module, _CASTED):
+        return type(module).forward.__module__.startswith("torch.nn.modules")
+    return type(module).__name__ == "Conv1D"
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | None:
@@ -180,7 +181,8 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
     recomputes such outputs.
     """
     skipped = {id(inner) for module in skip for inner in modules_in(module)}
-    chosen = {id(m): m for top in modules.values() for m in modules_in(top) if id(m) not in skipped}
+    found = (m for top in modules.values() for m in modules_in(top) if not isinstance(m, torch.jit.ScriptModule))
+    chosen = {id(m): m for m in found if id(m) not in skipped}
     rows: Counter[tuple[str, str, str]] = Counter()
     stand_ins: list[StandIn] = []
     stand_in: StandIn
