@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from threading import local
-from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, SimpleNamespace
+from types import FunctionType, GeneratorType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -67,7 +67,7 @@ _OWN = frozenset(vars(nn.Module()))
 _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
 _DEEPEST, _MOST_CONTAINERS = 4, 256  # nesting depth of containers and objects, and their number in one region
 _MAX_FOUND_OUTSIDE = 20_000  # the number of those that a search finds outside of the modules
-_ATOMS = frozenset({bool, int, float, str, bytes, type(None), FunctionType, BuiltinFunctionType, MethodType})
+_CONTAINERS = (torch.Tensor, nn.Module, tuple, dict, list, deque, set, bytearray)
 _MAX_ENTRIES = 100_000  # entries; longer containers are not copied
 _STATEFUL = frozenset({"collections", "queue", "weakref", "_weakrefset"})  # of Python's own modules
 _SMALL_BYTES = 4096  # bytes
@@ -197,7 +197,8 @@ class Contents:
             self._add(value, (module, "an argument", type(value).__name__), None, seen, _DEEPEST)
         self.most = _MAX_FOUND_OUTSIDE
         for outside in variables:
-            self.extra.append((outside, "", outside))
+            if outside.settable:
+                self.extra.append((outside, "", outside))
             self._add_values(outside, outside, "variables", seen, _DEEPEST)
         containers = [value for _, _, value in self.extra]
         dicts = [value for value in containers if isinstance(value, dict)]
@@ -221,7 +222,7 @@ class Contents:
         entries = container.items() if isinstance(container, (dict, Variables)) else enumerate(container)
         kept = None if isinstance(container, (set, tuple)) else container
         for key, value in entries:
-            if type(value) not in _ATOMS and not (key in _OWN and not path):
+            if not (_is_atom(type(value)) or (key in _OWN and not path)):  # type: ignore[arg-type]
                 self._add(value, (owner, path, key), kept, seen, depth)
 
     def _add(self, value: Any, place: Place, container: Container | None, seen: set[int], depth: int) -> None:
@@ -231,7 +232,7 @@ class Contents:
                 self.held.append((place, container, value))
         elif is_array(value):
             self.arrays.append((place, container, value))
-        elif rng.is_generator(value):
+        elif rng.is_generator(type(value)):
             self.generators[value] = place[0]
         elif depth and id(value) not in seen and len(self.extra) < self.most:
             seen.add(id(value))
@@ -259,6 +260,19 @@ class Contents:
                 self._add_values(slots, owner, path, seen, depth - 1)
             elif hasattr(type(value), "__next__") or isinstance(value, bytearray):
                 self.opaque.append((place, value))
+
+
+@cache
+def _is_atom(kind: type) -> bool:
+    """Whether `Contents._add` finds nothing in objects of this class."""
+    return not (
+        issubclass(kind, _CONTAINERS)
+        or hasattr(kind, "__array__")
+        or hasattr(kind, "__next__")
+        or rng.is_generator(kind)
+        or _keeps_state(kind)  # type: ignore[arg-type]
+        or _slots(kind)  # type: ignore[arg-type]
+    )
 
 
 @cache
@@ -299,7 +313,7 @@ class Copies:
 
     Args:
         dicts: the dictionaries.
-        lists: the other containers: lists, deques and sets.
+        lists: the other containers: lists, deques, sets and variables.
         empty: dictionaries that are empty at this moment.
     """
 
@@ -308,19 +322,20 @@ class Copies:
     def __init__(self, dicts: list[dict[Any, Any]], lists: list[Container], empty: list[dict[Any, Any]]) -> None:
         self.dicts, self.lists, self.empty = dicts, lists, empty
         self.of_dicts, self.of_lists = list(map(_table_copy, dicts)), list(map(list, lists))
-        self.entries, self.sizes = _entries(dicts, lists), [*map(len, dicts), *map(len, lists)]
+        self.entries, self.sizes = _entries(dicts, self.of_lists), [*map(len, dicts), *map(len, self.of_lists)]
 
     def unchanged(self) -> bool:
         """Whether the containers have the same entries as at that moment."""
-        entries, dicts = self.entries, self.dicts
+        entries, dicts, lists = self.entries, self.dicts, self.lists
         now = list(chain.from_iterable(map(_values_of, dicts)))
-        if self.lists:
-            now += chain.from_iterable(self.lists)
+        if lists:
+            lists = list(map(list, lists))
+            now += chain.from_iterable(lists)
         return (
             len(now) == len(entries)
             and all(map(operator.is_, now, entries))
             and not any(self.empty)
-            and [*map(len, dicts), *map(len, self.lists)] == self.sizes
+            and [*map(len, dicts), *map(len, lists)] == self.sizes
         )
 
     def now(self) -> Copies:
@@ -335,7 +350,8 @@ class Copies:
                 yield dicts, copy
         yield from ((table, {}) for table in self.empty if table)
         for container, copied in zip(self.lists, self.of_lists, strict=True):
-            if len(container) != len(copied) or not all(map(operator.is_, container, copied)):
+            now = list(container)
+            if len(now) != len(copied) or not all(map(operator.is_, now, copied)):
                 yield container, copied
 
     def put(self, zero3: bool) -> None:

@@ -91,11 +91,11 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(rate, float) and 0 < rate <= 1 for rate in rates)
 
 
-def is_generator(value: Any) -> bool:
-    """Whether the value is a random generator of PyTorch, numpy or Python."""
+def is_generator(kind: type) -> bool:
+    """Whether objects of this class are random generators of PyTorch, numpy or Python."""
     numpy = sys.modules.get("numpy.random")
     kinds = (torch.Generator, random.Random)
-    return isinstance(value, kinds if numpy is None else (*kinds, numpy.Generator, numpy.RandomState))
+    return issubclass(kind, kinds if numpy is None else (*kinds, numpy.Generator, numpy.RandomState))
 
 
 def _state(of: Any) -> Any:

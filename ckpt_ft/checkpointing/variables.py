@@ -1,9 +1,9 @@
 """Finds the variables outside of modules that a region's code can change: its second run would change them again.
 
 A forward may count in a class attribute or a global variable, append to a list in a closure or a default argument, or
-call an object that does. `reached` reads which variables the code of the region's modules and hooks names, and the
+call an object that does. `Reached` reads which variables the code of the region's modules and hooks names, and the
 functions and classes that this code names in turn, without running it. It does not read the code of PyTorch, of the
-engines whose objects count both runs, and of Python's own library.
+engines whose objects count both runs, of Python's own library, and of those for downloads and versions.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dis import opmap
-from functools import partial
+from dis import get_instructions, hasname
+from functools import cache, partial
 from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,11 +25,11 @@ from .libraries import CONFIG, is_a
 ENGINES = frozenset({"accelerate", "ckpt_ft", "deepspeed", "torch"})
 MAX_ENTRIES = 1000  # entries; in longer containers we look for nothing
 _PLAIN = (bool, int, float, str, bytes, type(None), BuiltinFunctionType, torch.Tensor, torch.dtype, torch.device)
-_LIBRARIES = ENGINES | sys.stdlib_module_names | {"numpy", "scipy", "triton"}
+_LIBRARIES = ENGINES | sys.stdlib_module_names | {"huggingface_hub", "numpy", "packaging", "psutil", "scipy", "triton"}
 _MAX_VISITED = 20_000  # functions and objects to look at
 _METHODS = (FunctionType, classmethod, staticmethod, property)
-_STORE_GLOBAL = opmap["STORE_GLOBAL"]
-_OF_FUNCTION = ("__defaults__", "__kwdefaults__", "__dict__")
+_NAMED = frozenset(hasname)
+_HOLDERS = (FunctionType, MethodType, partial)
 
 
 class Variables:
@@ -49,11 +49,13 @@ class Variables:
     def __str__(self) -> str:
         return self.described
 
+    @property
+    def settable(self) -> bool:
+        """Whether code sets these variables; it changes only what those of a function or method hold."""
+        return not isinstance(self.owner, _HOLDERS)
+
     def __iter__(self) -> Iterator[Any]:
         return chain.from_iterable(self.items())
-
-    def __len__(self) -> int:
-        return 2 * len(self.items())
 
     def items(self) -> Collection[tuple[str, Any]]:
         """The names that have a value, and the values."""
@@ -106,7 +108,7 @@ class Reached:
         seen: dict[int, Any] = {}
         while rest and len(seen) < _MAX_VISITED:
             value = rest.pop()
-            if not isinstance(value, _PLAIN) and id(value) not in seen:
+            if id(value) not in seen and not _is_plain(type(value)):  # type: ignore[arg-type]
                 seen[id(value)] = value
                 rest += self._next(value)
         return list(self.found.values())
@@ -137,15 +139,16 @@ class Reached:
         return type(value), getattr(value, "__dict__", None)
 
     def _of_function(self, function: FunctionType) -> Iterator[Any]:
-        names, namespace, home = set(_names(function.__code__)), function.__globals__, function.__qualname__
-        stores = _STORE_GLOBAL in function.__code__.co_code[::2]
+        names, read, stored = _names(function.__code__)
+        namespace, home = function.__globals__, function.__qualname__
         for name in names - self.used:
             yield from self.waiting.pop(name, ())
         self.used |= names
-        yield from self._add(function, _OF_FUNCTION, f"an argument's default or an attribute of {home}")
+        held = "__dict__", *(name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name))
+        yield from self._add(function, held, f"an argument's default or an attribute of {home}")
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             yield from self._add(cell, ("cell_contents",), f"'{name}', which {home} uses")
-        for name in names if stores else names & namespace.keys():
+        for name in (read & namespace.keys()) | stored:
             yield from self._add(namespace, (name,), f"the global variable '{name}'")
             value = namespace.get(name)
             if isinstance(value, ModuleType) and not _is_foreign(value.__name__):
@@ -167,13 +170,33 @@ class Reached:
         return () if names is None else (value for _, value in self.found[key].items())
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """The names of globals and attributes that code uses, with those of functions in it."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
+class _Names(NamedTuple):
+    """The names that code uses, with those of functions in it."""
+
+    all: frozenset[str]  # of globals and attributes
+    read: frozenset[str]  # of globals
+    stored: frozenset[str]  # of globals that it sets
 
 
+_NAMES: dict[int, tuple[CodeType, _Names]] = {}  # by id; the code object is kept so that its id stays its own
+
+
+def _names(code: CodeType) -> _Names:
+    if id(code) not in _NAMES:
+        found = [_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)]
+        named = [(step.opname, step.argval) for step in get_instructions(code) if step.opcode in _NAMED]
+        read = {name for op, name in named if "ATTR" not in op and op != "LOAD_METHOD"}
+        stored = {name for op, name in named if op == "STORE_GLOBAL"}
+        own = _Names(frozenset(code.co_names), frozenset(read), frozenset(stored))
+        _NAMES[id(code)] = code, _Names(*(parts[0].union(*parts[1:]) for parts in zip(own, *found, strict=True)))
+    return _NAMES[id(code)][1]
+
+
+@cache
+def _is_plain(kind: type) -> bool:
+    return issubclass(kind, _PLAIN)
+
+
+@cache
 def _is_foreign(module: str | None) -> bool:
     return str(module).partition(".")[0] in _LIBRARIES
