@@ -110,7 +110,7 @@ class Reached:
             value = rest.pop()
             if id(value) not in seen and not _is_plain(type(value)):  # type: ignore[arg-type]
                 seen[id(value)] = value
-                rest += self._next(value)
+                rest.extend(self._next(value))  # `+=` would ask a subclass of list
         return list(self.found.values())
 
     def _next(self, value: Any) -> Iterable[Any]:

@@ -256,3 +256,23 @@ def test_an_iterator_cannot_be_set_back(made: Callable[[], Any]) -> None:
     apply_policy(model, "full", verify="never")
     with pytest.raises(UserError, match="forward changes 'numbers', which .*Reading.forward uses .*set it back"):
         model(torch.randn(3, 4, 4))
+
+
+class Frozen(list[int]):
+    """As pandas' FrozenList, to which `+=` hands a list that it is added to."""
+
+    def __radd__(self, other: list[Any]) -> Any:
+        raise TypeError("does not support mutable operations")
+
+
+def test_a_list_of_another_kind_beside_the_code() -> None:
+    class Block(nn.Linear):
+        of = Frozen([1, 2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sin() * self.of[0]
+
+    model = nn.Sequential(Block(4, 4), Block(4, 4))
+    apply_policy(model, "full", blocks=["0", "1"])
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
