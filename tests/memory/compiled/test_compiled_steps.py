@@ -225,6 +225,7 @@ class Stack(nn.Module):
         return hidden
 
 
+@pytest.mark.slow  # it compiles; the fifteen steps below are compared so, too
 def test_buffers_are_those_of_the_generated_code() -> None:
     model, hidden = Stack(), torch.randn(64, 256)
     model.compile()
