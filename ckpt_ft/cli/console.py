@@ -31,7 +31,7 @@ def stdout() -> Console:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Shows on stderr what runs and for how long: a line that changes in a terminal, else a line every 10 seconds.
+    """Shows on stderr what runs and for how long: a line that changes in a terminal, else one after 5 and every 10 s.
 
     A line that begins "3 of 20:" or "3 of about 20:" gets the time left, at the pace since the first such line.
     """
@@ -44,8 +44,10 @@ def progress() -> Iterator[Callable[[str], None]]:
     first: tuple[int, float] | None = None  # how many were done when they were first counted, and when that was
 
     def repeat() -> None:
-        while not ended.wait(PAUSE):
+        pause = PAUSE / 2  # for the first one
+        while not ended.wait(pause):
             print(f"{now() - begun:.0f} s: {shorten(latest)}", file=sys.stderr, flush=True)
+            pause = PAUSE
 
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(latest, total=None)
