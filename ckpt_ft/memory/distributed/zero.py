@@ -165,7 +165,7 @@ class Zero(ZeroOptimizer):
         self.offloads = launch.zero.offload_optimizer
         self.bucket: int = launch.zero.reduce_bucket_size or 0
         self.ranks, self.drops = group.size(), launch.strategy == "zero2"
-        self._wire = reduce_dtype(launch, next(p.dtype for o in optimizer.param_groups for p in o["params"]))
+        self._reduce_dtype = reduce_dtype(launch, next(p.dtype for o in optimizer.param_groups for p in o["params"]))
         self.synchronises = True  # False in all micro-batches of a step but the last
         self._streams = streams
         self._stream = streams.Stream() if launch.zero.overlap_comm else None
@@ -265,7 +265,7 @@ class Zero(ZeroOptimizer):
         flat = _flatten_dense_tensors(pieces)  # a single piece is not copied
         if len(pieces) > 1:
             self.recorder.add_resident([flat], "communication")
-        sent = flat.to(self._wire)
+        sent = flat.to(self._reduce_dtype)
         dist.all_reduce(sent, group=self.group)
         if sent is not flat:
             flat.copy_(sent)

@@ -445,7 +445,7 @@ class Zero3(ZeroOptimizer):
         self._elements = 0
         self._gradients = torch.zeros(sum(sizes), dtype=dtype)
         self._gradient_of = dict(zip(trained, self._gradients.split(sizes), strict=True))
-        self._wire = reduce_dtype(launch, dtype)
+        self._reduce_dtype = reduce_dtype(launch, dtype)
         self._adds = False
         for shard in trained:
             shard.parameter.register_post_accumulate_grad_hook(self._ready)
@@ -542,7 +542,7 @@ class Zero3(ZeroOptimizer):
         shards = sorted(self._filled, key=lambda shard: shard.number)
         ranks = self.group.size()
         with self._streams.stream(self._stream):
-            gradients = [shard.parameter.grad.view(-1).to(self._wire) for shard in shards]  # type: ignore[union-attr]
+            gradients = [shard.parameter.grad.view(-1).to(self._reduce_dtype) for shard in shards]  # type: ignore[union-attr]
             sizes = [shard.part.numel() for shard in shards]
             flat = gradients[0]
             if len(shards) > 1 or flat.numel() % ranks:
