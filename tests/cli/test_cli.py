@@ -1,4 +1,4 @@
-"""`ckpt-ft`: answers for local models and known names, and one line with exit code 2 for what cannot work."""
+"""The command `ckpt-ft`: answers for local and known models; bad input is one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ LLAMA = {
     "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 2048,
 }  # fmt: skip
 
-WIDE = {**LLAMA, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 40000}  # nearly all of it embeddings
+# the embeddings have nearly all parameters
+WIDE = {**LLAMA, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 40000}
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def config(tmp_path: Path) -> str:
 
 
 class Answer:
-    """What a command printed and the code it exits with."""
+    """What a command printed, and its exit code."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
@@ -62,7 +63,7 @@ def test_estimate_of_a_tiny_llama_counts_every_byte(ask: Any, config: str) -> No
     assert result["seconds"] is None
 
 
-def test_a_policy_lowers_what_a_long_sequence_needs(ask: Any, config: str) -> None:
+def test_policies_lower_the_peak_of_a_long_sequence(ask: Any, config: str) -> None:
     def peak(policy: str) -> int:
         argv = ("--device", "t4", "--batch-size", "64", "--seq-length", "64", "--policy", policy, "--json")
         return int(json.loads(ask("estimate", config, *argv).out)["peak_allocated"])
@@ -80,8 +81,7 @@ def test_estimate_says_whether_it_fits(ask: Any, config: str) -> None:
     assert "does not fit" in ask("estimate", config, "--device", "t4", "--capacity", "100MiB").out
 
 
-def test_images_and_what_would_fit_with_them(ask: Any, tmp_path: Path) -> None:
-    """Smaller images are offered where nothing else fits; their tokens are counted."""
+def test_estimate_counts_image_tokens(ask: Any, tmp_path: Path) -> None:
     text = {**LLAMA, "model_type": "llama", "head_dim": 16}
     tower = {"model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     seeing = {
@@ -101,15 +101,15 @@ def test_version(ask: Any) -> None:
     assert (answer.code, answer.out) == (0, f"{ckpt_ft.__version__}\n")
 
 
-def test_without_a_command_the_help_is_printed(ask: Any) -> None:
+def test_no_command_prints_the_help(ask: Any) -> None:
     answer = ask()
     assert (answer.code, answer.err) == (0, "")
     assert "estimate" in answer.out
     assert "Recipes: " in ask("recipe", "--help").out
 
 
-def test_flags_as_other_tools_name_them(ask: Any, config: str) -> None:
-    """One question in our words, in TRL's and in axolotl's."""
+def test_flags_have_the_names_of_trl_and_axolotl(ask: Any, config: str) -> None:
+    """Asks one question with our flags, with TRL's and with axolotl's."""
     ours = ("--seq-length", "16", "--batch-size", "2", "--lora", "4", "--dtype", "bfloat16", "--optimizer", "adamw")
     trl = ("--max_length", "16", "--per_device_train_batch_size", "2", "--lora_r", "4", "--torch_dtype", "bfloat16")
     others = ("--sequence_len=16", "--micro_batch_size=2", "--lora-r=4", "--dtype=bfloat16", "--optim=adamw")
@@ -118,7 +118,7 @@ def test_flags_as_other_tools_name_them(ask: Any, config: str) -> None:
     assert json.loads(answers[0].out)["batch_size"] == 2
 
 
-def test_a_peft_configuration_and_how_it_is_trained(ask: Any, config: str, tmp_path: Path) -> None:
+def test_peft_config_equals_its_flags_and_is_in_the_command(ask: Any, config: str, tmp_path: Path) -> None:
     commands = []
 
     def asked(*argv: str) -> Any:
@@ -139,7 +139,7 @@ def test_a_peft_configuration_and_how_it_is_trained(ask: Any, config: str, tmp_p
     assert (four["accumulation"], four["seconds"] > 2 * asked()["seconds"]) == (4, True)
 
 
-def test_the_default_card_and_one_of_ones_own(ask: Any, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_gpu_and_user_described_gpu(ask: Any, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "current_gpu", lambda: None)
 
     def asked(*argv: str) -> Any:
@@ -153,7 +153,7 @@ def test_the_default_card_and_one_of_ones_own(ask: Any, config: str, monkeypatch
     assert asked()["device"] == "l4"
 
 
-def test_a_bare_number_is_gib_and_is_said(ask: Any, config: str) -> None:
+def test_number_without_unit_is_gib_with_a_note(ask: Any, config: str) -> None:
     answer = ask("estimate", config, "--seq-length", "16", "--json", "--capacity", "24")
     assert json.loads(answer.out)["capacity"] == 24 * GIB
     assert answer.err == "note: --budget 24 is taken as 24 GiB\n"
@@ -165,7 +165,7 @@ SHORT = ("--device", "t4", "--seq-length", "64")
 @pytest.mark.parametrize(
     ("asked", "capacity", "says"),
     [
-        (("--batch-size", "64"), "190MiB", ["--policy full"]),  # another policy
+        (("--batch-size", "64"), "190MiB", ["--policy full"]),  # changes the policy only
         pytest.param(
             ("--batch-size", "512"),
             "200MiB",
@@ -175,8 +175,10 @@ SHORT = ("--device", "t4", "--seq-length", "64")
         (("--batch-size", "2"), "250MiB", ["--batch-size 1", "--optimizer adamw_8bit"]),
     ],
 )
-def test_what_would_fit_does(ask: Any, config: str, asked: tuple[str, ...], capacity: str, says: list[str]) -> None:
-    """The first way that an estimate names takes what it says when it is typed, and that fits."""
+def test_suggested_change_fits_when_typed(
+    ask: Any, config: str, asked: tuple[str, ...], capacity: str, says: list[str]
+) -> None:
+    """The first suggestion, typed as flags, fits and has the memory and time that the suggestion states."""
     if "adamw_8bit" in says[-1]:
         Path(config).write_text(json.dumps(WIDE))
     typed = ("estimate", config, *SHORT, *asked, "--capacity", capacity, "--json")
@@ -187,15 +189,15 @@ def test_what_would_fit_does(ask: Any, config: str, asked: tuple[str, ...], capa
     assert [way["slower"] for way in ways] == sorted(way["slower"] for way in ways)
     for part in says:
         assert part in ways[0]["change"]
-    again = json.loads(ask(*typed, *shlex.split(ways[0]["change"])).out)
-    assert (again["peak_reserved"], again["headroom"] >= 0) == (ways[0]["reserved"], True)
-    samples = [taken["batch_size"] * taken["accumulation"] for taken in (again, answer)]
-    slower = again["seconds"] / samples[0] / (answer["seconds"] / samples[1]) - 1
+    suggested = json.loads(ask(*typed, *shlex.split(ways[0]["change"])).out)
+    assert (suggested["peak_reserved"], suggested["headroom"] >= 0) == (ways[0]["reserved"], True)
+    samples = [taken["batch_size"] * taken["accumulation"] for taken in (suggested, answer)]
+    slower = suggested["seconds"] / samples[0] / (answer["seconds"] / samples[1]) - 1
     assert ways[0]["slower"] == pytest.approx(slower, abs=1e-4)
 
 
-def test_a_step_in_eight_bits_that_does_not_fit_is_answered(ask: Any, config: str) -> None:
-    """What is suggested leaves the 8 bits out, in the whole command too."""
+def test_suggestions_for_an_8bit_step_replace_8bit_loading(ask: Any, config: str) -> None:
+    """Suggestions that use 4 bits drop --load-in-8bit, also in the complete command."""
     Path(config).write_text(json.dumps({**WIDE, "tie_word_embeddings": True}))
     answer = ask("estimate", config, *SHORT, "--load-in-8bit", "--lora", "4", "--capacity", "140MiB")
     assert (answer.code, answer.err) == (0, "")
@@ -208,7 +210,7 @@ def test_a_step_in_eight_bits_that_does_not_fit_is_answered(ask: Any, config: st
         assert "--load_in_8bit" not in way["command"]
 
 
-def test_a_step_that_fits_ends_with_the_command_that_trains_so(ask: Any) -> None:
+def test_step_that_fits_ends_with_its_training_command(ask: Any) -> None:
     answer = ask("estimate", "qwen2.5-0.5b-instruct", "--device", "rtx-4090", "--policy", "full", "--seq-length", "16")
     assert answer.out.splitlines()[-2:] == [
         "train it: ckpt-ft recipe llm --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --ac_policy full "
@@ -218,12 +220,13 @@ def test_a_step_that_fits_ends_with_the_command_that_trains_so(ask: Any) -> None
     ]
 
 
-def test_where_nothing_fits_the_least_is_said(ask: Any, config: str) -> None:
+def test_if_nothing_fits_the_smallest_need_is_printed(ask: Any, config: str) -> None:
     Path(config).write_text(json.dumps(WIDE))
     page = str(Path(config).with_name("estimate.html"))
     answer = ask("estimate", config, *SHORT, "--batch-size", "2", "--capacity", "140MiB", "--html", page)
     assert "nothing that was tried fits: the leanest needs" in answer.out
-    assert "--launch fsdp2" not in answer.out  # weights, gradients and optimizer are the smaller part
+    # sharding would save little: weights, gradients and optimizer state are the smaller part
+    assert "--launch fsdp2" not in answer.out
     assert f"more to choose from: ckpt-ft plan {config} --seq-length 64 --device t4 --budget 140MiB\n" in answer.out
 
 
@@ -251,7 +254,7 @@ def test_explain_shows_bytes_per_block(ask: Any, config: str) -> None:
     assert answer.code == 0
     assert "LlamaDecoderLayer" in answer.out
     assert "4 of 4 blocks are re-run" in answer.out
-    # what one block keeps: its input and attention's output, 32 tokens x 32 features in fp32 each, and the log-sum-exp
+    # A block keeps its input and attention's output (32 tokens x 32 features in fp32 each) and the log-sum-exp.
     assert f"{(2 * 32 * 32 * 4 + 4 * 32 * 4) / 1024:.1f} KiB" in answer.out
 
 
@@ -267,7 +270,7 @@ def test_check_of_a_saved_model(ask: Any, tmp_path: Path) -> None:
 def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckpt_ft.checkpointing import recompute, rng
 
-    # a policy that forgets the random state: what check is for
+    # This recomputation does not restore the random state, which `check` must report.
     monkeypatch.setattr(rng.Snapshot, "restore", lambda self: None)
     monkeypatch.setattr(recompute.rng.Snapshot, "__eq__", lambda self, other: True)
     Path(config).write_text(json.dumps({**LLAMA, "attention_dropout": 0.5}))
@@ -359,7 +362,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     "content", ["{", "[]", '{"model_type": "no_such_type"}', "{}", '{"_class_name": "NoSuchModel"}']
 )
-def test_broken_configs(ask: Any, tmp_path: Path, content: str) -> None:
+def test_broken_config_is_one_line(ask: Any, tmp_path: Path, content: str) -> None:
     pytest.importorskip("diffusers")
     path = tmp_path / "config.json"
     path.write_text(content)
@@ -371,7 +374,7 @@ def test_broken_configs(ask: Any, tmp_path: Path, content: str) -> None:
 FILES = {"--html": ".html", "--snapshot": ".pickle", "--perfetto": ".json"}
 
 
-def test_estimate_writes_what_can_be_looked_into(ask: Any, config: str, tmp_path: Path) -> None:
+def test_estimate_writes_page_snapshot_and_perfetto_file(ask: Any, config: str, tmp_path: Path) -> None:
     files = {flag: tmp_path / f"step{suffix}" for flag, suffix in FILES.items()}
     flags = [word for flag, path in files.items() for word in (flag, str(path))]
     answer = ask("estimate", config, "--device", "t4", "--seq-length", "32", "--policy", "full", *flags)
@@ -383,7 +386,7 @@ def test_estimate_writes_what_can_be_looked_into(ask: Any, config: str, tmp_path
     assert files["--snapshot"].stat().st_size > 1000
 
 
-def test_a_cpus_step_is_not_written_for_perfetto(ask: Any, config: str, tmp_path: Path) -> None:
+def test_perfetto_file_of_a_cpu_step_is_refused(ask: Any, config: str, tmp_path: Path) -> None:
     answer = ask("estimate", config, "--device", "cpu", "--perfetto", str(tmp_path / "step.json"))
     assert (answer.code, len(answer.err.splitlines())) == (2, 1)
     assert "a CPU's speed is not modelled; give a GPU by --device" in answer.err

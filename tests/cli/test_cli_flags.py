@@ -1,4 +1,4 @@
-"""Every flag of the commands, every name that other tools have for it, and every key of a YAML file stays readable."""
+"""Every flag of the commands, and every name for it in other tools and in YAML files, stays readable."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OPTIONS = {
     "recipe": "--path",
     "report": "--html",
 }
-SYNONYMS = (  # the first is the command line's
+SYNONYMS = (  # the command line's name comes first
     "policy ac_policy",
     "budget ac_budget",
     "batch_size per_device_train_batch_size train_batch_size micro_batch_size",
@@ -71,14 +71,14 @@ SYNONYMS = (  # the first is the command line's
 
 
 @pytest.mark.parametrize("command", OPTIONS)
-def test_every_command_has_the_options_it_had(command: str) -> None:
+def test_no_command_loses_an_option(command: str) -> None:
     commands: Any = typer.main.get_command(cli.app)
     found = {name for parameter in commands.commands[command].params for name in parameter.opts}
     assert set(OPTIONS[command].split()) - found == set()
 
 
 @pytest.mark.parametrize("row", SYNONYMS)
-def test_a_flag_is_read_under_every_name(row: str) -> None:
+def test_flag_is_read_under_every_name(row: str) -> None:
     first, *others = row.split()
     for name in (first, *others):
         assert {first, *others} <= set(names_of(name))
@@ -104,7 +104,7 @@ def test_a_flag_is_read_under_every_name(row: str) -> None:
         ("gpus --json", "gpus --json"),
     ],
 )
-def test_a_trainers_command_line_is_read(typed: str, ours: str) -> None:
+def test_command_line_of_a_trainer_is_translated(typed: str, ours: str) -> None:
     assert words_in_our_names(typed.split(), cli._switches) == ours.split()
 
 
@@ -116,20 +116,20 @@ def test_a_trainers_command_line_is_read(typed: str, ours: str) -> None:
         ("estimate m --deepspeed zero.json", "--deepspeed: give --launch fsdp2, zero2 or zero3 with --processes"),
     ],
 )
-def test_what_a_trainers_command_line_cannot_say(typed: str, says: str) -> None:
+def test_unsupported_trainer_flag_is_refused(typed: str, says: str) -> None:
     with pytest.raises(UserError) as refused:
         words_in_our_names(typed.split(), cli._switches)
     assert says in str(refused.value)
 
 
-def test_names_of_a_trainers_optimizers_are_ours() -> None:
+def test_optimizer_names_of_the_trainer_are_translated() -> None:
     for name, ours in (("adamw_torch", "adamw"), ("adamw_torch_fused", "adamw_fused"), ("AdamW", "adamw")):
         assert fields_of({"optimizer": name})["optimizer"] == ours
     with pytest.raises(UserError, match="adafactor does not run under FSDP2"):
         TrainingSpec.of("m", **fields_of({"optimizer": "adafactor", "launch": "fsdp2", "processes": 2}))
 
 
-def test_dtype_auto_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+def test_dtype_auto_is_the_dtype_of_the_checkpoint(tmp_path: Path) -> None:
     assert checkpoint_dtype("gpt2") == "float32"
     assert checkpoint_dtype("meta-llama/Llama-2-7b-hf") == "float16"
     assert checkpoint_dtype("Qwen/Qwen2.5-0.5B") == "bfloat16"
@@ -143,7 +143,7 @@ def test_dtype_auto_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     assert checkpoint_dtype(str(tmp_path)) == "bfloat16"
 
 
-def test_what_is_ignored_stands_in_the_head(
+def test_ignored_settings_are_listed_in_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -161,7 +161,7 @@ def test_what_is_ignored_stands_in_the_head(
     assert json.loads(capsys.readouterr().out)["ignored"] == ["torch_compile_backend"]
 
 
-def test_a_number_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_number_is_named_with_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "plan", "gpt2", "--seq-length", "abc"])
     with pytest.raises(UserError, match=r"--seq-length.*'abc'"):
         cli._main()

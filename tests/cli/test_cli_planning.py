@@ -1,4 +1,4 @@
-"""`ckpt-ft plan` and `max-batch` as typed: answers, the cache, files, and one line for a wrong input."""
+"""The commands `ckpt-ft plan` and `max-batch`: answers, cache, written files, and one-line errors."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return cli._main()
 
 
-def test_plan_then_the_same_from_the_cache(
+def test_plan_prints_the_same_from_the_cache(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", config, "--device", "t4", "--budget", "300MiB", "--seq-length", "65", "--batch-size", "4"]
     assert typed(monkeypatch, *words, "--jobs", "1", "--output", str(tmp_path / "plan.json")) == 0
     shown = capsys.readouterr().out
     assert "pick: " in shown
-    assert "--max_length 65 --rope_scaling none" in shown  # beyond the 64 positions of the configuration
+    assert "--max_length 65 --rope_scaling none" in shown  # longer than the configuration's 64 positions
     assert shown.splitlines()[-1].startswith("train it: ckpt-ft recipe llm --model_name_or_path ")
     assert planning.Plan.from_json((tmp_path / "plan.json").read_text()).best.batch == 4
 
@@ -79,7 +79,9 @@ def test_plan_then_the_same_from_the_cache(
 def test_fused_kernels_and_compiled_blocks_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Liger's and cut cross entropy leave the logits out; each line names what it needs, and they are compared."""
+    """Liger's and cut cross entropy do not store the logits; each line names its requirement, and their speeds are
+    compared.
+    """
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**TINY, "vocab_size": 8192}))
     words = ["plan", str(path), "--device", "t4", "--seq-length", "32", "--jobs", "1", "--try", "kernels,compile"]
@@ -109,12 +111,12 @@ def test_fused_kernels_and_compiled_blocks_are_tried(
     assert all(flag in run[2] for flag, run in zip(flags, runs[1:], strict=True))
 
 
-def test_what_cannot_be_tried(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_name_after_try_is_refused(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--try kernel: nothing to try by that name; did you mean 'kernels'?"):
         typed(monkeypatch, "plan", config, "--try", "kernel")
 
 
-def test_ctrl_c_shows_the_best_so_far_and_keeps_nothing(
+def test_ctrl_c_prints_the_best_so_far_and_caches_nothing(
     config: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Plan(
@@ -132,10 +134,10 @@ def test_ctrl_c_shows_the_best_so_far_and_keeps_nothing(
     assert not list(own_cache.rglob("*.json"))
 
 
-def test_a_plan_of_another_name_is_not_taken_from_the_cache(
+def test_cached_plan_of_another_model_name_is_not_used(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two models with one configuration: a plan says which it is for."""
+    """Two models have equal configurations; a plan names its own model."""
     other = tmp_path / "other.json"
     other.write_text(Path(config).read_text())
     words = [
@@ -165,13 +167,13 @@ def test_max_batch(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert typed(monkeypatch, *words, "--json") == 0
     assert full["batch"] > json.loads(capsys.readouterr().out)["batch"] > 0
     assert typed(monkeypatch, *words, "--seq-length", "65") == 0
-    assert "--max_length 65 --rope_scaling none" in capsys.readouterr().out  # as the recipe wants it
+    assert "--max_length 65 --rope_scaling none" in capsys.readouterr().out  # as the recipe expects
 
 
-def test_where_not_one_sample_fits(
+def test_max_batch_names_the_smallest_budget_if_no_sample_fits(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 1 with the smallest budget that would do, which does."""
+    """The command exits with code 1 and names the smallest sufficient budget; 2 MiB less is not enough."""
     words = ["max-batch", config, "--device", "t4", "--seq-length", "32", "--policy", "full"]
     with pytest.raises(
         WorkFailed, match=r"not one sample fits in 140.0 MiB; the smallest budget that would do is"
@@ -180,7 +182,7 @@ def test_where_not_one_sample_fits(
     enough = str(e.value).partition("would do is ")[2].partition(";")[0]
     assert typed(monkeypatch, *words, "--budget", enough, "--json") == 0
     assert json.loads(capsys.readouterr().out)["batch"] >= 1
-    less = parse_bytes(enough) - 2 * 2**20  # the allocator's segments are of 2 MiB
+    less = parse_bytes(enough) - 2 * 2**20  # the allocator's segments have 2 MiB
     with pytest.raises(WorkFailed):
         typed(monkeypatch, *words, "--budget", str(less))
 
@@ -196,12 +198,14 @@ def test_where_not_one_sample_fits(
         (["--target", "speed", "--budget", "1GiB"], "target 'speed': choose one of"),
     ],
 )
-def test_wrong_input(words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_plan_flag_is_refused(
+    words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=message):
         typed(monkeypatch, "plan", config, "--seq-length", "32", *words)
 
 
-def test_a_dataset_decides_the_lengths(
+def test_dataset_decides_the_lengths(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "rows.jsonl"
@@ -216,9 +220,9 @@ def test_a_dataset_decides_the_lengths(
     assert rows["data"].startswith("4 rows of 8 to 48 tokens, 18 on average: bytes are those of a batch with the long")
     assert alike["data"] == ""
     none = {plan["data"]: next(row for row in plan["candidates"] if row["policy"] == "none") for plan in (alike, rows)}
-    assert none[rows["data"]]["peak"] >= none[""]["peak"]  # the longest, and a mask
+    assert none[rows["data"]]["peak"] >= none[""]["peak"]  # the longest row, and an attention mask
     assert "padded to 35 at batch 4" in rows["data"]
-    # As many rows, as long at either end and on average: other lengths are another question all the same.
+    # Other rows of equal count, minimum, maximum and mean length are still another question.
     asked: list[Lengths] = []
 
     def counted(workload: Workload, *args: Any, **kwargs: Any) -> planning.Plan:
@@ -243,7 +247,7 @@ def test_a_dataset_decides_the_lengths(
         ({"input_ids": []}, "its 'input_ids' are empty; expected a list of tokens"),
     ],
 )
-def test_a_dataset_without_lengths(
+def test_dataset_without_lengths_is_refused(
     line: dict[str, object], message: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "rows.jsonl"
@@ -252,7 +256,7 @@ def test_a_dataset_without_lengths(
         typed(monkeypatch, "plan", config, "--seq-length", "32", "--dataset", str(data))
 
 
-def test_images_are_all_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_of_an_image_classifier_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"input_ids": [1, 2]}))
     with pytest.raises(
@@ -262,7 +266,7 @@ def test_images_are_all_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         typed(monkeypatch, "plan", "microsoft/resnet-50", "--dataset", str(data))
 
 
-def test_a_plan_chooses_the_launch_and_says_how_to_run_it(
+def test_plan_chooses_the_launch_and_prints_its_command(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make = planning.plan
@@ -280,7 +284,7 @@ def test_a_plan_chooses_the_launch_and_says_how_to_run_it(
     assert "--ac_policy none --max_length 32 --per_device_train_batch_size 2 --dtype float32 --bf16" in shown
 
 
-def test_the_recipe_is_told_all_that_was_planned(config: str) -> None:
+def test_recipe_command_has_every_planned_setting(config: str) -> None:
     asked = {"lora_r": 8, "use_dora": True, "rows": "packed", "max_grad_norm": 0.5, "lora_dropout": 0.0}
     settings = TrainingSpec.of(config, **asked, load_in_4bit=True, double_quant=True, seq_length=32)
     launch = Launch("ddp", 2)
@@ -304,7 +308,7 @@ def test_the_recipe_is_told_all_that_was_planned(config: str) -> None:
         )
 
 
-def test_the_flags_of_a_launch_are_those_of_its_file(tmp_path: Path) -> None:
+def test_launch_flags_equal_the_launch_file(tmp_path: Path) -> None:
     parser = launch_command_parser()
     for launch in (*launches_on(8, mixed_precision="bf16"), Launch("zero3", 4, mixed_precision="bf16")):
         given = parser.parse_args([*launch_words(launch), "script.py"])
@@ -317,7 +321,7 @@ def test_the_flags_of_a_launch_are_those_of_its_file(tmp_path: Path) -> None:
             assert str(getattr(given, name)).lower() == str(getattr(read, name)).lower(), (launch, name)
 
 
-def test_the_page_of_several_launches_is_of_the_picks(
+def test_page_of_several_launches_shows_their_picks(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = planning.plan
@@ -330,10 +334,10 @@ def test_the_page_of_several_launches_is_of_the_picks(
     assert sweep == [Launch("ddp", 2)]
 
 
-def test_another_link_is_another_question(
+def test_plans_of_different_links_are_cached_apart(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A launch was told from another by its words alone, which name no link."""
+    """The words of a launch do not name its link, so the cache key must contain it."""
     make = planning.plan
     monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
     words = ["plan", config, "--device", "t4", "--seq-length", "32", "--batch-size", "2", "--jobs", "1", "--json"]
@@ -361,16 +365,18 @@ def test_another_link_is_another_question(
         (["--write-launch", "launch.yaml"], "a plan for one process has none; give --gpus or --launch too"),
     ],
 )
-def test_launches_that_are_none(words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_launch_is_refused(
+    words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=message):
         typed(monkeypatch, "plan", config, "--device", "t4", "--seq-length", "32", *words)
 
 
 @pytest.mark.parametrize(("fits", "host"), [(False, ""), (True, "8GiB")])
-def test_the_optimizer_leaves_the_card_last(
+def test_optimizer_offload_is_planned_last(
     fits: bool, host: str, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If nothing fits, the plan is with it in host memory; if host memory is given, it is compared with that."""
+    """If nothing fits, the plan moves optimizer state to host memory; with --host-memory, both plans are compared."""
     asked: list[str] = []
 
     def make(spec: TrainingSpec, *args: object) -> Plan:

@@ -1,4 +1,4 @@
-"""`ckpt-ft models` and `ckpt-ft gpus`: lists that are what estimates take."""
+"""The commands `ckpt-ft models` and `ckpt-ft gpus` list the names that estimates accept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
-def test_every_model_is_listed_with_its_size_and_its_other_names(typed: Any) -> None:
+def test_models_lists_every_model_with_size_and_aliases(typed: Any) -> None:
     every = json.loads(typed("models", "--json"))
     assert [model["name"] for model in every] == list(known_models())
     shown = typed("models")
@@ -37,7 +37,7 @@ def test_every_model_is_listed_with_its_size_and_its_other_names(typed: Any) -> 
     assert {model["parameters"] for model in listed} >= {11901408320, 11891178560}
 
 
-def test_every_card_is_listed_with_its_rates(typed: Any) -> None:
+def test_gpus_lists_every_gpu_with_its_rates(typed: Any) -> None:
     shown = typed("gpus")
     assert [name for name in GPUS if name not in shown] == []
     (row,) = [line for line in typed("gpus", "4090-d").splitlines() if "4090-d" in line]
@@ -47,7 +47,7 @@ def test_every_card_is_listed_with_its_rates(typed: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["models", "gpus"])
-def test_nothing_of_that_name(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_name_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", what, "no such thing"])
     with pytest.raises(UserError, match="has 'no such thing' in its name"):
         cli._main()

@@ -1,4 +1,4 @@
-"""What a command imports: torch and its like only where something is traced. Modules are counted, not seconds."""
+"""A command imports torch and other heavy packages only if it traces. The tests count modules, not seconds."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _COMMAND = "from ckpt_ft.cli.app import main; main()"
 
 
 def imported(code: str, *words: str) -> tuple[str, int]:
-    """What of the heavy packages `code` imports in a process of its own, and how many modules in all."""
+    """Runs `code` in a new process; returns the heavy packages it imported and its total number of modules."""
     made = subprocess.run([sys.executable, "-c", _COUNTED, code, *words], capture_output=True, text=True, check=False)
     heavy, count = made.stderr.splitlines()[-1].split(";")
     return heavy, int(count)
 
 
 @pytest.mark.parametrize("words", ["--help", "plan --help", "gpus", "models", "estimate no/such/file --device x"])
-def test_what_traces_nothing_is_light(words: str) -> None:
+def test_command_without_a_trace_imports_no_torch(words: str) -> None:
     heavy, count = imported(_COMMAND, *words.split())
     assert heavy == "[]"
-    assert count < 450  # of which typer and rich are two thirds; torch alone is 1,100
+    assert count < 450  # typer and rich have two thirds of them; torch alone has 1,100
 
 
-def test_an_estimate_from_the_cache_is_light(
+def test_cached_estimate_imports_no_torch(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And says what was said the first time, also where the step does not fit and a way was found."""
+    """The cached answer is printed as the first time, also with its suggestions if the step does not fit."""
     words = ["estimate", "gpt2", "--device", "t4", "--seq-length", "32", "--capacity", "1900MiB"]
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
     assert cli._main() == 0
@@ -56,7 +56,7 @@ def test_an_estimate_from_the_cache_is_light(
     assert capsys.readouterr().out == said
 
 
-def test_a_damaged_answer_is_made_again_with_one_warning(
+def test_damaged_cached_answer_is_recomputed_with_one_warning(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "estimate", "gpt2", "--device", "cpu", "--seq-length", "8", "--json"])
@@ -73,7 +73,7 @@ def test_a_damaged_answer_is_made_again_with_one_warning(
         assert kept.read_text() == whole
 
 
-def test_a_plan_from_the_cache_is_light(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_plan_imports_no_torch(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Plan(
         [Candidate("full", 1, 2, 3, 4.0)], MemoryBudget(GIB), "a model", "cpu", "throughput", "its fingerprint"
     )

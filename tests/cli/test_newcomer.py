@@ -1,4 +1,4 @@
-"""What a newcomer types and sees: short names, the dtype of the answer said, and progress with the time left."""
+"""First use of the command: short model names, the default dtype, and progress with the time left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_short_names_of_models_and_dtypes() -> None:
     assert TrainingSpec.of("gpt2", **fields_of({"dtype": "bf16"})).precision.dtype == "bfloat16"
 
 
-def test_the_precision_of_a_bare_name_is_that_of_its_publication_and_is_said(
+def test_default_precision_is_the_published_one_with_a_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert params._published_precision("meta-llama/Llama-3.1-8B", False) == {"dtype": "bfloat16"}
@@ -43,9 +43,9 @@ def test_the_precision_of_a_bare_name_is_that_of_its_publication_and_is_said(
 def test_progress_repeats_its_line_and_the_time_left_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also while nothing new is said."""
+    """The line is repeated although no new progress arrives."""
     monkeypatch.setattr(console, "PAUSE", 0.05)
-    clock = chain((0.0, 2.0), repeat(12.0))  # the first of them began after what is done only once
+    clock = chain((0.0, 2.0), repeat(12.0))  # the clock starts after one-time work
     monkeypatch.setattr(console, "now", lambda: next(clock))
     with console.progress() as say:
         say("1 of about 9: tracing")
@@ -58,13 +58,13 @@ def test_progress_repeats_its_line_and_the_time_left_without_a_terminal(
     assert capsys.readouterr().err == ""
 
 
-def test_what_belongs_to_no_module_is_named() -> None:
+def test_holders_without_a_module_are_named_by_role() -> None:
     holders = [Holder("", "op", "optimizer", 5, 1), Holder("", "nll_loss", "activations", 4, 1)]
     holders.append(Holder("", "nll_loss_backward", "temporary", 3, 1))
     assert [row[0] for row in holders_table(holders, 12).rows] == ["optimizer state", "loss", "loss"]
 
 
-def test_several_cards_are_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_gpus_are_columns(capsys: pytest.CaptureFixture[str]) -> None:
     from ckpt_ft.cli.app import app
 
     words = ["estimate", "gpt2", "--device", "t4,h100", "--batch-size", "2", "--seq-length", "64", "--policy", "full"]
@@ -83,9 +83,7 @@ def test_several_cards_are_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert said == [True, False]
 
 
-def test_where_no_card_holds_the_step_the_answer_is_what_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_if_no_gpu_fits_the_command_suggests_what_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ckpt_ft.cli.app import app
 
     config = tmp_path / "config.json"
@@ -98,7 +96,7 @@ def test_where_no_card_holds_the_step_the_answer_is_what_does(
     assert shown.index("fits on none of these cards") < shown.index("QLoRA, fastest on 1 x ")
 
 
-def test_a_dtype_that_no_image_recipe_takes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dtype_that_image_recipes_refuse_has_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     from ckpt_ft.cli.estimate import print_advice
 
     found = Estimate("sdxl", "none", "l4", 1, 1, {"resolution": 64}, 1, 1, {}, {}, [], 1.0, {}, "", 2, 0, "", [])
@@ -106,7 +104,7 @@ def test_a_dtype_that_no_image_recipe_takes_is_said(capsys: pytest.CaptureFixtur
     assert "leave --dtype out for a command" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_batch_norm_alone_in_its_batch_has_no_command(tmp_path: Path) -> None:
+def test_batch_of_one_with_batch_norm_has_no_command(tmp_path: Path) -> None:
     """The recipe refuses a batch of 1, which is the default of an estimate."""
     shape = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
     ResNetConfig(**shape, architectures=["ResNetForImageClassification"]).save_pretrained(tmp_path)
@@ -117,7 +115,7 @@ def test_a_batch_norm_alone_in_its_batch_has_no_command(tmp_path: Path) -> None:
     assert not any("BatchNorm" in note for note in pair.notes)
 
 
-def test_frozen_weights_are_bfloat16_however_lora_is_asked_for() -> None:
+def test_frozen_weights_are_bfloat16_with_every_lora_flag() -> None:
     seen = []
     command = params.takes_spec()(lambda spec: seen.append(spec.precision.dtype))
     for words in ({"use_peft": True}, {"lora_r": 8}, {}):

@@ -1,4 +1,4 @@
-"""`ckpt-ft recipe` finds the scripts that people read, and hands them their own flags."""
+"""The command `ckpt-ft recipe` finds the recipe scripts and passes them their flags."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def test_every_recipe_is_found() -> None:
         assert find_recipe(script.stem).read_text() == script.read_text()
 
 
-def test_the_path_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_path_flag_prints_the_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert typed(monkeypatch, "recipe", "--path", "llm") == 0
     assert Path(capsys.readouterr().out.strip()).name == "llm.py"
 
 
-def test_flags_are_the_recipes_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_are_parsed_by_the_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         typed(monkeypatch, "recipe", "llm", "--ac_policy", "save:atention")
     assert stopped.value.code == 2
     assert "no op group 'atention'; did you mean 'attention'?" in capsys.readouterr().err
 
 
-def test_cycles_are_collected_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_is_on_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "collects.py"
     script.write_text("import gc, sys\nsys.exit(3 + gc.isenabled())")
     monkeypatch.setattr("ckpt_ft.cli.recipe.find_recipe", lambda name: script)
@@ -48,6 +48,6 @@ def test_cycles_are_collected_while_it_runs(tmp_path: Path, monkeypatch: pytest.
     assert stopped.value.code == 4
 
 
-def test_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_recipe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no recipe 'llms'; did you mean 'llm'"):
         typed(monkeypatch, "recipe", "llms")

@@ -1,4 +1,4 @@
-"""`--config file.yaml` of an estimate: a recipe's own file, TRL's and axolotl's say what their flags would."""
+"""The flag `--config file.yaml`: files of our recipes, TRL and axolotl are read as their flags."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SAYS = {
 
 
 def spec_of(path: Path | str, recipe: str = "", **typed: Any) -> TrainingSpec:
-    """What `ckpt-ft estimate --config` with the flags `typed` asks for."""
+    """Returns the spec of `ckpt-ft estimate --config path` with the flags `typed`."""
     read = read_training_file(str(path), recipe)
     return TrainingSpec.of(read.model, **fields_of({**read.flags, **typed}))
 
@@ -63,7 +63,7 @@ def estimated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_a_file_is_the_flags_that_say_the_same(name: str) -> None:
+def test_file_equals_its_flags(name: str) -> None:
     spec = spec_of(FILES / f"{name}.yaml", "trl" if name.startswith("trl") else "", device="t4")
     assert " ".join(words_of(spec)) == f"{SAYS[name]} --device t4"
 
@@ -71,14 +71,12 @@ def test_a_file_is_the_flags_that_say_the_same(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SAYS)
-def test_the_files_have_estimates(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_have_estimates(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     answer = estimated(monkeypatch, capsys, "--config", str(FILES / f"{name}.yaml"), "--device", "h100")
     assert answer["headroom"] > 0
 
 
-def test_every_configuration_of_the_recipes_is_read() -> None:
+def test_every_recipe_file_is_read() -> None:
     for path in [
         *RECIPES.glob("llm/*.yaml"),
         *RECIPES.glob("diffusion*/*.yaml"),
@@ -91,7 +89,7 @@ def test_every_configuration_of_the_recipes_is_read() -> None:
         assert spec.policy == content["ac_policy"]
 
 
-def test_a_vision_language_recipes_file_says_its_towers_and_pixels(tmp_path: Path) -> None:
+def test_vision_language_file_sets_towers_and_pixels(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model_name_or_path: m\nuse_peft: true\nmax_pixels: 100352\nac_policy: full@language\n")
     start = "m --policy full@language --train-towers language --batch-size 8 --seq-length 2048"
@@ -101,7 +99,7 @@ def test_a_vision_language_recipes_file_says_its_towers_and_pixels(tmp_path: Pat
     assert "images" not in read.flags
 
 
-def test_the_command_line_wins(
+def test_command_line_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "config.json"
@@ -115,7 +113,7 @@ def test_the_command_line_wins(
     assert estimated(monkeypatch, capsys, *words)["batch_size"] == 3
 
 
-def test_a_paged_optimizer_is_another_than_its_twin_on_the_card(tmp_path: Path) -> None:
+def test_paged_optimizer_keeps_its_name(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model_name_or_path: m\noptim: paged_adamw_8bit\n")
     read = read_training_file(str(file))
@@ -123,13 +121,13 @@ def test_a_paged_optimizer_is_another_than_its_twin_on_the_card(tmp_path: Path) 
     assert read.notes == (f"{file} is read with the defaults of recipes/llm.py; --recipe names others",)
 
 
-def test_a_pair_is_two_images() -> None:
+def test_prior_preservation_doubles_the_batch() -> None:
     read = read_training_file(str(RECIPES / "diffusion" / "sdxl_dreambooth_lora_12gb.yaml"))
     assert read.flags["batch_size"] == 2
     assert "with_prior_preservation: a batch of 1 is 2 images" in read.notes
 
 
-def test_zeros_say_something(tmp_path: Path) -> None:
+def test_zeros_in_a_file_override_defaults(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model_name_or_path: m\nuse_peft: true\nlora_dropout: 0.0\nmax_grad_norm: 0\nbf16: false\n")
     spec = spec_of(file)
@@ -140,10 +138,10 @@ def test_zeros_say_something(tmp_path: Path) -> None:
     )
 
 
-def test_every_command_with_a_spec_reads_a_file(
+def test_explain_and_max_batch_read_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """explain and max-batch have no flag for an entry that every file sets: the optimizer, the batch size."""
+    """These commands read the file although they have no flag for its optimizer or batch size."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     file = tmp_path / "run.yaml"
     file.write_text(f"model_name_or_path: {tmp_path}\nmax_length: 16\nper_device_train_batch_size: 2\noptim: sgd\n")
@@ -158,7 +156,7 @@ M = "model_name_or_path: m\n"
 AXOLOTL = "base_model: m\nmicro_batch_size: 2\n"
 DIFFUSERS = "pretrained_model_name_or_path: m\nrank: 4\ntrain_batch_size: 1\n"
 TRL = "m --policy full --batch-size 8 --bf16"
-READ = {  # the content of a file -> the command line that asks for the same
+READ = {  # the content of a file -> its command line
     "dataset_text_field: text\n": f"{TRL} --trainer sft",
     "packing: true\nactivation_checkpointing: false\n": "m --batch-size 8 --packing --bf16 --trainer sft",
     "packing: true\ntorch_compile: true\nactivation_checkpointing: false\n": (
@@ -225,13 +223,13 @@ DIFFUSERS_READ = {
         *((DIFFUSERS + text, words) for text, words in DIFFUSERS_READ.items()),
     ],
 )
-def test_a_file_of_another_trainer_has_that_trainers_defaults(text: str, words: str, tmp_path: Path) -> None:
+def test_file_of_another_trainer_has_the_defaults_of_that_trainer(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert shlex.join(words_of(spec_of(file))) == words
 
 
-def test_a_launch_inside_a_file_is_read(tmp_path: Path) -> None:
+def test_launch_settings_in_a_file_are_read(tmp_path: Path) -> None:
     file, zero = tmp_path / "run.yaml", tmp_path / "zero.json"
     zero.write_text(
         json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e6}, "bf16": {"enabled": "auto"}})
@@ -290,7 +288,9 @@ def test_a_launch_inside_a_file_is_read(tmp_path: Path) -> None:
         ("- a", "", "expected 'flag: value' lines, found list"),
     ],
 )
-def test_bad_files(text: str, recipe: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_file_is_refused(
+    text: str, recipe: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as refused:
@@ -310,7 +310,7 @@ def test_bad_files(text: str, recipe: str, says: str, tmp_path: Path, monkeypatc
         ("eval_strategy: steps\nper_device_eval_batch_size: 3", 3),
     ],
 )
-def test_a_file_that_evaluates_says_so(text: str, rows: int | None, tmp_path: Path) -> None:
+def test_evaluation_in_a_file_sets_the_eval_batch_size(text: str, rows: int | None, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"model_name_or_path: m\n{text}\n")
     assert read_training_file(str(file), "trl").flags.get("eval_batch_size") == rows
@@ -325,7 +325,7 @@ def test_a_file_that_evaluates_says_so(text: str, rows: int | None, tmp_path: Pa
         ("padding_free: true", "sft"),
     ],
 )
-def test_files_of_trl_are_told_apart(line: str, trainer: str, tmp_path: Path) -> None:
+def test_trainer_is_recognized_from_trl_settings(line: str, trainer: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"model_name_or_path: m\nactivation_checkpointing: 'false'\n{line}\n")
     spec = spec_of(file)

@@ -1,4 +1,4 @@
-"""`ckpt-ft app`: visitors' questions become commands, with limits; and the page, in a browser."""
+"""The web app `ckpt-ft app`: questions become commands within limits; and its page in a browser."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ASKED = Question(STEP, "gpt2", ("rtx-4090",))
          "where gpt2 --method LoRA --gpus 8 --price h100=2.5,t4=0.4"),
     ],
 )  # fmt: skip
-def test_a_question_is_a_command(question: Question, words: str) -> None:
+def test_question_becomes_a_command(question: Question, words: str) -> None:
     assert question.words() == words.split()
 
 
@@ -62,12 +62,12 @@ def test_a_question_is_a_command(question: Question, words: str) -> None:
         ({"asked": CARDS, "prices": "/etc/passwd"}, "prices '/etc/passwd': give dollars an hour"),
     ],
 )
-def test_what_no_visitor_may_ask_is_one_line(changes: dict[str, Any], said: str) -> None:
+def test_disallowed_question_is_one_line(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         replace(ASKED, **changes).words()
 
 
-def test_an_answer_is_the_command_line_s_with_its_page() -> None:
+def test_answer_equals_the_command_lines_and_has_a_page() -> None:
     *_, found = run(["estimate", "gpt2", "--device", "t4", "--seq-length", "16"])
     assert isinstance(found, Answer)
     assert re.fullmatch(r"fits, [\d.]+ GiB to spare of 14.56 GiB \(reserved and context counted\)", found.verdict)
@@ -75,7 +75,7 @@ def test_an_answer_is_the_command_line_s_with_its_page() -> None:
     assert found.page.startswith("<!doctype html>")
 
 
-def test_errors_are_its_lines_and_long_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_one_line_and_slow_questions_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=r"^no model 'nobody/nothing': no such file"):
         list(run(["estimate", "nobody/nothing", "--device", "t4"]))
@@ -85,7 +85,7 @@ def test_errors_are_its_lines_and_long_work_ends(monkeypatch: pytest.MonkeyPatch
     assert time.monotonic() - begun < 10
 
 
-def test_each_question_is_answered_once_and_a_visitor_has_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_cached_and_questions_are_limited_per_visitor(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     monkeypatch.setattr(
         web, "run", lambda words, limit: ran.append(words) or iter(["1 s: starting", Answer(words[0])])
@@ -101,7 +101,7 @@ def test_each_question_is_answered_once_and_a_visitor_has_so_many(monkeypatch: p
     assert len(ran) == web._VISITS + 1
 
 
-def test_answers_made_in_advance_are_shown_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_precomputed_answers_are_shown_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CKPT_FT_CACHE", str(tmp_path))
     ran: list[str] = []
 
@@ -117,16 +117,16 @@ def test_answers_made_in_advance_are_shown_at_once(monkeypatch: pytest.MonkeyPat
     known = {name: model_config.known_models()[name] for name in reversed(names)}
     monkeypatch.setattr(model_config, "known_models", lambda: known)
     assert web.fill(0) == (0, 12)
-    clock = iter(range(1000))  # a second passes at each look
+    clock = iter(range(1000))  # the clock advances by one second per call
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     assert web.fill(5 / 60) == (3, 12)
     assert [words.split()[1] for words in ran] == [names[1], names[0], *names[2:]]  # language models first
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
     assert web.fill(1) == (9, 12)
-    assert len(ran) == len(set(ran)) + 1 == 13  # the second call went on; what has no answer is asked again
+    assert len(ran) == len(set(ran)) + 1 == 13  # the second call continues; the failed question is asked again
 
     visitors, words = Visitors(), ran[0].split()
-    with visitors.running:  # another visitor waits
+    with visitors.running:  # another visitor's question is running
         assert list(visitors.answer(words, "one")) == [Answer("fits, \u00bd", f"<p>{words[1]}</p>" * 1000)]
     assert visitors.visits == {}
     kept = web.kept_answer(words).path
@@ -140,8 +140,8 @@ def test_answers_made_in_advance_are_shown_at_once(monkeypatch: pytest.MonkeyPat
     assert list(kept.parent.iterdir()) == []
 
 
-def test_the_space_has_what_the_package_needs() -> None:
-    """A Space installs requirements.txt, and finds the package in the folder beside."""
+def test_space_requirements_equal_the_package_dependencies() -> None:
+    """A Hugging Face Space installs requirements.txt and imports the package from the folder beside it."""
     lists = re.findall(r"^(dependencies|diffusion) = (\[.*?\])$", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
     wanted = [name for _, names in lists for name in ast.literal_eval(names)]
     assert len(wanted) > 10
@@ -154,7 +154,7 @@ def test_the_space_has_what_the_package_needs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
-def test_the_page_in_a_browser(width: int, scheme: Any, tmp_path: Path) -> None:
+def test_page_in_a_browser(width: int, scheme: Any, tmp_path: Path) -> None:
     pytest.importorskip("gradio", reason="gradio is not installed")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

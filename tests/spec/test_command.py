@@ -1,4 +1,4 @@
-"""The commands that run a spec: the recipe's parser reads them back, and what no recipe trains is left open."""
+"""Commands printed for a spec: the recipe's parser reads them, and specs that no recipe trains get a template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt_ft.training.models import LanguageModelArguments, load_pretrained
 from ckpt_ft.training.run_arguments import parse_args
 
 
-def test_the_command_of_one_process_is_whole() -> None:
+def test_command_of_one_process_has_every_flag() -> None:
     spec = TrainingSpec.of(
         "Qwen/Qwen2.5-0.5B", policy="full,head", batch_size=2, accumulation=4, seq_length=512, lora_r=8,
         lora_targets=("q_proj", "v_proj"), dtype="bfloat16", mixed_precision="bf16", max_grad_norm=0.5,
@@ -30,7 +30,7 @@ def test_the_command_of_one_process_is_whole() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["llm", "vlm", "dpo", "grpo", "image_classification"])
-def test_kernels_of_the_hub_are_loaded_with_the_model(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_kernels_reaches_from_pretrained(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = TrainingSpec.of("gpt2", use_kernels=True)
     words = shlex.split(training_command(spec, recipe))
     assert "--use_kernels" in words
@@ -45,7 +45,7 @@ def test_kernels_of_the_hub_are_loaded_with_the_model(recipe: str, monkeypatch: 
         assert load_pretrained(args, auto) is loaded
 
 
-def test_the_loss_that_the_user_s_script_has_to_patch_is_named() -> None:
+def test_command_names_the_patch_that_cut_cross_entropy_needs() -> None:
     spec = TrainingSpec.of("gpt2", cut_cross_entropy=True)
     command = training_command(spec, "llm")
     assert command.endswith(
@@ -55,12 +55,12 @@ def test_the_loss_that_the_user_s_script_has_to_patch_is_named() -> None:
     assert shlex.split(command, comments=True)[-1] == "1"
 
 
-def test_words_that_a_shell_would_read_are_quoted() -> None:
+def test_shell_characters_are_quoted() -> None:
     command = training_command(TrainingSpec.of("my model; rm x", policy="full"), "llm")
     assert shlex.split(command)[3:5] == ["--model_name_or_path", "my model; rm x"]
 
 
-def test_several_processes_are_launched() -> None:
+def test_multi_process_command_uses_accelerate_launch() -> None:
     spec = TrainingSpec.of("gpt2", policy="full", launch=Launch("fsdp2", 16, mixed_precision="bf16"))
     start, _, rest = training_command(spec, "llm", config_file="launch.yaml").partition(' "$(ckpt-ft recipe')
     expected = "accelerate launch -q --config_file launch.yaml --machine_rank RANK --main_process_ip HOST"
@@ -72,14 +72,14 @@ def test_several_processes_are_launched() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"optimizer": "prodigy"},  # which `TrainingArguments.optim` does not have
+        {"optimizer": "prodigy"},  # not a value of `TrainingArguments.optim`
         {"ema": True},
         {"lora_r": 4, "load_in_8bit": True},
         {"frozen": ("embed",)},
         {"peft": {"peft_type": "IA3"}},
     ],
 )
-def test_what_the_recipe_does_not_know_is_left_open(fields: dict[str, object]) -> None:
+def test_spec_that_no_recipe_trains_gets_a_template_command(fields: dict[str, object]) -> None:
     spec = TrainingSpec.of("gpt2", policy="full").edit(**fields)
     launched = spec.edit(launch=Launch("ddp", 2))
     assert training_command(launched, "llm").endswith(
@@ -90,7 +90,7 @@ def test_what_the_recipe_does_not_know_is_left_open(fields: dict[str, object]) -
     assert command_for(TrainingSpec.of("a/unet"), "diffusion model") == "ckpt-ft estimate a/unet"
 
 
-def test_diffusion_and_vision_language_models_have_their_recipes() -> None:
+def test_diffusion_and_vision_language_models_use_their_own_recipes() -> None:
     spec = TrainingSpec.of(
         "a/flux", policy="full", lora_r=16, load_in_4bit=True, dtype="bfloat16", mixed_precision="bf16", resolution=768
     )
@@ -113,12 +113,12 @@ def test_diffusion_and_vision_language_models_have_their_recipes() -> None:
     )
 
 
-def test_a_printed_length_is_that_of_the_workload() -> None:
-    spec = TrainingSpec.of("a/vlm", images=1)  # 1,024 tokens of text, behind those of the image
+def test_printed_max_length_includes_the_image_tokens() -> None:
+    spec = TrainingSpec.of("a/vlm", images=1)  # 1,024 text tokens follow the image tokens
     assert "--max_length 2394 " in command_for(spec, "language model", 2394)
 
 
-def test_trls_trainers_have_their_recipes() -> None:
+def test_dpo_and_grpo_use_their_own_recipes() -> None:
     spec = TrainingSpec.of("a/llm", trainer="dpo", trainer_args='{"beta": 0.2, "loss_type": ["sigmoid", "hinge"]}')
     assert command_for(spec, "language model", 64).endswith(
         "recipe dpo --model_name_or_path a/llm --ac_policy none --max_length 64 --per_device_train_batch_size 1 "
@@ -132,15 +132,15 @@ def test_trls_trainers_have_their_recipes() -> None:
     assert command_for(spec.edit(trainer="sft"), "language model").startswith("ckpt-ft estimate a/llm ")
 
 
-def test_ulysses_is_told_the_attention_of_the_model() -> None:
-    """Its default is none at all, and DeepSpeed refuses an attention that is not the model's."""
+def test_ulysses_command_sets_the_attention_of_the_model() -> None:
+    """Accelerate sets no attention by default, and DeepSpeed refuses one that differs from the model's."""
     spec = TrainingSpec.of("gpt2", launch=Launch("zero3", 2, sp=2))
     assert "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION=sdpa accelerate" in training_command(spec, "llm")
     flash = spec.edit(attn_implementation="flash_attention_2")
     assert "SP_ATTN_IMPLEMENTATION=flash_attention_2 accelerate" in training_command(flash, "llm")
 
 
-def test_a_classifier_has_its_recipe() -> None:
+def test_image_classifier_uses_its_own_recipe() -> None:
     spec = TrainingSpec.of("resnet-50", policy="full", batch_size=32, resolution=160, optimizer="sgd")
     assert command_for(spec, "image classifier") == (
         "ckpt-ft recipe image_classification --model_name_or_path resnet-50 --ac_policy full --resolution 160 "
@@ -150,7 +150,7 @@ def test_a_classifier_has_its_recipe() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["llm", "image_classification"])
-def test_the_recipes_read_their_commands(recipe: str) -> None:
+def test_recipe_parser_reads_the_printed_command(recipe: str) -> None:
     from ckpt_ft.training.arguments import ACArguments
     from ckpt_ft.training.classification import VisionArguments
     from ckpt_ft.training.models import ModelArguments

@@ -1,4 +1,4 @@
-"""The table of settings knows every field of the installed libraries, and no field's default is refused."""
+"""The settings table knows every field of the installed libraries and refuses no field's default."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ckpt_ft.spec.settings import (
 from ckpt_ft.spec.trainer import check_live, spec_of_arguments
 
 PLUGINS = "accelerate.utils.dataclasses"
-# The classes of the libraries, and the sections of the table with their fields.
+# Configuration class -> the sections of the settings table that list its fields.
 CLASSES: dict[str, tuple[str, ...]] = {
     "transformers.TrainingArguments": ("transformers",),
     "transformers.Seq2SeqTrainingArguments": ("transformers",),
@@ -70,7 +70,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "ckpt_ft.training.diffusion.arguments.TransformerArguments": KINDS["diffusion_transformer"],
     "ckpt_ft.training.diffusion.arguments.TransformerLoopArguments": KINDS["diffusion_transformer"],
 }
-# What the readers make of a modelled setting that is no flag by itself.
+# Targets of modelled settings that are not flags; the readers convert them.
 READ = {
     "dp_shard", "rotation", "float8_gather",
     "model", "dataset", "checkpointing", "every_n_layers", "evaluation", "eval_batch_size", "eval_accumulation_steps",
@@ -86,7 +86,7 @@ SOURCE = "run.yaml"
 
 
 def fields_of(path: str) -> Iterator[tuple[str, Any]]:
-    """The names and defaults of a class's fields; a class that this version of a library lacks has none."""
+    """Yields the name and default of each field of a class; nothing if the installed version lacks the class."""
     module, _, name = path.rpartition(".")
     kind = getattr(importlib.import_module(module), name, None)
     for own in dataclasses.fields(kind) if kind is not None else ():
@@ -105,7 +105,7 @@ def test_every_field_is_known_and_its_default_is_not_refused(path: str) -> None:
         assert entry.kind == KEYS or entry.of(getattr(default, "value", default)).kind not in (LIVE, REFUSED), name
 
 
-def test_every_field_of_peft_and_of_quantised_weights_is_known() -> None:
+def test_every_peft_and_quantization_field_is_known() -> None:
     import transformers.utils.quantization_config as quantised
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -127,16 +127,18 @@ def test_every_key_of_deepspeed_is_known() -> None:
 
 
 @pytest.mark.parametrize(("release", "kind"), [("axolotl 0.19.0", "axolotl"), ("llamafactory 0.9.5", "llama_factory")])
-def test_every_key_of_a_release_is_known(release: str, kind: str) -> None:
-    """released_keys.json has the fields of AxolotlInputConfig and its plugins, and of LLaMA-Factory's arguments."""
+def test_every_key_of_axolotl_and_llama_factory_is_known(release: str, kind: str) -> None:
+    """released_keys.json lists the fields of axolotl's AxolotlInputConfig and plugins and of LLaMA-Factory's
+    arguments.
+    """
     keys = json.loads(Path(__file__).with_name("released_keys.json").read_text(encoding="utf-8"))[release]
     assert len(keys) > 150
     assert [key for key in keys if entry_of(key, KINDS[kind]) is None] == []
 
 
 @pytest.mark.skipif(is_older("transformers", "5.23") or is_older("trl", "1.16"), reason="the table has newer fields")
-def test_no_entry_is_of_a_field_that_is_gone() -> None:
-    """Older names stay known: files have them."""
+def test_every_entry_is_a_field_of_an_installed_or_listed_older_release() -> None:
+    """Fields of older releases stay in the table because users' files still contain them."""
     older = {
         "transformers": {"warmup_ratio", "overwrite_output_dir", "logging_dir", "save_safetensors", "group_by_length"},
         "trl.kto": {"generate_during_eval"},
@@ -147,14 +149,14 @@ def test_no_entry_is_of_a_field_that_is_gone() -> None:
         assert table()[section].keys() - known - older.get(section, set()) == set(), section
 
 
-def test_every_optimizer_of_transformers_is_modelled_or_of_another_device() -> None:
+def test_every_optimizer_of_transformers_is_modelled_unless_for_tpu_or_npu() -> None:
     from transformers.training_args import OptimizerNames
 
     others = {"adamw_torch_xla", "adamw_torch_npu_fused"}  # for TPUs and NPUs
     assert {name.value for name in OptimizerNames} - OPTIMIZERS.keys() == others
 
 
-def test_every_target_is_a_flag_or_is_read() -> None:
+def test_every_target_is_a_flag_or_has_a_reader() -> None:
     known = {*flags(), *READ}
     for section, entries in table().items():
         for name, entry in entries.items():
@@ -174,7 +176,7 @@ def test_every_target_is_a_flag_or_is_read() -> None:
         ({"optim_args": "rank=4"}, "optim_args: rank=4: arguments of an optimizer may change its states"),
     ],
 )
-def test_what_is_refused_is_one_line_and_can_be_ignored(content: dict[str, Any], says: str) -> None:
+def test_refused_setting_is_one_line_and_can_be_ignored(content: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError) as refused:
         read_settings(content, KINDS["trl"], SOURCE)
     assert says in str(refused.value)
@@ -183,7 +185,7 @@ def test_what_is_refused_is_one_line_and_can_be_ignored(content: dict[str, Any],
 
 
 @pytest.mark.parametrize("off", [None, False, "false", "null", "", 0, [], {}])
-def test_what_is_off_is_not_refused(off: Any) -> None:
+def test_setting_that_is_off_is_not_refused(off: Any) -> None:
     names: Sequence[str] = (
         "full_determinism",
         "activation_offloading",
@@ -193,7 +195,7 @@ def test_what_is_off_is_not_refused(off: Any) -> None:
     assert read_settings(dict.fromkeys(names, off), KINDS["trl"], SOURCE) == {}
 
 
-def test_values_and_keys_are_read() -> None:
+def test_nested_keys_and_string_booleans_are_read() -> None:
     found = read_settings(
         {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": "false", "packing": True}, KINDS["trl"], SOURCE
     )
@@ -203,7 +205,7 @@ def test_values_and_keys_are_read() -> None:
     }
 
 
-def test_a_live_trainers_arguments_are_read(tmp_path: Path) -> None:
+def test_training_arguments_become_a_spec(tmp_path: Path) -> None:
     args = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=4, max_grad_norm=0.5, optim="sgd",
         bf16=True, use_cpu=True, report_to="none",
@@ -220,7 +222,7 @@ def test_a_live_trainers_arguments_are_read(tmp_path: Path) -> None:
     assert spec_of_arguments(plain).optimizer.max_grad_norm == 0.0
 
 
-def test_a_live_trainer_is_refused_what_its_trace_does_not_run(tmp_path: Path) -> None:
+def test_live_check_refuses_settings_that_the_trace_does_not_run(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", label_smoothing_factor=0.1)
     check_live(args)
     args.torch_compile, args.torch_compile_backend = True, "inductor"
@@ -234,11 +236,11 @@ def test_a_live_trainer_is_refused_what_its_trace_does_not_run(tmp_path: Path) -
         check_live(args)
 
 
-def test_an_evaluation_that_is_on_is_on_in_any_order() -> None:
+def test_eval_strategy_wins_over_do_eval_in_any_order() -> None:
     content = {"eval_strategy": "steps", "eval_on_start": False, "do_eval": False}
     for names in (list(content), list(reversed(content))):
         assert read_settings({name: content[name] for name in names}, KINDS["trl"], SOURCE) == {"evaluation": "steps"}
 
 
-def test_the_page_of_settings_is_current() -> None:
+def test_settings_page_is_up_to_date() -> None:
     assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page()

@@ -1,4 +1,4 @@
-"""TrainingSpec: its values are checked, its edits are typed, and the words that say it make it again."""
+"""TrainingSpec: values are checked, edits are typed, and the words of a spec parse back into it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from ckpt_ft.units import parse_budget
         ({"dtpye": "float16"}, "no setting 'dtpye'; did you mean 'dtype'?"),
     ],
 )
-def test_what_is_wrong_is_one_line(fields: dict[str, Any], says: str) -> None:
+def test_invalid_value_is_one_line(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError) as refused:
         TrainingSpec.of("gpt2", **fields)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_values_are_held_in_their_types() -> None:
+def test_values_are_converted_to_their_types() -> None:
     spec = TrainingSpec.of("gpt2", seq_length="32", max_grad_norm=1, frozen=["embed"], image_size=[64, 48])
     assert (spec.data.seq_length, spec.optimizer.max_grad_norm, spec.model.frozen) == (32, 1.0, ("embed",))
     assert (spec.data.image_size, spec.data.tokens, TrainingSpec().data.tokens) == ((64, 48), 32, 1024)
@@ -53,7 +53,7 @@ def test_values_are_held_in_their_types() -> None:
         spec.data.seq_length = 5  # type: ignore[misc]
 
 
-def test_an_edit_is_checked_and_leaves_the_spec_as_it_was() -> None:
+def test_edit_is_checked_and_does_not_change_the_original() -> None:
     spec = TrainingSpec.of("gpt2", lora_r=8, load_in_8bit=True, policy="full")
     edited = spec.edit(seq_length=64, policy="none")
     assert (edited.data.seq_length, edited.policy, edited.adapter.lora_r) == (64, "none", 8)
@@ -66,7 +66,7 @@ def test_an_edit_is_checked_and_leaves_the_spec_as_it_was() -> None:
         spec.edit(lora_r=0)
 
 
-def test_an_edit_says_what_to_type_and_what_to_leave_out() -> None:
+def test_edit_prints_flags_to_add_and_to_leave_out() -> None:
     spec = TrainingSpec.of("gpt2", lora_r=8, load_in_8bit=True)
     four = Edit({"load_in_8bit": False, "load_in_4bit": True, "dtype": "bfloat16"})
     assert four.text(spec) == "--load-in-4bit --dtype bfloat16 without --load-in-8bit"
@@ -77,7 +77,7 @@ def test_an_edit_says_what_to_type_and_what_to_leave_out() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [24 * 2**30, 150 * 2**20, 30 * 2**10, 12345, 10**10])
-def test_bytes_are_written_as_they_are_read(nbytes: int) -> None:
+def test_byte_text_parses_back(nbytes: int) -> None:
     assert parse_budget(text_of_bytes(nbytes)) == nbytes
 
 
@@ -107,14 +107,14 @@ VALUES: dict[str, Any] = {
 
 @settings(max_examples=60, deadline=None)
 @given(st.fixed_dictionaries(VALUES))
-def test_the_words_of_a_spec_make_it_again(fields: dict[str, Any]) -> None:
+def test_words_of_a_spec_parse_back_into_it(fields: dict[str, Any]) -> None:
     spec = TrainingSpec.of("gpt2", **fields)
     model, *words = words_of(spec)
     assert TrainingSpec.of(model, **fields_of(parsed(words))) == spec
 
 
 def parsed(words: list[str]) -> dict[str, Any]:
-    """The values of flags, as the command line reads them."""
+    """Returns the flag values that the command line parses from `words`."""
     found: list[dict[str, Any]] = []
     app = typer.Typer()
     app.command()(_command_of(found))
@@ -134,14 +134,14 @@ def _command_of(found: list[dict[str, Any]]) -> Any:
     return command
 
 
-def test_every_field_has_a_name_of_its_own_and_help() -> None:
+def test_every_field_has_a_unique_name_and_help() -> None:
     assert len(declared()) == sum(len(part.__dataclass_fields__) for part in PARTS.values())
     for own in declared().values():
         assert own.setting.help
         assert own.flag is None or own.flag in flags()
 
 
-def test_the_flags_are_read_without_pydantic() -> None:
+def test_flags_are_declared_without_importing_pydantic() -> None:
     code = (
         "import sys; from ckpt_ft.spec.flags import flags; flags(); "
         "print({'pydantic', 'torch', 'typer'} & set(sys.modules))"
