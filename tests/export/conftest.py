@@ -1,4 +1,4 @@
-"""A real browser: Debian's Chromium, driven by playwright, without a window and without a network."""
+"""A real browser: Debian's Chromium, driven by Playwright, headless and offline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from frames import settled
+from frames import wait_for_drawing
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -32,7 +32,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def show(browser: Browser) -> Iterator[Callable[[Path], Page]]:
-    """`show(path)` opens a page from disk; in the end nothing may have been said on its console, asked or thrown."""
+    """`show(path)` opens a page from disk; at the end the page must have logged, requested and thrown nothing."""
     context = browser.new_context(viewport={"width": 1280, "height": 1000}, color_scheme="light")
     wrong: list[str] = []
     opened: list[str] = []
@@ -46,7 +46,7 @@ def show(browser: Browser) -> Iterator[Callable[[Path], Page]]:
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: opened.append(request.url))
         page.goto(path.as_uri())
-        settled(page)
+        wait_for_drawing(page)
         return page
 
     yield show

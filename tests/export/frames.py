@@ -1,4 +1,4 @@
-"""A page draws in its next frame: what a test looks at has to be drawn first, however busy the machine."""
+"""Helpers that wait until a page has drawn, and find elements that overflow it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 
-def settled(page: Page) -> None:
-    """Wait for what was asked for to be drawn: a frame that draws it, and one that knows its size."""
+def wait_for_drawing(page: Page) -> None:
+    """Waits for two animation frames: one draws what was requested, the next one knows its size."""
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
-def until(page: Page, reached: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait for what the browser does in its own time, as the turn of a wheel."""
+def wait_until(page: Page, reached: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Waits for what the browser does asynchronously, such as scrolling by the wheel."""
     last = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < last, f"not reached in {seconds:.0f} s"
-        settled(page)
+        wait_for_drawing(page)
 
 
-def beyond(page: Page, width: int = 390) -> list[str]:
-    """The elements that reach beyond the edge of a phone, those that scroll by themselves left out."""
+def overflowing(page: Page, width: int = 390) -> list[str]:
+    """Returns the elements that overflow the width of a phone, except those that scroll themselves."""
     page.set_viewport_size({"width": width, "height": 844})
-    settled(page)
+    wait_for_drawing(page)
     outside = "e => !e.closest('.scroll') && !e.closest('svg') && e.getBoundingClientRect().right > innerWidth + 1"
     found = page.evaluate(
         f"[...document.body.querySelectorAll('*')].filter({outside}).map(e => e.outerHTML.slice(0, 80))"

@@ -1,4 +1,4 @@
-"""Small steps, made by hand and traced: what views of them are tested on."""
+"""Small traces for tests of exports: one made by hand, one recorded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def layered(layers: int, device: str = "t4", prefix: str = "model", waves: int = 1) -> StepTrace:
-    """A step of a model of so many layers: a forward that keeps, a backward that frees, `waves` times as much of both.
+    """Returns a step whose forward saves activations and whose backward frees them, `waves` times, in a model of
+    `layers` layers.
 
-    The resident weights are 2 MiB a module; each forward keeps 1 MiB a module and takes 256 KiB for a moment.
+    Each module has 2 MiB of weights; its forward saves 1 MiB and allocates 256 KiB temporarily.
     """
     names = [f"{prefix}.layers.{i}.{module}" for i in range(layers) for module in MODULES]
     storages = [Storage(2 * MIB, "parameters", "", "", "", owner=name) for name in names]
@@ -44,7 +45,7 @@ def layered(layers: int, device: str = "t4", prefix: str = "model", waves: int =
 
 
 def traced() -> StepTrace:
-    """A traced step of two linear layers under AdamW, on a T4."""
+    """Returns a traced step of two linear layers under AdamW on a T4."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     x = torch.randn(32, 64)
 

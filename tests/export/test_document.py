@@ -1,4 +1,4 @@
-"""A page as a file: whole, small, and nobody else's markup in it."""
+"""An HTML page as a file: self-contained, small, and safe against markup in names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def data_of(text: str) -> dict[str, object]:
     return found
 
 
-def test_texts_open_no_tag() -> None:
+def test_texts_of_a_page_are_escaped() -> None:
     page = Page(HOSTILE, "</script>", [Section("tables", "\u2028", [])], "<!--")
     text = page.html()
     assert HOSTILE not in text
@@ -26,25 +26,25 @@ def test_texts_open_no_tag() -> None:
     assert data_of(text) == {**vars(page), "sections": [{"kind": "tables", "title": "\u2028", "data": []}]}
 
 
-def test_it_asks_nobody(tmp_path: Path) -> None:
+def test_page_requests_nothing(tmp_path: Path) -> None:
     text = layered(2).to_html(tmp_path / "step.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in text
     found = set(re.findall(r"https?://[^\s\"']+", text))
-    assert found == {"http://www.w3.org/2000/svg"}  # a name, not a place
+    assert found == {"http://www.w3.org/2000/svg"}  # a namespace, not an address
 
 
-def test_a_step_of_20_000_events_is_small(tmp_path: Path) -> None:
+def test_page_of_20_000_events_is_small(tmp_path: Path) -> None:
     trace = layered(32, prefix="base_model.model.model", waves=18)
     assert len(trace.events) - trace.start > 20_000
     path = trace.to_html(tmp_path / "step.html")
     assert path.stat().st_size < 2e6 / 2
     view = StepView.from_trace(trace)
-    assert len(view.bytes) == len(trace.storages)  # nothing is left out
+    assert len(view.bytes) == len(trace.storages)  # no storage is left out
     assert sum(nbytes for nbytes, made, life in alive(view, view.peak)) == trace.peak_allocated
 
 
 def alive(view: StepView, moment: int) -> list[tuple[int, int, int]]:
-    """Bytes, moment made and life of what lives at `moment`, from the columns of the page."""
+    """Returns bytes, creation and lifetime of each allocation alive at `moment`, from the columns of the page."""
     found, made, category = [], 0, -1
     for nbytes, kind, more, life in zip(view.bytes, view.category, view.made, view.life, strict=True):
         made, category = (made if kind == category else 0) + more, kind

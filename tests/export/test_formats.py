@@ -1,4 +1,4 @@
-"""A trace in other people's formats: PyTorch's own reader takes its snapshot, and Chrome's events add up."""
+"""Traces in PyTorch's snapshot format and in Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CONFS = ["", "expandable_segments:True", "max_split_size_mb:64"]
 
 
 @pytest.mark.parametrize("conf", CONFS)
-def test_a_snapshot_is_one_of_pytorchs(conf: str, tmp_path: Path) -> None:
+def test_pytorch_reads_the_snapshot(conf: str, tmp_path: Path) -> None:
     trace = replace(layered(3), alloc_conf=conf)
     found = pickle.loads(trace.to_snapshot(tmp_path / "step.pickle").read_bytes())
     assert sum(segment["total_size"] for segment in found["segments"]) == trace.replay.reserved[-1]
     assert sum(segment["allocated_size"] for segment in found["segments"]) == trace.replay.allocated[-1]
-    said = memory_viz.segsum(found)  # raises where blocks do not fill their segments
+    said = memory_viz.segsum(found)  # raises if blocks do not fill their segments
     assert f"segments: {len(found['segments'])}" in said
     assert "Device 0" in memory_viz.trace(found)
     lines = memory_viz.memory(found, format_flamegraph=lambda text: text).splitlines()
@@ -32,7 +32,7 @@ def test_a_snapshot_is_one_of_pytorchs(conf: str, tmp_path: Path) -> None:
     assert "snapshot.pickle" in memory_viz.trace_plot(found)
 
 
-def test_a_snapshots_events_are_the_steps() -> None:
+def test_snapshot_has_the_events_of_the_step() -> None:
     trace = traced()
     found = snapshot_of(trace)
     entries = found["device_traces"][0]
@@ -59,7 +59,7 @@ def snapshot_of(trace: StepTrace) -> dict[str, list[list[dict[str, int]]]]:
     return snapshot(trace)
 
 
-def test_trace_events_add_up(tmp_path: Path) -> None:
+def test_perfetto_events_match_the_trace(tmp_path: Path) -> None:
     trace = traced()
     document = json.loads(trace.to_perfetto(tmp_path / "step.json").read_text())
     events = document["traceEvents"]
@@ -76,8 +76,8 @@ def test_trace_events_add_up(tmp_path: Path) -> None:
     assert names == {"host (predicted)", "t4 (predicted)", "ops issued", "phases and modules", "stream: computation"}
 
 
-def test_slices_lie_in_one_another(tmp_path: Path) -> None:
-    """As the format wants it: of two slices on one track one holds the other, or they do not touch."""
+def test_perfetto_slices_are_nested(tmp_path: Path) -> None:
+    """The format requires that two slices of one track are nested or disjoint."""
     document = json.loads(layered(3).to_perfetto(tmp_path / "step.json").read_text())
     tracks: dict[tuple[int, int], list[tuple[float, float, str]]] = {}
     for event in document["traceEvents"]:
@@ -95,7 +95,7 @@ def test_slices_lie_in_one_another(tmp_path: Path) -> None:
     assert {"forward", "backward", "layers", "q_proj"} <= {name for _, _, name in tracks[HOST, 2]}
 
 
-def test_a_cpus_step_has_no_clock(tmp_path: Path) -> None:
+def test_perfetto_of_a_cpu_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cpu"):
         layered(1, device="cpu").to_perfetto(tmp_path / "step.json")
     assert list(tmp_path.iterdir()) == []

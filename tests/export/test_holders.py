@@ -29,7 +29,7 @@ def test_repeated_layers_are_one_row() -> None:
     assert group_holders(alike) == alike
 
 
-def test_the_table_adds_up_to_the_peak() -> None:
+def test_rows_of_the_table_add_up_to_the_peak() -> None:
     assert markdown_table(holders_table(trace().grouped_holders(2), trace().peak_allocated)) == "\n".join(
         [
             "| module | op | category | count | bytes |",
@@ -43,5 +43,5 @@ def test_the_table_adds_up_to_the_peak() -> None:
     assert [row[0] for row in whole.rows] == ["layers.*.mlp", "weights", "outside of modules"]
 
 
-def test_one_line() -> None:
+def test_holder_as_one_line() -> None:
     assert holder_line(trace().grouped_holders(1)[0]) == "  12.0 MiB  activations layers.*.mlp mm"

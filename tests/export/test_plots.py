@@ -1,4 +1,4 @@
-"""Pictures, whatever the environment says about matplotlib's backends."""
+"""Plots are drawn with every matplotlib backend that the environment names."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ print(os.environ.get("MPLBACKEND"), "matplotlib.pyplot" in sys.modules, matplotl
 @pytest.mark.parametrize(
     ("backend", "later"),
     [
-        ("module://matplotlib_inline.backend_inline", None),  # Jupyter's, inherited by a process that cannot import it
+        # Jupyter's backend, inherited by a process that cannot import it
+        ("module://matplotlib_inline.backend_inline", None),
         ("no such thing", None),
         ("svg", "svg"),
     ],
 )
-def test_a_broken_backend_does_not_matter(backend: str, later: str | None, tmp_path: Path) -> None:
+def test_plot_ignores_a_broken_backend(backend: str, later: str | None, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "step.png"
     environment = {
@@ -51,29 +52,29 @@ def test_a_broken_backend_does_not_matter(backend: str, later: str | None, tmp_p
     assert done.returncode == 0, done.stderr
     assert path.read_bytes().startswith(b"\x89PNG")
     said = done.stdout.strip()
-    assert said.startswith(f"{backend} False ")  # as it was, and nothing global was touched
+    assert said.startswith(f"{backend} False ")  # the setting is unchanged and no global state was touched
     if later:
-        assert said.endswith(later)  # what the user's own pyplot then takes
+        assert said.endswith(later)  # the backend that the user's pyplot then selects
 
 
 @pytest.mark.parametrize("name", ["step.txt", "step"])
-def test_a_suffix_that_is_no_picture(name: str, tmp_path: Path) -> None:
+def test_suffix_of_no_image_format_is_refused(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(UserError, match=f"{name}: a plot is a PNG, SVG or PDF by its suffix"):
         plots.draw_step(tmp_path / name, STEP)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_picture_names_phases_and_holders(tmp_path: Path) -> None:
+def test_plot_names_phases_and_holders(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     text = plots.draw_step(tmp_path / "step.svg", STEP, "a step").read_text()
     for words in ("a step", "forward", "backward", "peak 6.0 MiB", "6.0 MiB  activations layers.*.mlp mm"):
         assert f"<!-- {words} -->" in text or words in text, (
             words
-        )  # glyphs are drawn as paths, texts named beside them
+        )  # glyphs are drawn as paths, with the text beside them
 
 
-def test_labels_of_a_plan_hide_neither_points_nor_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_of_a_plan_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.text import Annotation, Text
 

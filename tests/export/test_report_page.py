@@ -1,4 +1,4 @@
-"""The page of a run, in a browser: predicted beside measured, of each rank and phase, over its steps."""
+"""The page of a run in a browser: predicted and measured bytes of each rank and phase, over the steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from frames import beyond, settled
+from frames import overflowing, wait_for_drawing
 from made_traces import HOSTILE, layered
 
 from ckpt_ft.export.page import StepView
@@ -24,7 +24,7 @@ Show = Callable[[Path], "Page"]
 
 
 def report(trace: StepTrace | None = None) -> MemoryReport:
-    """Two ranks of 30 steps; `trace` is the recorded step."""
+    """Returns a report of two ranks with 30 steps each; `trace` is its recorded step."""
     predicted = Prediction(
         "t4", 6 * GIB, {"forward": 5 * GIB, "backward": 6 * GIB, "optimizer": 3 * GIB}, 8 * GIB, 1.0
     )
@@ -45,7 +45,7 @@ def report(trace: StepTrace | None = None) -> MemoryReport:
     )
 
 
-def test_each_rank_and_phase_beside_its_prediction(show: Show, tmp_path: Path) -> None:
+def test_each_rank_and_phase_has_its_prediction(show: Show, tmp_path: Path) -> None:
     page = show(report().to_html(tmp_path / "report.html"))
     said = page.locator(".bar-row").evaluate_all("rows => rows.map((row) => row.getAttribute('aria-label'))")
     assert "backward, rank 1: 7.00 GiB measured, 6.00 GiB predicted" in said
@@ -55,33 +55,33 @@ def test_each_rank_and_phase_beside_its_prediction(show: Show, tmp_path: Path) -
     assert page.locator(".bar-row", has_text="rank 1").nth(1).inner_text().endswith("-14.3 %")
 
 
-def test_the_steps_of_a_rank(show: Show, tmp_path: Path) -> None:
+def test_steps_of_a_rank_are_drawn(show: Show, tmp_path: Path) -> None:
     page = show(report().to_html(tmp_path / "report.html"))
     page.get_by_role("button", name="rank 1", exact=True).click()
-    settled(page)
+    wait_for_drawing(page)
     picture = page.locator("svg[aria-label^='Peaks of rank 1']")
     assert picture.locator("polyline").count() == 2
     box = picture.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 100)
-    settled(page)
+    wait_for_drawing(page)
     tip = page.locator(".tooltip:not([hidden])").inner_text().split("\n")
     assert tip[0] == "step 30"
     assert "7.00 GiB" in tip
 
 
-def test_a_report_shows_the_step_that_it_was_made_with(show: Show, tmp_path: Path) -> None:
+def test_report_shows_its_recorded_step(show: Show, tmp_path: Path) -> None:
     trace = layered(2)
     made = report(trace)
     page = show(made.to_html(tmp_path / "report.html"))
     assert page.locator("aside .here .big").inner_text() == format_bytes(trace.peak_allocated)
     made.to_json(tmp_path / "memory_report.json")
-    again = MemoryReport.from_json(tmp_path / "memory_report.json")  # the JSON has it in short
-    page = show(again.to_html(tmp_path / "again.html"))
+    loaded = MemoryReport.from_json(tmp_path / "memory_report.json")  # the JSON has a shortened timeline
+    page = show(loaded.to_html(tmp_path / "again.html"))
     assert f"peak {format_bytes(trace.peak_allocated)}" in page.locator("svg[aria-label^='Memory over']").inner_html()
 
 
-def test_a_notebook_shows_a_report() -> None:
+def test_notebook_shows_a_report() -> None:
     made = report()
     made.provenance["policy"] = HOSTILE
     shown = made._repr_html_()
@@ -91,20 +91,20 @@ def test_a_notebook_shows_a_report() -> None:
     assert "<svg" in report(layered(2))._repr_html_()
 
 
-def test_a_long_run_stays_short() -> None:
+def test_history_of_a_long_run_is_thinned() -> None:
     history = History()
     for step in range(1, 10_001):
         history.add(step, {"forward": {"allocated": 1, "reserved": 2}, "backward": {"allocated": step % 777 * MIB}})
     assert MAX_POINTS / 2 <= len(history.steps) <= MAX_POINTS
     assert {len(history.allocated[phase]) for phase in PHASES} == {len(history.steps)} == {len(history.reserved)}
     assert history.steps[:2] == [1, 1 + history.every]
-    assert max(history.allocated["backward"]) == 776 * MIB  # no peak is lost
+    assert max(history.allocated["backward"]) == 776 * MIB  # the peaks are kept
     first = [step % 777 * MIB for step in range(1, 1 + history.every)]
     assert history.allocated["backward"][0] == max(first)
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_reserved_is_known_on_a_gpu_alone(every: int) -> None:
+def test_history_without_a_gpu_has_no_reserved_bytes(every: int) -> None:
     history = History()
     for step in range(1, MAX_POINTS * every + 1):
         history.add(step, {"forward": {"allocated": step}})
@@ -112,5 +112,5 @@ def test_reserved_is_known_on_a_gpu_alone(every: int) -> None:
     assert history.reserved == []
 
 
-def test_it_fits_a_phone(show: Show, tmp_path: Path) -> None:
-    assert beyond(show(report(layered(2)).to_html(tmp_path / "report.html"))) == []
+def test_report_page_fits_a_phone(show: Show, tmp_path: Path) -> None:
+    assert overflowing(show(report(layered(2)).to_html(tmp_path / "report.html"))) == []

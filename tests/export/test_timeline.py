@@ -1,4 +1,4 @@
-"""The stacked areas of a step, computed once and drawn by every format; and the columns of a trace's JSON."""
+"""The stacked areas of a step that every format draws, and the columns of a trace's JSON."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SMALL = Timeline(
 )
 
 
-def test_layers_lie_on_one_another() -> None:
+def test_layers_are_stacked() -> None:
     assert list(SMALL.layers()) == [("parameters", [0, 0, 0], [4, 4, 4]), ("activations", [4, 4, 4], [4, 7, 5])]
     assert SMALL.peak_bytes == 7
     assert list(SMALL.phases()) == [("forward", 0, 2), ("backward", 2, 3)]
 
 
-def test_the_areas_reach_the_peak_of_the_trace_at_few_points() -> None:
+def test_shortened_timeline_keeps_the_peak() -> None:
     trace = layered(6)
     for points in (7, 1500):
         timeline = Timeline.from_trace(trace, points)
@@ -45,7 +45,7 @@ def test_the_areas_reach_the_peak_of_the_trace_at_few_points() -> None:
         assert len(timeline.moments) <= points
 
 
-def test_the_svg_draws_each_layer_to_scale() -> None:
+def test_svg_draws_each_layer_to_scale() -> None:
     svg = SMALL.svg(180, 130)  # 100 wide and 100 high within the margins
     polygons = re.findall(r"<polygon points='([^']+)'[^>]*><title>(\w+)", svg)
     assert [name for _, name in polygons] == ["parameters", "activations"]
@@ -60,7 +60,7 @@ def test_the_svg_draws_each_layer_to_scale() -> None:
     "damage",
     [{"moments": []}, {"moments": [0, 3, 2]}, {"series": {"parameters": [1]}}, {"series": {"<b>": [1, 2, 3]}}],
 )
-def test_a_damaged_timeline_of_a_report_is_refused_when_it_is_read(damage: dict[str, Any], tmp_path: Path) -> None:
+def test_damaged_timeline_of_a_report_is_refused(damage: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "memory_report.json"
     ranks = [{"rank": 0, "device": "cpu", "steps": 1, "sampled": 1, "peaks": {"forward": {"allocated": 7}}}]
     timeline = dataclasses.asdict(SMALL)
@@ -71,22 +71,22 @@ def test_a_damaged_timeline_of_a_report_is_refused_when_it_is_read(damage: dict[
         MemoryReport.from_json(path)
 
 
-def test_texts_of_a_report_open_no_tag() -> None:
+def test_texts_of_an_svg_are_escaped() -> None:
     svg = dataclasses.replace(SMALL, source=HOSTILE, marks=[(0, HOSTILE * 2)]).svg(2000, 100)
     assert HOSTILE not in svg
     assert html.escape(HOSTILE) in svg
 
 
-def test_a_trace_without_events_has_a_picture() -> None:
+def test_trace_without_events_has_a_chart() -> None:
     trace = StepTrace("cpu", [], [])
     assert "peak 0 B" in trace._repr_html_()
 
 
-def test_every_category_has_a_colour_in_the_order_of_the_stack() -> None:
+def test_every_category_has_a_colour_in_stack_order() -> None:
     assert tuple(CATEGORY_COLOURS) == CATEGORIES
 
 
-def test_the_columns_of_the_json_are_the_fields() -> None:
+def test_json_columns_are_the_fields() -> None:
     for columns, kind in ((STORAGE_COLUMNS, Storage), (OP_COLUMNS, Op)):
         fields = {field.name: str(field.type).partition("[")[0] for field in dataclasses.fields(kind)}
         assert {name: column.__name__ for name, column in columns.items()} == fields

@@ -1,4 +1,4 @@
-"""Four small models with a training step for any batch size: what the planner's tests plan for."""
+"""Four small models with training steps for any batch size, for tests of planning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckpt_ft.workloads.workload import Workload
 
 @dataclass
 class Small:
-    """A model in train mode and its step; `make_optimizer` is AdamW."""
+    """A model in train mode with its training step."""
 
     model: nn.Module
     loss: Callable[[nn.Module, int], torch.Tensor]

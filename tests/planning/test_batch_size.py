@@ -1,4 +1,4 @@
-"""The largest batch: against brute force by real steps, after an OOM, on two ranks, the effective batch kept."""
+"""The largest batch size: compared with real steps, after out-of-memory errors, and on two ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ POLICIES = {
 
 
 def measured(small: Small, sizes: range) -> dict[int, int]:
-    """Peak bytes of a real step in steady state at each batch size."""
+    """Returns the peak bytes of a real steady-state step for each batch size."""
     optimizer = small.make_optimizer(small.model)
     small.step_for_batch(1)(small.model, optimizer)
     peaks = {}
@@ -57,7 +57,7 @@ def measured(small: Small, sizes: range) -> dict[int, int]:
 
 
 @pytest.mark.slow
-def test_one_of_the_grid() -> None:
+def test_largest_batch_equals_brute_force() -> None:
     small = MODELS["llama"]()
     apply_policy(small.model, "full")
     peaks = measured(small, range(1, 10))
@@ -68,19 +68,21 @@ def test_one_of_the_grid() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_brute_force_with_three_steps_and_hardly_an_oom(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_batch_takes_three_steps_and_rarely_runs_out_of_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     small = MODELS[name]()
     traced: dict[tuple[str, int], Traced] = {}  # five budgets ask for the same traces
     plain = tracing._session
 
-    def once(workload: Workload, keys: list[tuple[str, int]], usual: bool) -> list[Traced]:
+    def trace_each_once(workload: Workload, keys: list[tuple[str, int]], usual: bool) -> list[Traced]:
         for key in keys:
             if key not in traced:
                 (traced[key],) = plain(workload, [key], usual)
         return [traced[key] for key in keys]
 
-    monkeypatch.setattr(tracing, "_session", once)
+    monkeypatch.setattr(tracing, "_session", trace_each_once)
     outcomes: Counter[str] = Counter()
     for policy in POLICIES[name]:
         apply_policy(small.model, policy)
@@ -98,7 +100,7 @@ def test_equals_brute_force_with_three_steps_and_hardly_an_oom(name: str, monkey
     assert outcomes["out of memory"] <= outcomes["runs"] // 10, outcomes
 
 
-def test_nothing_is_left_behind() -> None:
+def test_search_leaves_weights_random_state_and_gradients_unchanged() -> None:
     small = MODELS["resnet"]()
     before = {key: value.clone() for key, value in small.model.state_dict().items()}
 
@@ -116,11 +118,11 @@ def test_nothing_is_left_behind() -> None:
     assert all(parameter.grad is None for parameter in small.model.parameters())
 
 
-def test_gradients_that_were_there_are_the_same_tensors_with_the_same_bits() -> None:
+def test_search_keeps_the_users_gradients_and_policy() -> None:
     small = MODELS["llama"]()
     applied = apply_policy(small.model, "full")
 
-    def careless(size: int) -> Step:  # adds to the gradients that it finds, and leaves its own
+    def step_without_zero_grad(size: int) -> Step:  # adds to existing gradients and leaves its own
         def step(model: nn.Module, optimizer: Any) -> None:
             small.loss(model, size).backward()
             optimizer.step()
@@ -131,13 +133,13 @@ def test_gradients_that_were_there_are_the_same_tensors_with_the_same_bits() -> 
     small.loss(small.model, 2).backward()
     given = {name: parameter.grad for name, parameter in small.model.named_parameters()}
     bits = {name: gradient.clone() for name, gradient in given.items()}
-    found = find_max_batch_size(small.model, careless, "1GiB", max_batch_size=2, **optimizer)
+    found = find_max_batch_size(small.model, step_without_zero_grad, "1GiB", max_batch_size=2, **optimizer)
     assert found.trials
     for name, parameter in small.model.named_parameters():
         assert parameter.grad is given[name]
         assert torch.equal(parameter.grad, bits[name])
     small.model.zero_grad()
-    without = find_max_batch_size(small.model, careless, "1GiB", max_batch_size=2, **optimizer)
+    without = find_max_batch_size(small.model, step_without_zero_grad, "1GiB", max_batch_size=2, **optimizer)
     assert without.trials == found.trials  # they are not counted either
     assert applied_policy(small.model) is applied
     applied.remove()
@@ -145,7 +147,7 @@ def test_gradients_that_were_there_are_the_same_tensors_with_the_same_bits() -> 
 
 
 @pytest.mark.parametrize(("users", "during"), [(1.0, 0.25), (0.5, 0.25), (0.125, 0.125)])
-def test_the_users_memory_fraction_is_kept(users: float, during: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_fraction_of_the_user_is_restored(users: float, during: float, monkeypatch: pytest.MonkeyPatch) -> None:
     fractions = [users]
     total = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
@@ -163,7 +165,7 @@ def test_the_users_memory_fraction_is_kept(users: float, during: float, monkeypa
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.7])
-def test_a_wrong_prediction_is_put_right(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_prediction_is_corrected_by_real_steps(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     small = MODELS["llama"]()
     peaks = measured(small, range(1, 9))
     right = batch_size.largest_in_room
@@ -180,7 +182,7 @@ def test_a_wrong_prediction_is_put_right(factor: float, monkeypatch: pytest.Monk
     assert any(not trial.fits for trial in found.trials) == (factor > 1)
 
 
-def test_memory_is_free_again_after_running_out() -> None:
+def test_memory_is_freed_after_out_of_memory() -> None:
     small = MODELS["llama"]()
     room = memory_budget("4MiB", None)
     runner = batch_size.Runner(small.workload(), room, torch.device("cpu"))
@@ -192,10 +194,10 @@ def test_memory_is_free_again_after_running_out() -> None:
     before = alive()
     assert runner.attempt(500) is None
     assert alive() == before
-    assert runner.attempt(1) is not None  # and it goes on
+    assert runner.attempt(1) is not None  # a smaller batch still runs
 
 
-def test_not_one_sample() -> None:
+def test_budget_for_no_sample_gives_batch_zero() -> None:
     small = MODELS["vit"]()
     found = find_max_batch_size(small.model, small.step_for_batch, "100KiB", make_optimizer=small.make_optimizer)
     assert (found.batch, found.predicted) == (0, 0)
@@ -207,11 +209,11 @@ def test_not_one_sample() -> None:
     ("given", "largest", "micro", "steps"),
     [((8, 4), 13, 8, 4), ((64, 1), 13, 8, 8), ((4, 4), 100, 16, 1), ((7, 1), 6, 4, 2), ((1, 1), 9, 1, 1)],
 )
-def test_the_effective_batch_is_kept(given: tuple[int, int], largest: int, micro: int, steps: int) -> None:
+def test_effective_batch_is_kept(given: tuple[int, int], largest: int, micro: int, steps: int) -> None:
     assert keep_effective(*given, largest)[:2] == (micro, steps)
 
 
-def test_what_changed_is_said() -> None:
+def test_change_of_the_effective_batch_is_reported() -> None:
     assert "the effective batch stays 64 per device" in keep_effective(64, 1, 13)[2]
     assert "the effective batch becomes 8, was 7 per device" in keep_effective(7, 1, 6)[2]
     with pytest.raises(UserError, match="not even one sample"):
@@ -222,14 +224,15 @@ def _on_a_rank(rank: int, results: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     small = MODELS["llama"]()
-    budget = f"{4 + 2 * rank}MiB"  # the second rank has more room
+    budget = f"{4 + 2 * rank}MiB"  # the second rank has the larger budget
     found = find_max_batch_size(small.model, small.step_for_batch, budget, make_optimizer=small.make_optimizer)
     Path(results, str(rank)).write_text(str(found.batch))
 
 
 @pytest.mark.slow
-def test_ranks_agree_on_the_smallest(tmp_path: Path) -> None:
-    mp.start_processes(_rank_main, (str(tmp_path),), nprocs=2, start_method="fork")  # spawned ones import first
+def test_ranks_agree_on_the_smallest_batch(tmp_path: Path) -> None:
+    # spawned processes would import torch first
+    mp.start_processes(_rank_main, (str(tmp_path),), nprocs=2, start_method="fork")
     sizes = [int((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
     alone = MODELS["llama"]()
     found = find_max_batch_size(alone.model, alone.step_for_batch, "4MiB", make_optimizer=alone.make_optimizer)
@@ -246,7 +249,7 @@ def _rank_main(rank: int, results: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "found_by_trying"), [("none", 177), ("stages:3+4", 205)])
-def test_the_last_batch_that_runs_on_a_t4_is_the_one_that_was_found_by_trying(policy, found_by_trying):
+def test_largest_batch_on_a_t4_equals_the_measured_one(policy, found_by_trying):
     resnet = load(TrainingSpec.of("microsoft/resnet-50", optimizer="none", max_grad_norm=0.0), find_gpu("t4"))
     found = predict_max_batch_size(resnet, policy, margin=0)
     assert found.last == pytest.approx(found_by_trying, abs=2)
@@ -255,8 +258,8 @@ def test_the_last_batch_that_runs_on_a_t4_is_the_one_that_was_found_by_trying(po
     assert f"up to {found.last} runs, but gives cached memory back once a step" in str(found)
 
 
-def test_norms_that_cannot_take_one_sample() -> None:
-    """Where a batch of 2 does not fit either, that is one line; where it does, it is found."""
+def test_smallest_batch_with_batch_norm_is_two() -> None:
+    """BatchNorm refuses a batch of 1, so the search starts at 2; if 2 does not fit either, the error is one line."""
 
     def step_for_batch(samples: int) -> Step:
         def step(model: nn.Module, optimizer: Any) -> None:
@@ -275,7 +278,7 @@ def test_norms_that_cannot_take_one_sample() -> None:
 
 
 def test_phases_between_steps_limit_the_batch(tmp_path: Path) -> None:
-    """A phase that takes 3 MiB and 1 MiB a sample: in 8 MiB beside batches up to 5, whatever the step takes."""
+    """A phase takes 3 MiB and 1 MiB per sample, so 8 MiB hold a batch of at most 5, whatever the step takes."""
 
     def between(workload: Workload, samples: int) -> Any:
         return lambda model, optimizer: torch.empty((3 + samples) * 2**20, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A budget sweep: its picks are what `plan` says for those budgets."""
+"""A budget sweep picks at each budget what `plan` picks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def sweep() -> BudgetSweep:
 
 
 @pytest.mark.slow
-def test_every_pick_is_what_plan_says_for_that_budget(sweep: BudgetSweep) -> None:
+def test_every_pick_equals_the_plan_for_its_budget(sweep: BudgetSweep) -> None:
     budgets = [point.room.budget for point in sweep.points]
     assert budgets == sorted(set(budgets))
     assert 5 <= len(budgets) <= OTHERS + 1
@@ -28,13 +28,13 @@ def test_every_pick_is_what_plan_says_for_that_budget(sweep: BudgetSweep) -> Non
         assert alone.candidates == point.candidates
 
 
-def test_the_plan_is_the_one_that_was_asked_for(sweep: BudgetSweep) -> None:
+def test_plan_is_for_the_given_budget(sweep: BudgetSweep) -> None:
     asked = next(point for point in sweep.points if point.room.budget == 3 * MIB)
     assert sweep.plan.candidates == asked.candidates
     assert sweep.points[-1].room.budget == 6 * MIB  # on a CPU: twice the budget
 
 
-def test_every_candidate_has_its_trace(sweep: BudgetSweep) -> None:
+def test_every_candidate_has_a_trace(sweep: BudgetSweep) -> None:
     for point in sweep.points:
         assert all(point.room.fits(candidate) for candidate in point.candidates)
         for candidate in point.candidates:
@@ -42,7 +42,7 @@ def test_every_candidate_has_its_trace(sweep: BudgetSweep) -> None:
 
 
 @pytest.mark.slow
-def test_picks_of_a_whole_search_are_what_plan_says() -> None:
+def test_picks_of_an_unrestricted_search_equal_plans() -> None:
     found = budget_sweep(small_models.llama().workload("cpu"), 3 * MIB, max_batch_size=16)
     for point in found.points[::2]:
         alone = plan(small_models.llama().workload("cpu"), point.room.budget, max_batch_size=16)

@@ -1,4 +1,4 @@
-"""ckpt-ft check: the weights that it says, and what a policy of sums in another order is held to."""
+"""The command `ckpt-ft check`: which weights it uses, and its tolerance for policies that sum in another order."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ SETTINGS = TrainingSpec.of(seq_length=8, optimizer="none", dtype="float32")
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A directory with weights that no seed gives, in bf16."""
+    """Returns a directory with a saved bf16 model whose weights no seed of the check produces."""
     torch.manual_seed(1234)
     model = LlamaForCausalLM(LlamaConfig(**TINY)).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "saved")
     return tmp_path / "saved"
 
 
-def test_a_hub_models_weights_are_loaded(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the Hub's cache here: a repository as huggingface_hub lays it out."""
+def test_saved_weights_of_a_hub_model_are_loaded(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights come from a local copy of the Hub's cache, in huggingface_hub's layout."""
     from huggingface_hub import constants
 
     repository = tmp_path / "hub" / "models--me--tiny"
@@ -53,7 +53,7 @@ def test_a_hub_models_weights_are_loaded(saved: Path, tmp_path: Path, monkeypatc
     assert parity.notes[-1] == "note: me/tiny with the saved weights"
 
 
-def test_a_configuration_has_random_weights(saved: Path) -> None:
+def test_config_without_weights_gets_random_weights(saved: Path) -> None:
     parity = check_model(SETTINGS.edit(model=str(saved / "config.json"), policy="full", batch_size=2), seed=0)
     assert "with random weights" in parity.notes[-1]
     assert (
@@ -63,20 +63,20 @@ def test_a_configuration_has_random_weights(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_head_and_pointwise_are_held_to_their_bound(saved: Path, mixed_precision: str) -> None:
+def test_head_and_pointwise_are_within_their_tolerance(saved: Path, mixed_precision: str) -> None:
     settings = TrainingSpec.of(seq_length=8, optimizer="none", dtype="float32", mixed_precision=mixed_precision)
     assert check_model(settings.edit(model=str(saved), policy="pointwise,head", batch_size=2), seed=0).ok
 
 
-def test_a_compilers_budget_with_dropout_is_refused(tmp_path: Path) -> None:
+def test_compile_budget_with_dropout_is_refused(tmp_path: Path) -> None:
     LlamaConfig(**TINY, attention_dropout=0.1).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="has dropout.*silently wrong.*pytorch#190717|pytorch/pytorch#190717"):
         check_model(SETTINGS.edit(model=str(tmp_path), policy="budget:0.5", batch_size=2), seed=0)
     assert check_model(SETTINGS.edit(model=str(tmp_path), policy="budget:1", batch_size=2), seed=0).ok
 
 
-def test_a_diffusion_models_noise_is_drawn(tmp_path: Path) -> None:
-    """Not memory as it was found: the loss is a number, the same each time."""
+def test_noise_of_a_diffusion_model_is_drawn_from_the_seed(tmp_path: Path) -> None:
+    """The loss is the same in each check, so the noise is not uninitialized memory."""
     pytest.importorskip("diffusers")
     from tiny_unets import make_tiny_pipeline
 
@@ -88,4 +88,4 @@ def test_a_diffusion_models_noise_is_drawn(tmp_path: Path) -> None:
         for _ in (1, 2)
     ]
     assert losses[0] == losses[1]
-    assert 0.5 < float(losses[0]) < 10  # noise of variance 1, and what an untrained U-Net says
+    assert 0.5 < float(losses[0]) < 10  # noise has variance 1 and the U-Net is untrained

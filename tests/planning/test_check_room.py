@@ -1,4 +1,4 @@
-"""`ckpt-ft check` of a model that cannot fit says so, and loads nothing."""
+"""The command `ckpt-ft check` refuses a model or batch that cannot fit before it loads weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ PARAMETERS = 2 * 64 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16) + 16
 
 
 @pytest.mark.parametrize("spare", [0, -1])
-def test_weights_and_two_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
+def test_check_without_memory_for_weights_and_two_gradients_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: int
+) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     free = SimpleNamespace(available=3 * 4 * PARAMETERS + spare)
@@ -35,8 +37,8 @@ def test_weights_and_two_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )
 
 
-def test_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step takes beside the weights is told from its trace, to the byte; gradients are kept twice."""
+def test_check_without_memory_for_the_batch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of the step come exactly from its trace; a check holds the gradients twice."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     settings, cpu = TrainingSpec.of(seq_length=8), check.torch.device("cpu")
@@ -52,7 +54,7 @@ def test_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check.check_model(settings.edit(model=str(path), policy="full", batch_size=64), 0)
 
 
-def test_a_model_that_cannot_be_traced_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_cannot_be_traced_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
 

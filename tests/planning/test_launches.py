@@ -1,4 +1,4 @@
-"""Plans over several launches: what is shown is a trace of its launch, and the pick is what single plans pick."""
+"""Plans over several launches: each row equals its trace, and the pick is as good as the best plan of one launch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ckpt_ft.workloads.from_trainer import own_loss
 from ckpt_ft.workloads.workload import Batch, Workload
 
 POLICIES = ["none", "pointwise", "full"]
-LAUNCHES = launches_on(4, link=2e8)  # so slow that what is sent decides
+LAUNCHES = launches_on(4, link=2e8)  # so slow that communication decides
 
 
 BUDGET = "1100MiB"
 
 
 def workload() -> Workload:
-    """17 million parameters, whose states take more than all else."""
+    """A model of 17 million parameters, whose states take most of the memory."""
     config = LlamaConfig(
         vocab_size=4096, hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, use_cache=False,
@@ -54,7 +54,7 @@ def found() -> Plan:
     return plan(workload(), BUDGET, launches=LAUNCHES, policies=POLICIES, max_batch_size=64, margin=0.0)
 
 
-def test_each_launch_is_shown_as_it_is_traced(found: Plan) -> None:
+def test_every_row_equals_the_trace_of_its_launch(found: Plan) -> None:
     assert {candidate.launch for candidate in found.candidates} == set(LAUNCHES)
     for candidate in found.candidates:
         asked = replace(workload(), launch=candidate.launch)
@@ -66,7 +66,7 @@ def test_each_launch_is_shown_as_it_is_traced(found: Plan) -> None:
 
 
 @pytest.mark.slow
-def test_the_pick_is_as_fast_as_what_a_plan_for_each_launch_picks(found: Plan) -> None:
+def test_pick_is_as_fast_as_the_best_plan_of_one_launch(found: Plan) -> None:
     more = {"policies": POLICIES, "max_batch_size": 64, "margin": 0.0}
     alone = [plan(replace(workload(), launch=launch), BUDGET, **more).best for launch in LAUNCHES]  # type: ignore[arg-type]
     fastest = max(candidate.samples_per_second for candidate in alone)
@@ -74,9 +74,9 @@ def test_the_pick_is_as_fast_as_what_a_plan_for_each_launch_picks(found: Plan) -
 
 
 @pytest.mark.slow
-def test_on_how_few_gpus_it_fits(found: Plan) -> None:
+def test_plan_names_the_fewest_gpus_that_fit(found: Plan) -> None:
     assert found.fewest is not None
-    assert found.fewest.launch is None  # on one
+    assert found.fewest.launch is None  # one GPU is enough
     asked, needed = workload(), {}
     apply_policy(asked.model, "full")
     for gpus in (2, 4):
@@ -89,8 +89,8 @@ def test_on_how_few_gpus_it_fits(found: Plan) -> None:
     assert fits.fewest.launch == Launch("fsdp2", 4)
 
 
-def test_a_scaled_trace_sends_what_the_trace_sends() -> None:
-    """On a stream of its own: both were lost, so that collectives were priced as kernels."""
+def test_scaled_trace_has_the_collectives_of_a_trace() -> None:
+    """Their bytes and their own stream are kept, so that they are priced as collectives."""
     asked = replace(workload(), launch=Launch("fsdp2", 4))
     with Tracer(asked) as tracer:
         growth = Growth(LOW, HIGH)
@@ -104,7 +104,7 @@ def test_a_scaled_trace_sends_what_the_trace_sends() -> None:
     assert scaled.peak_reserved == pytest.approx(there.peak_reserved, rel=1e-3)
 
 
-def test_zero_is_looked_at_by_name() -> None:
+def test_zero_is_tried_when_named() -> None:
     launches = launches_on(2, strategies=["zero2", "zero3"])
     found = plan(workload(), launches=launches, policies=["none"], batch_size=2)
     assert {candidate.launch for candidate in found.candidates} == set(launches)
@@ -112,7 +112,7 @@ def test_zero_is_looked_at_by_name() -> None:
         plan(workload(), "1GiB", launches=launches, policies=["none"], batch_size=2)
 
 
-def test_a_launch_that_does_not_suit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_that_cannot_wrap_the_model_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = workload()
     refuses = Launch("fsdp2", 2, wrap=("NoSuchBlock",))
     found = plan(asked, BUDGET, launches=[Launch("ddp", 2), refuses], policies=["none"], batch_size=2)
@@ -122,7 +122,7 @@ def test_a_launch_that_does_not_suit_is_left_out(monkeypatch: pytest.MonkeyPatch
         plan(asked, BUDGET, launches=[refuses], policies=["none"], batch_size=2)
 
 
-def test_experts_on_as_many_gpus_as_divide_their_number() -> None:
+def test_expert_parallel_degree_divides_the_number_of_experts() -> None:
     def mixture(experts: int, kind: str = "qwen3_moe") -> nn.Module:
         sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 300}
         config = AutoConfig.for_model(kind, **sizes, num_experts=experts, moe_intermediate_size=32)
@@ -150,13 +150,13 @@ def test_experts_on_as_many_gpus_as_divide_their_number() -> None:
         Launch("zero3", 4, mixed_precision="fp16"),
     ],
 )
-def test_accelerate_reads_what_is_written(launch: Launch, tmp_path: Path) -> None:
+def test_written_launch_file_reads_back(launch: Launch, tmp_path: Path) -> None:
     path = tmp_path / "launch.yaml"
     path.write_text(accelerate_config(launch))
     assert read_launch(path)[0] == launch
 
 
-def test_what_is_no_choice_of_launches() -> None:
+def test_invalid_choice_of_launches_is_refused() -> None:
     with pytest.raises(UserError, match="1 GPUs: a launch is for at least 2"):
         launches_on(1)
     with pytest.raises(UserError, match="no strategy 'zero4'; did you mean 'zero"):

@@ -1,4 +1,4 @@
-"""Rows by length: what the longest of a batch is, and plans whose bytes and seconds are of different ones."""
+"""Row lengths: the longest of a batch, and plans that take bytes from the longest and seconds from the usual batch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ROWS = [6, 6, 6, 10, 12, 40]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
-def test_padded_is_the_expected_longest(batch: int) -> None:
+def test_padded_length_is_the_expected_maximum(batch: int) -> None:
     every = [max(lengths) for lengths in itertools.product(ROWS, repeat=batch)]
     assert Lengths.of(ROWS).padded(batch) == round(sum(every) / len(every))
 
 
-def test_what_a_histogram_says() -> None:
+def test_statistics_of_lengths() -> None:
     lengths = Lengths.of(ROWS)
     assert (lengths.longest, round(lengths.mean, 2)) == (40, 13.33)
     assert [lengths.quantile(share) for share in (0.5, 0.51, 0.9, 1)] == [6, 10, 40, 40]
@@ -55,7 +55,7 @@ def plan_for(lengths: Lengths | None, budget: str = "6MiB", **more: Any) -> Plan
     return plan(Workload.of_loop(small.model, step, small.make_optimizer, "cpu", lengths=lengths), budget, **more)
 
 
-def test_bytes_are_the_longests_and_seconds_the_usual() -> None:
+def test_bytes_are_of_the_longest_and_seconds_of_the_usual_batch() -> None:
     lengths = Lengths.of([6] * 400 + [8] * 4600 + [40] * 5)
     assert lengths.padded(256) == 15
     small = llama()
@@ -75,7 +75,7 @@ def test_bytes_are_the_longests_and_seconds_the_usual() -> None:
 
 
 @pytest.mark.slow
-def test_few_long_rows_may_be_cut() -> None:
+def test_cutting_few_long_rows_is_suggested() -> None:
     lengths = Lengths.of([10] * 400 + [40])
     assert (lengths.padded(256), lengths.cut(10).padded(256)) == (24, 10)
     fixes = plan_for(lengths, budget="200MiB", batch_size=256, policies=["none"]).fixes

@@ -1,4 +1,4 @@
-"""The longest sequence that fits: against traces of every length, against real steps, and from the command line."""
+"""The longest sequence that fits: compared with traces of each length, with real steps, and on the command line."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _peak(config: str, policy: str, length: int, batch_size: int = 1) -> int:
     return workload.trace(batch_size).peak_reserved
 
 
-def test_every_length_is_the_longest_whose_own_trace_fits(config: str) -> None:
+def test_predicted_length_is_the_longest_that_fits(config: str) -> None:
     workload = load(TrainingSpec.of(config), "t4")
     found = predict_max_length(workload, ("none", "full"), "260MiB", batch_size=3, margin="0")
     by_policy = {one.policy: one for one in found.ladder}
@@ -59,13 +59,13 @@ def test_every_length_is_the_longest_whose_own_trace_fits(config: str) -> None:
     for policy, one in by_policy.items():
         assert one.length % GRANULARITY == 0
         assert one.peak_reserved == _peak(config, policy, one.length, 3) <= found.room.limit
-        # Reserved bytes come in segments: a few hundred tokens more may reserve as much or less.
+        # Reserved bytes come in segments, so a few hundred more tokens can reserve as much or less.
         assert _peak(config, policy, round(1.1 * one.length), 3) > found.room.limit
 
 
 @pytest.mark.parametrize("kind", ["eager", "a mask of a sliding window"])
-def test_growth_with_the_square_of_the_length_is_known(kind: str, config: str, tmp_path: Path) -> None:
-    """Scores and masks of 50 pieces from traces of 5 and 7, and of 60 from the trace of 50."""
+def test_quadratic_growth_with_the_length_is_extrapolated(kind: str, config: str, tmp_path: Path) -> None:
+    """Attention scores and masks of 50 pieces are extrapolated from 5 and 7 pieces, and those of 60 from 50."""
     spec = TrainingSpec.of(config, attn_implementation="eager")
     if kind != "eager":
         path = tmp_path / "gemma.json"
@@ -85,7 +85,7 @@ def test_growth_with_the_square_of_the_length_is_known(kind: str, config: str, t
         assert estimates.scaled_reserved("none", 60) == pytest.approx(traces[60].peak_reserved, rel=1e-4)
 
 
-def test_one_policy_says_what_the_next_term_would_give(config: str) -> None:
+def test_next_policy_term_is_suggested_with_its_length(config: str) -> None:
     said: list[str] = []
     workload = load(TrainingSpec.of(config), "t4")
     found = predict_max_length(workload, ("full",), "260MiB", margin="0", next_term=True, report=said.append)
@@ -94,7 +94,7 @@ def test_one_policy_says_what_the_next_term_would_give(config: str) -> None:
     assert any("head" in line for line in said)
     assert [one.policy for one in found.ladder] == ["full"]
     assert more is not None
-    assert (more.term, more.longest.policy) == ("tile:16", "full,tile:16")  # `head` does not lengthen this one
+    assert (more.term, more.longest.policy) == ("tile:16", "full,tile:16")  # `head` allows no longer sequence here
     assert more.longest.length > found.length
     assert _peak(config, "full,tile:16", more.longest.length) == more.longest.peak_reserved <= found.room.limit
     traced = load(TrainingSpec.of(config, seq_length=found.length), "t4")
@@ -102,7 +102,7 @@ def test_one_policy_says_what_the_next_term_would_give(config: str) -> None:
     assert more.slower == pytest.approx(traced.trace(1).seconds / found.ladder[0].seconds - 1, abs=1e-9)
 
 
-def test_a_fused_loss_needs_no_head(config: str) -> None:
+def test_head_is_not_suggested_with_a_fused_loss(config: str) -> None:
     said: list[str] = []
     workload = load(TrainingSpec.of(config, use_liger_kernel=True), "t4")
     found = predict_max_length(workload, ("full",), "200MiB", margin="0", next_term=True, report=said.append)
@@ -112,8 +112,8 @@ def test_a_fused_loss_needs_no_head(config: str) -> None:
 
 
 @pytest.mark.parametrize("launches", [(), (Launch("ddp", 2),)])
-def test_an_evaluation_limits_the_length(config: str, launches: tuple[Launch, ...]) -> None:
-    """Of 64 rows at once, beside steps of one row."""
+def test_evaluation_limits_the_length(config: str, launches: tuple[Launch, ...]) -> None:
+    """Training steps have 1 row, evaluation batches have 64."""
     lengths = {}
     for rows in (0, 64):
         workload = load(TrainingSpec.of(config, eval_batch_size=rows), "t4")
@@ -126,7 +126,7 @@ def test_an_evaluation_limits_the_length(config: str, launches: tuple[Launch, ..
 
 
 @pytest.mark.slow
-def test_on_several_gpus_the_figures_of_a_deep_model_are_extended(tmp_path: Path) -> None:
+def test_figures_of_a_deep_model_are_extrapolated_on_several_gpus(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**_SIZES, "num_hidden_layers": 10, "model_type": "llama"}))
     launches, said = [Launch("fsdp2", 2), Launch("fsdp2", 2, cp=2)], []
@@ -150,8 +150,8 @@ def test_on_several_gpus_the_figures_of_a_deep_model_are_extended(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_long_sequences_are_planned_under_launches_that_share_them(tmp_path: Path) -> None:
-    """Policies for which each GPU has its own sequences are not looked at, and the pick is of the whole model."""
+def test_long_sequences_are_planned_with_context_parallel_launches(tmp_path: Path) -> None:
+    """Policies under which each GPU has its own sequences are not tried; the pick is traced on the complete model."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**_SIZES, "num_hidden_layers": 10, "model_type": "llama"}))
     launches, said = (Launch("fsdp2", 4), Launch("fsdp2", 4, cp=4)), []
@@ -191,7 +191,9 @@ def test_real_steps_prove_the_longest_sequence() -> None:
     assert "proved 768 (3 steps" in str(found) or "proved 768 (2 steps" in str(found)
 
 
-def _ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+def _run_max_length(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str
+) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "max-length", *argv])
     with pytest.raises(SystemExit) as stop:
         app.main()
@@ -199,42 +201,42 @@ def _ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     return int(stop.value.code or 0), printed.out, printed.err
 
 
-def test_the_command_prints_the_longest_and_how_to_train_it(
+def test_command_prints_the_length_and_the_training_command(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = config, "--device", "t4", "--budget", "300MiB", "--policy", "full,head"
-    code, out, _ = _ask(monkeypatch, capsys, *asked, "--json")
+    code, out, _ = _run_max_length(monkeypatch, capsys, *asked, "--json")
     answer = json.loads(out)
     assert (code, answer["length"]) == (0, answer["ladder"][0]["length"])
     assert _peak(config, "full,head", answer["length"]) == answer["ladder"][0]["peak_reserved"]
-    command = f"--max_length {answer['length']} --rope_scaling none"  # beyond the 128 positions of the configuration
+    command = f"--max_length {answer['length']} --rope_scaling none"  # longer than the configuration's 128 positions
     assert command in answer["command"]
-    code, out, _ = _ask(monkeypatch, capsys, *asked)
+    code, out, _ = _run_max_length(monkeypatch, capsys, *asked)
     assert f"{answer['length']:,}" in out
     assert answer["command"] in out
 
 
 @pytest.mark.slow
-def test_the_table_has_what_one_search_finds(
+def test_table_equals_single_searches(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = config, "--device", "t4", "--budget", "300MiB", "--json"
-    code, out, _ = _ask(monkeypatch, capsys, *asked, "--table", "--policy", "full")
+    code, out, _ = _run_max_length(monkeypatch, capsys, *asked, "--table", "--policy", "full")
     lengths = json.loads(out)["tokens"]
     assert (code, list(lengths)) == (0, ["full", "LoRA", "QLoRA"])
     for method, flags in (("full", []), ("LoRA", ["--lora", "16"])):
-        _, out, _ = _ask(monkeypatch, capsys, *asked, "--policy", "full", *flags)
+        _, out, _ = _run_max_length(monkeypatch, capsys, *asked, "--policy", "full", *flags)
         assert lengths[method] == {"t4": json.loads(out)["length"]}
 
 
-def test_a_table_of_positions_ends_the_search(
+def test_learned_positions_limit_the_length(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = _ask(monkeypatch, capsys, "gpt2", "--device", "h100", "--policy", "full", "--json")
+    code, out, _ = _run_max_length(monkeypatch, capsys, "gpt2", "--device", "h100", "--policy", "full", "--json")
     assert (code, json.loads(out)["length"]) == (0, 1024)
 
 
-def test_where_nothing_fits_the_smallest_budget_is_named(
+def test_smallest_sufficient_budget_is_named_if_nothing_fits(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = predict_max_length(load(TrainingSpec.of(config), "t4"), ("full",), 110 * MIB)
@@ -242,20 +244,24 @@ def test_where_nothing_fits_the_smallest_budget_is_named(
     enough = predict_max_length(load(TrainingSpec.of(config), "t4"), ("full",), few.needed)
     assert enough.length >= GRANULARITY
     assert predict_max_length(load(TrainingSpec.of(config), "t4"), ("full",), few.needed - 2 * MIB).length == 0
-    code, _, err = _ask(monkeypatch, capsys, config, "--device", "t4", "--budget", "110MiB", "--policy", "full")
+    code, _, err = _run_max_length(
+        monkeypatch, capsys, config, "--device", "t4", "--budget", "110MiB", "--policy", "full"
+    )
     assert code == 1
     assert "not even 256 tokens fit in 110.0 MiB; the smallest budget that would do is" in err
 
 
-def test_what_has_no_sequences_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = _ask(monkeypatch, capsys, "resnet-50", "--device", "t4")
+def test_model_without_sequences_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = _run_max_length(monkeypatch, capsys, "resnet-50", "--device", "t4")
     assert code == 2
     assert "hold no sequences" in err
     assert err.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_of_several_launches_the_one_with_the_longest_sequence_is_first(config: str) -> None:
+def test_launch_with_the_longest_sequence_is_first(config: str) -> None:
     workload = load(TrainingSpec.of(config), "t4")
     launches = [Launch("ddp", 2), Launch("fsdp2", 2)]
     found = predict_max_length(workload, ("full",), "700MiB", launches=launches)
@@ -268,7 +274,7 @@ def test_of_several_launches_the_one_with_the_longest_sequence_is_first(config: 
 
 
 def test_host_memory_limits_lengths_and_batches(config: str) -> None:
-    """Under `offload` what leaves the card must have room on the host."""
+    """Under `offload`, the tensors that leave the GPU must fit into host memory."""
     workload = load(TrainingSpec.of(config, seq_length=128), "t4")
     whole = predict_max_length(workload, ["offload"], "300MiB").length
     less = predict_max_length(workload, ["offload"], "300MiB", host_memory=32 * MIB).length

@@ -1,4 +1,4 @@
-"""Plans: against an exhaustive grid, as files, under bad budgets; and what they are made of."""
+"""Plans: compared with an exhaustive grid, saved as files, under invalid budgets, and the parts of the search."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def llama_plan() -> Plan:
 
 
 @pytest.mark.slow
-def test_the_pick_is_within_3_percent_of_the_grid(llama_plan: Plan) -> None:
+def test_pick_is_within_3_percent_of_an_exhaustive_grid(llama_plan: Plan) -> None:
     small = MODELS["llama"]()
     workload = small.workload("cpu")
     policies = ["none", "full", "pointwise", "head", *(f"first:{k}" for k in (1, 2, 3))]
@@ -64,7 +64,7 @@ def test_the_pick_is_within_3_percent_of_the_grid(llama_plan: Plan) -> None:
     assert llama_plan.best.samples_per_second >= 0.97 * max(row.samples_per_second for row in fitting)
 
 
-def test_every_row_is_a_trace_and_fits(llama_plan: Plan) -> None:
+def test_every_row_equals_its_trace_and_fits(llama_plan: Plan) -> None:
     small = MODELS["llama"]()
     for row in llama_plan.candidates:
         apply_policy(small.model, row.policy)
@@ -74,18 +74,18 @@ def test_every_row_is_a_trace_and_fits(llama_plan: Plan) -> None:
         assert row.reserved <= 6 * MIB
 
 
-def test_a_plan_is_a_file(llama_plan: Plan, tmp_path: Path) -> None:
-    again = Plan.from_json(llama_plan.to_json())
-    assert again == llama_plan
+def test_plan_is_saved_plotted_and_printed(llama_plan: Plan, tmp_path: Path) -> None:
+    loaded = Plan.from_json(llama_plan.to_json())
+    assert loaded == llama_plan
     assert json.loads(llama_plan.to_json())["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert llama_plan.plot(tmp_path / "plan.png").stat().st_size > 5000
     assert llama_plan.table().count("\n") == len(llama_plan.candidates) + 1
-    layers = [holder for holder in again.holders if holder.module.startswith("model.layers.")]
+    layers = [holder for holder in loaded.holders if holder.module.startswith("model.layers.")]
     assert layers
     assert all(holder.module.startswith("model.layers.*.") or holder.module == "model.layers.*" for holder in layers)
 
 
-def test_a_stale_or_foreign_plan_is_refused(llama_plan: Plan) -> None:
+def test_plan_of_another_torch_or_model_is_refused(llama_plan: Plan) -> None:
     document = json.loads(llama_plan.to_json())
     document["versions"]["torch"] = "2.0.0"
     with pytest.raises(UserError, match=r"made with torch 2\.0\.0, here 2\."):
@@ -109,7 +109,7 @@ ADAPTERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # of peft about its defaults
+@pytest.mark.filterwarnings("ignore")  # peft warns about its defaults
 @pytest.mark.parametrize("given", ADAPTERS)
 def test_adapters_do_not_change_the_fingerprint(given: dict[str, Any]) -> None:
     from peft import get_peft_config, get_peft_model
@@ -119,12 +119,12 @@ def test_adapters_do_not_change_the_fingerprint(given: dict[str, Any]) -> None:
     plain = fingerprint(MODELS["llama"]().model)
     adapted = get_peft_model(MODELS["llama"]().model, get_peft_config(given))  # type: ignore[arg-type]
     assert fingerprint(adapted) == plain
-    assert fingerprint(torch.nn.ModuleDict({"module": adapted})) == plain  # as DDP names it
+    assert fingerprint(torch.nn.ModuleDict({"module": adapted})) == plain  # a wrapper as DDP's
     assert fingerprint(MODELS["llama"]().model.half()) != plain
 
 
 def stopped(at: int, **more: object) -> tuple[Stopped, list[str]]:
-    """What a plan says that a Ctrl-C stops before its trace number `at`, and the lines of progress until then."""
+    """Stops a plan by Ctrl-C before its trace number `at`; returns the error and the progress lines until then."""
     said: list[str] = []
 
     def report(line: str) -> None:
@@ -137,7 +137,7 @@ def stopped(at: int, **more: object) -> tuple[Stopped, list[str]]:
     return stop.value, said
 
 
-def test_a_plan_that_is_stopped_brings_the_best_so_far() -> None:
+def test_interrupted_plan_has_the_best_so_far() -> None:
     policies = ["none", "pointwise", "full"]
     assert stopped(1, batch_size=6, policies=policies)[0].plan is None
     fixed = stopped(2, batch_size=6, policies=policies)[0].plan
@@ -149,7 +149,7 @@ def test_a_plan_that_is_stopped_brings_the_best_so_far() -> None:
     assert Plan.from_json(fixed.to_json()) == fixed
 
 
-def test_a_plan_that_is_stopped_before_growth_is_known_says_nothing_of_other_batches() -> None:
+def test_interrupted_plan_has_no_batch_before_growth_is_known() -> None:
     assert stopped(2, policies=["full"], max_batch_size=8)[0].plan is None
     free = stopped(3, policies=["full"], max_batch_size=8)[0]
     assert free.plan is not None
@@ -158,7 +158,7 @@ def test_a_plan_that_is_stopped_before_growth_is_known_says_nothing_of_other_bat
     assert "the best of 1 policies" in str(free)
 
 
-def test_progress_counts_towards_about_all() -> None:
+def test_progress_counts_traces() -> None:
     _, said = stopped(2, batch_size=6)
     counts = [re.match(r"(\d+) of about (\d+): (so far .*, batch 6; )?tracing batch 6 under ", line) for line in said]
     shown = [(int(found[1]), int(found[2]) > 15, bool(found[3])) for found in counts if found]
@@ -166,7 +166,7 @@ def test_progress_counts_towards_about_all() -> None:
 
 
 @pytest.mark.slow
-def test_a_fixed_batch_and_the_other_targets() -> None:
+def test_fixed_batch_and_other_targets() -> None:
     fixed = small_plan("vit", "3MiB", batch_size=6, policies=["none", "pointwise", "full"])
     assert {row.batch for row in fixed.candidates} == {6}
     leanest = small_plan("vit", "3MiB", target="memory", policies=["none", "pointwise", "full"])
@@ -177,8 +177,8 @@ def test_a_fixed_batch_and_the_other_targets() -> None:
 
 
 @pytest.mark.slow
-def test_where_little_fits_what_did_not_is_shown(tmp_path: Path) -> None:
-    """A table, and a chart, of one row say little; what was traced and holds more stands below it."""
+def test_candidates_that_do_not_fit_are_listed_if_few_fit(tmp_path: Path) -> None:
+    """A table of one row says little, so traced candidates that exceed the budget follow below it."""
     tight = small_plan("vit", "2MiB", batch_size=6, policies=["none", "pointwise", "full"])
     assert [row.policy for row in tight.candidates] == ["full"]
     assert [row.policy for row in tight.beyond] == ["pointwise", "none"]
@@ -189,16 +189,16 @@ def test_where_little_fits_what_did_not_is_shown(tmp_path: Path) -> None:
     assert (len(roomy.candidates), roomy.beyond) == (3, [])
 
 
-def test_what_stands_on_the_model_stays() -> None:
+def test_plan_keeps_the_policy_of_the_model() -> None:
     small = MODELS["llama"]()
     apply_policy(small.model, "every:2")
     plan(small.model, small.step_for_batch, "6MiB", "cpu", policies=["none"], batch_size=1)
-    standing = applied_policy(small.model)
-    assert standing is not None
-    assert str(standing.policy) == "every:2"
+    applied = applied_policy(small.model)
+    assert applied is not None
+    assert str(applied.policy) == "every:2"
 
 
-def test_bad_budgets() -> None:
+def test_invalid_budget_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"the parameters alone take .* the smallest budget that works is .* under 'full'"
     ):
@@ -214,7 +214,7 @@ def test_bad_budgets() -> None:
             small_plan("llama", "1MiB", **{name: 0})
 
 
-def test_the_smallest_budget_that_works_works() -> None:
+def test_named_smallest_budget_works() -> None:
     small = MODELS["llama"]()
     with pytest.raises(UserError) as refused:
         plan(small.model, small.step_for_batch, 400_000, "cpu", policies=["none", "full"])
@@ -223,7 +223,7 @@ def test_the_smallest_budget_that_works_works() -> None:
     assert plan(small.model, small.step_for_batch, budget, "cpu", policies=["none", "full"]).best.batch == 1
 
 
-def test_nor_does_a_margin_that_grows_with_it_stand_in_the_way() -> None:
+def test_named_smallest_budget_includes_a_relative_margin() -> None:
     small = MODELS["llama"]()
     with pytest.raises(UserError) as refused:
         plan(small.model, small.step_for_batch, 300_000, "cpu", margin=0.05, policies=["full"])
@@ -236,7 +236,7 @@ def test_nor_does_a_margin_that_grows_with_it_stand_in_the_way() -> None:
         assert not memory_budget(needed - 4, None, 0.05).fits(row)
 
 
-def test_context_and_margin_are_kept_free() -> None:
+def test_limit_is_the_budget_less_context_and_margin() -> None:
     gpu = find_gpu("a100-40gb")
     room = memory_budget("24GiB", gpu)
     assert room.limit == 24 * GIB - gpu.context - round(0.02 * 24 * GIB)
@@ -248,8 +248,8 @@ def test_context_and_margin_are_kept_free() -> None:
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "pointwise"])
-def test_a_trace_scaled_is_the_trace(policy: str) -> None:
-    """Growth learned from `none` alone says what every policy takes at another batch size."""
+def test_scaled_trace_equals_the_trace(policy: str) -> None:
+    """Growth with the batch size, measured under `none` alone, extrapolates the trace of every policy."""
     small = MODELS["llama"]()
     workload = small.workload(find_gpu("t4"))
     with Tracer(workload) as tracer:
@@ -264,7 +264,7 @@ def test_a_trace_scaled_is_the_trace(policy: str) -> None:
     assert scaled.seconds == pytest.approx(there.seconds, rel=1e-3)
 
 
-def test_a_shared_session_says_what_single_traces_say() -> None:
+def test_shared_trace_session_equals_single_traces() -> None:
     small = MODELS["llama"]()
     workload = small.workload("cpu")
     for policy, trace in zip(
@@ -280,7 +280,7 @@ def test_a_shared_session_says_what_single_traces_say() -> None:
 
 
 @pytest.mark.slow
-def test_a_fixed_batch_on_a_gpu_is_traced_alone() -> None:
+def test_fixed_batch_on_a_gpu_is_traced_exactly() -> None:
     small = MODELS["llama"]()
     gpu = find_gpu("t4")
     found = plan(
@@ -301,8 +301,8 @@ def test_a_fixed_batch_on_a_gpu_is_traced_alone() -> None:
         pytest.param((11, 0), 63e9, marks=pytest.mark.slow),
     ],
 )
-def test_a_card_of_any_compute_capability_has_a_plan(arch: tuple[int, int], rate: float) -> None:
-    """`offload` is priced by the slot of its generation, though no card of these is in the table."""
+def test_plan_for_any_compute_capability(arch: tuple[int, int], rate: float) -> None:
+    """The time of `offload` uses the PCIe generation of the compute capability; none of these GPUs is in the table."""
     gpu = replace(find_gpu("t4"), name="another", arch=arch)
     assert gpu.host_bandwidth == 0.8 * rate
     small = MODELS["llama"]()
@@ -314,7 +314,7 @@ def test_a_card_of_any_compute_capability_has_a_plan(arch: tuple[int, int], rate
     assert found.device == "another"
 
 
-def test_forked_processes_trace_the_same() -> None:
+def test_forked_processes_give_the_same_traces() -> None:
     small = MODELS["vit"]()
     workload = small.workload("cpu")
     with Tracer(workload) as one, Tracer(workload, jobs=2) as two:
@@ -324,12 +324,12 @@ def test_forked_processes_trace_the_same() -> None:
     model = weakref.ref(small.model)
     del one, two, workload, small
     gc.collect()
-    assert model() is None  # no process-wide name keeps it
+    assert model() is None  # no global keeps the model alive
 
 
 @pytest.mark.parametrize("bend", [5, 40, 1000])
 @pytest.mark.parametrize("limit", [99, 100, 1234, 5000])
-def test_the_largest_that_fits_of_a_bent_line(bend: int, limit: int) -> None:
+def test_largest_fitting_of_a_piecewise_linear_function(bend: int, limit: int) -> None:
     asked: list[int] = []
 
     def needs(n: int) -> int:
@@ -342,19 +342,21 @@ def test_the_largest_that_fits_of_a_bent_line(bend: int, limit: int) -> None:
     assert len(asked) == len(set(asked)) <= 12
 
 
-def test_what_is_known_beyond_the_most_is_no_answer() -> None:
+def test_largest_fitting_ignores_known_values_above_the_maximum() -> None:
     assert largest_fitting(lambda n: n, 100, 3, {5: 5, 7: 107}) == 3
     assert largest_fitting(lambda n: 40 * n, 100, 3, {5: 200}) == 2
 
 
-def test_frontier() -> None:
+def test_frontier_has_the_pareto_optimal_candidates() -> None:
     figures = [("a", 10, 1.0), ("b", 8, 1.0), ("c", 9, 2.0), ("d", 5, 2.0)]
     rows = [Candidate(policy, 1, 0, reserved, seconds) for policy, reserved, seconds in figures]
     assert [row.policy for row in frontier(rows)] == ["b", "d"]
 
 
-def test_advice_kept_outputs() -> None:
-    """A loop that holds on to its outputs through backward holds the logits too: what that costs is replayed."""
+def test_advice_names_bytes_of_outputs_kept_through_backward() -> None:
+    """A training loop that keeps the model's outputs through backward keeps the logits; the trace is replayed without
+    them.
+    """
     small = MODELS["llama"]()
     small.model.config.use_cache = False  # type: ignore[union-attr]
 
@@ -371,8 +373,8 @@ def test_advice_kept_outputs() -> None:
     assert 16 * 48 * 256 * 4 <= saved < 1.01 * 16 * 48 * 256 * 4  # the logits, fp32
 
 
-def test_a_plans_seconds_are_the_traces_offload_or_not() -> None:
-    """Copies to the host bound the step in a trace as they do in a plan, and both say so."""
+def test_seconds_of_a_plan_equal_the_traces() -> None:
+    """Also under `offload`, where copies to the host limit the step."""
     small = MODELS["llama"]()
     found = plan(
         small.model, small.step_for_batch, "2GiB", "t4", make_optimizer=small.make_optimizer, batch_size=512,
@@ -389,8 +391,10 @@ def test_a_plans_seconds_are_the_traces_offload_or_not() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_of_compiled_blocks_leaves_pointwise_to_inductor() -> None:
-    """A region in which dynamo compiles and `pointwise` rebuilds saves other tensors in its second run."""
+def test_plan_of_compiled_blocks_has_no_pointwise() -> None:
+    """In a compiled region `pointwise` would save other tensors in its second run; Inductor recomputes these
+    operators.
+    """
     compiled = replace(MODELS["llama"]().workload("a100-40gb"), compile="regional")
     found = plan(compiled, "1GiB", batch_size=2, policies=["none", "full", "pointwise", "pointwise,head"])
     assert len(found.candidates) > 1
@@ -398,8 +402,8 @@ def test_a_plan_of_compiled_blocks_leaves_pointwise_to_inductor() -> None:
     assert any(note.startswith("compiled:") for note in found.notes)
 
 
-def test_as_few_blocks_are_swapped_as_fit(tmp_path: Path) -> None:
-    """All of them, as few as one sample needs, and half of the others; a host that is too small refuses them."""
+def test_plan_swaps_as_few_blocks_as_needed(tmp_path: Path) -> None:
+    """Candidates swap all blocks, the fewest that one sample needs, and half of the rest, within host memory."""
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "intermediate_size": 1024,
         "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512,
@@ -412,7 +416,7 @@ def test_as_few_blocks_are_swapped_as_fit(tmp_path: Path) -> None:
         room = MemoryBudget(2**40)
         estimates = Estimates(tracer, room, "memory", 1, 1)
         estimates.trace_candidates(["full", "full,swap:6"])
-        more = estimates.reserved("full,swap:6", 1) + block  # room for one of the six
+        more = estimates.reserved("full,swap:6", 1) + block  # memory for one of the six blocks
         for host, fitting in ((None, True), (4 * block, False)):
             tight = replace(estimates, room=MemoryBudget(more, host=host), anchors={}, bests={})
             tight.trace_candidates(["full"])
@@ -420,7 +424,7 @@ def test_as_few_blocks_are_swapped_as_fit(tmp_path: Path) -> None:
             _swap(tight)
             assert set(tight.anchors) == {"full", "full,swap:5", "full,swap:6"}
             found = {candidate.policy: candidate.host for candidate in tight.candidates()}
-            pinned = 5 * block + 2**19  # buffers of 16, 4, 2 and 1 MiB
+            pinned = 5 * block + 2**19  # pinned buffers have 16, 4, 2 and 1 MiB
             assert found == ({"full,swap:5": pinned, "full,swap:6": 6 * block} if fitting else {})
         works = f"is .* and {format_bytes(6 * block)} of host memory, under 'full,swap:6'"
         refusal = no_policy_fits(tight, workload.model)

@@ -1,4 +1,4 @@
-"""Which policies a plan looks at."""
+"""The policies that a plan tries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from ckpt_ft.planning.search import other_policies
 
 
-def test_a_model_of_two_towers_may_treat_each_otherwise() -> None:
+def test_policies_of_single_towers_are_tried() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = {"model_type": "llama", "vocab_size": 40, **sizes}
     vision = {
@@ -23,5 +23,5 @@ def test_a_model_of_two_towers_may_treat_each_otherwise() -> None:
         model = AutoModelForImageTextToText.from_config(config)
     by_tower = {policy for policy in other_policies(model) if "@" in policy}
     assert by_tower == {"full@language", "full@vision", "full,pointwise@language", "full,pointwise@vision"}
-    model.model.vision_tower.requires_grad_(False)  # keeps nothing: what is full is full@language
+    model.model.vision_tower.requires_grad_(False)  # the frozen tower saves nothing, so full equals full@language
     assert not [policy for policy in other_policies(model) if "@" in policy]

@@ -1,4 +1,4 @@
-"""What a search knows costs few replays, and is what replays of all that there is would say."""
+"""Extrapolated traces: the search needs few replays and finds what replays of every batch size would find."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICIES = ["none", "pointwise", "full", "save:attention", "modules:mlp", "full,
 
 @pytest.fixture(scope="module")
 def tracer() -> Iterator[Tracer]:
-    """Of a Llama on a T4, large enough that the allocator's segments of 20 MiB do not decide."""
+    """Traces a Llama on a T4, large enough that the allocator's 20 MiB segments do not decide."""
     config = LlamaConfig(
         vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
         max_position_embeddings=256,
@@ -46,10 +46,10 @@ def estimates(tracer: Tracer, budget: str) -> Estimates:
 
 
 @pytest.mark.parametrize(("budget", "largest"), [("2GiB", 48), ("6GiB", 170), ("14GiB", 417)])
-def test_the_largest_batch_takes_few_replays(
+def test_largest_batch_takes_few_replays(
     tracer: Tracer, budget: str, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four a policy at most, where bisection alone takes five and more; and each is the largest."""
+    """At most four replays per policy, where bisection takes five or more; and each batch is the largest that fits."""
     asked = estimates(tracer, budget)
     replays, replay_with = [], StepTrace.replay_with
 
@@ -66,7 +66,7 @@ def test_the_largest_batch_takes_few_replays(
         assert asked.reserved(policy, batch) <= asked.room.limit < asked.reserved(policy, batch + 1)
 
 
-def test_a_floor_is_what_no_replay_falls_below(tracer: Tracer) -> None:
+def test_floor_is_a_lower_bound_of_reserved_bytes(tracer: Tracer) -> None:
     asked = estimates(tracer, "500MiB")
     for policy in POLICIES:
         for batch in (1, LOW, 40, 400):
@@ -74,13 +74,13 @@ def test_a_floor_is_what_no_replay_falls_below(tracer: Tracer) -> None:
             assert asked.floor(policy, batch) <= asked.scaled_reserved(policy, batch)
 
 
-def test_the_leanest_is_that_of_all(tracer: Tracer) -> None:
+def test_smallest_estimate_is_the_minimum_over_policies(tracer: Tracer) -> None:
     asked = estimates(tracer, "500MiB")
     first = min(POLICIES, key=lambda policy: asked.reserved(policy, 1))
     assert asked.smallest() == asked.estimate(first, 1)
 
 
-def test_a_refused_policy_leaves_the_others_of_its_session_as_they_are() -> None:
+def test_refused_policy_does_not_change_other_traces() -> None:
     workload = MODELS["vit"]().workload(find_gpu("t4"))
     step = workload.step(3)
     plain = trace_policies(workload, ["none", "full"], step)

@@ -1,4 +1,4 @@
-"""Suggestions for a step that does not fit: each is a valid edit of the spec, and its memory is that of the edit."""
+"""Suggestions for a step that does not fit: each is a valid edit of the spec with the memory of the edited step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ LLAMA = {
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048,
     "max_position_embeddings": 2048,
 }  # fmt: skip
-REFUSED = {"peft_type": "LOHA", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}  # over weights in 4 bits
+# PEFT refuses this adapter over 4-bit weights
+REFUSED = {"peft_type": "LOHA", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def only(found: Suggestions) -> Suggestion:
 
 
 def test_lora_on_half_precision_weights_comes_before_four_bits(config: str) -> None:
-    """From fp32: LoRA on fp32 weights does not fit, on bf16 weights it does."""
+    """LoRA does not fit on fp32 weights and fits on bf16 weights."""
     spec = TrainingSpec.of(config, seq_length=128)
     edits: dict[str, Any] = {"lora_r": 16, "dtype": "bfloat16"}
     limit = traced(spec.edit(**edits), "full,head").peak_reserved
@@ -66,8 +67,8 @@ def test_lora_on_half_precision_weights_comes_before_four_bits(config: str) -> N
     )
 
 
-def test_eight_bits_are_left_out_where_four_fit(config: str) -> None:
-    """Two kinds of quantised weights do not go together: it was an error of the suggestion."""
+def test_suggestion_of_4bit_drops_8bit(config: str) -> None:
+    """A spec cannot load weights in 4 and in 8 bits, so the edit turns 8 bits off."""
     spec = TrainingSpec.of(config, seq_length=128, lora_r=16, load_in_8bit=True)
     edits = {"load_in_8bit": False, "load_in_4bit": True, "dtype": "bfloat16"}
     limit = traced(spec.edit(**edits), "full,head").peak_reserved
@@ -78,19 +79,20 @@ def test_eight_bits_are_left_out_where_four_fit(config: str) -> None:
     assert "--use_peft" in way.command
 
 
-def test_the_policy_that_was_asked_for_is_tried_in_leaner_settings(config: str) -> None:
-    """It is the leanest at the full length, so a quarter of the length is tried under it."""
+def test_given_policy_is_tried_with_shorter_sequences(config: str) -> None:
+    """The given policy needs least memory at full length, so a quarter of the length is tried under it."""
     Path(config).write_text(json.dumps({**LLAMA, "vocab_size": 32768}))
     spec = TrainingSpec.of(config, seq_length=1024, dtype="bfloat16", lora_r=16, load_in_4bit=True)
     quarter = spec.edit(seq_length=256)
     limit = traced(quarter, "full,head").peak_reserved
-    assert traced(quarter, "pointwise,head").peak_reserved > limit  # the leanest of the others at 1024 tokens
+    # of the other policies, this one needs least at 1024 tokens
+    assert traced(quarter, "pointwise,head").peak_reserved > limit
     way = only(suggested(spec, "full,head", limit))
     assert (way.edits, way.change, way.reserved) == ({"seq_length": 256}, "--seq-length 256", limit)
 
 
-def test_the_optimizer_waits_in_host_memory_where_its_8_bit_twin_is_too_large(config: str) -> None:
-    """The way names its price in time and its host memory, and the recipe's flags; adapters' optimizers are small."""
+def test_optimizer_offload_is_suggested_if_8bit_adamw_does_not_fit(config: str) -> None:
+    """The suggestion states its time, its host memory and the recipe's flags; it is not made for LoRA or SGD."""
     spec = TrainingSpec.of(config, seq_length=128, dtype="bfloat16")
     edits = {"optimizer": "ao_adamw_offload_gradients", "max_grad_norm": 0.0}
     trace = traced(spec.edit(**edits), "full,head")
@@ -102,36 +104,36 @@ def test_the_optimizer_waits_in_host_memory_where_its_8_bit_twin_is_too_large(co
     assert offloaded(spec.edit(lora_r=4)) is offloaded(spec.edit(optimizer="sgd")) is None
 
 
-@pytest.mark.filterwarnings("ignore")  # of peft about its defaults
-def test_what_a_library_refuses_is_not_offered(config: str) -> None:
-    """Adapters of a PEFT configuration stay as they are; those that do not run over 4 bits are not put there."""
+@pytest.mark.filterwarnings("ignore")  # peft warns about its defaults
+def test_4bit_is_not_suggested_for_adapters_that_peft_refuses(config: str) -> None:
+    """A PEFT configuration is kept as it is, and this adapter does not support 4-bit weights."""
     spec = TrainingSpec.of(config, seq_length=128, peft=REFUSED)
     limit = traced(spec.edit(dtype="bfloat16"), "full,head").peak_reserved
-    swap, way = suggested(spec, "full,head", limit).ways  # the quickest first
+    swap, way = suggested(spec, "full,head", limit).ways  # the fastest comes first
     assert (way.edits, way.reserved) == ({"dtype": "bfloat16"}, limit)
     assert swap.edits == {"policy": "full,head,swap:4"}
 
 
-def test_an_estimate_says_what_copies_take(config: str) -> None:
-    """Three of four blocks come in forward, and three in backward, over a T4's x16 slot of PCIe 3.0."""
+def test_estimate_notes_the_time_of_swap_copies(config: str) -> None:
+    """Three of four blocks are copied in forward and three in backward, over the T4's PCIe 3.0 x16."""
     spec = TrainingSpec.of(
         config, seq_length=128, lora_r=4, dtype="bfloat16", load_in_4bit=False, policy="full,swap:4", device="t4"
     )
     found, _ = traced_estimate(spec, lambda line: None, suggests=False)
     took = 6 / 4 * found.peak_host / 12.6e9
     said = f"copies between host and card take {took:.2g} s at 12.6 GB/s (assumed); the step waits no time for them"
-    assert said in found.notes  # the host issues slowly
+    assert said in found.notes  # the host issues kernels slowly
     assert found.bound == "host"
 
 
-def test_adapters_over_too_many_weights_swap_as_few_blocks_as_will_do(config: str) -> None:
-    """A way at a batch of 1, with its host memory; not offered to a small host, or to full training."""
+def test_swap_is_suggested_for_adapters_with_the_fewest_blocks(config: str) -> None:
+    """The suggestion has batch size 1 and states its host memory; small hosts and full fine-tuning do not get it."""
     spec = TrainingSpec.of(config, seq_length=128, lora_r=4, dtype="bfloat16", load_in_4bit=False)
     all_but_one, every = (traced(spec, f"full,head,swap:{blocks}") for blocks in (3, 4))
     assert all_but_one.peak_reserved > every.peak_reserved
     block = 2 * (3 * 512 * 1024 + 2 * 512 * 512 + 2 * 512 * 256)
     assert every.peak_host == 4 * block
-    assert all_but_one.peak_host == 3 * block + 2**19  # buffers of 8, 4 and 2 MiB
+    assert all_but_one.peak_host == 3 * block + 2**19  # pinned buffers have 8, 4 and 2 MiB
     ways = suggested(spec, "full,head", all_but_one.peak_reserved).ways
     assert [way.slower for way in ways] == sorted(way.slower for way in ways)
     (way,) = (way for way in ways if way.edits == {"policy": "full,head,swap:3"})

@@ -1,4 +1,4 @@
-"""`where`: every row is the answer of `estimate`, cards with the same kernels share traces, and prices rank rows."""
+"""The command `ckpt-ft where`: rows equal estimates, GPUs with the same kernels share traces, prices rank the rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TINY = {
 
 
 def small(name: str, nbytes: int) -> object:
-    """A card with the memory of a tiny one, under a name of its own."""
+    """Returns a GPU with less memory, under its own name."""
     from dataclasses import replace
 
     gpu = find_gpu(name)
@@ -63,7 +63,7 @@ def places(config: str) -> Places:
     )
 
 
-def test_each_row_is_the_answer_of_estimate(config: str, places: Places) -> None:
+def test_every_row_equals_its_estimate(config: str, places: Places) -> None:
     assert [(place.card, place.method) for place in places.rows[:2]] == [("rtx-4090", "full"), ("rtx-3090", "full")]
     for place in [place for place in places.rows if place.gpus == 1 and place.card in GPUS]:
         lora = {"lora_r": 16} if place.method == "LoRA" else {}
@@ -77,7 +77,7 @@ def test_each_row_is_the_answer_of_estimate(config: str, places: Places) -> None
         assert place.speed == pytest.approx(place.batch * 128 / place.seconds)
 
 
-def test_cards_with_the_same_kernels_share_traces(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_with_the_same_kernels_share_traces(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, session = [], tracing._session
 
     def counted(workload: Workload, keys: list[tracing.Key], typical: bool) -> list[tracing.Traced]:
@@ -89,7 +89,8 @@ def test_cards_with_the_same_kernels_share_traces(config: str, monkeypatch: pyte
     cards = [find_gpu(name) for name in ("rtx-4090", "rtx-3090", "l4")]
     found = where(spec, cards, methods=("full",), policies=("full",), most_gpus=1, jobs=1, report=said.append)
     assert len({place.seconds for place in found.rows}) == 3
-    assert made == [("full", 5), ("full", 7), ("full", MOST_BATCH)]  # two for the growth, one at the best batch of all
+    # two for the growth with the batch, one at the largest of all best batches
+    assert made == [("full", 5), ("full", 7), ("full", MOST_BATCH)]
     assert [line.partition(":")[0] for line in said] == ["0 of 3", "1 of 3", "2 of 3", "3 of 3"]
     assert said[0] == "0 of 3: full takes at least 1 x rtx-4090: its weights have 69.5 MiB"
 
@@ -99,7 +100,7 @@ def _tenfold(number: int, tell: Callable[[int], None]) -> int:
     return 10 * number
 
 
-def test_tasks_tell_what_they_find_while_they_run() -> None:
+def test_tasks_report_while_they_run() -> None:
     heard: list[int] = []
     done = dict(tracing.run_tasks([partial(_tenfold, number) for number in range(3)], 2, heard.append))
     assert done == {0: 0, 1: 10, 2: 20}
@@ -111,7 +112,7 @@ def _waiting(folder: Path, number: int, tell: Callable[[int], None]) -> None:
     time.sleep(600)
 
 
-def test_tasks_end_when_the_process_that_waits_for_them_is_killed(tmp_path: Path) -> None:
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     tasks = [partial(_waiting, tmp_path, number) for number in range(2)]
     parent = multiprocessing.get_context("fork").Process(target=lambda: list(tracing.run_tasks(tasks, 2)))
     parent.start()
@@ -127,14 +128,14 @@ def test_tasks_end_when_the_process_that_waits_for_them_is_killed(tmp_path: Path
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
+    """Whether the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def test_a_step_too_large_for_one_card_is_shared_by_the_fewest_that_hold_it(config: str, places: Places) -> None:
+def test_step_too_large_for_one_gpu_uses_the_fewest_gpus(config: str, places: Places) -> None:
     full = next(place for place in places.rows if place.card == "small-t4" and place.method == "full")
     assert full.gpus == 4
     assert full.speed == pytest.approx(full.gpus * full.batch * 128 / full.seconds)
@@ -146,7 +147,7 @@ def test_a_step_too_large_for_one_card_is_shared_by_the_fewest_that_hold_it(conf
     assert (told.peak_reserved, told.seconds) == (full.peak_reserved, full.seconds)
 
 
-def test_cards_are_alike_only_where_every_rule_agrees() -> None:
+def test_same_kernels_means_every_rule_agrees() -> None:
     kinds = {gpu.arch: gpu for gpu in GPUS.values()}
     for one, other in combinations(kinds.values(), 2):
         if cuda.same_kernels(one) != cuda.same_kernels(other):
@@ -159,7 +160,7 @@ def test_cards_are_alike_only_where_every_rule_agrees() -> None:
             assert sdpa.choose(call, a) == sdpa.choose(call, b), (one.name, other.name, head, dtype)
 
 
-def test_prices_are_read_from_words_and_files(tmp_path: Path) -> None:
+def test_prices_are_read_from_flags_and_files(tmp_path: Path) -> None:
     file = tmp_path / "prices.yaml"
     file.write_text("rtx-4090: 0.4\nH100: 2.5\n")
     assert read_prices([str(file), "l4=0.7"]) == {"rtx-4090": 0.4, "h100": 2.5, "l4": 0.7}
@@ -169,7 +170,7 @@ def test_prices_are_read_from_words_and_files(tmp_path: Path) -> None:
     assert Place("h100", "full", 0, 2, speed=1e6 / 3600, dollars_per_hour=5.0).dollars_per_million == pytest.approx(5)
 
 
-def test_the_command_prints_rows_by_price(
+def test_command_sorts_rows_by_price(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "where.html"
@@ -186,7 +187,7 @@ def test_the_command_prints_rows_by_price(
         cli._main()
 
 
-def test_an_interrupt_says_the_best_so_far(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_prints_the_best_so_far(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(tasks: object, jobs: int, tell: Callable[[Place], None]) -> None:
         tell(Place("l4", "full", 64, 1, "none", 8, speed=9.0, command="ckpt-ft recipe llm"))
         raise KeyboardInterrupt
@@ -197,7 +198,7 @@ def test_an_interrupt_says_the_best_so_far(config: str, monkeypatch: pytest.Monk
         cli._main()
 
 
-def test_the_step_of_a_deep_model_follows_from_shallow_ones(tmp_path: Path) -> None:
+def test_step_of_a_deep_model_is_extrapolated_from_shallow_models(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**TINY, "num_hidden_layers": 14}))
     fields = fields_of({"launch": "fsdp2", "processes": 2})
