@@ -1,4 +1,4 @@
-"""The table of GPUs: names people type, figures that must hang together, and the device at hand."""
+"""The table of GPUs: the names that users type, consistent figures, and the GPU of this machine."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ AMD = {"mi250", "mi300x", "mi325x", "mi355x"}
         ("MI250", "mi250"),
     ],
 )
-def test_names_as_people_type_them(typed, name):
+def test_gpu_is_found_by_the_names_that_users_type(typed, name):
     assert find_gpu(typed).name == name
 
 
-def test_a_hundred_cards_each_by_its_name():
+def test_about_a_hundred_gpus_are_found_by_name():
     assert len(GPUS) >= 95
     assert len({gpu.name for gpu in GPUS.values()}) == len(GPUS)
     for name in GPUS:
@@ -79,8 +79,8 @@ def test_a_hundred_cards_each_by_its_name():
         ("mi300x", 191.98, 5300, 163.4, 1300),
     ],
 )
-def test_figures_are_the_datasheets(name, gib, gbs, fp32, half):
-    """The tensor cores' rates of variants are computed; their datasheets print them too."""
+def test_figures_equal_the_datasheets(name, gib, gbs, fp32, half):
+    """Tensor-core rates of variants are computed; their datasheets state them too."""
     gpu = find_gpu(name)
     assert gpu.memory == pytest.approx(gib * GIB, rel=1e-9)
     assert (gpu.bandwidth, gpu.fp32) == (pytest.approx(gbs * 1e9), pytest.approx(fp32 * 1e12))
@@ -88,14 +88,14 @@ def test_figures_are_the_datasheets(name, gib, gbs, fp32, half):
 
 
 @pytest.mark.parametrize("name", [name for name in GPUS if name.startswith("rtx-")])
-def test_fp32_of_a_geforce_is_its_cores_at_a_clock_that_there_is(name):
-    """128 lanes (Turing: 64) of two operations an SM and cycle."""
+def test_fp32_of_a_geforce_implies_a_plausible_clock(name):
+    """An SM has 128 lanes (Turing 64), with two operations per cycle."""
     gpu = find_gpu(name)
     lanes = 64 if gpu.arch == (7, 5) else 128
     assert 1.4e9 < gpu.fp32 / (gpu.sms * lanes * 2) < 2.7e9
 
 
-def test_an_unknown_name_gets_the_closest_and_the_list():
+def test_unknown_gpu_is_answered_with_the_closest_name():
     with pytest.raises(UserError, match=r"no GPU 'a1000'; did you mean a100-40gb.*\? \(`ckpt-ft gpus` lists them"):
         find_gpu("a1000")
     with pytest.raises(
@@ -104,7 +104,7 @@ def test_an_unknown_name_gets_the_closest_and_the_list():
         find_gpu("mainframe")
 
 
-def test_t4_is_the_card_of_the_published_runs():
+def test_t4_has_the_figures_of_the_published_runs():
     t4 = find_gpu("t4")
     assert abs(t4.memory - 14912 * MIB) < 8 * MIB
     assert t4.matmul_rate("float16") == pytest.approx(24e12, rel=0.01)
@@ -112,7 +112,7 @@ def test_t4_is_the_card_of_the_published_runs():
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
-def test_figures_hang_together(gpu):
+def test_figures_are_consistent(gpu):
     assert 0.9 * gpu.memory < gpu.usable < gpu.memory
     assert gpu.bf16 in (0, gpu.fp16)
     if gpu.name in AMD:
@@ -125,7 +125,7 @@ def test_figures_hang_together(gpu):
     assert all(0 < share <= 1 for share in (gpu.efficiency, gpu.efficiency_fp32, gpu.bandwidth_efficiency))
 
 
-def test_a_gpu_survives_json():
+def test_gpu_round_trips_through_json():
     gpu = find_gpu("h200")
     assert GPU(**json.loads(json.dumps(dataclasses.asdict(gpu)))) == gpu
     assert hash(gpu) == hash(find_gpu("H200"))
@@ -137,12 +137,12 @@ def device(name, arch, sms, gib):
     )
 
 
-def test_a_device_in_the_table_reports_its_own_memory():
+def test_device_in_the_table_keeps_its_own_memory():
     found = match_device(device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 79.15))
     assert found == dataclasses.replace(find_gpu("a100-80gb"), memory=int(79.15 * GIB))
 
 
-def test_a_device_outside_the_table_is_scaled_from_the_nearest():
+def test_device_outside_the_table_is_scaled_from_the_nearest():
     found = match_device(device("NVIDIA H100 of one's own", (9, 0), 130, 79.1))
     assert (found.name, found.sms) == ("NVIDIA H100 of one's own", 130)
     assert found.fp16 == pytest.approx(find_gpu("h100").fp16 * 130 / 132)
@@ -151,8 +151,8 @@ def test_a_device_outside_the_table_is_scaled_from_the_nearest():
     )
 
 
-def test_a_device_at_hand_is_of_its_own_maker():
-    """Die by die: compute capabilities of both makers overlap."""
+def test_device_is_matched_with_a_gpu_of_its_vendor():
+    """AMD's and NVIDIA's architecture versions overlap."""
     assert match_device(device("AMD Instinct MI308X", (9, 4), 80, 191.98)).fp16 == pytest.approx(
         find_gpu("mi300x").fp16 * 80 / 304
     )
@@ -160,13 +160,13 @@ def test_a_device_at_hand_is_of_its_own_maker():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_no_device_at_hand():
+def test_machine_without_a_gpu():
     assert current_gpu() is None
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_device_at_hand():
+def test_gpu_of_this_machine():
     found = current_gpu()
     assert found is not None
     assert found.memory == torch.cuda.get_device_properties(0).total_memory

@@ -1,4 +1,4 @@
-"""Tiny models with a loss each, and a training step made of them, for the tests of traces."""
+"""Tiny models with a loss and a training step each, for tests of traces."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def real_trace(model: nn.Module, step: Callable[..., object]) -> StepTrace:
-    """Two real steps on the CPU, under the tracker."""
+    """Returns the trace of two real steps on the CPU."""
     optimizer = adamw(model)
     with Tracker(model, optimizer) as tracker:
         for _ in range(2):
@@ -87,10 +87,10 @@ def real_trace(model: nn.Module, step: Callable[..., object]) -> StepTrace:
     return tracker.trace()
 
 
-def story(trace: StepTrace) -> list[tuple[int, str, str, str]]:
-    """The measured step: bytes (negative when freed), op, module, phase, in order.
+def step_events(trace: StepTrace) -> list[tuple[int, str, str, str]]:
+    """Returns the events of the measured step in order: bytes (negative for frees), operator, module, phase.
 
-    Frees in a row are sorted: leaving autocast drops its cache of weights in the order of a hash map of addresses.
+    Consecutive frees are sorted, because autocast frees its cached weights in the order of their addresses.
     """
     told: list[tuple[int, str, str, str]] = []
     freed: list[tuple[int, str, str, str]] = []

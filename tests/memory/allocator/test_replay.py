@@ -1,4 +1,4 @@
-"""The caching allocator's rules: hand-computed layouts, and what must hold for any allocations and frees."""
+"""The rules of the caching allocator: layouts computed by hand, and invariants for any sequence of allocations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = [AllocatorSettings(), EXPANDABLE, SPLIT_32, AllocatorSettings.parse("r
 
 
 def mib(sizes, events, settings=LAYOUTS[0], **kwargs):
-    """The last allocated and reserved bytes, in MiB, of a replay whose sizes are given in MiB."""
+    """Returns the last allocated and reserved bytes, in MiB, of a replay of sizes in MiB."""
     result = replay([int(size * MIB) for size in sizes], events, settings, **kwargs)
     return result.allocated[-1] / MIB, result.reserved[-1] / MIB
 
@@ -29,26 +29,26 @@ def mib(sizes, events, settings=LAYOUTS[0], **kwargs):
 @pytest.mark.parametrize(
     ("sizes", "reserved"),
     [
-        ([1 / MIB], 2),  # one byte: a small segment
-        ([1, 1], 2),  # small up to and including 1 MiB: two fill a segment
+        ([1 / MIB], 2),  # one byte: a small segment of 2 MiB
+        ([1, 1], 2),  # up to 1 MiB is small: two fill a segment
         ([1, 1, 1 / MIB], 4),
-        ([1 + 1 / MIB], 20),  # large, under 10 MiB: a 20 MiB segment is shared
+        ([1 + 1 / MIB], 20),  # large and under 10 MiB: shares a segment of 20 MiB
         ([9, 9], 20),
         ([9, 9, 9], 40),
-        ([10], 10),  # from 10 MiB on: a segment of its own, rounded to 2 MiB
+        ([10], 10),  # from 10 MiB on: its own segment, rounded to 2 MiB
         ([10 + 1 / MIB], 12),
-        ([9, 1], 22),  # small and large never share
+        ([9, 1], 22),  # small and large blocks share no segment
     ],
 )
 def test_segment_sizes(sizes, reserved):
     assert mib(sizes, range(len(sizes)))[1] == reserved
 
 
-def test_blocks_count_rounded_to_512_bytes():
+def test_block_sizes_are_rounded_to_512_bytes():
     assert replay([1, 513, 0], [0, 1, 2]).allocated == [512, 1536, 1536]
 
 
-def test_a_large_block_keeps_a_tail_of_up_to_one_mib():
+def test_large_block_is_not_split_for_a_rest_of_up_to_one_mib():
     assert mib([11], [0]) == (12, 12)
     assert mib([12, 11 - 512 / MIB], [0, ~0, 1]) == (11 - 512 / MIB, 12)
 
@@ -56,65 +56,65 @@ def test_a_large_block_keeps_a_tail_of_up_to_one_mib():
 def test_best_fit_takes_the_smallest_cached_block():
     sizes = [30, 20, 12]
     assert mib(sizes, [0, 1, ~0, ~1, 2]) == (12, 50)
-    assert mib([*sizes, 30], [0, 1, ~0, ~1, 2, 3]) == (42, 50)  # so the 30 MiB block is still whole
+    assert mib([*sizes, 30], [0, 1, ~0, ~1, 2, 3]) == (42, 50)  # so the 30 MiB block was not split
 
 
-def test_split_blocks_merge_again():
+def test_freed_neighbours_are_merged():
     assert mib([30, 10, 10, 10, 30], [0, ~0, 1, 2, 3, ~1, ~3, ~2, 4]) == (30, 30)
 
 
-def test_a_hole_too_small_is_fragmentation():
+def test_free_block_that_is_too_small_is_fragmentation():
     result = replay([12 * MIB, 12 * MIB, 24 * MIB], [0, 1, ~0, 2])
     assert (result.peak_allocated(), result.peak_reserved()) == (36 * MIB, 48 * MIB)
     fullest = result.allocated.index(max(result.allocated))
     assert result.reserved[fullest] - result.allocated[fullest] == 12 * MIB
 
 
-def test_peaks_of_a_window_start_at_what_is_held():
+def test_peak_of_a_window_includes_live_blocks():
     result = replay([20 * MIB, 30 * MIB, 10 * MIB], [0, 1, ~1, 2, ~2, ~0])
     assert result.peak_allocated() == 50 * MIB
-    assert result.peak_allocated(2) == 50 * MIB  # the reset finds 50 MiB live
+    assert result.peak_allocated(2) == 50 * MIB  # 50 MiB are live at the start
     assert result.peak_allocated(3) == 30 * MIB
     assert result.peak_allocated(3, 3) == 20 * MIB
 
 
-def test_blocks_over_max_split_size_are_kept_whole():
+def test_blocks_above_max_split_size_are_not_split():
     assert mib([40, 10], [0, ~0, 1], SPLIT_32) == (10, 50)  # a small request does not get the large block
-    assert mib([40, 38], [0, ~0, 1], SPLIT_32) == (40, 40)  # one within 20 MiB of it does, whole
+    assert mib([40, 38], [0, ~0, 1], SPLIT_32) == (40, 40)  # a request within 20 MiB of its size gets all of it
     assert mib([60, 33], [0, ~0, 1], SPLIT_32) == (34, 94)
 
 
 def test_expandable_segments_grow_by_pages():
     assert mib([21], [0], EXPANDABLE) == (21, 40)
-    assert mib([21, 19], [0, 1], EXPANDABLE) == (40, 40)  # any tail is usable
+    assert mib([21, 19], [0, 1], EXPANDABLE) == (40, 40)  # a rest of any size is usable
     assert mib([21, 25], [0, 1], EXPANDABLE) == (46, 60)  # the free end plus one page
     assert mib([12, 12, 24], [0, 1, ~0, 2], EXPANDABLE) == (36, 60)
 
 
-def test_emptying_the_cache_gives_back_only_free_segments():
+def test_emptying_the_cache_releases_only_free_segments():
     assert mib([30, 9, 9], [0, ~0, 1, 2, ~1, ~2, 1], empty_cache_at=[2, 5]) == (9, 20)
     assert mib([50, 1], [0, 1, ~0], EXPANDABLE) == (1, 62)
     assert mib([50, 1, 1], [0, 1, ~0, 2], EXPANDABLE, empty_cache_at=[3]) == (2, 2)
 
 
-def test_a_full_device_gives_cached_segments_back_and_retries():
+def test_full_device_releases_cached_segments_and_retries():
     result = replay([20 * MIB, 40 * MIB], [0, ~0, 1], capacity=50 * MIB)
     assert (result.oom_at, result.retries, result.reserved[-1]) == (None, 1, 40 * MIB)
 
 
-def test_a_split_segment_cannot_be_given_back():
+def test_partly_used_segment_cannot_be_released():
     sizes = [9 * MIB, 9 * MIB, 40 * MIB]
     result = replay(sizes, [0, 1, ~0, 2], capacity=50 * MIB)
     assert (result.oom_at, result.retries, len(result.reserved)) == (3, 1, 3)
     assert replay(sizes, [0, 1, ~0, 2], EXPANDABLE, capacity=60 * MIB).oom_at is None
 
 
-def test_blocks_that_are_never_split_are_given_back_first():
+def test_blocks_above_max_split_size_are_released_first():
     settings = SPLIT_32
     result = replay([40 * MIB, 12 * MIB, 36 * MIB], [0, 1, ~0, ~1, 2], settings, capacity=52 * MIB)
-    assert result.reserved[-1] == 52 * MIB  # the 40 MiB block serves 36
+    assert result.reserved[-1] == 52 * MIB  # the 40 MiB block is reused for 36 MiB
     result = replay([60 * MIB, 12 * MIB, 36 * MIB], [0, 1, ~0, ~1, 2], settings, capacity=72 * MIB)
-    assert result.reserved[-1] == 48 * MIB  # 60 went back, the cached 12 stayed
+    assert result.reserved[-1] == 48 * MIB  # the 60 MiB block was released, the cached 12 MiB stayed
 
 
 def test_power_of_two_divisions():
@@ -126,12 +126,12 @@ def test_power_of_two_divisions():
         5 * MIB,
         6 * MIB,
     ]
-    # torch's own case (c10/test/core/AllocatorConfig_test.cpp): gaps between listed sizes are left unrounded
+    # PyTorch's own case (c10/test/core/AllocatorConfig_test.cpp): sizes between the listed ones are not rounded
     by_size = AllocatorSettings.parse("roundup_power2_divisions:[128:8,256:16,512:1,2048:8,>:2]")
     assert by_size.roundup_power2_divisions == (8,) * 8 + (16, 1, 0, 8) + (2,) * 4
 
 
-def test_settings_read_torchs_syntax():
+def test_settings_are_parsed_from_torchs_syntax():
     parsed = AllocatorSettings.parse(" expandable_segments:True, max_split_size_mb:128,pinned_num_register_threads:8 ")
     assert parsed == AllocatorSettings(expandable_segments=True, max_split_size=128 * MIB)
     assert AllocatorSettings.parse("large_segment_size_mb:40").large_segment_size == 40 * MIB
@@ -153,13 +153,15 @@ def test_settings_read_torchs_syntax():
         ("garbage_collection_threshold:0.8", "not replayed"),
     ],
 )
-def test_settings_that_cannot_work_say_so(text, message):
+def test_invalid_settings_are_refused(text, message):
     with pytest.raises(UserError, match=message):
         AllocatorSettings.parse(text)
 
 
 def check_layout(allocator: CachingAllocator, live: list[Block]) -> None:
-    """Segments tile their addresses, free neighbours are merged, and the counters are the sums over blocks."""
+    """Asserts that segments tile their addresses, free neighbours are merged, and the counters are sums over
+    blocks.
+    """
     known = {id(block): block for block in [*live, *(b for pool in allocator.pools for b in pool.at.values())]}
     spans = sorted((block.address, block.address + block.size) for block in known.values())
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
@@ -210,7 +212,7 @@ def test_layout_holds_for_any_sequence(layout, capacity, steps):
 
 
 def naive_reserved(sizes: list[int], events: list[int]) -> int:
-    """Default settings without any index: segments as lists of [free, size], searched whole for every request."""
+    """Returns reserved bytes under default settings: each segment is a list of [free, size], searched linearly."""
     segments: list[list[list]] = []
     where: dict[int, list] = {}
     for event in events:
@@ -240,7 +242,7 @@ def naive_reserved(sizes: list[int], events: list[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_agrees_with_a_naive_search(seed):
+def test_reserved_bytes_equal_a_naive_search(seed):
     sizes, events = random_trace(seed, length=300, live=40)
     assert replay(sizes, events).reserved[-1] == naive_reserved(sizes, events)
 
@@ -256,7 +258,7 @@ def random_trace(seed: int, length: int, live: int) -> tuple[list[int], list[int
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_fifty_thousand_events_in_half_a_second(layout):
+def test_replay_of_fifty_thousand_events_takes_half_a_second(layout):
     sizes, events = random_trace(0, length=25_000, live=300)
 
     def seconds() -> float:
@@ -264,4 +266,5 @@ def test_fifty_thousand_events_in_half_a_second(layout):
         replay(sizes, events, layout)
         return time.process_time() - start
 
-    assert min(seconds() for _ in range(3)) < 0.5  # of three: what other tests left may be collected in one of them
+    # the best of three, because garbage of other tests may be collected in one of them
+    assert min(seconds() for _ in range(3)) < 0.5

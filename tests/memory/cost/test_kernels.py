@@ -1,4 +1,4 @@
-"""Seconds of single kernels: rooflines computed by hand, tiles and waves, caches, elements taken one by one."""
+"""Seconds of single kernels: rooflines computed by hand, tiles and waves, caches, and instructions per element."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record.events import Op
 
 aten = torch.ops.aten
-# 100 SMs, 100 TFLOP/s in half precision, 10 in fp32 (20 as TF32), 1 TB/s, all of it reached; no cache.
+# 100 SMs, 100 TFLOP/s in half precision, 10 in fp32 (20 as TF32), 1 TB/s; each rate is reached in full; no cache.
 ROUND = GPU("round", (8, 0), 100, 2**34, 0, 1e12, 10e12, 20e12, 100e12, 100e12, 0, 1.0, 1.0, 1.0)
 CACHED = replace(ROUND, l2=40 * 10**6)
 
 
 def busy(name="aten.mm.default", flops=0, nbytes=0, dtype="float16", kernels_=1, shape=(), gpu=ROUND):
-    """Seconds of a kernel without its start and end."""
+    """Returns the seconds of a kernel without its launch and drain."""
     op = Op(name, flops, nbytes, dtype, "forward", "", 0, kernels_, shape=shape)
     return kernels.device_seconds(op, gpu) - kernels_ * (KERNEL_RAMP + KERNEL_GAP)
 
@@ -42,11 +42,11 @@ def meta(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def test_elementwise_takes_its_memory_traffic():
+def test_elementwise_kernel_is_limited_by_memory_traffic():
     assert busy("aten.add.Tensor", nbytes=10**9) == pytest.approx(1e-3)
 
 
-def test_what_fits_in_the_cache_is_faster():
+def test_data_that_fits_in_the_cache_is_faster():
     cached = 20 * 100 * CACHED.clock  # bytes a second
     assert busy("aten.add.Tensor", nbytes=20 * 10**6, gpu=CACHED) == pytest.approx(20e6 / cached)
     assert busy("aten.add.Tensor", nbytes=40 * 10**6, gpu=CACHED) == pytest.approx(20e6 / cached + 20e6 / 1e12)
@@ -54,13 +54,14 @@ def test_what_fits_in_the_cache_is_faster():
 
 
 def test_norms_with_statistics_read_their_input_twice():
-    assert busy("aten.native_batch_norm.default", nbytes=2 * 10**9) == pytest.approx(3e-3)  # x twice, and y
+    # reads x twice and writes y
+    assert busy("aten.native_batch_norm.default", nbytes=2 * 10**9) == pytest.approx(3e-3)
     assert busy("aten.native_batch_norm_backward.default", nbytes=3 * 10**9) == pytest.approx(5e-3)
 
 
-def test_rows_are_read_again_when_they_do_not_fit():
-    """Softmax reads a row three times: from memory where the rows in work are more than the cache holds."""
-    short, long = (2**20, 2**10), (2**10, 2**20)  # rows, bytes of a row: 1 GiB of each
+def test_rows_that_exceed_the_cache_are_read_again():
+    """Softmax reads a row three times: from memory if the rows in progress exceed the cache."""
+    short, long = (2**20, 2**10), (2**10, 2**20)  # (rows, bytes of a row): 1 GiB each
     moved = 2 * 2**30
     assert busy("aten._softmax.default", nbytes=moved, shape=short, gpu=CACHED) == pytest.approx(moved / 1e12)
     assert busy("aten._softmax.default", nbytes=moved, shape=long, gpu=CACHED) == pytest.approx(2 * moved / 1e12)
@@ -71,8 +72,8 @@ def test_rows_are_read_again_when_they_do_not_fit():
     )
 
 
-def test_a_norms_block_goes_over_its_row_in_whole_steps():
-    """Rows of 768 fp32 take as long as those of 1,024: two steps of 512, ten bytes a cycle of each SM."""
+def test_norm_processes_a_row_in_whole_steps():
+    """Rows of 768 fp32 take as long as those of 1,024: two steps of 512, at 10 bytes per cycle and SM."""
     name, rows = "aten.native_layer_norm.default", 2**16
     narrow, wide = (busy(name, 0, 2 * rows * 4 * n, "float32", shape=(rows, 4 * n), gpu=CACHED) for n in (768, 1024))
     assert narrow == wide == pytest.approx(2 * rows * 4096 / (10 * 100 * CACHED.clock))
@@ -83,47 +84,49 @@ def test_a_norms_block_goes_over_its_row_in_whole_steps():
 
 
 @pytest.mark.parametrize(("how", "cycles"), [(CAST, 0.9), (STRIDED, 0.9), (INDEXED, 2.0)])
-def test_elements_taken_one_by_one(how, cycles):
+def test_elements_that_are_not_vectorized_cost_cycles(how, cycles):
     elements = 10**9
     found = busy("aten.mul.Tensor", nbytes=10**6, shape=(elements, how))
     assert found == pytest.approx(elements * cycles / (100 * ROUND.clock))
 
 
-def test_which_elements_are_taken_one_by_one():
+def test_which_kernels_are_not_vectorized():
     x, row = meta(64, 32), meta(32)
     shape = lambda func, args, out: op_work.measure(func, args, {}, out).shape  # noqa: E731
     assert shape(aten.mul.Tensor, (x, x), x) == ()
     assert shape(aten.mul.Tensor, (x, 2.0), x) == ()
     assert shape(aten.mul.Tensor, (x, row), x) == (2048, STRIDED)
-    assert shape(aten.mul.Tensor, (x.t(), x.t()), x.t()) == ()  # both lie alike
+    assert shape(aten.mul.Tensor, (x.t(), x.t()), x.t()) == ()  # both have the same strides
     assert shape(aten.clone.default, (x.t(),), meta(32, 64)) == (2048, STRIDED)
     assert shape(aten._to_copy.default, (meta(64, 32, dtype=torch.bfloat16),), x) == (2048, CAST)
-    assert shape(aten._to_copy.default, (x,), meta(64, 32, dtype=torch.bfloat16)) == ()  # narrowing has its own kernel
+    # narrowing has a vectorized kernel
+    assert shape(aten._to_copy.default, (x,), meta(64, 32, dtype=torch.bfloat16)) == ()
     assert shape(aten.embedding.default, (meta(1000, 32), meta(64)), x) == (2048, INDEXED)
 
 
-def test_bytes_are_those_that_lie_in_memory():
+def test_bytes_count_each_stored_element_once():
     x = meta(64, 32)
     spread = torch.empty(1, 32, device="meta").expand(64, 32)
     assert op_work.measure(aten.add.Tensor, (x, spread), {}, x).nbytes == (2 * 64 * 32 + 32) * 4
     lists = ([x, x], [x, x])
     assert (
         op_work.measure(aten._foreach_add_.List, lists, {}, None).nbytes == 3 * 2 * x.nbytes
-    )  # in place: it returns nothing
+    )  # an in-place list operator returns nothing
     assert op_work.measure(aten._foreach_add.List, lists, {}, [x, x]).nbytes == 3 * 2 * x.nbytes
     labels = meta(64, dtype=torch.long)
     loss = op_work.measure(aten.nll_loss_forward.default, (x, labels, None, 1, -100), {}, (meta(), meta()))
-    assert (loss.nbytes, loss.shape) == (2 * 2 * 4, (64,))  # one logit of a row, not all
+    assert (loss.nbytes, loss.shape) == (2 * 2 * 4, (64,))  # one logit per row, not all of them
 
 
-def test_a_large_matmul_takes_its_arithmetic():
+def test_large_matmul_is_limited_by_arithmetic():
     edge = 25600
     shape = (1, edge, edge, edge, 0)
     assert busy(flops=2 * edge**3, shape=shape) == pytest.approx(2 * edge**3 / 100e12, rel=2e-3)
-    assert busy(flops=2 * edge**3) == pytest.approx(2 * edge**3 / 100e12, rel=2e-3)  # as a cube
+    # without a shape, a cube is assumed
+    assert busy(flops=2 * edge**3) == pytest.approx(2 * edge**3 / 100e12, rel=2e-3)
 
 
-def test_a_small_matmul_leaves_sms_idle():
+def test_small_matmul_leaves_sms_idle():
     """10 x 10 tiles of 128 x 128 fill 100 SMs once; the next row of tiles needs a second wave."""
     one, two = (matmul_seconds((1, rows, 1280, 4096, 0), 10e12, False, ROUND) for rows in (1280, 1408))
     assert one == pytest.approx(2 * 1280 * 1280 * 4096 / 10e12, rel=1e-2)
@@ -131,26 +134,26 @@ def test_a_small_matmul_leaves_sms_idle():
     assert matmul_seconds((1, 1280, 1280, 65536, 0), 10e12, False, ROUND) == pytest.approx(16 * one, rel=1e-2)
 
 
-def test_a_skinny_matmul_is_no_cube():
-    """LoRA's: 4096 x 32 x 4096 has the flops of a cube of 812, and takes longer: its tiles are half empty."""
+def test_skinny_matmul_is_slower_than_a_cube():
+    """LoRA's 4096 x 32 x 4096 has the flops of a cube of 812 and takes longer, because its tiles are half empty."""
     skinny = matmul_seconds((1, 4096, 32, 4096, 0), 100e12, True, ROUND)
     cube = matmul_seconds((1, 812, 812, 812, 0), 100e12, True, ROUND)
     assert skinny > 1.3 * cube
 
 
-def test_long_sums_are_split():
-    """A result of one tile would keep one SM busy for 21 ms; four small tiles in 16 parts keep 64 busy."""
+def test_split_k_uses_more_sms():
+    """A result of one tile would occupy one SM for 21 ms; four small tiles in 16 parts occupy 64 SMs."""
     alone = 2 * 128 * 128 * 65536 / (10e12 / 100)
     loads = 1 + 8 * (1 / 64 + 1 / 64 - 1 / 64)
     found = matmul_seconds((1, 128, 128, 65536, 0), 10e12, False, ROUND)
     assert found == pytest.approx(alone / 64 * loads, rel=0.02)
 
 
-def test_small_tiles_cost_more_where_shared_memory_is_narrow():
-    """A T4 and SMs of 128 lanes get half of the bytes for each lane; the latter have a tile of 256 x 128 too."""
+def test_small_tiles_cost_more_with_less_shared_memory_bandwidth():
+    """A T4, and SMs with 128 lanes, have half the bytes per lane; the latter also have a tile of 256 x 128."""
 
     def relative(arch, high, wide):
-        """Seconds of one such tile on each SM over those at the full rate."""
+        """Returns the seconds of one such tile on each SM over the seconds at the full rate."""
         shape = (100, high, wide, 65536, 0)
         return matmul_seconds(shape, 10e12, False, replace(ROUND, arch=arch)) / (2 * high * wide * 65536 / 1e11)
 
@@ -160,8 +163,8 @@ def test_small_tiles_cost_more_where_shared_memory_is_narrow():
     assert relative((9, 0), 128, 128) == pytest.approx(1 + 16 * (1 / 128 - 1 / 256), rel=1e-2)
 
 
-def test_a_power_cap_is_shared_by_the_sms_in_use():
-    """A cap of half the clock: 50 of 100 SMs run at the full one and take half of the time of all."""
+def test_power_cap_is_shared_by_the_sms_in_use():
+    """Under a cap to half the clock, 50 of 100 SMs run at the full clock, in half the time of all 100."""
     half, whole = (matmul_seconds((1, 1280, 128 * n, 65536, 0), 10e12, False, ROUND, 0.5) for n in (5, 10))
     assert half / whole == pytest.approx(0.5, rel=1e-2)
     tail = [matmul_seconds((1, 1280, 128 * 11, 65536, 0), 10e12, False, ROUND, power) for power in (0.5, 1.0)]
@@ -169,16 +172,16 @@ def test_a_power_cap_is_shared_by_the_sms_in_use():
     assert tail[1] / whole > 1.12
 
 
-def test_ampere_has_one_tile_for_sums_across_rows():
-    """1,024 x 1,024 makes 64 tiles of 128 x 128, which leave 44 of an A100's SMs idle."""
+def test_ampere_has_one_tile_size_for_sums_across_rows():
+    """1,024 x 1,024 has 64 tiles of 128 x 128, which leave 44 of an A100's SMs idle."""
     gpu = replace(ROUND, arch=(8, 0), sms=108)
     across, along = (matmul_seconds((1, 1024, 1024, 1024, flag), 18e12, False, gpu) for flag in (ACROSS, 0))
     assert across > 1.2 * along
     assert across == pytest.approx(2 * 128 * 128 * 1024 / (18e12 / 108), rel=0.05)
 
 
-def test_part_of_the_stores_is_not_hidden():
-    """Scores of attention: 64 terms for each element that is stored. An SM with twice the lanes hides less."""
+def test_part_of_the_stores_does_not_overlap_arithmetic():
+    """Attention scores have 64 terms per stored element. An SM with twice the lanes hides less of the stores."""
     shape, stored = (128, 1024, 1024, 64, 0), 128 * 1024 * 1024 * 4 / 1e12
     arithmetic = 128 * 8 * 8 / 100 * (2 * 128 * 128 * 64 / 1e11 + 0.5e-6)
     found = matmul_seconds(shape, 10e12, False, ROUND)
@@ -187,7 +190,7 @@ def test_part_of_the_stores_is_not_hidden():
     assert wide == pytest.approx(arithmetic * (1 + 16 * (1 / 128 - 1 / 256)) + 0.65 * stored, rel=2e-2)
 
 
-def test_rows_that_start_anywhere_are_slower():
+def test_unaligned_rows_are_slower():
     even, uneven = ((1, 8192, 8192, 8192, flag) for flag in (0, UNEVEN))
     ratio = matmul_seconds(uneven, 100e12, True, ROUND) / matmul_seconds(even, 100e12, True, ROUND)
     assert ratio == pytest.approx(1 / 0.6, rel=1e-2)
@@ -196,10 +199,10 @@ def test_rows_that_start_anywhere_are_slower():
     )
     assert odd.shape == (1, 64, 50257, 32, UNEVEN + ACROSS)
     t = op_work.measure(aten.mm.default, (meta(64, 32), meta(50257, 32).t()), {}, None)
-    assert t.shape == (1, 64, 50257, 32, 0)  # along memory its rows are 128 bytes
+    assert t.shape == (1, 64, 50257, 32, 0)  # in memory order its rows have 128 bytes
 
 
-def test_what_may_be_rounded_to_tf32_says_so():
+def test_operators_that_may_use_tf32_have_that_dtype():
     a, images, weight = meta(64, 64), meta(1, 3, 8, 8), meta(4, 3, 1, 1)
     convolve = (images, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
@@ -213,17 +216,17 @@ def test_what_may_be_rounded_to_tf32_says_so():
         assert dtypes() == ("tf32", "tf32")
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
-    t4 = find_gpu("t4")  # which has no TF32
+    t4 = find_gpu("t4")  # it has no TF32
     same = [busy(flops=10**12, dtype=dtype, gpu=t4) for dtype in ("float32", "tf32")]
     assert same[0] == same[1]
 
 
-def test_complex_numbers_multiply_four_times():
+def test_complex_product_has_four_real_products():
     a, b = meta(64, 32, dtype=torch.complex64), meta(32, 16, dtype=torch.complex64)
     assert op_work.measure(aten.mm.default, (a, b), {}, meta(64, 16)).flops == 4 * 2 * 64 * 32 * 16
 
 
-def test_small_windows_are_convolved_by_winograd_in_fp32():
+def test_convolutions_with_small_windows_use_winograd_in_fp32():
     args = (meta(32, 256, 14, 14), meta(256, 256, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     work = op_work.measure(aten.convolution.default, args, {}, meta(32, 256, 14, 14))
     images = 2 * 32 * 256 * 14 * 14 * 4
@@ -235,8 +238,8 @@ def test_small_windows_are_convolved_by_winograd_in_fp32():
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_tensor_cores_have_images_in_channels_first_transposed(window):
-    """cuDNN reads and writes the images once more in each pass; those in channels last stay as they are."""
+def test_channels_first_images_are_transposed_for_tensor_cores(window):
+    """cuDNN reads and writes channels-first images once more in each pass, and channels-last images not."""
     weight, image = meta(256, 256, window, window, dtype=torch.half), meta(32, 256, 14, 14, dtype=torch.half)
     last = image.to(memory_format=torch.channels_last)
     how = ([1, 1], [window // 2] * 2, [1, 1], False, [0, 0], 1)
@@ -249,7 +252,7 @@ def test_tensor_cores_have_images_in_channels_first_transposed(window):
         assert seconds[0] - seconds[1] == pytest.approx(2 * passes * 2 * image.nbytes / 1e12)
 
 
-def test_tensor_cores_are_slower_where_a_pixel_is_no_multiple_of_16_bytes():
+def test_convolution_is_slower_if_a_pixel_is_no_multiple_of_16_bytes():
     image, how = meta(8, 18, 64, 64, dtype=torch.half), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     work = op_work.measure(aten.convolution.default, (image, meta(24, 18, 3, 3), None, *how), {}, meta(8, 24, 64, 64))
     assert work.shape[4] == WINOGRAD + UNEVEN
@@ -259,8 +262,8 @@ def test_tensor_cores_are_slower_where_a_pixel_is_no_multiple_of_16_bytes():
     ("groups", "width", "last", "direct"),
     [(32, 4, True, False), (64, 32, True, False), (32, 64, True, True), (8, 16, True, True), (8, 16, False, False)],
 )
-def test_grouped_convolutions_in_channels_last_are_direct_but_for_many_narrow_groups(groups, width, last, direct):
-    """Without tensor cores, at 16 % of the fp32 rate."""
+def test_which_grouped_convolutions_are_direct(groups, width, last, direct):
+    """Direct ones use no tensor cores and reach 16 % of the fp32 rate."""
     image = meta(8, groups * width, 14, 14, dtype=torch.half)
     image = image.to(memory_format=torch.channels_last) if last else image
     weight, how = meta(groups * width, width, 3, 3, dtype=torch.half), ([1, 1], [1, 1], [1, 1], False, [0, 0], groups)
@@ -271,7 +274,7 @@ def test_grouped_convolutions_in_channels_last_are_direct_but_for_many_narrow_gr
 
 
 @pytest.mark.parametrize(("channels", "last", "times"), [(64, True, 1), (60, True, 5), (60, False, 1), (64, False, 1)])
-def test_channels_that_fill_no_vectors_are_read_one_by_one_in_channels_last(channels, last, times):
+def test_odd_channel_counts_are_read_element_by_element(channels, last, times):
     image = meta(8, channels, 28, 28, dtype=torch.half)
     given = image.to(memory_format=torch.channels_last) if last else image
     weight, how = meta(channels, 1, 3, 3, dtype=torch.half), ([1, 1], [1, 1], [1, 1], False, [0, 0], channels)
@@ -285,16 +288,16 @@ def test_channels_that_fill_no_vectors_are_read_one_by_one_in_channels_last(chan
 @pytest.mark.parametrize(
     ("dtype", "window", "last", "times"),
     [
-        (torch.half, 3, False, 2),  # cuDNN's
-        (torch.half, 7, False, 5 + 9),  # PyTorch's own
+        (torch.half, 3, False, 2),  # cuDNN's kernel
+        (torch.half, 7, False, 5 + 9),  # PyTorch's own kernel
         (torch.float32, 3, False, 5 + 9),
         (torch.float32, 7, True, 2),
     ],
 )
-def test_depthwise_convolutions_are_no_matmuls(dtype, window, last, times):
-    """Of 64 channels: values under the windows of each pixel, forward once, backward by the kernel that does it.
+def test_depthwise_convolution_counts_values_under_its_windows(dtype, window, last, times):
+    """Each pixel counts the values under its window, once in forward and by the backward kernel's factor in backward.
 
-    A pixel takes as long as six values: 1.8 cycles of an SM for 3 x 3.
+    With 64 channels, a pixel of a 3 x 3 window takes as long as six values: 1.8 cycles of an SM.
     """
     pixels, pad = meta(8, 64, 28, 28, dtype=dtype), window // 2
     given = pixels.to(memory_format=torch.channels_last) if last else pixels
@@ -329,7 +332,7 @@ def test_rates_by_kind_of_op(name, dtype, rate):
     assert busy(name, flops, 0, dtype) == pytest.approx(flops / rate, rel=2e-3)
 
 
-def test_attention_by_head_size_and_card():
+def test_attention_rate_by_head_size_and_gpu():
     name, flops = "aten._scaled_dot_product_flash_attention.default", 10**15
     wide, narrow = (busy(name, flops, shape=(64, 4096, 4096, head)) for head in (128, 64))
     assert wide / narrow == pytest.approx(0.88)
@@ -342,8 +345,8 @@ def test_attention_by_head_size_and_card():
     assert wide == pytest.approx(busy(third, flops, shape=(64, 4096, 4096, 128)))
 
 
-def test_attention_goes_over_whole_blocks():
-    """Of 64 queries and 64 keys; the published backward of 384 x 197 x 88 in fp32 on an A100: 2.335 ms."""
+def test_attention_processes_whole_blocks():
+    """Blocks have 64 queries and 64 keys. Published backward of 384 x 197 x 88 in fp32 on an A100: 2.335 ms."""
     name = "aten._scaled_dot_product_efficient_attention_backward.default"
     flops = 2 * 5 * 384 * 197 * 197 * 88
     short, whole = (busy(name, flops, shape=(384, n, n, 88)) for n in (197, 256))
@@ -353,21 +356,21 @@ def test_attention_goes_over_whole_blocks():
     )
 
 
-def test_transforms_pass_over_the_data():
+def test_fourier_transform_passes_over_its_data():
     given, real = meta(64, 256, 8192, dtype=torch.complex64), meta(64, 256)
     halves = lambda func, *args: op_work.measure(func, args, {}, given).shape  # noqa: E731
     assert halves(aten._fft_c2c.default, given, [1], 0, True) == (2,)
-    assert halves(aten._fft_c2c.default, given, [1, 2], 2, False) == (2 * 4,)  # a long dimension, and it is scaled
-    assert halves(aten._fft_c2c.default, given.transpose(0, 1), [1], 0, True) == (2 * 2,)  # copied first
+    assert halves(aten._fft_c2c.default, given, [1, 2], 2, False) == (2 * 4,)  # a long dimension, and scaling
+    assert halves(aten._fft_c2c.default, given.transpose(0, 1), [1], 0, True) == (2 * 2,)  # the input is copied first
     assert halves(aten._fft_r2c.default, real, [1], 0, True) == (2,)
-    assert halves(aten._fft_r2c.default, real, [1], 0, False) == (3,)  # the half that is conjugate
+    assert halves(aten._fft_r2c.default, real, [1], 0, False) == (3,)  # the conjugate half
     work = op_work.measure(aten._fft_c2c.default, (given, [1, 2], 2, False), {}, given)
     found = busy("aten._fft_c2c.default", 0, work.nbytes, work.dtype, shape=work.shape)
     assert found == pytest.approx(4 * 2 * given.nbytes / 1e12)
 
 
-def test_an_embeddings_gradients_are_sorted_by_row():
-    """16,384 tokens that are drawn evenly from as many rows meet 63 % of them; few tokens are not sorted."""
+def test_embedding_backward_sorts_gradients_by_row():
+    """16,384 tokens, drawn uniformly from as many rows, use 63 % of them; a small number of tokens is not sorted."""
     rows, tokens = 16384, meta(16384, dtype=torch.long)
     backward = aten.embedding_dense_backward.default
     work = op_work.measure(backward, (meta(16384, 4096), tokens, rows, -1, False), {}, meta(rows, 4096))
@@ -378,8 +381,8 @@ def test_an_embeddings_gradients_are_sorted_by_row():
     assert (few.kernels, few.shape) == (2, (2048 * 64, INDEXED))
 
 
-def test_a_sort_passes_over_its_keys():
-    """Eight bits of them at once; a thread block sorts 4,096 by itself."""
+def test_sort_passes_over_its_keys():
+    """Each pass sorts by eight bits; one thread block sorts up to 4,096 keys alone."""
     long, short = meta(2**20, dtype=torch.long), meta(8, 4096)
     work = op_work.measure(aten.sort.default, (long,), {}, (long, long))
     assert (work.shape, work.kernels) == ((3 * 8,), 10)
@@ -389,14 +392,14 @@ def test_a_sort_passes_over_its_keys():
     assert (work.shape, work.kernels) == ((), 1)
 
 
-def test_a_block_diagonal_matrix_is_made_block_by_block():
+def test_block_diagonal_matrix_is_written_block_by_block():
     blocks = [meta(4, 4)] * 768
     work = op_work.measure(aten.block_diag.default, (blocks,), {}, meta(3072, 3072))
     assert (work.kernels, work.nbytes) == (769, (3072 * 3072 + 768 * 16) * 4)
 
 
-def test_sparse_values_are_added_to_a_copy_in_fp32():
-    """Of a dense tensor in half precision: 20 bytes for each of its elements."""
+def test_sparse_sum_copies_the_dense_tensor_to_fp32():
+    """For a dense tensor in half precision this moves 20 bytes per element."""
     dense, values = meta(64, 32, dtype=torch.bfloat16), meta(5)
     places = meta(2, 5, dtype=torch.long)
     sparse = torch.sparse_coo_tensor(places, values, (64, 32), device="meta", check_invariants=False)
@@ -404,27 +407,27 @@ def test_sparse_values_are_added_to_a_copy_in_fp32():
     assert op_work.measure(aten.add_.Tensor, (dense, dense), {}, dense).nbytes == 6 * 64 * 32
 
 
-def test_the_loss_over_labels_is_one_block():
+def test_nll_loss_runs_in_one_thread_block():
     assert busy("aten.nll_loss_forward.default", nbytes=100, shape=(8192,)) == pytest.approx(8192 / 32 * 0.75e-6)
 
 
-def test_load_takes_from_the_rates():
+def test_sustained_load_lowers_clock_and_rates():
     held = replace(ROUND, sustained=0.8)
     assert busy(flops=10**15, gpu=held) == pytest.approx(busy(flops=10**15) / 0.8, rel=1e-2)
     assert held.clock == pytest.approx(0.8 * ROUND.clock)
     assert find_gpu("h100-500w").matmul_rate("bfloat16") == pytest.approx(593e12, rel=1e-3)
 
 
-def test_a_small_result_of_long_sums_is_split_until_the_card_is_busy():
-    """Weights of 4 x 4 from 7 million tokens: 64 parts on 100 SMs, as there is no split in 100."""
+def test_small_result_with_long_sums_is_split_over_the_sms():
+    """A 4 x 4 weight gradient from 7 million tokens is split in 64 parts on 100 SMs; no split has 100 parts."""
     terms = 64 * 100_000
     seconds = matmul_seconds((1, 4, 4, terms, 0), 100e12, True, ROUND)
     one = 2 * 64 * 64 * 100_000 / (1e12 / (1 + 30 * (2 / 64 - 1 / 256 - 1 / 128)))
     assert seconds == pytest.approx(one + 1.5e-6 + 2 * 4 * 16 * 64 / 1e12)
 
 
-def test_a_tile_of_few_terms_is_soon_filled():
-    """4 terms of the 128 that a pipeline holds."""
+def test_tile_with_few_terms_fills_its_pipeline_sooner():
+    """Each element has 4 terms; the pipeline holds 128."""
     tiles = 100 * 1000
     seconds = matmul_seconds((1, 64 * tiles, 4, 4, 0), 100e12, True, ROUND)
     assert seconds < 0.2 * tiles / 100 * 1.5e-6

@@ -1,4 +1,4 @@
-"""Seconds of a step: host, device, network and copies beside each other, and ResNet-50's published ratios."""
+"""Seconds of a step: host, device, network and copies overlap; compared with ResNet-50's published ratios."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckpt_ft.units import MIB
 
 NO_HOST = schedule.Host(per_op=0.0, per_launch=0.0)
 A100 = find_gpu("a100-80gb")
-# 100 SMs, 100 TFLOP/s in half precision, 10 in fp32 (20 as TF32), 1 TB/s, all of it reached.
+# 100 SMs, 100 TFLOP/s in half precision, 10 in fp32 (20 as TF32), 1 TB/s; each rate is reached in full.
 ROUND = GPU("round", (8, 0), 100, 2**34, 0, 1e12, 10e12, 20e12, 100e12, 100e12, 0, 1.0, 1.0, 1.0)
 
 
@@ -36,7 +36,7 @@ def event(what, stream, back=0):
 
 
 def test_attention_counts_every_head_of_the_query():
-    """What torch's formulas count where heads are not grouped; grouped ones do as much."""
+    """Equals torch's formula for ungrouped heads; grouped heads have as many flops."""
     query, grad = torch.empty(2, 4, 6, 8), torch.empty(2, 4, 6, 16)
     for heads in (4, 2):
         key, value = torch.empty(2, heads, 10, 8), torch.empty(2, heads, 10, 16)
@@ -55,8 +55,8 @@ def test_attention_counts_every_head_of_the_query():
 
 
 @pytest.mark.parametrize(("transposed", "groups"), [(False, 1), (True, 1), (False, 4), (False, 16)])
-def test_a_convolutions_backward_counts_both_halves(transposed, groups):
-    """What torch's formula counts where nothing is grouped; of groups as much as forward, twice."""
+def test_convolution_backward_counts_input_and_weight_gradients(transposed, groups):
+    """Equals torch's formula without groups; with groups it is twice the forward's flops."""
     given, weight = torch.empty(2, 16, 10, 10), torch.empty(16, 16 // groups, 3, 3)
     how = ([2, 2], [1, 1], [1, 1], transposed, [1, 1] if transposed else [0, 0], groups)
     out = (
@@ -76,7 +76,7 @@ def seconds(ops, gpu=ROUND, host=NO_HOST, launch=None):
     return schedule.step_seconds(ops, gpu, host, launch)
 
 
-def test_a_step_of_small_kernels_takes_the_hosts_time():
+def test_step_of_small_kernels_is_limited_by_the_host():
     ops = [op("aten.add.Tensor", nbytes=100) for _ in range(1000)]
     host = schedule.Host(per_op=10e-6, per_launch=5e-6)
     parts = seconds(ops, host=host)
@@ -90,51 +90,53 @@ def test_host_and_device_overlap():
     slow = op("aten.add.Tensor", nbytes=10**9)  # 1 ms on the device
     views = [op("aten.view.default", kernels=0)] * 50
     host = schedule.Host(per_op=10e-6, per_launch=0.0)
-    # The views are issued while the device works; the second kernel need not wait for the host.
+    # The views are issued while the device works, so the second kernel does not wait for the host.
     together = seconds([slow, *views, slow], host=host)
     assert together.total == pytest.approx(10e-6 + 2 * (1e-3 + BETWEEN))
     assert (together.host, together.bound) == (pytest.approx(10e-6), "compute")
     assert seconds([slow, *views * 3, slow], host=host).total == pytest.approx(1.52e-3 + 1e-3 + BETWEEN)
 
 
-def test_questions_to_fake_tensors_cost_nothing():
+def test_metadata_queries_cost_no_time():
     assert schedule.step_seconds([op("prim.device.default", kernels=0)] * 1000, A100).total == 0.0
 
 
-def test_reading_a_value_back_empties_the_queue():
+def test_reading_a_value_waits_for_the_device():
     slow, issue = op("aten.add.Tensor", nbytes=10**9), schedule.Host(per_op=10e-6, per_launch=0.0)
     ahead = seconds([slow] * 3, host=issue)
     waited = seconds([slow, op("aten._local_scalar_dense.default", nbytes=8), slow, slow], host=issue)
-    # The second kernel is issued only once the first one's result is there.
+    # The second kernel is issued only after the first one's result is available.
     assert waited.total - ahead.total == pytest.approx(BETWEEN + schedule.READ_BACK + 10e-6, rel=1e-3)
 
 
-def test_python_around_ops_is_the_hosts():
+def test_hooks_and_dispatch_modes_cost_host_time():
     host = schedule.Host()
     plain, hooks, mode = (host.issue(op(around=around)) for around in ("", "hooks", "mode"))
     assert (hooks - plain, mode - plain) == pytest.approx((10e-6, 17e-6))
     assert schedule.Host(slower=2.0).issue(op(around="mode")) == 2 * mode
     assert host.issue(op("ckpt_ft.dequantize_nf4.default")) - plain == pytest.approx(70e-6)
     assert host.issue(op("fsdp.all_gather_copy_in.default")) - plain == pytest.approx(550e-6)
-    assert schedule.Host.beside(find_gpu("t4")).slower == 1.7
-    assert schedule.Host.beside(find_gpu("h100")).slower == 1.0
+    assert schedule.Host.concurrent(find_gpu("t4")).slower == 1.7
+    assert schedule.Host.concurrent(find_gpu("h100")).slower == 1.0
 
 
-def test_a_collective_slows_what_runs_beside_it():
+def test_collective_slows_concurrent_kernels():
     launch = Launch("ddp", 8, link=1e9)
     gather = op("c10d.allgather_.default", wire=10**6, stream="gather")  # 1 ms and its latency
     alone = seconds([op("aten.add.Tensor", nbytes=10**9)], A100)
-    beside = seconds([gather, op("aten.add.Tensor", nbytes=10**9)], A100, launch=launch)
-    assert beside.compute == pytest.approx(alone.compute * (1 + network_share(A100)))
+    concurrent = seconds([gather, op("aten.add.Tensor", nbytes=10**9)], A100, launch=launch)
+    assert concurrent.compute == pytest.approx(alone.compute * (1 + network_share(A100)))
     assert network_share(A100) == pytest.approx(108 / 84 - 1)
     took = collective_seconds(10**6, launch, A100, "c10d.allgather_.default")
     assert took == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 1e-3)
-    assert beside.communicating == pytest.approx(took)
-    assert beside.network == pytest.approx(took - beside.compute)
+    assert concurrent.communicating == pytest.approx(took)
+    assert concurrent.network == pytest.approx(took - concurrent.compute)
 
 
-def test_a_collective_takes_of_the_memorys_bandwidth():
-    """Two passes for each byte: at 0.25 TB/s half of ROUND's is left, to traffic; arithmetic waits for SMs alone."""
+def test_collective_uses_memory_bandwidth():
+    """It moves each byte twice: at 0.25 TB/s, memory-bound kernels keep half of the bandwidth; matmuls lose only
+    SMs.
+    """
     launch = Launch("ddp", 8, link=0.25e12)
     gather = op("c10d.allgather_.default", wire=10**10, stream="gather")  # 40 ms
     copy, matmul = op("aten.add.Tensor", nbytes=10**9), op(flops=10**11, shape=(1, 4096, 4096, 2980, 0))
@@ -147,7 +149,7 @@ def test_a_collective_takes_of_the_memorys_bandwidth():
     assert multiplied == pytest.approx(1 + network_share(ROUND))
 
 
-def test_what_computes_waits_for_an_event():
+def test_compute_stream_waits_for_an_event():
     launch = Launch("ddp", 8, link=1e9)
     gather = op("c10d.allgather_.default", wire=10**6, stream="gather")
     parts = seconds(
@@ -165,8 +167,8 @@ def test_what_computes_waits_for_an_event():
     assert parts.total == pytest.approx(took + 1e-3 + BETWEEN)
 
 
-def test_copies_to_the_host_bound_the_step():
-    """It begins when the kernel before it has ended."""
+def test_copies_to_the_host_limit_the_step():
+    """A copy begins when the preceding kernel has ended."""
     copy = op("aten.copy_.default", nbytes=10**9, kernels=0)
     parts = seconds([op("aten.add.Tensor", nbytes=10**9), copy])
     assert parts.copying == pytest.approx(10**9 / ROUND.host_bandwidth)
@@ -174,13 +176,13 @@ def test_copies_to_the_host_bound_the_step():
     assert (parts.copies, parts.bound) == (pytest.approx(parts.copying), "copies")
 
 
-def test_copies_run_beside_the_computation_until_it_waits():
-    """Weights come in 2 ms, one block ahead: blocks of 1 ms wait for them, blocks of 3 ms do not."""
+def test_copies_overlap_computation_until_a_wait():
+    """Copying a block's weights takes 2 ms, one block ahead: blocks of 1 ms wait for it, blocks of 3 ms do not."""
     copy = op("aten.copy_.default", nbytes=int(2e-3 * ROUND.host_bandwidth), kernels=0, stream="side")
     millisecond = op("aten.add.Tensor", nbytes=10**9)
 
     def blocks(work, count=4):
-        for _ in range(count):  # the weights that came are awaited, and those of the next block leave
+        for _ in range(count):  # wait for these weights, start the copy of the next block's
             yield from (event("wait", ""), event("record", ""), event("wait", "side"), copy, event("record", "side"))
             yield from [millisecond] * work
 
@@ -191,8 +193,8 @@ def test_copies_run_beside_the_computation_until_it_waits():
     assert forward.copying == backward.copying == pytest.approx(8e-3)
 
 
-def test_the_hosts_optimizer_begins_with_the_first_gradient():
-    """Each gradient is copied after its kernel, and the host computes with it beside the kernels that follow."""
+def test_host_optimizer_starts_with_the_first_gradient():
+    """Each gradient is copied after its kernel; the host computes its update while later kernels run."""
     copy = op("aten.copy_.default", nbytes=int(1e-3 * ROUND.host_bandwidth), kernels=0, stream="side")
     kernel = op("aten.add.Tensor", nbytes=2 * 10**9)
     sent = [kernel, event("record", ""), event("wait", "side"), copy, event("record", "side")]
@@ -204,13 +206,13 @@ def test_the_hosts_optimizer_begins_with_the_first_gradient():
     assert seconds([*sent * 3, event("await", ""), *[adam] * 3], host=host).total == pytest.approx(13e-3, rel=1e-2)
 
 
-def test_a_tensor_that_is_given_other_data_takes_no_kernel():
+def test_assignment_of_tensor_data_has_no_kernel():
     tensor = torch.empty(4, 8)
     ask = torch.ops.aten._has_compatible_shallow_copy_type.default
     assert op_work.measure(ask, (tensor, torch.empty(0)), {}, True) == op_work.Work()
 
 
-def test_twice_the_gpu_is_never_slower():
+def test_gpu_of_twice_the_rates_is_faster():
     double = {rate: 2 * getattr(A100, rate) for rate in ("bandwidth", "fp32", "tf32", "fp16", "bf16")}
     ops = [op(flops=2 * n**3, nbytes=6 * n**2) for n in range(64, 4096, 64)]
     faster = dataclasses.replace(A100, **double)
@@ -219,7 +221,7 @@ def test_twice_the_gpu_is_never_slower():
 
 
 def resnet_seconds(policy: str) -> float:
-    """Predicted seconds of forward and backward of ResNet-50 on 32 x 3 x 224 x 224, on a T4."""
+    """Predicts the seconds of forward and backward of ResNet-50 on 32 x 3 x 224 x 224 on a T4."""
     with torch.device("meta"):
         model = ResNetForImageClassification(ResNetConfig(num_labels=1000)).train()
     apply_policy(model, policy)
@@ -231,8 +233,10 @@ def resnet_seconds(policy: str) -> float:
     return trace_step(model, step, device="t4").seconds
 
 
-def test_resnet50_recompute_costs_what_was_published():
-    """T4, ms per iteration: none 276.69, stages 3 and 4 by block 316.66, each stage 368.39, each block 368.90."""
+def test_recomputation_of_resnet50_has_the_published_cost():
+    """Published ms per iteration on a T4: none 276.69, stages 3 and 4 by block 316.66, each stage 368.39, each block
+    368.90.
+    """
     seconds = [resnet_seconds(policy) for policy in ("none", "stages:3+4", "stages", "full")]
     assert seconds[0] == pytest.approx(0.27669, rel=0.15)
     assert [s / seconds[0] for s in seconds[1:]] == pytest.approx(
@@ -240,8 +244,8 @@ def test_resnet50_recompute_costs_what_was_published():
     )
 
 
-def test_adams_step_counts_are_the_hosts():
-    """Two values of each parameter's count are read, and the device is not waited for; the loss is on the device."""
+def test_reading_step_counts_of_adam_does_not_wait():
+    """AdamW reads two values of each parameter's count on the host, without a wait; the loss is on the device."""
 
     def step(model, optimizer):
         loss = model(torch.ones(4, 8)).sum()
@@ -258,8 +262,8 @@ def test_adams_step_counts_are_the_hosts():
     assert (counts.kernels, counts.nbytes) == (0, 0)
 
 
-def test_a_step_waits_where_it_synchronises():
-    """The host runs ahead of eight large matmuls on the device, unless it waits for each of them."""
+def test_step_waits_at_each_synchronisation():
+    """The host runs ahead of eight large matmuls, unless it waits for each of them."""
 
     def step(waits):
         def stepped(model, optimizer):
@@ -280,7 +284,7 @@ def test_a_step_waits_where_it_synchronises():
     assert waiting.peak_reserved == ahead.peak_reserved
 
 
-def test_a_capturable_adam_has_no_host_in_it():
+def test_capturable_adam_reads_nothing_on_the_host():
     def step(model, optimizer):
         model(torch.ones(4, 8)).sum().backward()
         optimizer.step()
@@ -292,8 +296,10 @@ def test_a_capturable_adam_has_no_host_in_it():
     assert not any("_local_scalar_dense" in op.name for op in trace.ops)
 
 
-def test_nccl_has_buffers_for_each_connection() -> None:
-    """Ulysses on eight H100: 7 x 32 connections for the all-to-all, of 12 MiB each, and three rings of 24 channels."""
+def test_nccl_has_buffers_per_connection() -> None:
+    """Ulysses on eight H100 has 7 x 32 connections for the all-to-all and three rings of 24 channels, of 12 MiB
+    each.
+    """
     h100, t4 = find_gpu("h100"), find_gpu("t4")
     assert nccl_bytes(Launch("zero3", 1), h100) == 0
     assert nccl_bytes(Launch("ddp", 8), h100) == nccl_bytes(Launch("fsdp2", 8), h100) == 24 * 12 * MIB

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.two_tensor import TwoTensor
-from trace_models import MODELS, adamw, language_model, real_trace, story, training_step
+from trace_models import MODELS, adamw, language_model, real_trace, step_events, training_step
 
 from ckpt_ft.checkpointing import rng
 from ckpt_ft.checkpointing.apply import apply_policy
@@ -49,7 +49,7 @@ def test_fake_is_real(name: str, policy: str, autocast: bool) -> None:
     step = training_step(loss, autocast)
     fake = trace_step(model, step, make_optimizer=adamw, device="cpu")
     real = real_trace(model, step)
-    assert story(fake) == story(real)
+    assert step_events(fake) == step_events(real)
     assert (fake.peak_allocated, fake.at_peak) == (real.peak_allocated, real.at_peak)
     assert [op.name for op in fake.ops if op.at > fake.start] == [op.name for op in real.ops if op.at > real.start]
 
@@ -391,7 +391,7 @@ def test_another_threads_training_is_not_in_the_record() -> None:
         model(torch.ones(2, 4)).sum().backward()
 
     def tell(trace: StepTrace) -> list[Any]:
-        return [story(trace), [name for _, name in trace.marks]]
+        return [step_events(trace), [name for _, name in trace.marks]]
 
     assert tell(trace_step(model, step)) == tell(trace_step(model, lambda model, _: step(model, _, beside=False)))
 
@@ -507,7 +507,7 @@ def test_hooks_on_parameters_run(when: str) -> None:
         if parameter.dim() == 2:
             getattr(parameter, when)(project if when == "register_hook" else descend)
     fake, real = trace_step(model, step, device="cpu"), real_trace(model, step)
-    assert story(fake) == story(real)
+    assert step_events(fake) == step_events(real)
     assert len(fake.ops) > len(plain.ops)
 
 

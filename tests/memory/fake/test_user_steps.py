@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trace_models import language_model, real_trace, story
+from trace_models import language_model, real_trace, step_events
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
@@ -35,8 +35,8 @@ def test_a_step_under_inference_mode_is_traced_op_by_op() -> None:
 
     model, _ = language_model()
     inference = trace_step(model.eval(), step(torch.inference_mode), device="cpu")
-    assert story(inference) == story(trace_step(model, step(torch.no_grad), device="cpu"))
-    assert story(inference) == story(real_trace(model, step(torch.inference_mode)))
+    assert step_events(inference) == step_events(trace_step(model, step(torch.no_grad), device="cpu"))
+    assert step_events(inference) == step_events(real_trace(model, step(torch.inference_mode)))
 
 
 def test_save_on_cpu_leaves_the_device() -> None:
@@ -231,4 +231,4 @@ def test_optimizers_that_gradient_hooks_step_are_those_of_the_trace() -> None:
     states = sum(s.nbytes for s in trace.storages if s.category == "optimizer")
     assert states == 2 * (2 * 64 * 64 + 1) * 4
     step(model, None)
-    assert story(trace) == story(real_trace(model, step))
+    assert step_events(trace) == step_events(real_trace(model, step))

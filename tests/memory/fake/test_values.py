@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trace_models import adamw, language_model, real_trace, story
+from trace_models import adamw, language_model, real_trace, step_events
 from transformers import AutoModelForMaskedLM, ModernBertConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from ckpt_ft.memory.fake.step import trace_step
@@ -47,7 +47,7 @@ def test_padding_and_packing_make_masks(more: dict[str, torch.Tensor], masked: b
     model, _ = language_model("llama")
     fake = trace_step(model, step_with(**more), make_optimizer=adamw, device="cpu")
     real = real_trace(model, step_with(**more))
-    assert story(fake) == story(real)
+    assert step_events(fake) == step_events(real)
     assert fake.peak_allocated == real.peak_allocated
     assert fake.notes == []
     # On a card a mask also rules out the flash kernel.
@@ -130,7 +130,7 @@ def test_masked_language_models_and_their_labels() -> None:
 
     for more in ({"attention_mask": ONES}, {"attention_mask": PADDED}):  # the head runs on labelled tokens alone
         fake, real = traces(more)
-        assert story(fake) == story(real)
+        assert step_events(fake) == step_events(real)
 
 
 def test_constants_are_followed_and_a_models_numbers_are_not() -> None:
@@ -218,7 +218,9 @@ def test_image_tokens_and_their_grid() -> None:
         optimizer.zero_grad()
 
     model = Qwen2VLForConditionalGeneration(config).train()
-    assert story(trace_step(model, step, make_optimizer=adamw, device="cpu")) == story(real_trace(model, step))
+    assert step_events(trace_step(model, step, make_optimizer=adamw, device="cpu")) == step_events(
+        real_trace(model, step)
+    )
 
 
 def test_ctc_keeps_every_place_in_the_longest_target() -> None:

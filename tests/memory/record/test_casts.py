@@ -1,4 +1,6 @@
-"""Copies that CPU kernels make of operands in other dtypes: of each kernel as PyTorch records them, and of a step."""
+"""CPU kernels copy operands of other dtypes: the copies of each kernel as PyTorch records them, and those of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from test_tracker import profiled_peak, tracked
-from trace_models import adamw, language_model, story, training_step
+from trace_models import adamw, language_model, step_events, training_step
 
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.cpu_kernels import CASTS, converted, observed
@@ -21,17 +23,17 @@ OPERANDS = {
     "expanded": torch.rand(1, 256).bfloat16().expand(64, 256), "whole": torch.arange(256),
     "transposed": torch.rand(256, 64).t(), "scalar": 2.0,
 }  # fmt: skip
-SMALL = 64  # bytes: of numbers, whose copies count as none
+SMALL = 64  # bytes: numbers, whose copies are ignored
 
 
 @pytest.mark.parametrize("func", CASTS, ids=str)
-def test_a_kernel_copies_what_is_said(func: Any) -> None:
+def test_rule_predicts_the_copies_of_a_kernel(func: Any) -> None:
     compared = 0
     for args in _calls(func):
         try:
             out, taken = observed(lambda args=args: func(*args))
         except (RuntimeError, TypeError):
-            continue  # no such kernel: a whole number divided in place, the mean of bools
+            continue  # no such kernel: an integer divided in place, the mean of bools
         assert converted(func, args, out) == pytest.approx(taken, abs=SMALL), args
         compared += 1
     assert compared > 3
@@ -56,7 +58,7 @@ def _calls(func: Any) -> list[tuple[Any, ...]]:
 
 
 def test_lora_in_float32_on_a_bfloat16_base() -> None:
-    """What each layer adds to the base's output is in another dtype: 2 % of this step's peak."""
+    """Each LoRA layer adds a tensor of another dtype to the base's output; the copies are 2 % of the step's peak."""
     base, loss = language_model(hidden_size=128, intermediate_size=256)
     lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj", "gate_proj"])
     model = get_peft_model(base.bfloat16(), lora).train()  # type: ignore[arg-type]
@@ -65,6 +67,7 @@ def test_lora_in_float32_on_a_bfloat16_base() -> None:
     measured = profiled_peak(lambda: step(model, optimizer))
     assert trace.peak_allocated - trace.replay.allocated[trace.start - 1] == pytest.approx(measured, rel=1e-3)
     fake = trace_step(model, step, make_optimizer=adamw, device="cpu")
-    assert story(fake) == story(trace)
+    assert step_events(fake) == step_events(trace)
     copies = [s for s in trace.storages if s.op == "aten.add.Tensor" and s.nbytes == 4 * 2 * 64 * 256]
-    assert len(copies) == 2 * 2 * (2 * 3)  # in either step a copy and a sum, for two layers of three blocks
+    # in each of the two steps a copy and a sum, for two layers in each of three blocks
+    assert len(copies) == 2 * 2 * (2 * 3)

@@ -1,4 +1,4 @@
-"""Lifetimes of allocations, their owners, and the times of moments."""
+"""Lifetimes and owners of allocations, and the predicted time of each event."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ckpt_ft.memory.record.trace import StepTrace
 def test_lifetimes_of_a_step() -> None:
     trace = record()
     found = [(lifetime.nbytes, lifetime.made, lifetime.freed) for lifetime in trace.lifetimes()]
-    assert found == [(100, 0, None), (200, 1, 5), (1000, 2, 4), (50, 3, 6)]  # the warm-up's 1800 are not among them
+    assert found == [(100, 0, None), (200, 1, 5), (1000, 2, 4), (50, 3, 6)]  # without the warm-up's 1800 bytes
 
 
-def test_a_storage_may_be_allocated_twice() -> None:
+def test_storage_allocated_twice_has_two_lifetimes() -> None:
     trace = record()
     trace = replace(trace, events=[*trace.events, 2, ~2])
-    again = [(one.made, one.freed) for one in trace.lifetimes() if one.storage is trace.storages[2]]
-    assert again == [(1, 5), (7, 8)]
+    reallocated = [(one.made, one.freed) for one in trace.lifetimes() if one.storage is trace.storages[2]]
+    assert reallocated == [(1, 5), (7, 8)]
 
 
-def test_every_moment_adds_up() -> None:
+def test_lifetimes_add_up_to_the_allocated_bytes() -> None:
     trace = traced()
     found = trace.lifetimes()
     for moment in range(len(trace.events) - trace.start + 1):
@@ -31,7 +31,7 @@ def test_every_moment_adds_up() -> None:
         assert held == trace.replay.allocated[trace.start + moment - 1]
 
 
-def test_the_times_only_goes_on_and_ends_with_the_step() -> None:
+def test_event_times_increase_up_to_the_end_of_the_step() -> None:
     trace = traced()
     times = trace.moment_times(trace.schedule())
     assert times == sorted(times)

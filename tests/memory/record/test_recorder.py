@@ -1,4 +1,4 @@
-"""The parts of a tracker, each by itself: the recorder, the context, and how skipped units are put into a record."""
+"""The parts of a tracker: the recorder, the step context, and the insertion of skipped units into a record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_ft.memory.record.splice import NotPeriodic, SkippedRun, Unit, splice
 from ckpt_ft.memory.record.step_context import StepContext
 
 
-def test_a_recorder_follows_a_storage_until_it_is_freed() -> None:
+def test_recorder_follows_a_storage_until_it_is_freed() -> None:
     recorder = Recorder(StepContext())
     made, view = torch.zeros(10), None
     recorder.follow(made, "activations", "aten.zeros.default", "block")
@@ -26,7 +26,7 @@ def test_a_recorder_follows_a_storage_until_it_is_freed() -> None:
     assert recorder.storages[0].category == "temporary"  # allocated and freed in one phase
 
 
-def test_a_context_says_which_module_runs_forward_and_backward() -> None:
+def test_context_names_the_module_that_runs_forward_or_backward() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     context = StepContext()
     context.name_modules(model)
@@ -49,7 +49,7 @@ def test_a_context_says_which_module_runs_forward_and_backward() -> None:
 
 
 def recorded(units: int, sizes: dict[int, int] | None = None) -> Recorder:
-    """A record in which each unit allocates its output, and frees its input."""
+    """Returns a record in which each unit allocates its output and frees its input."""
     recorder = Recorder(StepContext())
     recorder.mark("step")
     before = None
@@ -67,16 +67,16 @@ def recorded(units: int, sizes: dict[int, int] | None = None) -> Recorder:
     return recorder
 
 
-def renamed(recorder: Recorder, last: str) -> None:
-    """The fourth unit that was traced is the last one of the model."""
+def rename_last_unit(recorder: Recorder, last: str) -> None:
+    """Renames the fourth traced unit to the last unit of the model."""
     for one in (*recorder.ops, *recorder.storages):
         if one.module == "layers.3.mlp":
             one.module = last
 
 
-def test_skipped_units_are_put_into_the_record() -> None:
+def test_skipped_units_are_spliced_into_the_record() -> None:
     whole, short = recorded(7), recorded(4)
-    renamed(short, "layers.6.mlp")
+    rename_last_unit(short, "layers.6.mlp")
     start = short.position._replace(ops=0, storages=0, events=0, marks=1)
     splice(short, start, [SkippedRun([Unit([f"layers.{unit}"]) for unit in range(7)])])
     assert (short.ops, short.events, short.storages, short.marks) == (
@@ -84,9 +84,9 @@ def test_skipped_units_are_put_into_the_record() -> None:
     )  # fmt: skip
 
 
-def test_units_that_differ_are_not_put_into_the_record() -> None:
+def test_units_that_differ_are_not_spliced() -> None:
     short = recorded(4, {2: 128})
-    renamed(short, "layers.6.mlp")
+    rename_last_unit(short, "layers.6.mlp")
     before = list(short.events), list(short.storages), list(short.ops)
     start = short.position._replace(ops=0, storages=0, events=0, marks=1)
     with pytest.raises(NotPeriodic, match=r"layers\.0: .*do not do the same") as error:

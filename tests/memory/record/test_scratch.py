@@ -1,6 +1,6 @@
-"""Memory that kernels take inside and sums that autograd makes in place: the tracker against PyTorch's own record.
+"""Memory inside kernels, and sums that autograd makes in place: the tracker compared with PyTorch's own record.
 
-Convolutions over time, depthwise and transposed ones, attention and LSTMs.
+The models have convolutions over time, depthwise and transposed ones, attention and LSTMs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_tracker import profiled_peak, tracked
 from torch import Tensor, nn
-from trace_models import Loss, adamw, real_trace, story, training_step
+from trace_models import Loss, adamw, real_trace, step_events, training_step
 from transformers import (
     ConvNextConfig,
     ConvNextForImageClassification,
@@ -41,14 +41,14 @@ IMAGES, CLASSES = torch.randn(2, 3, 64, 64), torch.tensor([1, 2])
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection() -> Iterator[None]:
-    """Reference cycles of a step are freed whenever Python chooses: in one of two steps that are compared, say."""
+    """Python frees reference cycles at any time, for example in only one of two compared steps."""
     gc.disable()
     yield
     gc.enable()
 
 
 def hubert() -> tuple[nn.Module, Loss]:
-    """A wide first layer and a short batch: its convolutions are the peak."""
+    """Its first layer is wide and its batch short, so that the convolutions decide the peak."""
     config = HubertConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, conv_dim=(48, 48, 48),
         conv_stride=(5, 2, 2), conv_kernel=(10, 3, 3), num_feat_extract_layers=3, num_conv_pos_embeddings=16,
@@ -81,7 +81,7 @@ def vits() -> tuple[nn.Module, Loss]:
     )  # fmt: skip
 
     def loss(model: nn.Module) -> Tensor:
-        torch.manual_seed(0)  # how long it speaks is drawn
+        torch.manual_seed(0)  # the length of the speech is random
         return model(IDS[:, :12] % 38).waveform.pow(2).mean()
 
     return VitsModel(config), loss
@@ -119,8 +119,8 @@ def mamba() -> tuple[nn.Module, Loss]:
 
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("make", [hubert, convnext, segformer, vits, whisper, rnn_transducer, mamba])
-def test_peak_is_the_profilers(make: Callable[[], tuple[nn.Module, Loss]], policy: str) -> None:
-    """Without dropout where blocks are recomputed: a generator's state that a checkpoint keeps is not an op's."""
+def test_peak_with_scratch_equals_the_profilers(make: Callable[[], tuple[nn.Module, Loss]], policy: str) -> None:
+    """Recomputed models have no dropout: the random state that a checkpoint saves belongs to no operator."""
     torch.manual_seed(0)
     model, loss = make()
     if policy != "none":
@@ -132,27 +132,27 @@ def test_peak_is_the_profilers(make: Callable[[], tuple[nn.Module, Loss]], polic
 
 
 @pytest.mark.parametrize("make", [convnext, whisper, segformer])
-def test_a_fake_step_has_the_same_scratch(make: Callable[[], tuple[nn.Module, Loss]]) -> None:
+def test_fake_step_has_the_same_scratch(make: Callable[[], tuple[nn.Module, Loss]]) -> None:
     model, loss = make()
     step = training_step(loss)
     fake, real = trace_step(model.train(), step, make_optimizer=adamw, device="cpu"), real_trace(model, step)
-    assert story(fake) == story(real)
+    assert step_events(fake) == step_events(real)
     assert any(s.nbytes > 10_000 and s.op == "aten.convolution.default" for s in real.storages)
 
 
-def test_an_lstm_keeps_a_workspace() -> None:
-    """Two layers in both directions. PyTorch's fake kernel makes a workspace without bytes, and backward reads it."""
+def test_lstm_saves_a_workspace_for_backward() -> None:
+    """PyTorch's fake kernel allocates a workspace of 0 bytes; the real one has bytes and is read in backward."""
     model, sound = nn.LSTM(48, 32, num_layers=2, bidirectional=True, batch_first=True), torch.randn(2, 40, 48)
     step = training_step(lambda model: model(sound)[0].pow(2).mean())
     fake, real = trace_step(model, step, make_optimizer=adamw, device="cpu"), real_trace(model, step)
-    assert story(fake) == story(real)
+    assert step_events(fake) == step_events(real)
     optimizer = adamw(model)
     step(model, optimizer)
     measured = profiled_peak(lambda: step(model, optimizer))
     assert fake.peak_allocated - fake.replay.allocated[fake.start - 1] == pytest.approx(measured, rel=5e-3)
 
 
-def test_an_lstm_on_a_gpu_keeps_its_gates() -> None:
+def test_lstm_on_a_gpu_saves_its_gates() -> None:
     model, sound = nn.LSTM(48, 32), torch.randn(40, 2, 48)
     step = training_step(lambda model: model(sound)[0].pow(2).mean())
     trace = trace_step(model, step, make_optimizer=adamw, device="a100-40gb")
@@ -160,7 +160,7 @@ def test_an_lstm_on_a_gpu_keeps_its_gates() -> None:
     assert any(s.nbytes == 5 * 40 * 2 * 32 * 4 and s.op == "aten.mkldnn_rnn_layer.default" for s in trace.storages)
 
 
-def test_what_a_kernel_takes_beside_its_result() -> None:
+def test_scratch_of_a_call_is_observed() -> None:
     def call() -> Tensor:
         scratch = torch.empty(1000)
         out = torch.empty(100)
@@ -170,10 +170,10 @@ def test_what_a_kernel_takes_beside_its_result() -> None:
     out, nbytes = observed(call)
     assert (out.nbytes, nbytes) == (400, 4000)
     with torch.profiler.profile(profile_memory=True):
-        assert observed(call)[1] == 0  # one profiler at a time
+        assert observed(call)[1] == 0  # only one profiler can be active
 
 
-def test_gradients_add_up_in_place_where_nobody_else_holds_them() -> None:
+def test_gradients_are_summed_in_place_unless_shared() -> None:
     model = nn.Linear(4, 1000, bias=False)
 
     def trace(*functions: Callable[[Tensor], Tensor]) -> list[int]:
@@ -190,22 +190,22 @@ def test_gradients_add_up_in_place_where_nobody_else_holds_them() -> None:
         assert measured == predicted
         return measured
 
-    def twice(h: Tensor) -> Tensor:
+    def sin_plus_cos(h: Tensor) -> Tensor:
         return h.sin() + h.cos()
 
     assert trace(torch.sin, torch.cos, torch.exp) == []
-    assert trace(lambda h: twice(h[0, :0])) == []  # no bytes, no storage to follow
-    assert trace(lambda h: h, lambda h: h.view(-1)) == [8 * 1000 * 4]  # expanded from one number
+    assert trace(lambda h: sin_plus_cos(h[0, :0])) == []  # it has no bytes and no storage to follow
+    assert trace(lambda h: h, lambda h: h.view(-1)) == [8 * 1000 * 4]  # its gradient is expanded from one number
 
 
-def test_sparse_gradients_add_up_too() -> None:
+def test_sparse_gradients_are_summed() -> None:
     table = nn.Embedding(10, 4, sparse=True)
     with Tracker(table):
         (table(IDS % 10).sum() + table(IDS % 7).sum()).backward()
     assert table.weight.grad.is_sparse
 
 
-def test_a_sparse_gradient_is_its_indices_and_values() -> None:
+def test_sparse_gradient_consists_of_indices_and_values() -> None:
     table = nn.Embedding(10, 4, sparse=True)
     with Tracker(table) as tracker:
         tracker.start_step()
@@ -229,8 +229,8 @@ INDICES = torch.arange(64).view(16, 4) % 32
     ],
     ids=["gather", "topk", "cummax", "take", "index"],
 )
-def test_gradients_are_put_among_zeros_in_place(function: Callable[[Tensor], Tensor]) -> None:
-    """What a preference's loss gathers of its logits has a gradient as large as they are, once."""
+def test_gradient_of_gather_is_scattered_into_one_tensor_of_zeros(function: Callable[[Tensor], Tensor]) -> None:
+    """A preference loss gathers from its logits; the gradient of that has the size of the logits, once."""
     model = nn.Linear(2, 4096, bias=False)
     rows = torch.ones(64, 2)
 
@@ -241,4 +241,4 @@ def test_gradients_are_put_among_zeros_in_place(function: Callable[[Tensor], Ten
     trace = tracked(model, step, adamw(model))
     measured = profiled_peak(lambda: step(model, None))
     assert trace.peak_allocated - trace.replay.allocated[trace.start - 1] == pytest.approx(measured, rel=0.01)
-    assert story(trace_step(model, step, device="cpu")) == story(trace)
+    assert step_events(trace_step(model, step, device="cpu")) == step_events(trace)

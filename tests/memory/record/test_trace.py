@@ -1,4 +1,4 @@
-"""StepTrace's views, on a record small enough to work out by hand."""
+"""The views of StepTrace on a record that is small enough to compute by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from ckpt_ft.memory.record.tracker import Tracker
 
 
 def record(device: str = "cpu", gpu: GPU | None = None) -> StepTrace:
-    """A parameter; a warm-up that peaks at 1900; a step that holds 300, then 1000 more, and frees both."""
+    """A record with a parameter, a warm-up that peaks at 1900 bytes, and a step that allocates 300 and 1000 and frees
+    both.
+    """
     storages = [
         Storage(100, "parameters", "", "", ""),
         Storage(1800, "temporary", "aten.mm.default", "a", "forward"),
@@ -36,11 +38,11 @@ def record(device: str = "cpu", gpu: GPU | None = None) -> StepTrace:
     return StepTrace(device, storages, [0, 1, ~1, 2, 3, 4, ~3, ~2, ~4], ops, marks, ["a case"], gpu)
 
 
-def test_peaks_are_the_measured_steps() -> None:
+def test_peaks_are_those_of_the_measured_step() -> None:
     trace = record()
     assert trace.start == 3
     assert trace.peak_allocated == 100 + 200 + 1000 + 50
-    assert trace.peak_reserved == 1900  # of the whole process
+    assert trace.peak_reserved == 1900  # reserved bytes include the warm-up
     assert trace.peaks == {"forward": 300, "backward": 1350, "optimizer": 350}
     assert trace.at_peak == {
         "parameters": 100, "buffers": 0, "gradients": 50, "optimizer": 0, "activations": 200, "temporary": 1000,
@@ -51,11 +53,11 @@ def test_peaks_are_the_measured_steps() -> None:
     assert [sum(row.values()) for row in trace.timeline()] == [100, 300, 1300, 1350, 350, 150, 100]
 
 
-def test_it_prints_as_one_line() -> None:
+def test_trace_prints_as_one_line() -> None:
     assert repr(record()) == str(record()) == "StepTrace(cpu: 2 ops, peak allocated 1.3 KiB)"
 
 
-def test_a_gpu_counts_blocks() -> None:
+def test_gpu_trace_counts_allocator_blocks() -> None:
     trace = record("t4")
     assert trace.peak_allocated == 512 + 512 + 1024 + 512
     assert sum(trace.at_peak.values()) == trace.peak_allocated
@@ -65,23 +67,23 @@ def test_a_gpu_counts_blocks() -> None:
 @pytest.mark.parametrize("gpu", [None, GPU(**{**find_gpu("t4").__dict__, "name": "mine"})], ids=["named", "own"])
 def test_json_round_trip(gpu: GPU | None) -> None:
     trace = record("mine" if gpu else "t4", gpu)
-    again = StepTrace.from_json(trace.to_json())
-    assert again == trace
-    assert (again.peaks, again.seconds) == (trace.peaks, trace.seconds)
-    assert again.seconds > 0
+    loaded = StepTrace.from_json(trace.to_json())
+    assert loaded == trace
+    assert (loaded.peaks, loaded.seconds) == (trace.peaks, trace.seconds)
+    assert loaded.seconds > 0
 
 
-def test_the_cpus_speed_is_not_modelled() -> None:
+def test_cpu_trace_has_no_seconds() -> None:
     with pytest.raises(UserError, match="cpu"):
         _ = record().seconds
 
 
-def test_an_empty_record_has_no_peak() -> None:
+def test_empty_trace_has_no_peak() -> None:
     trace = StepTrace("cpu", [], [])
     assert (trace.peak_allocated, trace.holders(), trace.timeline(), sum(trace.at_peak.values())) == (0, [], [], 0)
 
 
-def test_a_trace_of_fakes_is_predicted_on_the_cpu_too(tmp_path: Path) -> None:
+def test_fake_trace_is_predicted_and_real_trace_measured(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
 
     def step(model: nn.Module, optimizer: object) -> None:
@@ -101,7 +103,7 @@ def test_plot(tmp_path: Path) -> None:
     assert "activations" in text or path.stat().st_size > 5000
 
 
-def test_a_trace_comes_back_from_another_process_as_it_was() -> None:
+def test_trace_from_another_process_is_equal() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     trace = trace_step(model, lambda model, _: model(torch.ones(2, 4)).sum().backward())
     for one in (trace, StepTrace("cpu", [], [])):
@@ -111,7 +113,7 @@ def test_a_trace_comes_back_from_another_process_as_it_was() -> None:
     assert trace.ops
 
 
-def test_a_cpu_that_is_not_calibrated_has_no_seconds(own_cache: Path) -> None:
+def test_cpu_without_calibration_has_no_seconds(own_cache: Path) -> None:
     trace = record()
     for ask in (lambda: trace.seconds, trace.schedule):
         with pytest.raises(UserError, match="a trace for 'cpu' has no seconds: measure them by `ckpt-ft calibrate`"):

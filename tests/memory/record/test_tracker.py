@@ -1,4 +1,4 @@
-"""The tracker on real CPU tensors, against PyTorch's own record of allocations."""
+"""The tracker on real CPU tensors, compared with PyTorch's own record of allocations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tracked(model: nn.Module, step, optimizer=None, steps: int = 2, **options) -
 
 
 def profiled_peak(call) -> int:
-    """The most bytes that `call` held above what there was before, by the profiler's memory events."""
+    """Returns the peak bytes during `call` above those before it, from the profiler's memory events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         call()
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -50,7 +50,7 @@ VIT_TINY = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 7
     ],
     ids=["lm", "unet", "resnet", "vit"],
 )
-def test_peak_is_the_profilers(model_and_loss, tolerance: float, autocast: bool) -> None:
+def test_tracked_peak_equals_the_profilers(model_and_loss, tolerance: float, autocast: bool) -> None:
     model, loss = model_and_loss()
     step, optimizer = training_step(loss, autocast), adamw(model)
     trace = tracked(model, step, optimizer)
@@ -59,7 +59,7 @@ def test_peak_is_the_profilers(model_and_loss, tolerance: float, autocast: bool)
     assert trace.peak_allocated - resident == pytest.approx(measured, rel=tolerance)
 
 
-def test_where_a_linear_layer_puts_its_bytes() -> None:
+def test_bytes_of_linear_layers_by_category_and_module() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     x = torch.randn(32, 8)
     parameters = (8 * 16 + 16 + 16 * 4 + 4) * 4
@@ -72,7 +72,7 @@ def test_where_a_linear_layer_puts_its_bytes() -> None:
     by_category: dict[str, int] = {}
     for storage, nbytes in trace.live_at(len(trace.events) - 1):
         by_category[storage.category] = by_category.get(storage.category, 0) + nbytes
-    scalars = 4 * 4  # Adam counts its steps in one float for each parameter
+    scalars = 4 * 4  # Adam has one float step count per parameter
     assert by_category["parameters"] == by_category["gradients"] == parameters
     assert by_category["optimizer"] == 2 * parameters + scalars
     loss_and_its_gradient = 8
@@ -99,8 +99,10 @@ def test_phases_follow_autograd_and_the_optimizer() -> None:
     assert trace.peaks["backward"] == trace.peak_allocated > trace.peaks["forward"] > trace.peaks["optimizer"] > 0
 
 
-def test_between_backward_and_the_optimizer_it_is_the_optimizers() -> None:
-    """A loss that is read and gradients clipped by hand, with gradients on. A forward without modules is still one."""
+def test_work_between_backward_and_optimizer_counts_as_the_optimizers() -> None:
+    """The loss is read and gradients are clipped with gradients enabled; a forward without modules is still a
+    forward.
+    """
     model = nn.Linear(4, 4)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -120,16 +122,16 @@ def test_between_backward_and_the_optimizer_it_is_the_optimizers() -> None:
     assert {phase for _, phase in phases} == {"optimizer"}
 
 
-def test_recomputation_belongs_to_backward_and_to_its_module() -> None:
+def test_recomputation_counts_for_backward_and_its_module() -> None:
     model, loss = language_model()
     switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     switch({"use_reentrant": False})
     trace = tracked(model, training_step(loss), steps=1)
-    again = [op for op in trace.ops if op.phase == "backward" and op.name == "aten.silu.default"]
-    assert [op.module for op in again] == [f"model.layers.{i}.mlp.act_fn" for i in (2, 1, 0)]
+    recomputed = [op for op in trace.ops if op.phase == "backward" and op.name == "aten.silu.default"]
+    assert [op.module for op in recomputed] == [f"model.layers.{i}.mlp.act_fn" for i in (2, 1, 0)]
 
 
-def test_a_limit_raises_what_a_card_raises() -> None:
+def test_allocation_beyond_the_limit_raises_out_of_memory() -> None:
     model, loss = language_model()
     free = tracked(model, training_step(loss))
     tracked(model, training_step(loss), limit=free.peak_allocated)
@@ -137,7 +139,7 @@ def test_a_limit_raises_what_a_card_raises() -> None:
         tracked(model, training_step(loss), limit=free.peak_allocated - 1)
 
 
-def test_a_resized_storage_is_freed_and_allocated_anew() -> None:
+def test_resized_storage_is_freed_and_allocated_again() -> None:
     with Tracker() as tracker:
         tensor = torch.empty(10)
         tensor.resize_(100)
@@ -147,7 +149,7 @@ def test_a_resized_storage_is_freed_and_allocated_anew() -> None:
     assert (tracker.recorder.allocated, tracker.recorder.peak) == (0, 400)
 
 
-def test_restart_keeps_what_lives() -> None:
+def test_restart_keeps_live_storages() -> None:
     model, loss = language_model()
     step, optimizer = training_step(loss), adamw(model)
     with Tracker(model, optimizer) as tracker:
@@ -162,7 +164,7 @@ def test_restart_keeps_what_lives() -> None:
     assert second.at_peak["optimizer"] == sum(s.nbytes for s in first.storages if s.category == "optimizer")
 
 
-def test_an_error_in_a_module_leaves_no_trace_behind() -> None:
+def test_module_that_raises_does_not_stay_in_the_context() -> None:
     class Fails(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no")
@@ -175,8 +177,10 @@ def test_an_error_in_a_module_leaves_no_trace_behind() -> None:
     assert [s.module for s in tracker.trace().storages if s.nbytes == after.nbytes and s.op][-1] == ""
 
 
-def test_what_optimizers_hold_in_projectors_and_layer_by_layer_is_there_from_the_start() -> None:
-    """GaLore's and APOLLO's projectors are objects in the state; layerwise ones have an optimizer per parameter."""
+def test_projectors_and_layerwise_optimizer_states_are_counted() -> None:
+    """GaLore's and APOLLO's projectors are objects in the state; layerwise optimizers have one optimizer per
+    parameter.
+    """
     model = nn.Linear(8, 8, bias=False)
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     projector = SimpleNamespace(project=len, basis=torch.zeros(1000), pair=[torch.zeros(500)], rank=4)

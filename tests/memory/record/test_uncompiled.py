@@ -1,4 +1,4 @@
-"""A compiled model is measured; what measures it is not compiled."""
+"""The tracker measures a compiled model; dynamo does not compile the tracker."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from ckpt_ft.memory.record.tracker import Tracker
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on importing its compiler
-def test_the_tracker_is_not_compiled() -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own warning when its compiler is imported
+def test_tracker_is_not_compiled() -> None:
     import torch._dynamo
 
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -1,4 +1,4 @@
-"""CUDA's rules: which kernel, what it keeps, what it takes besides."""
+"""Rules for CUDA kernels: which kernel runs, what it saves, and what it allocates temporarily."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def trace(call, *inputs: torch.Tensor, device: str = "t4") -> StepTrace:
-    """The trace of `call(*parameters)` and its backward; the inputs become parameters."""
+    """Returns the trace of `call(*inputs)` and its backward; the inputs are parameters."""
     model = nn.ParameterList([nn.Parameter(x) for x in inputs])
     return trace_step(model, lambda model, _: call(*model).sum().backward(), device=device, warmup_steps=0)
 
@@ -26,7 +26,7 @@ def names(trace: StepTrace, phase: str = "forward") -> list[str]:
 
 
 def kept(trace: StepTrace, op: str) -> list[int]:
-    """Bytes of what `op` left alive when backward began."""
+    """Returns the bytes of each storage from `op` that is alive when backward begins."""
     begin = next(at for at, name in trace.marks if name == "backward")
     return [storage.nbytes for storage, _ in trace.live_at(begin - 1) if op in storage.op]
 
@@ -53,7 +53,9 @@ KERNELS = [
 
 
 @pytest.mark.parametrize(("gpu", "dtype", "head", "masked", "kernel"), KERNELS)
-def test_attention_kernel(gpu: str, dtype: torch.dtype, head: int, masked: bool, kernel: str) -> None:
+def test_attention_kernel_by_gpu_dtype_head_size_and_mask(
+    gpu: str, dtype: torch.dtype, head: int, masked: bool, kernel: str
+) -> None:
     mask = torch.ones(128, 128, dtype=torch.bool) if masked else None
     ran = names(
         trace(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), *qkv(head=head, dtype=dtype), device=gpu)
@@ -63,7 +65,7 @@ def test_attention_kernel(gpu: str, dtype: torch.dtype, head: int, masked: bool,
     assert ("bmm" in ran) == (kernel == "math")
 
 
-def test_the_users_choice_of_kernel_counts() -> None:
+def test_sdpa_kernel_chosen_by_the_user_runs() -> None:
     def pinned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -76,7 +78,7 @@ def test_the_users_choice_of_kernel_counts() -> None:
         torch.backends.cuda.enable_mem_efficient_sdp(True)
 
 
-def test_grouped_heads() -> None:
+def test_attention_kernel_of_grouped_heads() -> None:
     def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
@@ -84,15 +86,16 @@ def test_grouped_heads() -> None:
     assert "bmm" in names(trace(grouped, *qkv(kv_heads=2), device="t4"))
 
 
-def test_what_the_kernels_keep() -> None:
+def test_bytes_that_attention_kernels_save() -> None:
     out = 2 * 4 * 100 * 64 * 2
     efficient = kept(trace(F.scaled_dot_product_attention, *qkv(length=100)), "efficient")
-    assert sorted(efficient) == sorted([out, 2 * 4 * 128 * 4])  # rows of the log-sum-exp in 32s; seeds on the host
+    # rows of the log-sum-exp are padded to 32; the random seeds are on the host
+    assert sorted(efficient) == sorted([out, 2 * 4 * 128 * 4])
     flash = kept(trace(F.scaled_dot_product_attention, *qkv(length=100), device="a100-40gb"), "flash")
     assert {out, 2 * 4 * 100 * 4} <= set(flash)
 
 
-def test_dropout_keeps_a_bool_mask() -> None:
+def test_dropout_saves_a_bool_mask() -> None:
     x = torch.zeros(1000, 1000)
     assert sorted(kept(trace(lambda x: F.dropout(x, 0.1), x), "dropout")) == [10**6]
     nothing = trace(lambda x: F.dropout(x, 0.0) + F.dropout(x, 0.5, training=False), x)
@@ -109,7 +112,7 @@ def test_softmax_of_half_in_float32_is_one_kernel() -> None:
     assert names(cast)[:2] == ["_to_copy", "_softmax"]
 
 
-def test_statistics_are_float32() -> None:
+def test_statistics_of_norms_are_float32() -> None:
     x = torch.zeros(8, 64, dtype=torch.float16)
     assert sorted(kept(trace(lambda x: F.layer_norm(x, (64,)) * x, x), "layer_norm")) == [32, 32, 1024]
     image, weight = torch.zeros(2, 8, 4, 4, dtype=torch.float16), torch.zeros(8)
@@ -122,7 +125,7 @@ def test_rms_norm_is_one_kernel() -> None:
     fused = trace(lambda x, w: F.rms_norm(x, (64,), w), x, weight)
     assert "_fused_rms_norm" in names(fused)
     assert "_fused_rms_norm_backward" in names(fused, "backward")
-    assert sorted(kept(fused, "rms_norm")) == [32]  # rstd in float32; the output itself is not kept
+    assert sorted(kept(fused, "rms_norm")) == [32]  # rstd in float32; the output is not saved
 
 
 @pytest.mark.parametrize(("gpu", "nbytes"), [("t4", 8519680), ("a100-40gb", 8519680), ("h100", 32 * MIB)])
@@ -133,11 +136,11 @@ def test_cublas_workspaces(gpu: str, nbytes: int) -> None:
         model(x).sum().backward()
 
     workspaces = [s.nbytes for s in trace_step(model, step, device=gpu).storages if s.category == "workspace"]
-    assert workspaces == [nbytes, MIB, nbytes]  # the main thread's, cuBLASLt's for the bias, autograd's
+    assert workspaces == [nbytes, MIB, nbytes]  # the main thread's, cuBLASLt's for the bias, and the autograd thread's
     assert trace_step(model, step, device="cpu").at_peak["workspace"] == 0
 
 
-def test_autocast_follows_cudas_lists() -> None:
+def test_autocast_follows_the_cuda_operator_lists() -> None:
     def ops(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda"):
             y = x @ w
@@ -161,7 +164,8 @@ def test_autocast_follows_cudas_lists() -> None:
         for op in trace(ops, x, w).ops
         if op.name == "aten._to_copy.default" and op.phase == "forward" and op.dtype == "float32"
     ]
-    assert len(casts) == 2 + 2  # x and w are cast once and cached; what bmm takes are views of them, which are not
+    # x and w are cast once and cached; bmm's operands are views of them, which are not cached
+    assert len(casts) == 2 + 2
     assert torch.exp(torch.zeros(1, dtype=torch.float16)).dtype == torch.float16
 
 
@@ -177,7 +181,7 @@ def test_convolution_workspaces() -> None:
     assert [s.nbytes for s in half.storages if s.op == "aten.convolution.default"] == [output // 2, copies]
 
 
-def test_adams_step_counts_are_on_the_host() -> None:
+def test_step_counts_of_adam_are_on_the_host() -> None:
     model, x = nn.Linear(64, 64, bias=False), torch.zeros(2, 64)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

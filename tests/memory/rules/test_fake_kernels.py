@@ -1,4 +1,4 @@
-"""Rules that stand for a fake kernel give what it gives."""
+"""Rules that replace a fake kernel return what the real kernel returns."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from ckpt_ft.memory.rules.fake_kernels import RULES
 aten = torch.ops.aten
 
 
-def described(tensor: Tensor) -> tuple[object, ...]:
+def properties(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("loss", [aten.mse_loss.default, aten.smooth_l1_loss.default], ids=str)
-def test_a_reduced_loss_as_the_real_kernel(loss: torch._ops.OpOverload, reduction: int) -> None:
-    """Its storage too: that of all the elements that were summed up."""
+def test_reduced_loss_equals_the_real_kernels(loss: torch._ops.OpOverload, reduction: int) -> None:
+    """The storage is equal too: the real kernel keeps the storage of all summed elements."""
     real = loss(torch.zeros(3, 4), torch.zeros(4), reduction)
     with FakeTensorMode():
         fake = RULES[loss](loss, (torch.empty(3, 4), torch.empty(4), reduction), {})
-        assert described(fake) == described(real)
+        assert properties(fake) == properties(real)
     assert real.untyped_storage().nbytes() == 4 * 12
 
 
 @pytest.mark.parametrize("kind", ["batch", "layer"])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2), (3, 2, 1, 0)], ids=str)
-def test_a_norm_lays_out_as_the_real_kernel(kind: str, order: tuple[int, ...]) -> None:
-    """Its result and its input's gradient, of an input whose axes were moved: what comes next may have to copy."""
+def test_strides_of_norms_equal_the_real_kernels(kind: str, order: tuple[int, ...]) -> None:
+    """For inputs with permuted axes, the strides of the result and of the gradient decide whether later operators
+    copy.
+    """
     forward = {"batch": aten.native_batch_norm.default, "layer": aten.native_layer_norm.default}[kind]
     backward = {"batch": aten.native_batch_norm_backward.default, "layer": aten.native_layer_norm_backward.default}[
         kind
@@ -45,7 +47,7 @@ def test_a_norm_lays_out_as_the_real_kernel(kind: str, order: tuple[int, ...]) -
         if kind == "batch":
             back = (x, x, weight, None, None, mean, rstd, True, 1e-5, [True] * 3)
         grad = (RULES[backward](backward, back, {}) if fake else backward(*back))[0]
-        return [described(out), described(grad)]
+        return [properties(out), properties(grad)]
 
     real = called(fake=False)
     with FakeTensorMode():
