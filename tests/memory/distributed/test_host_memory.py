@@ -1,4 +1,4 @@
-"""Host memory in a trace: what is offloaded leaves the device, and is counted where it is."""
+"""Host memory in a trace: offloaded tensors leave the device and count as host memory."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def trace(launch: Launch, accumulation: int = 1) -> StepTrace:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_zero_keeps_in_host_memory(stage: int, ranks: int) -> None:
-    """Per parameter of a rank's part: fp32 weights, their gradient and two averages, and what each stage adds."""
+def test_bytes_of_zero_in_host_memory(stage: int, ranks: int) -> None:
+    """Per parameter of a rank's shard: fp32 weight, gradient and two averages, plus what each stage adds."""
     count = sum(p.numel() for p in llama(None).model.parameters())
     found = trace(Launch(f"zero{stage}", ranks, mixed_precision="bf16", zero=OPTIMIZER))
-    half = 0 if stage == 3 else 2  # of the optimizer's: a copy of the part, in half precision
-    sums = 2 if stage == 3 else 0  # of the gradients': what is added up
+    half = 0 if stage == 3 else 2  # counted as optimizer: a half-precision copy of the shard
+    sums = 2 if stage == 3 else 0  # counted as gradients: the accumulated sum
     assert found.at_host_peak["optimizer"] == pytest.approx((12 + half) * count / ranks, rel=1e-3)
     assert found.at_host_peak["gradients"] == pytest.approx((4 + sums) * count / ranks, rel=1e-3)
     assert found.peak_host == sum(found.at_host_peak.values())
@@ -54,8 +54,8 @@ def test_what_zero_keeps_in_host_memory(stage: int, ranks: int) -> None:
     assert sum(op.nbytes for op in updates) >= 16 * count / ranks
 
 
-def test_a_disk_is_predicted_as_host_memory(tmp_path: Path) -> None:
-    """The note has what is on the disk; fp32 gradients that are too small for it stay on the card."""
+def test_nvme_offload_is_predicted_as_host_memory(tmp_path: Path) -> None:
+    """A note names the bytes on disk; fp32 gradients too small for the disk stay on the GPU."""
     config = tmp_path / "nvme.yaml"
     both = ", ".join(
         f"offload_{what}_device: nvme, offload_{what}_nvme_path: /disk" for what in ("optimizer", "param")
@@ -78,7 +78,7 @@ def test_a_disk_is_predicted_as_host_memory(tmp_path: Path) -> None:
     assert format_bytes(buffers) in note
     kept = sum(size for p in llama(None).model.parameters() if (size := 4 * p.numel()) < 2**20)
     before = [one.replay.peak_allocated(at := max(at for at, _ in one.phase_marks), at + 1) for one in (disk, host)]
-    assert before[0] - before[1] == pytest.approx(kept, rel=1e-3)  # when the update begins
+    assert before[0] - before[1] == pytest.approx(kept, rel=1e-3)  # at the beginning of the update
     above = traced(1, 3, both, max_in_cpu=count // 2)
     assert format_bytes(16 * count + count) in above.notes[0]
     with pytest.raises(UserError, match="buffer_size 10 is smaller than the largest part of a parameter"):
@@ -88,24 +88,25 @@ def test_a_disk_is_predicted_as_host_memory(tmp_path: Path) -> None:
     assert second.peak_host == trace(Launch("zero2", 2, mixed_precision="bf16", zero=OPTIMIZER)).peak_host
 
 
-def test_offloaded_parameters_leave_the_card() -> None:
+def test_offloaded_parameters_leave_the_gpu() -> None:
     count = sum(p.numel() for p in llama(None).model.parameters())
     found = trace(Launch("zero3", 2, mixed_precision="bf16", zero=BOTH))
     assert found.at_peak["parameters"] == 0
     assert found.at_host_peak["parameters"] == pytest.approx(2 * count / 2, rel=1e-3)
     copies = [op for op in found.ops if op.name.startswith("aten.copy_") and not op.kernels and op.stream != HOST]
     copied = sum(op.nbytes for op in copies if op.at >= found.start)
-    assert copied >= 2 * count / 2  # each part goes to the card for its gather
+    assert copied >= 2 * count / 2  # each shard is copied to the GPU for its gather
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_fsdp2_offloads_by_its_own_code(precision: str) -> None:
-    """In host memory: fp32 parameters, gradients and two averages. On the card the shards are there while gathered."""
+def test_bytes_of_fsdp2_offload(precision: str) -> None:
+    """The host has fp32 parameters, gradients and two averages; the GPU has shards only while they are gathered."""
     count = sum(p.numel() for p in llama(None).model.parameters())
     launch = Launch("fsdp2", 2, mixed_precision=precision)
     kept, away = trace(launch, 2), trace(replace(launch, offload_params=True), 2)
     assert away.at_peak["parameters"] == away.at_peak["gradients"] == 0
-    assert away.at_peak["optimizer"] <= 512 * len(list(llama(None).model.parameters()))  # a fused one's step counts
+    # step counts of a fused optimizer
+    assert away.at_peak["optimizer"] <= 512 * len(list(llama(None).model.parameters()))
     assert away.at_host_peak["optimizer"] == pytest.approx(8 * count / 2, rel=1e-3)
     shards = (4 * p.numel() // 2 for p in llama(None).model.parameters())
     pinned = sum(2 ** math.ceil(math.log2(nbytes)) for nbytes in shards)  # the pinned allocator rounds up
@@ -115,12 +116,12 @@ def test_fsdp2_offloads_by_its_own_code(precision: str) -> None:
     assert away.seconds > kept.seconds
 
 
-def test_a_model_that_is_sharded_with_offloading_is_traced_so() -> None:
+def test_host_memory_of_fsdp2_survives_json() -> None:
     asked = llama(Launch("fsdp2", 2, offload_params=True))
     assert asked.trace(1).peak_host == StepTrace.from_json(asked.trace(1).to_json()).peak_host > 0
 
 
-def test_pinned_memory_and_what_is_made_of_it_is_the_hosts() -> None:
+def test_results_of_pinned_tensors_are_in_host_memory() -> None:
     model = nn.Linear(64, 64)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -143,14 +144,14 @@ def test_pinned_memory_and_what_is_made_of_it_is_the_hosts() -> None:
 
 
 def _moments(view: StepView) -> Iterator[int]:
-    """The moment of each allocation; in the page it is relative to the one before of the same kind."""
+    """Yields the moment of each allocation; the page stores it relative to the previous one of the same category."""
     last: dict[int, int] = {}
     for kind, made in zip(view.category, view.made, strict=True):
         last[kind] = last.get(kind, 0) + made
         yield last[kind]
 
 
-def test_configurations() -> None:
+def test_offload_configurations_are_read_and_written() -> None:
     for name, launch in (
         ("deepspeed_zero2_offload", Launch("zero2", 8, mixed_precision="bf16", zero=OPTIMIZER)),
         ("deepspeed_zero3_offload", Launch("zero3", 8, mixed_precision="bf16", zero=BOTH)),
@@ -160,7 +161,7 @@ def test_configurations() -> None:
         assert "offload" in accelerate_config(launch)
 
 
-def test_the_flag() -> None:
+def test_offload_flag_becomes_a_launch() -> None:
     for words, launch in (
         ({"offload": "all"}, Launch("zero3", 1, zero=BOTH)),
         ({"offload": "optimizer", "launch": "zero2", "processes": 4}, Launch("zero2", 4, zero=OPTIMIZER)),
@@ -179,7 +180,7 @@ def test_the_flag() -> None:
             fields_of(words)
 
 
-def test_it_is_offered_before_adapters_where_all_weights_are_trained() -> None:
+def test_offload_is_suggested_before_adapters() -> None:
     spec = TrainingSpec.of("Qwen/Qwen3-4B", dtype="bfloat16", seq_length=128)
     shape: Any = SimpleNamespace(shape={"seq_length": 128})
     (away, *adapters) = [changes for changes, _ in _smaller_steps(spec, shape, 128, {}) if "optimizer" not in changes]
@@ -193,7 +194,7 @@ def test_it_is_offered_before_adapters_where_all_weights_are_trained() -> None:
         assert not any("launch" in changes for changes, _ in _smaller_steps(other, shape, 128, {}))
 
 
-def test_lion_has_no_model_on_the_host() -> None:
+def test_offload_of_lion_is_refused() -> None:
     class Lion(torch.optim.SGD):
         pass
 
@@ -203,8 +204,10 @@ def test_lion_has_no_model_on_the_host() -> None:
         asked.trace(1)
 
 
-def test_ligers_loss_and_offload_under_zero3() -> None:
-    """Liger reads the head's weight without a call of the head, so it is gathered for the model; all inputs leave."""
+def test_liger_loss_with_offload_under_zero3() -> None:
+    """Liger reads the head's weight without calling the head, so it is gathered with the model; all inputs are
+    offloaded.
+    """
     asked = llama(Launch("zero3", 2, mixed_precision="bf16", zero=BOTH))
     liger.apply(asked.model, {})
     apply_policy(asked.model, "full,offload")

@@ -1,4 +1,4 @@
-"""Launches: what a configuration file says, what is refused, and what sharding changes in bytes and seconds."""
+"""Launches: reading of configuration files, refusals, and the effect of sharding on bytes and seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
 MIB = 2**20
 
 
-def test_our_own_files() -> None:
+def test_our_accelerate_configs_are_read() -> None:
     assert read_launch(CONFIGS / "fsdp2.yaml")[0] == Launch("fsdp2", 8, mixed_precision="bf16")
     assert read_launch(CONFIGS / "fsdp2.yaml", processes=2)[0].processes == 2
     assert read_launch(CONFIGS / "multi_gpu.yaml")[0].strategy == "ddp"
@@ -104,14 +104,14 @@ def test_our_own_files() -> None:
         ("a: [", "is not valid YAML"),
     ],
 )
-def test_what_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_unsupported_launch_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "launch.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         read_launch(path)[0]
 
 
-def test_a_file_also_says_how_a_step_is_made(tmp_path: Path) -> None:
+def test_launch_file_sets_accumulation_and_clipping(tmp_path: Path) -> None:
     path = tmp_path / "launch.yaml"
     path.write_text(
         "distributed_type: DEEPSPEED\nnum_processes: 2\n"
@@ -134,7 +134,7 @@ def test_a_file_also_says_how_a_step_is_made(tmp_path: Path) -> None:
         {"data_types": {"grad_accum_dtype": "fp32"}},
     ],
 )
-def test_a_deepspeed_file_is_refused_by_name(more: dict[str, object], tmp_path: Path) -> None:
+def test_unsupported_deepspeed_setting_is_named(more: dict[str, object], tmp_path: Path) -> None:
     file, config = tmp_path / "zero.json", tmp_path / "launch.yaml"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2}, **more}))
     config.write_text(
@@ -172,11 +172,11 @@ def llama(launch: Launch | None, accumulation: int = 1) -> Workload:
 
 
 def resident(trace: StepTrace) -> int:
-    """Bytes of parameters and optimizer state at the peak."""
+    """Returns the bytes of parameters and optimizer states at the peak."""
     return trace.at_peak["parameters"] + trace.at_peak["optimizer"]
 
 
-def test_states_divide_and_the_model_is_left_whole() -> None:
+def test_sharding_divides_states_and_restores_the_model() -> None:
     asked = llama(None)
     parameters = dict(asked.model.named_parameters())
     kinds = [type(module) for module in asked.model.modules()]
@@ -192,8 +192,8 @@ def test_states_divide_and_the_model_is_left_whole() -> None:
 
 
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
-def test_packed_weights_are_sharded_where_they_are_held_as_floats(storage: str, tmp_path: Path) -> None:
-    """accelerate leaves bitsandbytes' uint8 out of sharding; the rest divides."""
+def test_4bit_weights_are_sharded_if_stored_as_floats(storage: str, tmp_path: Path) -> None:
+    """accelerate does not shard bitsandbytes' uint8 weights; the rest is sharded."""
     if storage == "uint8" and is_older("accelerate", "1.14"):
         pytest.skip("an older accelerate, which stops at bytes")
     LlamaConfig(
@@ -210,12 +210,12 @@ def test_packed_weights_are_sharded_where_they_are_held_as_floats(storage: str, 
     assert shared.at_peak["parameters"] == pytest.approx(kept + (whole - kept) / 8, rel=0.01)
 
 
-def test_machines_are_of_eight_where_it_is_not_said() -> None:
+def test_machines_have_eight_gpus_by_default() -> None:
     assert [Launch("fsdp2", processes).machines for processes in (2, 8, 12, 128)] == [1, 1, 1, 16]
     assert Launch("fsdp2", 128, machines=1).machines == 1
 
 
-def test_ddp_holds_buckets_of_all_gradients() -> None:
+def test_ddp_buckets_have_the_size_of_all_gradients() -> None:
     alone, shared = llama(None).trace(2), llama(Launch("ddp", 4)).trace(2)
     gradients = sum(p.nbytes for p in llama(None).model.parameters())
     assert shared.at_peak["communication"] == pytest.approx(gradients, rel=0.01)
@@ -224,13 +224,13 @@ def test_ddp_holds_buckets_of_all_gradients() -> None:
     assert resident(shared) == resident(alone)
 
 
-def test_kept_parameters_cost_bytes_and_save_communication() -> None:
+def test_keeping_gathered_parameters_costs_memory_and_saves_communication() -> None:
     dropped, kept = (llama(Launch("fsdp2", 8, reshard_after_forward=r)).trace(2) for r in (True, False))
     assert kept.peaks["forward"] > dropped.peaks["forward"]
     assert sum(op.wire for op in kept.ops) < sum(op.wire for op in dropped.ops)
 
 
-def test_only_the_last_micro_batch_synchronises() -> None:
+def test_only_the_last_micro_batch_reduces_gradients() -> None:
     for strategy in ("ddp", "fsdp2"):
         one, eight = (llama(Launch(strategy, 8), n).trace(2) for n in (1, 8))
         measured = [[op for op in t.ops if op.at >= t.start] for t in (one, eight)]
@@ -239,18 +239,20 @@ def test_only_the_last_micro_batch_synchronises() -> None:
         assert eight.seconds > 4 * one.seconds / 2
 
 
-def test_the_link_counts() -> None:
+def test_bandwidth_of_links() -> None:
     h100, t4 = find_gpu("h100"), find_gpu("t4")
     assert bus_bandwidth(Launch("ddp", 8), h100) == 0.8 * 450e9
-    assert bus_bandwidth(Launch("ddp", 16, machines=2), h100) == 0.8 * 450e9  # its network cards do not hold it up
+    assert bus_bandwidth(Launch("ddp", 16, machines=2), h100) == 0.8 * 450e9  # its network cards are fast enough
     assert bus_bandwidth(Launch("ddp", 16, machines=2), find_gpu("a100-80gb")) == 0.9 * 200e9
     assert bus_bandwidth(Launch("ddp", 2), t4) < 10e9
     slow, fast = (llama(Launch("ddp", 8, link=rate)).trace(2).seconds for rate in (1e9, 100e9))
     assert slow > fast + 0.02
 
 
-def test_a_ring_takes_a_step_for_each_rank() -> None:
-    """NCCL's model of itself, 2.28: a gathered block of Llama-8B in bf16, and four bytes that are reduced to all."""
+def test_seconds_of_ring_collectives_grow_with_the_ranks() -> None:
+    """Compared with NCCL 2.28's own model: the all-gather of a Llama-8B block in bf16 and an all-reduce of four
+    bytes.
+    """
     h100 = find_gpu("h100")
     for machines in (1, 2, 16):
         launch = Launch("fsdp2", 8 * machines, machines)
@@ -271,8 +273,8 @@ def test_a_ring_takes_a_step_for_each_rank() -> None:
     )
 
 
-def test_a_model_that_is_sharded_already_is_traced_as_it_stands() -> None:
-    """Twice, to the same record as its launch's, and is left as it was, in the process group that it was in."""
+def test_model_that_is_already_sharded_is_traced() -> None:
+    """Two traces equal that of its launch; the model and the user's process group stay as they are."""
     launch = Launch("fsdp2", 4, reshard_after_forward=False)
     asked = llama(launch)
     fresh = asked.trace(2)
@@ -281,8 +283,8 @@ def test_a_model_that_is_sharded_already_is_traced_as_it_stands() -> None:
         with torch.device("meta"):
             share(asked.model, launch, mesh, ExitStack())
         kinds, parameters = [type(module) for module in asked.model.modules()], list(asked.model.parameters())
-        for again in (asked, replace(asked, launch=None)):
-            assert again.trace(2).events == fresh.events
+        for traced_again in (asked, replace(asked, launch=None)):
+            assert traced_again.trace(2).events == fresh.events
         assert [type(module) for module in asked.model.modules()] == kinds
         assert all(map(operator.is_, asked.model.parameters(), parameters))
         assert dist.get_world_size() == 4
@@ -292,8 +294,8 @@ def test_a_model_that_is_sharded_already_is_traced_as_it_stands() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_loop_of_ones_own_that_shards_the_model_holds_no_whole_parameter() -> None:
-    """The trace itself once held the last parameter that it had made, whole. Afterwards the model is not sharded."""
+def test_step_that_shards_the_model_holds_no_complete_parameter() -> None:
+    """The trace must not keep the last complete parameter alive. After the trace, the model is not sharded."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
 
@@ -316,20 +318,20 @@ def test_a_loop_of_ones_own_that_shards_the_model_holds_no_whole_parameter() -> 
     assert resident == 3 * 64 * 64 * 4 // 4
 
 
-def test_all_reduces_run_beside_backward() -> None:
-    """The first bucket is on its way while the rest of backward runs; on the stream that computes it was not."""
-    launch = Launch("ddp", 8, link=2e8)  # so slow that the network waits for nothing the host issues
-    beside = llama(launch).trace(8)
-    first = next(op for op in beside.ops if op.wire and op.at >= beside.start)
-    serial = replace(beside, ops=[replace(op, stream="") for op in beside.ops])
-    hidden = serial.seconds - beside.seconds
+def test_all_reduces_overlap_backward() -> None:
+    """The first bucket is reduced on its own stream while backward continues."""
+    launch = Launch("ddp", 8, link=2e8)  # so slow that the network never waits for the host
+    overlapped = llama(launch).trace(8)
+    first = next(op for op in overlapped.ops if op.wire and op.at >= overlapped.start)
+    serial = replace(overlapped, ops=[replace(op, stream="") for op in overlapped.ops])
+    hidden = serial.seconds - overlapped.seconds
     assert 0.1 < hidden / collective_seconds(first.wire, launch, find_gpu("h100")) < 1
-    assert hidden < beside.seconds_parts.compute  # no more than there is to compute meanwhile
+    assert hidden < overlapped.seconds_parts.compute  # at most the computation that remains
 
 
-def test_a_trace_with_a_launch_is_json() -> None:
+def test_trace_with_a_launch_round_trips_through_json() -> None:
     trace = llama(Launch("fsdp2", 4)).trace(1)
-    again = StepTrace.from_json(trace.to_json())
-    assert again == trace
-    assert again.seconds == trace.seconds
-    assert again.peak_reserved == trace.peak_reserved
+    loaded = StepTrace.from_json(trace.to_json())
+    assert loaded == trace
+    assert loaded.seconds == trace.seconds
+    assert loaded.peak_reserved == trace.peak_reserved

@@ -1,4 +1,4 @@
-"""Context, tensor and sequence parallelism: what is read, refused and sent; two_ranks.py compares with real ranks."""
+"""Context, tensor, sequence and expert parallelism: files, refusals, bytes sent; two_ranks.py compares real ranks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.workload import Workload
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
-LAYERS, HIDDEN, TOKENS, FLOAT = 3, 64, 64, 4  # of two_ranks' model, which has 4 heads of 16 and 2 of keys
+LAYERS, HIDDEN, TOKENS, FLOAT = 3, 64, 64, 4  # the model of two_ranks.py, with 4 heads of 16 and 2 key heads
 
 
-def test_files() -> None:
+def test_parallel_configurations_are_read_and_written() -> None:
     assert read_launch(CONFIGS / "context_parallel.yaml")[0] == Launch("fsdp2", 8, mixed_precision="bf16", cp=8)
     assert read_launch(CONFIGS / "tensor_parallel.yaml")[0] == Launch("ddp", 2, mixed_precision="bf16", tp=2)
     assert read_launch(CONFIGS / "ulysses.yaml")[0] == Launch("zero3", 8, mixed_precision="bf16", sp=8)
@@ -37,8 +37,8 @@ def test_files() -> None:
         assert Launch.from_dict(vars(launch) | {"zero": vars(launch.zero)}) == launch
 
 
-def test_experts_by_flags_files_and_commands(tmp_path: Path) -> None:
-    """accelerate starts the processes, and transformers divides the model."""
+def test_expert_parallelism_by_flags_files_and_commands(tmp_path: Path) -> None:
+    """accelerate starts the processes, and transformers shards the model."""
     file, started = tmp_path / "run.yaml", tmp_path / "started.yaml"
     file.write_text("model_name_or_path: m\nac_policy: full\nep_size: 4\nbf16: true\n")
     asked = Launch("fsdp2", 8, mixed_precision="bf16", ep=4)
@@ -58,7 +58,7 @@ def test_experts_by_flags_files_and_commands(tmp_path: Path) -> None:
     assert "YOUR_SCRIPT.py" in training_command(spec.edit(lora_r=4), "llm")
 
 
-def test_flags() -> None:
+def test_parallel_flags_become_launches() -> None:
     asked = {given: fields_of({given: 4})["launch"] for given in ("cp", "tp", "sp")}
     assert asked == {"cp": Launch("fsdp2", 4, cp=4), "tp": Launch("ddp", 4, tp=4), "sp": Launch("zero3", 4, sp=4)}
     both = fields_of({"cp": 4, "tp": 2, "launch": "fsdp2", "processes": 16})["launch"]
@@ -137,7 +137,7 @@ def test_models_and_batches_that_the_libraries_refuse() -> None:
 
 
 def sent(trace: StepTrace, phase: str, group: tuple[int, int], *names: str) -> int:
-    """Bytes that the rank sends in ops whose names contain one of `names`, within groups like `group`."""
+    """Returns the bytes sent in operators whose name contains one of `names`, in groups like `group`."""
     ops = [op for op in trace.ops if op.at >= trace.start and op.phase == phase and op.group == group]
     return sum(op.wire for op in ops if any(name in op.name for name in names))
 
@@ -152,33 +152,33 @@ def sent(trace: StepTrace, phase: str, group: tuple[int, int], *names: str) -> i
     ],
     ids=str,
 )
-def test_a_trace_leaves_the_model_undivided(launch: Launch, kind: str) -> None:
+def test_trace_restores_the_model(launch: Launch, kind: str) -> None:
     asked = workload(launch, "none", kind, 1)
 
-    def wrapping() -> list[tuple[type, bool, int]]:
+    def state_of_modules() -> list[tuple[type, bool, int]]:
         return [(type(m), "forward" in vars(m), len(m._forward_hooks)) for m in asked.model.modules()]
 
-    before, first = wrapping(), asked.trace(1)
-    assert wrapping() == before
+    before, first = state_of_modules(), asked.trace(1)
+    assert state_of_modules() == before
     assert asked.trace(1).peaks == first.peaks
 
 
-def test_bytes_on_the_wire() -> None:
-    """Per layer, of one sequence of 64 tokens in float32."""
+def test_bytes_sent_per_layer() -> None:
+    """Computed by hand for one sequence of 64 tokens in fp32."""
     ring = workload(Launch("fsdp2", 4, cp=4), "none", "llama", 1).trace(1)
-    keys = 2 * (TOKENS // 4) * 32 * FLOAT  # and values
+    keys = 2 * (TOKENS // 4) * 32 * FLOAT  # keys and values
     assert sent(ring, "forward", (4, 1), "_c10d_functional.all_gather") == LAYERS * 3 * keys
-    # gradients go around the ring in float32, once for each rank
+    # Gradients pass the ring in fp32, once per rank.
     assert sent(ring, "backward", (4, 1), "_c10d_functional.all_to_all") == LAYERS * 4 * keys
 
     heads = workload(Launch("zero3", 2, sp=2), "none", "llama", 1).trace(1)
-    exchanged = (TOKENS // 2) * (HIDDEN + 32 + 32 + HIDDEN) * FLOAT // 2  # half of it goes to the other rank
+    exchanged = (TOKENS // 2) * (HIDDEN + 32 + 32 + HIDDEN) * FLOAT // 2  # half of it is sent to the other rank
     for phase in ("forward", "backward"):
         assert sent(heads, phase, (2, 1), "alltoall") == LAYERS * exchanged
 
     apart = workload(Launch("fsdp2", 4, ep=2), "none", "experts", 1).trace(1)
-    routed = TOKENS * 2 * HIDDEN * FLOAT // 2  # two experts for each token, half of them on the other rank
-    for phase in ("forward", "backward"):  # there and back
+    routed = TOKENS * 2 * HIDDEN * FLOAT // 2  # two experts per token, half of them on the other rank
+    for phase in ("forward", "backward"):  # to the experts and back
         assert sent(apart, phase, (2, 1), "all_to_all_single") == LAYERS * 2 * routed
     uneven = replace(workload(Launch("fsdp2", 4, ep=2), "none", "experts", 1), expert_imbalance=1.5).trace(1)
     assert "of experts, receives 1.5 times the mean" in " ".join(uneven.notes)
@@ -188,12 +188,12 @@ def test_bytes_on_the_wire() -> None:
     states = TOKENS * HIDDEN * FLOAT  # an all-reduce in a group of 2 sends all of it
     assert sent(both, "forward", (2, 1), "all_reduce") == (2 * LAYERS + 1) * states  # and the embedding's
     blocks = [op for op in both.ops if op.at >= both.start and "_allgather_base" in op.name]
-    assert {op.group for op in blocks} == {(2, 2)}  # FSDP2 gathers over every other rank
+    assert {op.group for op in blocks} == {(2, 2)}  # FSDP2 gathers over every second rank
 
 
 @pytest.mark.parametrize(("strategy", "collective"), [("zero2", "allreduce"), ("zero3", "_reduce_scatter_base")])
 def test_ulysses_reduces_gradients_in_float32(strategy: str, collective: str) -> None:
-    """DeepSpeed's default, twice the bytes of the weights' bfloat16."""
+    """This is DeepSpeed's default, with twice the bytes of bf16."""
     wire, peak = {}, {}
     for precision in ("fp32", "bf16"):
         zero = ZeroOptions.read({"reduce_bucket_size": 10**5}, "file", precision)
@@ -206,10 +206,10 @@ def test_ulysses_reduces_gradients_in_float32(strategy: str, collective: str) ->
         ZeroOptions.read({}, "file", "int8")
 
 
-def test_a_group_across_machines_has_its_share_of_the_cards() -> None:
+def test_group_across_machines_has_its_share_of_the_network() -> None:
     h100, launch = find_gpu("h100"), Launch("fsdp2", 16, machines=2, tp=8)
     assert bus_bandwidth(launch, h100, (8, 1)) == 0.8 * 450e9  # within a machine
-    assert bus_bandwidth(launch, h100, (2, 8)) == 0.9 * 50e9  # one card for each of eight such groups
+    assert bus_bandwidth(launch, h100, (2, 8)) == 0.9 * 50e9  # each of eight such groups has one network card
 
 
 def of_any_length(launch: Launch | None, policy: str) -> Workload:
@@ -220,7 +220,7 @@ def of_any_length(launch: Launch | None, policy: str) -> Workload:
     return replace(workload(launch, policy, "llama", 1), make_batch=make_batch)
 
 
-def test_a_plan_shares_sequences_where_nothing_else_fits() -> None:
+def test_plan_uses_context_parallelism_if_nothing_else_fits() -> None:
     ours, ring = of_any_length(Launch("fsdp2", 4), "full,head"), Launch("fsdp2", 4, cp=4)
     whole, shared = (replace(ours, launch=launch).trace(1) for launch in (ours.launch, ring))
     assert shared.peak_allocated < 0.7 * whole.peak_allocated
@@ -233,7 +233,7 @@ def test_a_plan_shares_sequences_where_nothing_else_fits() -> None:
 
 
 @pytest.mark.slow
-def test_the_longest_sequence_is_a_shared_one() -> None:
+def test_longest_sequence_uses_context_parallelism() -> None:
     budget = of_any_length(Launch("fsdp2", 4), "full,head").trace(1).peak_allocated
     own, ring = Launch("fsdp2", 4), Launch("fsdp2", 4, cp=4)
     alone, shared = (

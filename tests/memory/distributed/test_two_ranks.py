@@ -1,4 +1,4 @@
-"""One rank on fake tensors needs what each of two or four real ranks needs, under DDP and FSDP2."""
+"""A trace of one rank has the peaks of two or four real ranks under DDP, FSDP2 and parallelism."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ def measure(rank: int, out: str, few: str) -> None:
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_fake_rank_needs_what_real_ones_need(few: bool, tmp_path: Path) -> None:
+def test_traced_rank_has_the_peaks_of_real_ranks(few: bool, tmp_path: Path) -> None:
     run_ranks(measure, str(tmp_path), "few" if few else "")
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
     traced: dict[str, list[int]] = {}
     for name, launch, policy, kind, accumulation in cases(few):
         for number, rank in enumerate(ranks):
-            if number == 0 or "uneven" in kind or launch.cp > 1:  # else one rank's trace is every rank's
+            if number == 0 or "uneven" in kind or launch.cp > 1:  # otherwise all ranks have the same trace
                 trace = workload(replace(launch, rank=number), policy, kind, accumulation).trace(2)
                 traced.setdefault(name, []).append(trace.peak_allocated)
             assert trace.peaks == pytest.approx(rank[name], rel=1e-3), (name, number)
-    assert traced["fsdp2 uneven LoRA"][0] > traced["fsdp2 uneven LoRA"][1]  # what is estimated is the fullest rank
+    assert traced["fsdp2 uneven LoRA"][0] > traced["fsdp2 uneven LoRA"][1]  # an estimate is for the fullest rank
     busy, idle = traced["ep uneven"]
-    assert idle < 0.9 * traced["ep"][0] < 0.9 * busy  # a half, and half more, of the tokens that a rank has evenly
+    # one rank has half, the other 1.5 times the mean number of tokens
+    assert idle < 0.9 * traced["ep"][0] < 0.9 * busy
     for rank in ranks:
         assert rank["predicted by hand"] == pytest.approx(rank["by hand"], rel=1e-3)
 
@@ -50,8 +51,8 @@ def measure_four(rank: int, out: str) -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks_share_sequences_and_weights(tmp_path: Path) -> None:
-    """Also in two groups: bytes of each phase, and gradients against those of one process."""
+def test_traced_rank_has_the_peaks_of_four_real_ranks(tmp_path: Path) -> None:
+    """Compares peaks of each phase, and gradients with those of one process; also with two parallel groups."""
     run_ranks(measure_four, str(tmp_path), ranks=4)
     for number in range(4):
         rank = json.loads((tmp_path / f"{number}.json").read_text())

@@ -1,4 +1,4 @@
-"""ZeRO on one fake rank: what DeepSpeed's own engine holds on two real ones, and what its configurations say."""
+"""ZeRO on one traced rank: the peaks of DeepSpeed's engine on two real ranks, and its configurations."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def measure(rank: int, out: str, few: str) -> None:
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_fake_rank_needs_what_deepspeeds_do(few: bool, tmp_path: Path) -> None:
-    """Peaks of forward, backward and the update, of the fuller of the two ranks."""
+def test_traced_rank_has_the_peaks_of_deepspeeds_ranks(few: bool, tmp_path: Path) -> None:
+    """Compares the peaks of forward, backward and update with the fuller of two ranks."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]'")
     run_ranks(measure, str(tmp_path), "few" if few else "")
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
@@ -38,12 +38,12 @@ def test_a_fake_rank_needs_what_deepspeeds_do(few: bool, tmp_path: Path) -> None
 
 
 def sent_by(trace: StepTrace) -> int:
-    """Bytes that the rank sends in the measured step."""
+    """Returns the bytes that the rank sends in the measured step."""
     return sum(op.wire for op in trace.ops if op.at >= trace.start)
 
 
-def test_what_each_stage_shards() -> None:
-    """bf16 weights, fp32 master weights and two fp32 averages: 2 + 12 bytes a parameter (arXiv:1910.02054)."""
+def test_bytes_of_each_zero_stage() -> None:
+    """bf16 weights, fp32 master weights and two fp32 averages: 2 + 12 bytes per parameter (arXiv:1910.02054)."""
     asked, processes = replace(llama(None), device="cpu"), 8
     count = sum(p.numel() for p in asked.model.parameters())
     for stage in (1, 2, 3):
@@ -51,7 +51,7 @@ def test_what_each_stage_shards() -> None:
         parameters = 2 * count / (processes if stage == 3 else 1)
         assert trace.at_peak["parameters"] == pytest.approx(parameters, rel=1e-3)
         assert trace.at_peak["optimizer"] == pytest.approx(12 * count / processes, rel=1e-3)
-        # An all-reduce and a gather of 2 bytes a parameter; by stage 3 a small model is gathered once and reduced.
+        # An all-reduce and a gather of 2 bytes per parameter; stage 3 gathers a small model once and reduces it.
         assert sent_by(trace) == pytest.approx((2 if stage == 3 else 3) * 2 * count * (1 - 1 / processes), rel=1e-3)
     frugal = ZeroOptions(max_live_parameters=0, max_reuse_distance=0, param_persistence_threshold=0)
     trace = replace(asked, launch=Launch("zero3", processes, mixed_precision="bf16", zero=frugal)).trace(1)
@@ -59,20 +59,20 @@ def test_what_each_stage_shards() -> None:
     assert all(p.dtype == torch.float32 for p in asked.model.parameters())
 
 
-def test_the_model_is_left_whole_and_the_trace_is_json() -> None:
+def test_zero_restores_the_model_and_its_trace_round_trips() -> None:
     asked = llama(None)
     alone = asked.trace(2)
     held = [(module, module._parameters, dict(module._parameters)) for module in asked.model.modules()]
     trace = replace(asked, launch=Launch("zero3", 4, mixed_precision="bf16")).trace(2)
-    again = StepTrace.from_json(trace.to_json())
-    assert again == trace
-    assert again.seconds == trace.seconds
+    loaded = StepTrace.from_json(trace.to_json())
+    assert loaded == trace
+    assert loaded.seconds == trace.seconds
     assert all(module._parameters is table and dict(table) == values for module, table, values in held)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in asked.model.modules())
     assert asked.trace(2).events == alone.events
 
 
-def test_without_an_optimizer_there_is_nothing_to_shard() -> None:
+def test_zero_without_an_optimizer_is_refused() -> None:
     with pytest.raises(UserError, match="zero2: it shards the states of an optimizer, and there is none"):
         replace(llama(None), launch=Launch("zero2", 2), make_optimizer=None).trace(1)
     frozen = llama(Launch("zero1", 2))
@@ -81,14 +81,14 @@ def test_without_an_optimizer_there_is_nothing_to_shard() -> None:
         frozen.trace(1)
 
 
-def test_our_configurations() -> None:
+def test_our_deepspeed_configs_are_read() -> None:
     for stage in (2, 3):
         launch = read_launch(CONFIGS / f"deepspeed_zero{stage}.yaml", processes=4)[0]
         assert launch == Launch(f"zero{stage}", 4, mixed_precision="bf16")
         assert launch.zero.filled(stage, None).overlap_comm is (stage == 3)
 
 
-def test_a_deepspeed_file(tmp_path: Path) -> None:
+def test_deepspeed_file_is_read(tmp_path: Path) -> None:
     file, config = tmp_path / "zero.json", tmp_path / "launch.yaml"
     config.write_text(
         f"distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {{deepspeed_config_file: {file}}}"

@@ -1,8 +1,8 @@
-"""One of two real CPU ranks (gloo): the same model, launch and step as the trace, recorded as it runs.
+"""One of two real CPU ranks (gloo), recorded as it runs the same model, launch and step as the trace.
 
 torchrun --nproc_per_node 2 two_ranks.py OUT [few]: writes {case: {phase: peak bytes}} of each rank to OUT/RANK.json,
-of all cases or of those that differ most. The last one is a model that is sharded by hand, traced as it stands in the
-midst of the real ranks.
+for all cases or for those that differ most. The last case is a model that is sharded by hand and traced inside the
+real ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from ckpt_ft.workloads.transformers_models import own_loss
 from ckpt_ft.workloads.workload import Batch, Step, Workload, optimizer_step
 
 PROCESSES = 2
-STEPS = 6  # DDP arranges its buckets anew after the first; the least of the others is what the step itself needs
+# DDP rebuilds its buckets after the first step; the minimum over the other steps is what the step itself needs
+STEPS = 6
 FEW = (
     "fsdp2 kept",
     "fsdp2 save:attention+matmul",
@@ -49,7 +50,7 @@ Case = tuple[str, Launch, str, str, int]
 
 
 def cases(few: bool = False) -> list[Case]:
-    """Name, launch, policy, kind of model, micro-batches."""
+    """Returns the cases: name, launch, policy, kind of model, micro-batches."""
     return [case for case in _all() if not few or case[0] in FEW]
 
 
@@ -107,7 +108,7 @@ def build(kind: str) -> Any:
 
 
 class Convolutions(nn.Module):
-    """Six normalised convolutions: DDP broadcasts their statistics."""
+    """Six convolutions with BatchNorm, whose statistics DDP broadcasts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,9 +122,10 @@ class Convolutions(nn.Module):
 
 
 def workload(launch: Launch | None, policy: str, kind: str | bool, accumulation: int) -> Workload:
-    """kind: what `build` takes; "in step" synchronises after each micro-batch. Of a bool: whether it is LoRA.
+    """Returns the workload of a case.
 
-    "unevenly": the experts of rank 0 get three quarters of the tokens (`EXPERTS`).
+    kind: an argument of `build`, or whether LoRA is used; "in step" reduces gradients after each micro-batch, and with
+    "unevenly" the experts of rank 0 get three quarters of the tokens (`EXPERTS`).
     """
     kind = kind if isinstance(kind, str) else "lora" if kind else "llama"
     model = build(kind.partition(",")[0])
@@ -150,8 +152,10 @@ def workload(launch: Launch | None, policy: str, kind: str | bool, accumulation:
     )  # fmt: skip
 
 
-def by_hand(model: Any) -> None:
-    """Sharded by a loop of one's own: computed in bf16 and reduced in fp32, the last block kept after forward."""
+def shard_by_hand(model: Any) -> None:
+    """Shards a model as a user's loop does: computes in bf16, reduces in fp32, and keeps the last block after
+    forward.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -164,34 +168,34 @@ def by_hand(model: Any) -> None:
 
 
 @contextmanager
-def gloo_lets_go() -> Iterator[None]:
-    """A collective of FSDP2 or Ulysses returns when gloo's thread holds nothing of it any more."""
+def waiting_for_gloo() -> Iterator[None]:
+    """Makes each collective of FSDP2 or Ulysses return only after gloo's thread has released its tensors."""
 
-    def patient(collective: Callable[..., Any]) -> Callable[..., Any]:
+    def wait_after(collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
             storages = [arg.untyped_storage()._cdata for arg in given]
             before = [torch._C._storage_Use_Count(storage) for storage in storages]
             work = collective(*args, **kwargs)
-            if work is not None:  # a segment's, asked for ahead: done by the time that it is needed
+            if work is not None:  # a gather that a segment started early has finished when it is needed
                 work.wait()
                 return work
             while [torch._C._storage_Use_Count(storage) for storage in storages] != before:
-                time.sleep(1e-4)  # gloo's thread needs the core
+                time.sleep(1e-4)  # lets gloo's thread run
             return work
 
         return call
 
     names = ["all_gather_single", "reduce_scatter_single"]
     if not hasattr(dist, names[0]):
-        names = ["all_gather_into_tensor", "reduce_scatter_tensor"]  # as FSDP2 called them before torch 2.13
-    with patch.multiple(dist, **{name: patient(getattr(dist, name)) for name in (*names, "all_to_all_single")}):
+        names = ["all_gather_into_tensor", "reduce_scatter_tensor"]  # their names in FSDP2 before torch 2.13
+    with patch.multiple(dist, **{name: wait_after(getattr(dist, name)) for name in (*names, "all_to_all_single")}):
         yield
 
 
-@gloo_lets_go()
+@waiting_for_gloo()
 def measured(asked: Workload, model: nn.Module, steps: int) -> dict[str, int]:
-    """Peaks of each phase: the least of several steps."""
+    """Returns the peaks of each phase: the minimum over several steps."""
     assert asked.make_optimizer is not None
     optimizer = asked.make_optimizer(model)
     separate_meshes(optimizer)
@@ -199,25 +203,25 @@ def measured(asked: Workload, model: nn.Module, steps: int) -> dict[str, int]:
     found = []
     with Tracker(model, optimizer) as tracker:
         for number in range(steps):
-            gc.collect()  # as a trace does: when Python frees cycles is up to chance
+            gc.collect()  # as a trace does: Python frees cycles at any time
             tracker.start_step()
             step(model, optimizer)
             if number:
                 found.append(tracker.trace().peaks)
-    # gloo's thread lets go of what it has sent when it comes to it
+    # gloo's thread releases sent tensors later
     return {phase: min(step[phase] for step in found) for phase in found[0]}
 
 
-# Experts that routers choose, over and over: in turn, or those of rank 0 (0 and 1) more often.
+# The experts that routers choose, repeatedly: in turn, or those of rank 0 (0 and 1) more often.
 EXPERTS = {False: [0, 1, 2, 3], True: [0, 1, 0, 2, 1, 0, 1, 3]}
 
 
 @contextmanager
 def routing(uneven: bool = False) -> Iterator[None]:
-    """Routers choose `EXPERTS`; evenly is what a trace assumes: each rank gets as many tokens."""
+    """Makes routers choose `EXPERTS`; the even choice, with equal tokens per rank, is what a trace assumes."""
     choose = torch.topk
 
-    def in_turn(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def choose_experts(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = choose(x, *args, **kwargs)
         if x.shape[-1] == 4:
             numbers = torch.tensor(EXPERTS[uneven])
@@ -225,12 +229,14 @@ def routing(uneven: bool = False) -> Iterator[None]:
             found.indices.data.copy_(chosen.view(found.indices.shape))
         return found
 
-    with patch.object(torch, "topk", in_turn):
+    with patch.object(torch, "topk", choose_experts):
         yield
 
 
-def apart(launch: Launch, policy: str, kind: str = "llama") -> float:
-    """How far the gradients under `launch`, summed over the ranks, are from those of one process, relative."""
+def gradient_error(launch: Launch, policy: str, kind: str = "llama") -> float:
+    """Returns the relative difference between gradients under `launch`, summed over ranks, and those of one
+    process.
+    """
     torch.manual_seed(1)
     ids = torch.randint(300, (2, 64))
     targets, positions = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:], torch.arange(64).expand(2, -1)
@@ -244,10 +250,10 @@ def apart(launch: Launch, policy: str, kind: str = "llama") -> float:
     backward(alone, ids, targets, positions)
     mesh = init_device_mesh("cpu", tuple(launch.mesh.values()), mesh_dim_names=tuple(launch.mesh))
     part, own, rows = rank % launch.ranks_of_a_sample, torch.arange(64), slice(None)
-    if launch.processes > launch.ranks_of_a_sample:  # samples of their own
+    if launch.processes > launch.ranks_of_a_sample:  # each group has its own samples
         row = rank // launch.ranks_of_a_sample
         rows = slice(row, row + 1)
-    if launch.cp > 1:  # pieces from both ends
+    if launch.cp > 1:  # each rank has a piece from the start and one from the end
         pieces = own.chunk(2 * launch.cp)
         own = torch.cat([pieces[part], pieces[-1 - part]])
     if launch.sp > 1:
@@ -263,7 +269,7 @@ def apart(launch: Launch, policy: str, kind: str = "llama") -> float:
         if launch.sp > 1:
             dist.all_reduce(gradient)
         elif launch.strategy == "fsdp2":
-            gradient = gradient * (launch.processes // launch.tp)  # it averages
+            gradient = gradient * (launch.processes // launch.tp)  # data-parallel ranks average gradients
         found = max(found, float((gradient - expected[name].grad).norm() / expected[name].grad.norm()))
     return found
 
@@ -271,7 +277,7 @@ def apart(launch: Launch, policy: str, kind: str = "llama") -> float:
 def main(out: str, few: str = "") -> None:
     peaks = peaks_of(cases(bool(few)))
     asked = workload(None, "full", "llama", 1)
-    by_hand(asked.model)
+    shard_by_hand(asked.model)
     peaks["predicted by hand"] = asked.trace(2).peaks
     peaks["by hand"] = measured(asked, asked.model, STEPS)
     dist.barrier()
@@ -283,13 +289,17 @@ def main(out: str, few: str = "") -> None:
     policies = {"cp": ("none", "full,tile:4"), "tp": ("full,head,tile:4",)}
     for name, launch in shared.items():
         for policy in policies.get(name, ("full",)):
-            assert (far := apart(launch, policy, "experts" if name == "ep" else "llama")) < 1e-6, (name, policy, far)
+            assert (far := gradient_error(launch, policy, "experts" if name == "ep" else "llama")) < 1e-6, (
+                name,
+                policy,
+                far,
+            )
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
 
 
 def peaks_of(cases: list[Case]) -> dict[str, dict[str, int]]:
-    """The peaks of this rank in each case."""
+    """Returns the peaks of this rank in each case."""
     from torch.nn.parallel import DistributedDataParallel
 
     gc.disable()
@@ -303,7 +313,8 @@ def peaks_of(cases: list[Case]) -> dict[str, dict[str, int]]:
         if launch.strategy == "ddp" and launch.tp == 1:
             options = {name: getattr(launch, name) for name in ("gradient_as_bucket_view", "find_unused_parameters")}
             model = DistributedDataParallel(model, **options)
-            asked = replace(asked, launch=replace(launch, find_unused_parameters=False))  # it copies outputs itself
+            # the checkpointed model copies outputs itself
+            asked = replace(asked, launch=replace(launch, find_unused_parameters=False))
         else:
             share(model, launch, mesh, ExitStack())
         with library_patches(model, launch, mesh), routing(uneven=kind.endswith("unevenly")):

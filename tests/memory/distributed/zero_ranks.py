@@ -1,7 +1,7 @@
-"""One of two real CPU ranks (gloo) of DeepSpeed's own engine, recorded as it runs.
+"""One of two real CPU ranks (gloo) of DeepSpeed's engine, recorded as it runs.
 
-torchrun --nproc_per_node 2 zero_ranks.py OUT [few]: writes {case: {phase: peak bytes}} of each rank to
-OUT/RANK.json, of all cases or of those that differ most.
+torchrun --nproc_per_node 2 zero_ranks.py OUT [few]: writes {case: {phase: peak bytes}} of each rank to OUT/RANK.json,
+for all cases or for those that differ most.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from two_ranks import gloo_lets_go, workload
+from two_ranks import waiting_for_gloo, workload
 
 from ckpt_ft.memory.distributed.sequence_parallel import of_one_rank
 from ckpt_ft.memory.distributed.zero import host_optimizer
@@ -26,8 +26,8 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.spec.launch import Launch
 
-# ZeRO-3 records the order of its gathers in the first, and gathers ahead by it in the next. gloo lets go of what
-# it has sent when it comes to it: the least of several is what the step itself needs.
+# ZeRO-3 records the order of its gathers in the first step and prefetches by it in later ones. gloo releases sent
+# tensors late, so the minimum over several steps is what the step itself needs.
 STEPS = 6
 
 
@@ -36,7 +36,7 @@ Case = tuple[str, int, str, str, bool, int, dict[str, Any]]
 
 
 def cases(few: bool = False) -> list[Case]:
-    """Name, stage, precision, policy, LoRA, micro-batches, options of zero_optimization."""
+    """Returns the cases: name, stage, precision, policy, LoRA, micro-batches, options of zero_optimization."""
     return [case for case in _all() if not few or case[0] in FEW]
 
 
@@ -60,14 +60,16 @@ def _all() -> Iterator[Case]:
 
 
 def spans(trace: StepTrace, updates: int) -> dict[str, int]:
-    """Peaks of the measured step until its first backward, until the event `updates`, and from then on."""
+    """Returns the peaks of the measured step before its first backward, then until the event `updates`, then after
+    it.
+    """
     backward = next(at for at, phase in trace.marks if phase == "backward" and at >= trace.start)
     bounds = {"forward": (trace.start, backward), "backward": (backward, updates), "optimizer": (updates, None)}
     return {phase: trace.replay.peak_allocated(*bound) for phase, bound in bounds.items()}
 
 
 def without_gloo(trace: StepTrace) -> StepTrace:
-    """What gloo copies to reduce is not there on a GPU: memory that no operator made."""
+    """Returns the trace without memory that no operator allocated: gloo's copies, which do not exist on a GPU."""
     made = [bool(storage.op) or storage.category != "temporary" for storage in trace.storages]
     storages = [s if by_an_op else replace(s, nbytes=0) for s, by_an_op in zip(trace.storages, made, strict=True)]
     return replace(trace, storages=storages)
@@ -81,7 +83,8 @@ def main(out: str, few: str = "") -> None:
     gc.disable()
     torch.set_num_threads(1)
     os.environ["DS_ACCELERATOR"] = "cpu"
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # compiled for a minute and more
+    # its compilation takes more than a minute
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     dist.init_process_group("gloo")
     deepspeed.init_distributed("gloo", verbose=False)
     peaks: dict[str, dict[str, int]] = {}
@@ -97,7 +100,7 @@ def main(out: str, few: str = "") -> None:
         }
         shared = Launch(f"zero{stage}", 2, sp=2 if name.endswith("sp") else 1)
         optimizer = asked.make_optimizer(asked.model)
-        if "offload_optimizer" in options:  # accelerate puts one for the host there, which would be compiled
+        if "offload_optimizer" in options:  # accelerate would use an optimizer for the host, which would be compiled
             config["zero_force_ds_cpu_optimizer"], optimizer = False, host_optimizer(optimizer)
         engine, *_ = deepspeed.initialize(
             model=asked.model,
@@ -105,7 +108,7 @@ def main(out: str, few: str = "") -> None:
             config=config,
             mpu=UlyssesSPAttentionHF.register_with_transformers(asked.model, "sdpa", shared.sp, 2),
         )
-        with gloo_lets_go(), Tracker(engine.module, ops=False) as tracker:
+        with waiting_for_gloo(), Tracker(engine.module, ops=False) as tracker:
             tracker.recorder.add_resident(
                 [value for name, value in vars(engine.optimizer).items() if name.startswith("temp_grad_buffer")],
                 "communication",

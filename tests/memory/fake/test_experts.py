@@ -1,6 +1,6 @@
-"""Mixtures of experts: as many bytes as PyTorch records of the real step on the CPU, whichever way the experts run.
+"""Mixtures of experts: the traced bytes equal the real CPU step's, for each way in which experts run.
 
-The real routers are made to choose experts in turn, which is the case that a trace assumes.
+Real routers are patched to choose experts in turn, which is what a trace assumes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
 
 EXPERTS = 8
-# Of every name that a family gives a size, the value in these tests; a configuration takes those that it has.
+# Values for the size arguments of all families; a configuration takes those that it has.
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
@@ -65,7 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dbrx": {
         "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512,
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": EXPERTS, "moe_top_k": 2},
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},  # as its checkpoint has them
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},  # as in its checkpoint
     },
     "jetmoe": {"kv_channels": 16},
     "doge": {"is_moe": True, "num_experts": EXPERTS * EXPERTS},
@@ -76,20 +76,20 @@ ONE_WAY = (
     "jetmoe",
     "doge",
     "longcat_flash",
-)  # experts of their own kind
+)  # families with their own class of experts
 QUICK = {("mixtral", "grouped_mm"), ("phimoe", "eager"), ("deepseek_v3", "batched_mm"), ("granitemoe", "grouped_mm")}
 
 
 def tiny(kind: str) -> Any:
-    """The configuration of a tiny model of the family."""
+    """Returns the configuration of a tiny model of the family."""
     own = CONFIG_MAPPING[kind]
     names = {*inspect.signature(own).parameters, *getattr(own, "attribute_map", {})}
     sizes = {} if kind == "dbrx" else {name: size for name, size in SIZES.items() if name in names}
     return AutoConfig.for_model(kind, **{**sizes, "vocab_size": 320, **FAMILIES[kind]})
 
 
-def in_turn(choose: Callable[..., Any]) -> Callable[..., Any]:
-    """`choose` (topk or max), with its choice among the experts replaced by one after the other."""
+def choosing_in_turn(choose: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `choose` (topk or max) with its choice of experts replaced by each expert in turn."""
 
     def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = choose(x, *args, **kwargs)
@@ -110,20 +110,20 @@ def in_turn(choose: Callable[..., Any]) -> Callable[..., Any]:
         for way in (("eager",) if kind in ONE_WAY else ("eager", "batched_mm", "grouped_mm"))
     ],
 )
-def test_peak_is_the_profilers(kind: str, way: str) -> None:
+def test_peak_of_experts_equals_the_profilers(kind: str, way: str) -> None:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(tiny(kind), attn_implementation="eager").train()
     if kind not in ONE_WAY:
         model.set_experts_implementation(way)
-    model.config.get_text_config().output_router_logits = way != "batched_mm"  # where the family has such a loss
+    model.config.get_text_config().output_router_logits = way != "batched_mm"  # if the family has an auxiliary loss
     ids = torch.zeros(2, 64, dtype=torch.long)
     step = training_step(lambda model: model(input_ids=ids, labels=ids, use_cache=False).loss)
     trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
     predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
     with (
-        patch.object(torch, "topk", in_turn(torch.topk)),
-        patch.object(torch.Tensor, "topk", in_turn(torch.Tensor.topk)),
-        patch.object(torch.Tensor, "max", in_turn(torch.Tensor.max)),
+        patch.object(torch, "topk", choosing_in_turn(torch.topk)),
+        patch.object(torch.Tensor, "topk", choosing_in_turn(torch.Tensor.topk)),
+        patch.object(torch.Tensor, "max", choosing_in_turn(torch.Tensor.max)),
     ):
         real = peak_of_a_second_step(step, model)
     assert predicted == pytest.approx(real, rel=2e-3)
@@ -131,8 +131,8 @@ def test_peak_is_the_profilers(kind: str, way: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("imbalance", [1.0, 1.5, 4.0])
-def test_the_busiest_expert_comes_first(imbalance: float) -> None:
-    """A loop over the experts, whose real routers give the first one more tokens."""
+def test_imbalanced_experts_have_the_real_peak(imbalance: float) -> None:
+    """The experts run in a loop; the real routers send more tokens to the first one."""
     torch.manual_seed(0)
     config = tiny("mixtral")
     config.num_hidden_layers, config.intermediate_size = 1, 512
@@ -149,7 +149,7 @@ def test_the_busiest_expert_comes_first(imbalance: float) -> None:
     assert any(said in note for note in trace.notes)
     predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
 
-    def uneven(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def choose_unevenly(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = torch.Tensor.topk(x, *args, **kwargs)
         if x.shape[-1] == EXPERTS:
             choices = found.indices.numel()
@@ -159,7 +159,7 @@ def test_the_busiest_expert_comes_first(imbalance: float) -> None:
             found.indices.data.copy_(chosen.view(found.indices.shape))
         return found
 
-    with patch.object(torch, "topk", uneven):
+    with patch.object(torch, "topk", choose_unevenly):
         real = peak_of_a_second_step(step, model)
     assert predicted == pytest.approx(real, rel=2e-3)
 
@@ -175,8 +175,10 @@ POLICIES = (
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in FAMILIES]
 )
-def test_the_same_bits_where_experts_tie(kind: str) -> None:
-    """The routers' rows are alike in pairs, so that every choice is between equals, and a second one could differ."""
+def test_policies_keep_the_bits_when_experts_tie(kind: str) -> None:
+    """Rows of the routers are equal in pairs, so every choice is between equal scores and a second run could
+    differ.
+    """
     ids = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
     for way in ("eager",) if kind in ONE_WAY else ("eager", "batched_mm", "grouped_mm"):
         torch.manual_seed(0)
@@ -205,8 +207,10 @@ def test_the_same_bits_where_experts_tie(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_frozen_routers() -> None:
-    """They have no gradient and no moments; predicted as measured, and the same bits under policies."""
+def test_frozen_routers_have_no_gradients() -> None:
+    """They have no gradients and no optimizer states; the prediction equals the measurement, and policies keep the
+    bits.
+    """
     ids = torch.randint(3, 300, (2, 64), generator=torch.Generator().manual_seed(1))
     step = training_step(lambda model: model(input_ids=ids, labels=ids, use_cache=False).loss)
     optimizer = {}
@@ -237,7 +241,7 @@ def test_frozen_routers() -> None:
         applied.remove()
 
 
-def test_families_without_an_auxiliary_loss_refuse_its_weight(tmp_path: Path) -> None:
+def test_router_loss_weight_is_refused_without_such_a_loss(tmp_path: Path) -> None:
     for kind, refused in (("mixtral", False), ("glm4_moe", True), ("jetmoe", True), ("llama", True)):
         AutoConfig.for_model(kind, num_hidden_layers=1).save_pretrained(tmp_path)
         spec = TrainingSpec.of(str(tmp_path), router_aux_loss_coef=0.1)
@@ -250,8 +254,8 @@ def test_families_without_an_auxiliary_loss_refuse_its_weight(tmp_path: Path) ->
         assert not load(spec.edit(router_aux_loss_coef=0.0), "cpu").model.config.output_router_logits
 
 
-def test_a_grouped_product_is_timed_by_each_experts_tokens() -> None:
-    """64 experts read eight times the weights of 8 and fill their tiles partly: the same flops take longer."""
+def test_seconds_of_a_grouped_matmul_depend_on_tokens_per_expert() -> None:
+    """64 experts read eight times the weights of 8 and fill tiles partly, so that equal flops take longer."""
 
     class Experts(torch.nn.Module):
         def __init__(self, experts: int) -> None:
@@ -274,7 +278,7 @@ def test_a_grouped_product_is_timed_by_each_experts_tokens() -> None:
         }  # fmt: skip
         found[experts] = trace.seconds
     assert found[64] > 1.5 * found[8]
-    # an A100 has no grouped kernel: the host reads the tokens of each expert and issues a product for each
+    # An A100 has no grouped kernel: the host reads the tokens of each expert and issues a product for each.
     ops, a100 = [products[0]], find_gpu("a100-80gb")
     spans = list(schedule(ops, a100))
     assert [span.op.name for span in spans] == ["aten._local_scalar_dense.default", *[products[0].name] * 64]
@@ -287,8 +291,8 @@ def test_a_grouped_product_is_timed_by_each_experts_tokens() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("frozen", [False, True])
-def test_cards_without_grouped_products(frozen: bool) -> None:
-    """transformers computes them in turn on a T4, and the gradient of a frozen weight with that of the rows."""
+def test_gpu_without_grouped_matmul_runs_experts_in_a_loop(frozen: bool) -> None:
+    """On a T4, transformers runs a loop; the gradient of a frozen weight is computed with the gradient of the rows."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(tiny("granitemoe"), attn_implementation="eager").train()
     model.requires_grad_(not frozen).get_input_embeddings().requires_grad_(True)
@@ -296,7 +300,7 @@ def test_cards_without_grouped_products(frozen: bool) -> None:
     step = training_step(lambda model: model(input_ids=ids, labels=ids, use_cache=False).loss)
     with patch.object(moe, "_can_use_grouped_mm", lambda *tensors: False):
         trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
-        with patch.object(torch.Tensor, "topk", in_turn(torch.Tensor.topk)):
+        with patch.object(torch.Tensor, "topk", choosing_in_turn(torch.Tensor.topk)):
             real = peak_of_a_second_step(step, model)
     assert trace.peak_allocated - trace.replay.allocated[trace.start - 1] == pytest.approx(real, rel=2e-3)
     tokens, up, down = 2 * 64 * 2, (2 * 96, 64), (64, 96)
@@ -318,9 +322,9 @@ def test_cards_without_grouped_products(frozen: bool) -> None:
 def test_experts_with_few_tokens_are_bound_by_memory(tmp_path: Path) -> None:
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 1, "vocab_size": 300}
     config = AutoConfig.for_model("qwen3_moe", **sizes, architectures=["Qwen3MoeForCausalLM"])
-    config.save_pretrained(tmp_path)  # 128 experts, 8 for each token
+    config.save_pretrained(tmp_path)  # 128 experts, 8 per token
     said = {}
-    for tokens, rank in ((1024, 0), (1024, 4), (16384, 0)):  # adapters have products of their factors besides
+    for tokens, rank in ((1024, 0), (1024, 4), (16384, 0)):  # adapters add the products of their factors
         spec = TrainingSpec.of(str(tmp_path), dtype="bfloat16", seq_length=tokens, device="h100", lora_r=rank)
         said[tokens, rank] = [note for note in estimate(spec).notes if "bound by memory bandwidth" in note]
     for rank in (0, 4):
@@ -328,8 +332,8 @@ def test_experts_with_few_tokens_are_bound_by_memory(tmp_path: Path) -> None:
     assert not said[16384, 0]
 
 
-def test_settings_of_experts(tmp_path: Path) -> None:
-    """How experts run, from a flag or a file; refused for models without experts."""
+def test_experts_implementation_is_set_by_flag_or_file(tmp_path: Path) -> None:
+    """It is refused for models without experts."""
     kinds = {}
     for kind in ("mixtral", "llama"):
         kinds[kind] = str(tmp_path / kind)
@@ -347,7 +351,7 @@ def test_settings_of_experts(tmp_path: Path) -> None:
             load(TrainingSpec.of(kinds["llama"], **setting), "cpu")
 
 
-def test_kernels_of_the_hub_are_refused() -> None:
+def test_experts_kernel_from_the_hub_is_refused() -> None:
     model: Any = AutoModelForCausalLM.from_config(tiny("mixtral"))
     model.config._experts_implementation = "sonicmoe"
     with pytest.raises(UserError, match="experts_implementation sonicmoe: a kernel of the Hub is not predicted"):

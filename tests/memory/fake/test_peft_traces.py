@@ -1,4 +1,4 @@
-"""A step with every kind of adapter that PEFT has: as many bytes as PyTorch records of the real one on the CPU."""
+"""A step with every kind of PEFT adapter: the traced peak equals the one that PyTorch records on the CPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from trace_models import adamw, training_step
 
 from ckpt_ft.memory.fake.step import trace_step
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of peft about its defaults
-MARK = 7_777_777  # bytes, of nothing else
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns about its defaults
+MARK = 7_777_777  # bytes; no other tensor has this size
 
 
 def peak_of_a_second_step(step, model: nn.Module) -> int:
-    """Above what there was before it; in the first, what is freed of the time before the profiler is not seen."""
+    """Returns the peak bytes of a second step above those before it.
+
+    In a first step, the profiler would miss frees of tensors that were allocated before it started.
+    """
     optimizer = adamw(model)
     step(model, optimizer)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
@@ -34,10 +37,10 @@ def peak_of_a_second_step(step, model: nn.Module) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", quick_or_slow("FROD", "SHIRA", "SHADOW", "HIRA"))
-def test_peak_is_the_profilers(kind: str, dtype: torch.dtype) -> None:
+def test_peak_with_adapters_equals_the_profilers(kind: str, dtype: torch.dtype) -> None:
     model, batch = adapted(kind, dtype)
     step = training_step(lambda model: model(**batch).loss)
     trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
     predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
-    allowed = 1e-3 if kind == "CPT" else 1e-4  # a step of CPT asks which values there are in a batch
+    allowed = 1e-3 if kind == "CPT" else 1e-4  # a step of CPT asks for the unique values in a batch
     assert predicted == pytest.approx(peak_of_a_second_step(step, model), rel=allowed)

@@ -1,4 +1,4 @@
-"""Blocks that are alike are skipped, and the record is that of all of them: event for event, op for op."""
+"""Equal blocks are skipped, and the record equals the one with all blocks, event by event and operator by operator."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 
 BLOCKS = 7
-FOUR = 4  # that run
+FOUR = 4  # blocks that run
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 Step = Callable[[nn.Module, Any], None]
 
 
-def deep(name: str) -> tuple[nn.Module, Step]:
-    """The model of an architecture, with `BLOCKS` blocks, and a training step of it."""
+def model_with_many_blocks(name: str) -> tuple[nn.Module, Step]:
+    """Returns a model of the architecture with `BLOCKS` blocks, and its training step."""
     sizes = language_models.CONFIGS[name]
     with pytest.MonkeyPatch.context() as patch:
         layers = {key: BLOCKS for key in _LAYERS if key in sizes}
@@ -43,8 +43,10 @@ def deep(name: str) -> tuple[nn.Module, Step]:
     return model, step
 
 
-def both(model: nn.Module, step: Step, policy: str = "none", **options: Any) -> tuple[StepTrace, StepTrace, int]:
-    """The trace in which every block runs, the one in which some are skipped, and how many blocks ran in that."""
+def trace_complete_and_skipping(
+    model: nn.Module, step: Step, policy: str = "none", **options: Any
+) -> tuple[StepTrace, StepTrace, int]:
+    """Returns the trace with every block, the trace with skipped blocks, and the number of blocks that ran in it."""
     options = {"make_optimizer": adamw, **options}
     ran = 0
 
@@ -70,8 +72,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(applied.found.blocks.values())
 
 
-def rows(trace: StepTrace) -> list[int]:
-    """Events; frees in a row sorted: autocast drops its cache of weights in the order of a hash map of addresses."""
+def sorted_events(trace: StepTrace) -> list[int]:
+    """Returns the events with consecutive frees sorted, because autocast frees cached weights in address order."""
     told: list[int] = []
     freed: list[int] = []
     for event in trace.events:
@@ -86,30 +88,30 @@ def rows(trace: StepTrace) -> list[int]:
 def assert_same(one: StepTrace, other: StepTrace) -> None:
     assert one.storages == other.storages
     assert one.ops == other.ops
-    assert rows(one) == rows(other)
+    assert sorted_events(one) == sorted_events(other)
     assert (one.marks, one.notes) == (other.marks, other.notes)
     assert (one.peaks, one.at_peak, one.peak_reserved) == (other.peaks, other.at_peak, other.peak_reserved)
     if one.device != "cpu":
         assert one.seconds == other.seconds
 
 
-def few(every: Iterable[str], *fast: str) -> list[Any]:
-    """All of them, those that are not `fast` as slow tests."""
+def slow_except(every: Iterable[str], *fast: str) -> list[Any]:
+    """Returns all names as parameters; those not in `fast` are slow tests."""
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in every]
 
 
-# blocks that differ are traced one by one: jamba's alternate; of T5 the first of each stack has a bias of its own
+# Blocks that differ are traced one by one: jamba's kinds alternate; T5's first block of each stack has its own bias.
 RAN = {"jamba": BLOCKS, "t5": 2 * (FOUR + 1)}
 
 
-@pytest.mark.parametrize("name", few(language_models.CONFIGS, "t5", "mixtral", "jamba"))
-def test_every_architecture(name: str) -> None:
-    whole, skipping, ran = both(*deep(name))
+@pytest.mark.parametrize("name", slow_except(language_models.CONFIGS, "t5", "mixtral", "jamba"))
+def test_skipped_trace_of_every_architecture_equals_the_complete_one(name: str) -> None:
+    whole, skipping, ran = trace_complete_and_skipping(*model_with_many_blocks(name))
     assert whole.to_json() == skipping.to_json()
     assert ran == RAN.get(name, FOUR)
 
 
-# a segment's own blocks repeat each other where they are many; every second one is another kind
+# With many segments, their blocks repeat each other; under every:2, two kinds of blocks alternate.
 POLICIES = {
     "full": FOUR,
     "pointwise,head": FOUR,
@@ -124,23 +126,23 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", few(POLICIES, "full", "segments:1", "every:2"))
-def test_every_kind_of_policy(policy: str) -> None:
-    whole, skipping, ran = both(*deep("phi"), policy, device="cpu")
+@pytest.mark.parametrize("policy", slow_except(POLICIES, "full", "segments:1", "every:2"))
+def test_skipped_trace_under_every_kind_of_policy_equals_the_complete_one(policy: str) -> None:
+    whole, skipping, ran = trace_complete_and_skipping(*model_with_many_blocks("phi"), policy, device="cpu")
     assert whole.to_json() == skipping.to_json()
     assert ran == POLICIES[policy]
 
 
-@pytest.mark.parametrize("policy", few(["none", "full", "pointwise"], "full"))
-def test_under_autocast(policy: str) -> None:
-    """Weights that autocast has cast are freed when it ends, those of all blocks together."""
+@pytest.mark.parametrize("policy", slow_except(["none", "full", "pointwise"], "full"))
+def test_skipped_trace_under_autocast_equals_the_complete_one(policy: str) -> None:
+    """When autocast ends, it frees the cast weights of all blocks together."""
     model, loss = vit(num_hidden_layers=BLOCKS)
-    whole, skipping, ran = both(model, training_step(loss, autocast=True), policy, device="cpu")
+    whole, skipping, ran = trace_complete_and_skipping(model, training_step(loss, autocast=True), policy, device="cpu")
     assert_same(whole, skipping)
     assert ran == FOUR
 
 
-def test_micro_batches_add_to_gradients() -> None:
+def test_blocks_are_skipped_in_each_micro_batch() -> None:
     model, loss = language_model(num_hidden_layers=BLOCKS)
 
     def step(model: nn.Module, optimizer: Any) -> None:
@@ -149,12 +151,12 @@ def test_micro_batches_add_to_gradients() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    whole, skipping, ran = both(model, step)
+    whole, skipping, ran = trace_complete_and_skipping(model, step)
     assert whole.to_json() == skipping.to_json()
     assert ran == 3 * FOUR
 
 
-def test_gradients_may_outlive_a_step() -> None:
+def test_blocks_are_skipped_if_gradients_outlive_the_step() -> None:
     model, loss = language_model(num_hidden_layers=BLOCKS)
 
     def step(model: nn.Module, optimizer: Any) -> None:
@@ -162,12 +164,14 @@ def test_gradients_may_outlive_a_step() -> None:
         loss(model).backward()
         optimizer.step()
 
-    whole, skipping, ran = both(model, step, make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    whole, skipping, ran = trace_complete_and_skipping(
+        model, step, make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
+    )
     assert whole.to_json() == skipping.to_json()
     assert ran == FOUR
 
 
-def test_frozen_blocks_and_a_forward_without_gradients() -> None:
+def test_frozen_blocks_are_skipped_in_a_forward_without_gradients() -> None:
     model, loss = language_model(num_hidden_layers=BLOCKS)
     model.model.requires_grad_(False)
 
@@ -178,7 +182,7 @@ def test_frozen_blocks_and_a_forward_without_gradients() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    whole, skipping, ran = both(model, step)
+    whole, skipping, ran = trace_complete_and_skipping(model, step)
     assert whole.to_json() == skipping.to_json()
     assert ran == 2 * FOUR
 
@@ -193,7 +197,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks in a list, with a loop that tests give."""
+    """Blocks in a list, run by a loop that the test passes."""
 
     def __init__(self, loop: Callable[[nn.ModuleList, Tensor], Tensor]) -> None:
         super().__init__()
@@ -204,19 +208,19 @@ class Stack(nn.Module):
         return self.loop(self.blocks, x)
 
 
-def _plain(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def _in_sequence(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     for block in blocks:
         x = block(x)
     return x
 
 
-def _works_in_between(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def _scales_after_one(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     for k, block in enumerate(blocks):
         x = block(x) * 2 if k == 4 else block(x)
     return x
 
 
-def _keeps_one(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def _adds_one_output_at_the_end(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     kept = x
     for k, block in enumerate(blocks):
         x = block(x)
@@ -224,7 +228,7 @@ def _keeps_one(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     return x + kept
 
 
-def _keeps_all(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def _stacks_all_outputs(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     kept = []
     for block in blocks:
         x = block(x)
@@ -232,42 +236,44 @@ def _keeps_all(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     return torch.stack(kept).sum()
 
 
-def _drops_one(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def _leaves_one_out(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     for k, block in enumerate(blocks):
         x = x if k == 4 else block(x)
     return x
 
 
-def _goes_back(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def _runs_twice(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     for block in [*blocks, *blocks]:
         x = block(x)
     return x
 
 
-def _forks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def _runs_side_by_side(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     return torch.stack([block(x) for block in blocks]).sum()
 
 
-LOOPS = {  # and how many blocks run where nothing is seen to be otherwise too late
-    _plain: FOUR, _works_in_between: BLOCKS, _keeps_one: BLOCKS, _keeps_all: BLOCKS, _drops_one: BLOCKS - 1,
-    _goes_back: 2 * FOUR, _forks: BLOCKS,
+LOOPS = {  # loops, and the number of blocks that run if every difference is seen in time
+    _in_sequence: FOUR, _scales_after_one: BLOCKS, _adds_one_output_at_the_end: BLOCKS, _stacks_all_outputs: BLOCKS,
+    _leaves_one_out: BLOCKS - 1, _runs_twice: 2 * FOUR, _runs_side_by_side: BLOCKS,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_a_loop_of_ones_own(loop: Callable[[nn.ModuleList, Tensor], Tensor]) -> None:
+def test_skipped_trace_of_custom_loops_equals_the_complete_one(
+    loop: Callable[[nn.ModuleList, Tensor], Tensor],
+) -> None:
     def step(model: nn.Module, optimizer: Any) -> None:
         model(torch.zeros(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    whole, skipping, _ = both(Stack(loop), step)
+    whole, skipping, _ = trace_complete_and_skipping(Stack(loop), step)
     assert whole.to_json() == skipping.to_json()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_around_all_of_them(reentrant: bool) -> None:
-    """Its second run calls what the first one skipped: every block is traced."""
+def test_blocks_inside_one_checkpoint_are_not_skipped(reentrant: bool) -> None:
+    """The checkpoint's second run calls blocks that the first run skipped."""
 
     def step(model: nn.Module, optimizer: Any) -> None:
         x = torch.zeros(2, 4, requires_grad=True)
@@ -275,34 +281,36 @@ def test_a_checkpoint_around_all_of_them(reentrant: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    whole, skipping, _ = both(Stack(_plain), step)
+    whole, skipping, _ = trace_complete_and_skipping(Stack(_in_sequence), step)
     assert whole.to_json() == skipping.to_json()
 
 
-def _tie(blocks: nn.ModuleList) -> None:
+def _tie_weights(blocks: nn.ModuleList) -> None:
     blocks[5].linear.weight = blocks[2].linear.weight
 
 
-def _freeze(blocks: nn.ModuleList) -> None:
+def _freeze_one(blocks: nn.ModuleList) -> None:
     blocks[3].linear.weight.requires_grad_(False)
 
 
-def _widen(blocks: nn.ModuleList) -> None:
+def _replace_linear(blocks: nn.ModuleList) -> None:
     blocks[4].linear = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 4))
 
 
-def _listen(blocks: nn.ModuleList) -> None:
+def _add_hook(blocks: nn.ModuleList) -> None:
     blocks[4].register_forward_hook(lambda module, args, out: out * 2)
 
 
-def _pair(blocks: nn.ModuleList) -> None:
+def _share_in_pairs(blocks: nn.ModuleList) -> None:
     for k, block in enumerate(blocks):
         block.frame = [] if k % 2 == 0 else blocks[k - 1].frame
 
 
-@pytest.mark.parametrize("change", [_tie, _freeze, _widen, _listen, _pair], ids=lambda f: f.__name__)
-def test_blocks_that_differ_all_run(change: Callable[[nn.ModuleList], None]) -> None:
-    model = Stack(_plain)
+@pytest.mark.parametrize(
+    "change", [_tie_weights, _freeze_one, _replace_linear, _add_hook, _share_in_pairs], ids=lambda f: f.__name__
+)
+def test_blocks_that_differ_are_not_skipped(change: Callable[[nn.ModuleList], None]) -> None:
+    model = Stack(_in_sequence)
     change(model.blocks)
 
     def step(model: nn.Module, optimizer: Any) -> None:
@@ -310,20 +318,20 @@ def test_blocks_that_differ_all_run(change: Callable[[nn.ModuleList], None]) -> 
         optimizer.step()
         optimizer.zero_grad()
 
-    whole, skipping, ran = both(model, step)
+    whole, skipping, ran = trace_complete_and_skipping(model, step)
     assert whole.to_json() == skipping.to_json()
     assert ran == BLOCKS
 
 
-class Dropped(Block):
-    """A block that a coin drops."""
+class RandomlyDropped(Block):
+    """A block that is skipped at random."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if random.random() < 0.1 else super().forward(x)
 
 
-class Late(Block):
-    """A block that works more from the fourth on, told by its number when it runs."""
+class MoreWorkLater(Block):
+    """A block that does more work from the fourth one on, according to its number at run time."""
 
     number = 0
 
@@ -332,16 +340,16 @@ class Late(Block):
 
 
 class Counting(Block):
-    """A block that counts, beside what it computes, in a tensor whose value is known."""
+    """A block that also counts in an integer tensor, whose values a trace knows."""
 
     def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, count = given
         return super().forward(x) + count.nonzero().sum(), count + 1
 
 
-@pytest.mark.parametrize("kind", [Dropped, Late, Counting], ids=lambda kind: kind.__name__)
-def test_blocks_of_one_kind_that_do_not_do_the_same(kind: type[Block]) -> None:
-    model = Stack(_counted if kind is Counting else _plain)
+@pytest.mark.parametrize("kind", [RandomlyDropped, MoreWorkLater, Counting], ids=lambda kind: kind.__name__)
+def test_blocks_of_one_class_that_behave_differently_are_not_skipped(kind: type[Block]) -> None:
+    model = Stack(_counted if kind is Counting else _in_sequence)
     for k in range(BLOCKS):
         model.blocks[k] = kind()
         model.blocks[k].number = k
@@ -352,7 +360,7 @@ def test_blocks_of_one_kind_that_do_not_do_the_same(kind: type[Block]) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    whole, skipping, ran = both(model, step)
+    whole, skipping, ran = trace_complete_and_skipping(model, step)
     assert whole.to_json() == skipping.to_json()
     assert ran >= BLOCKS
 
@@ -364,9 +372,9 @@ def _counted(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     return given[0]
 
 
-def test_only_the_step_in_which_blocks_differ_is_traced_whole() -> None:
-    """The trace begins anew, once; the other steps keep what was skipped in them."""
-    model = Stack(_plain)
+def test_only_the_step_in_which_blocks_differ_is_traced_completely() -> None:
+    """The trace restarts once; blocks of the other steps stay skipped."""
+    model = Stack(_in_sequence)
     calls: list[str] = []
 
     def plain(model: nn.Module, optimizer: Any) -> None:
@@ -376,7 +384,7 @@ def test_only_the_step_in_which_blocks_differ_is_traced_whole() -> None:
 
     def odd(model: nn.Module, optimizer: Any) -> None:
         calls.append("odd")
-        _works_in_between(model.blocks, torch.zeros(2, 4)).sum().backward()
+        _scales_after_one(model.blocks, torch.zeros(2, 4)).sum().backward()
         model.zero_grad()
 
     skipping = trace_steps(model, [plain, odd, plain])
@@ -384,9 +392,9 @@ def test_only_the_step_in_which_blocks_differ_is_traced_whole() -> None:
     assert [op.name for op in skipping.ops].count("aten.addmm.default") == 3 * BLOCKS
 
 
-def test_what_changes_between_steps_is_seen() -> None:
-    """A block frozen before the second step: it and its neighbours no longer repeat each other."""
-    model = Stack(_plain)
+def test_change_between_steps_is_noticed() -> None:
+    """A block is frozen before the second step, so that it no longer repeats its neighbours."""
+    model = Stack(_in_sequence)
 
     def first(model: nn.Module, optimizer: Any) -> None:
         model.blocks.requires_grad_(True)
@@ -404,7 +412,7 @@ def test_what_changes_between_steps_is_seen() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_what_several_processes_share_is_traced_whole(strategy: str) -> None:
+def test_skipped_trace_of_a_launch_equals_the_complete_one(strategy: str) -> None:
     model, loss = language_model(num_hidden_layers=6)
     launch = Launch(strategy, 4)
     whole = trace_step(model, training_step(loss), make_optimizer=adamw, launch=launch)

@@ -1,4 +1,4 @@
-"""A traced step is the real one: same allocations, same order. And nothing of the user's is changed by tracing it."""
+"""A traced step equals the real step: same allocations in the same order. Tracing changes nothing of the user's."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from ckpt_ft.units import MIB
 POLICIES = ["none", "full", "every:2", "segments:2", "save:attention+matmul", "pointwise"]
 
 
-@pytest.mark.filterwarnings("ignore:policy 'save.attention:UserWarning")  # a ResNet has none
+@pytest.mark.filterwarnings("ignore:policy 'save.attention:UserWarning")  # a ResNet has no attention to save
 @pytest.mark.parametrize(
     ("name", "policy", "autocast"),
-    [  # of the models that take longest every policy is here in one of the two precisions
+    [  # Each policy runs in one of the two precisions for the models that take longest.
         pytest.param(name, policy, autocast, marks=pytest.mark.slow if name == "unet" and (i + autocast) % 2 else ())
         for name in MODELS
         for i, policy in enumerate(POLICIES)
         for autocast in (False, True)
     ],
 )
-def test_fake_is_real(name: str, policy: str, autocast: bool) -> None:
+def test_fake_step_equals_the_real_step(name: str, policy: str, autocast: bool) -> None:
     model, loss = MODELS[name]()
     if policy != "none":
         apply_policy(model, policy)
@@ -55,13 +55,13 @@ def test_fake_is_real(name: str, policy: str, autocast: bool) -> None:
 
 
 class Pair(NamedTuple):
-    """Tensors that a module may hold together."""
+    """A named tuple of tensors in a module's attribute."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
 
 
-def test_the_model_is_as_it_was() -> None:
+def test_trace_does_not_change_the_model_or_the_random_state() -> None:
     model, loss = language_model(tie_word_embeddings=True)
     model.model.norm.weight.requires_grad_(False)
     model.note, model.notes, model.pair = torch.ones(2), [torch.zeros(1)], Pair(torch.ones(1), torch.ones(1))
@@ -70,7 +70,7 @@ def test_the_model_is_as_it_was() -> None:
     drawn = rng.snapshot(host=True)
 
     def step(model: nn.Module, optimizer: Any) -> None:
-        random.random(), numpy.random.rand(), torch.rand(1)  # a mask, LayerDrop, an augmentation
+        random.random(), numpy.random.rand(), torch.rand(1)  # as a mask, LayerDrop or an augmentation draws
         training_step(loss)(model, optimizer)
 
     trace_step(model, step, make_optimizer=adamw)
@@ -84,8 +84,8 @@ def test_the_model_is_as_it_was() -> None:
     loss(model).backward()
 
 
-class Keeps(nn.Module):
-    """A layer whose forward keeps what it makes: in an attribute, a dict and a list, as caches of positions do."""
+class KeepsTensors(nn.Module):
+    """A layer whose forward stores tensors in an attribute, a dict and a list, as position caches do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,8 +104,8 @@ class Keeps(nn.Module):
         return self.linear(x)[:, self.indices["default"]] * self.positions + self.by_length[len(x)]
 
 
-def test_no_fake_stays_in_the_model() -> None:
-    model, x = Keeps(), torch.ones(2, 4)
+def test_no_fake_tensor_stays_in_the_model() -> None:
+    model, x = KeepsTensors(), torch.ones(2, 4)
     indices, held = model.indices, model.indices["default"]
 
     def step(model: nn.Module, optimizer: object) -> None:
@@ -119,7 +119,7 @@ def test_no_fake_stays_in_the_model() -> None:
     assert fake.peak_allocated == real.peak_allocated
 
 
-def test_an_error_in_the_step_leaves_the_model_whole() -> None:
+def test_error_in_the_step_restores_the_model() -> None:
     model = nn.Linear(2, 2)
 
     def step(model: nn.Module, optimizer: object) -> None:
@@ -131,10 +131,10 @@ def test_an_error_in_the_step_leaves_the_model_whole() -> None:
     assert type(model.weight) is nn.Parameter
     assert model.weight.grad is None
     assert model(torch.ones(1, 2)).device.type == "cpu"
-    assert torch.nn.functional.dropout(torch.ones(4), 1.0).sum() == 0  # the CPU's own kernels are back
+    assert torch.nn.functional.dropout(torch.ones(4), 1.0).sum() == 0  # the CPU's own kernels are active again
 
 
-def test_ties_dtypes_and_meta() -> None:
+def test_tied_half_precision_model_on_meta_is_traced() -> None:
     with torch.device("meta"):
         model, _ = language_model(tie_word_embeddings=True)
     model.half()
@@ -145,8 +145,8 @@ def test_ties_dtypes_and_meta() -> None:
     assert all(p.device.type == "meta" for p in model.parameters())
 
 
-def test_what_a_subclass_wraps_is_what_it_holds() -> None:
-    """A weight of two tensors takes the bytes of two, and its ops are those of both, as in the real step."""
+def test_tensor_subclass_has_the_bytes_of_its_inner_tensors() -> None:
+    """A weight of two tensors has the bytes and operators of both, as in the real step."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
     pair = TwoTensor(torch.randn(64, 64), torch.randn(64, 64))
     model[0].weight = nn.Parameter(pair, requires_grad=False)
@@ -163,7 +163,7 @@ def test_what_a_subclass_wraps_is_what_it_holds() -> None:
     assert weight.a is held
 
 
-def test_what_the_step_closes_over_counts_once() -> None:
+def test_tensor_in_the_steps_closure_counts_once() -> None:
     images = torch.zeros(4, 3, 64, 64)
     model = nn.Conv2d(3, 4, 3)
 
@@ -175,7 +175,7 @@ def test_what_the_step_closes_over_counts_once() -> None:
     assert len(resident) == 1
 
 
-def test_a_second_model_gets_no_fake_gradient() -> None:
+def test_second_model_gets_no_fake_gradient() -> None:
     critic = nn.Linear(8, 1)
     trace_step(nn.Linear(4, 8), lambda model, _: critic(model(torch.ones(2, 4))).sum().backward())
     assert critic.weight.grad is None
@@ -194,7 +194,7 @@ def optimizers() -> dict[str, object]:
 @pytest.mark.parametrize(
     ("name", "states"), [("adamw", 2), ("fused", 2), ("for-loop", 2), ("sgd", 1), ("adafactor", 0.04)]
 )
-def test_optimizer_state(name: str, states: float) -> None:
+def test_bytes_of_optimizer_states(name: str, states: float) -> None:
     model = nn.Linear(1024, 1024, bias=False)
     nbytes = model.weight.nbytes
 
@@ -207,7 +207,7 @@ def test_optimizer_state(name: str, states: float) -> None:
     assert trace.live_at(len(trace.events) - 1)
     state = sum(held for storage, held in trace.live_at(len(trace.events) - 1) if storage.category == "optimizer")
     assert state == pytest.approx(states * nbytes, rel=0.01, abs=0.05 * nbytes)
-    # foreach makes a temporary as large as all parameters, fused makes none
+    # foreach allocates a temporary tensor as large as all parameters, fused none
     temporary = trace.peaks["optimizer"] - trace.replay.allocated[-1] - nbytes
     assert (temporary >= nbytes) == (name in ("adamw", "for-loop", "adafactor"))
 
@@ -236,7 +236,8 @@ def test_amp_with_a_scaler_accumulation_and_clipping() -> None:
         for op in trace.ops
         if op.name == "aten._to_copy.default" and op.module.endswith("q_proj") and op.phase == "forward"
     ]
-    assert len(weights) == 2 * 2 * 3 + 2 * 2 * 3  # steps x micro-batches x layers: weight and input, each cast once
+    # steps x micro-batches x layers, for weights and inputs, each cast once
+    assert len(weights) == 2 * 2 * 3 + 2 * 2 * 3
     assert any(".item()" in note for note in trace.notes)
 
 
@@ -257,7 +258,7 @@ def test_experts_see_equal_numbers_of_tokens(experts: str) -> None:
         assert "indices fall evenly on their classes: experts see equal numbers of tokens" in trace.notes
 
 
-def test_masks_of_unknown_size_are_full() -> None:
+def test_masks_with_unknown_values_are_assumed_full() -> None:
     def step(model: nn.Module, optimizer: object) -> None:
         x = model(torch.ones(8, 4))
         assert x[x > 0].shape == (32,)
@@ -269,7 +270,7 @@ def test_masks_of_unknown_size_are_full() -> None:
     ]
 
 
-def test_an_own_gpu_and_a_wrong_name() -> None:
+def test_user_defined_gpu_and_unknown_gpu_name() -> None:
     t4 = find_gpu("t4")
     model, loss = language_model()
     own = trace_step(
@@ -286,7 +287,7 @@ def test_an_own_gpu_and_a_wrong_name() -> None:
         trace_step(model, training_step(loss), device="t44")
 
 
-def test_an_input_on_meta_may_require_a_gradient() -> None:
+def test_input_on_meta_may_require_a_gradient() -> None:
     given = nn.Parameter(torch.empty(8, 4, device="meta"))
 
     def step(model: nn.Module, optimizer: Any) -> None:
@@ -297,8 +298,8 @@ def test_an_input_on_meta_may_require_a_gradient() -> None:
     assert given.grad is None
 
 
-def test_a_step_that_empties_the_cache_takes_its_segments_again() -> None:
-    """4 MiB weights and gradients, then 30 MiB at once, after which all that was cached goes back, or stays."""
+def test_step_that_empties_the_cache_reserves_segments_again() -> None:
+    """The step has 4 MiB weights and gradients, then allocates 30 MiB; the cache before that is released or stays."""
 
     def step(empties: bool) -> Callable[[nn.Module, object], None]:
         def stepped(model: nn.Module, optimizer: object) -> None:
@@ -328,8 +329,10 @@ def test_traces_are_deterministic() -> None:
     assert traces[0].to_json() == traces[1].to_json()
 
 
-def test_the_default_dtype_is_the_steps() -> None:
-    """Ops without a dtype take the default one: what a trace remembers of them may not be another trace's."""
+def test_trace_uses_the_current_default_dtype() -> None:
+    """Operators without a dtype use the default one, so their cached results must not be used under another
+    default.
+    """
 
     def step(model: nn.Module, optimizer: object) -> None:
         model(torch.ones(1, 4)).sum().backward()
@@ -347,7 +350,7 @@ def test_the_default_dtype_is_the_steps() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_equal_is_a_stated_case() -> None:
+def test_torch_equal_is_assumed_true_with_a_note() -> None:
     def step(model: nn.Module, optimizer: object) -> None:
         assert torch.equal(torch.rand(3), torch.rand(3))
         assert not torch.equal(torch.rand(3), torch.rand(4))
@@ -355,7 +358,7 @@ def test_equal_is_a_stated_case() -> None:
     assert trace_step(nn.Linear(2, 2), step).notes == ["torch.equal() is taken to find tensors of one shape equal"]
 
 
-def test_two_threads_trace_one_model_one_after_the_other() -> None:
+def test_threads_that_trace_one_model_wait_for_each_other() -> None:
     model, loss = language_model()
     alone = trace_step(model, training_step(loss), make_optimizer=adamw).to_json()
     traces: list[StepTrace] = []
@@ -369,11 +372,11 @@ def test_two_threads_trace_one_model_one_after_the_other() -> None:
     for thread in threads:
         thread.join()
     assert [trace.to_json() for trace in traces] == [alone] * 3
-    assert_all_is_as_it_was(model)
+    assert_everything_is_restored(model)
 
 
-def test_another_threads_training_is_not_in_the_record() -> None:
-    """Its modules and optimizers are hooked too, and its GradScaler goes on finding infinities."""
+def test_training_in_another_thread_is_not_recorded() -> None:
+    """The other thread's modules and optimizers are not hooked, and its GradScaler still finds infinities."""
     model, other = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     scaler_step = torch.amp.GradScaler._maybe_opt_step
 
@@ -390,17 +393,19 @@ def test_another_threads_training_is_not_in_the_record() -> None:
             thread.join()
         model(torch.ones(2, 4)).sum().backward()
 
-    def tell(trace: StepTrace) -> list[Any]:
+    def observed(trace: StepTrace) -> list[Any]:
         return [step_events(trace), [name for _, name in trace.marks]]
 
-    assert tell(trace_step(model, step)) == tell(trace_step(model, lambda model, _: step(model, _, beside=False)))
+    assert observed(trace_step(model, step)) == observed(
+        trace_step(model, lambda model, _: step(model, _, beside=False))
+    )
 
 
 @pytest.mark.parametrize(
     "where",
     [
-        ("find_torch_dispatch_rule", 40),  # torch's C++ lets no exception out of this one: the process aborted
-        ("_freed", 40),  # a weak reference's callback: the exception was lost
+        ("find_torch_dispatch_rule", 40),  # PyTorch's C++ code aborts the process if an exception leaves this function
+        ("_freed", 40),  # exceptions in a weak reference's callback are lost
         ("faked_model", 1),
         ("like", 3),
         ("behave_like", 1),
@@ -411,7 +416,7 @@ def test_another_threads_training_is_not_in_the_record() -> None:
     ],
     ids=lambda where: where[0],
 )
-def test_ctrl_c_at_any_moment_leaves_all_as_it_was(where: tuple[str, int]) -> None:
+def test_ctrl_c_at_any_moment_restores_everything(where: tuple[str, int]) -> None:
     model, loss = language_model()
     name, left = where
 
@@ -429,10 +434,10 @@ def test_ctrl_c_at_any_moment_leaves_all_as_it_was(where: tuple[str, int]) -> No
             trace_step(model, training_step(loss), make_optimizer=adamw)
     finally:
         sys.setprofile(previous)
-    assert_all_is_as_it_was(model)
+    assert_everything_is_restored(model)
 
 
-def test_a_second_ctrl_c_does_not_wait_for_an_op() -> None:
+def test_second_ctrl_c_does_not_wait_for_an_operator() -> None:
     model = nn.Linear(2, 2)
     seen: list[int] = []
 
@@ -444,13 +449,13 @@ def test_a_second_ctrl_c_does_not_wait_for_an_op() -> None:
     with pytest.raises(KeyboardInterrupt):
         trace_step(model, step)
     assert seen == [0]
-    assert_all_is_as_it_was(model)
+    assert_everything_is_restored(model)
 
 
 MAKE_TENSOR = torch.tensor
 
 
-def assert_all_is_as_it_was(model: nn.Module) -> None:
+def assert_everything_is_restored(model: nn.Module) -> None:
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
     assert all(p.grad is None for p in model.parameters())
     assert torch.tensor is MAKE_TENSOR
@@ -461,8 +466,8 @@ def assert_all_is_as_it_was(model: nn.Module) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-class Remembers(nn.Module):
-    """Makes a tensor once for each number that it is asked for, as rotary embeddings do."""
+class CachesPositions(nn.Module):
+    """Creates a tensor once per requested size and caches it, as rotary embeddings do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -476,9 +481,9 @@ class Remembers(nn.Module):
         return self.line(x + self.places(len(x)))
 
 
-def test_what_a_method_remembers_is_the_traces_own() -> None:
-    """Before a real call and after it a trace counts what the method makes, and leaves nothing behind."""
-    model, step = Remembers(), lambda model, optimizer: model(torch.zeros(256, 64)).sum().backward()
+def test_cached_method_results_of_a_trace_are_separate() -> None:
+    """A trace counts the cached tensor before and after a real call, and leaves no fake tensor in the cache."""
+    model, step = CachesPositions(), lambda model, optimizer: model(torch.zeros(256, 64)).sum().backward()
     before = trace_step(model, step, device="cpu").peak_allocated
     assert not isinstance(model.places(256), FakeTensor)
     assert trace_step(model, step, device="cpu").peak_allocated == before
@@ -486,8 +491,8 @@ def test_what_a_method_remembers_is_the_traces_own() -> None:
 
 
 @pytest.mark.parametrize("when", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_on_parameters_run(when: str) -> None:
-    """A gradient that is projected, and an optimizer that steps in backward, as hooks of the user's do."""
+def test_hooks_on_parameters_are_traced(when: str) -> None:
+    """Users' hooks project gradients or step an optimizer in backward."""
     model, loss = language_model()
 
     def project(grad: torch.Tensor) -> torch.Tensor:
@@ -511,8 +516,8 @@ def test_hooks_on_parameters_run(when: str) -> None:
     assert len(fake.ops) > len(plain.ops)
 
 
-def test_objects_that_the_caller_has_frozen_stay_frozen() -> None:
-    """`gc.freeze()` before a fork keeps pages shared; a trace used to unfreeze everything."""
+def test_objects_frozen_by_gc_freeze_stay_frozen() -> None:
+    """`gc.freeze()` before a fork keeps memory pages shared, so a trace must not unfreeze objects."""
     model = torch.nn.Linear(4, 4)
 
     def step(model: Any, optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Steps in their users' own words: inference, optimizers and contexts of many kinds, calls of the device itself."""
+"""Steps that users write: inference, various optimizers and contexts, and direct calls of the device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ IDS = torch.arange(64).view(2, 32)
 Step = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
-def test_a_step_under_inference_mode_is_traced_op_by_op() -> None:
-    """There composite ops are not taken apart before they are dispatched, `.item()` among them."""
+def test_step_in_inference_mode_equals_the_step_without_gradients() -> None:
+    """In inference mode, composite operators such as `.item()` reach the dispatch mode undecomposed."""
 
     def step(mode: Callable[[], AbstractContextManager[object]]) -> Step:
         def stepped(model: nn.Module, optimizer: object) -> None:
@@ -39,8 +39,8 @@ def test_a_step_under_inference_mode_is_traced_op_by_op() -> None:
     assert step_events(inference) == step_events(real_trace(model, step(torch.inference_mode)))
 
 
-def test_save_on_cpu_leaves_the_device() -> None:
-    """Of twelve layers' 4 MiB each, the last one is held by the step and one is fetched at a time."""
+def test_save_on_cpu_moves_saved_tensors_off_the_device() -> None:
+    """Of twelve layers' 4 MiB each, the step holds the last one and fetches one at a time."""
 
     def step(where: Callable[[], AbstractContextManager[object]]) -> Step:
         def stepped(model: nn.Module, optimizer: object) -> None:
@@ -57,7 +57,7 @@ def test_save_on_cpu_leaves_the_device() -> None:
     assert saved.seconds_parts.copying > 20 * 4 * MIB / 16e9
 
 
-def test_a_sparse_gradient_goes_through() -> None:
+def test_sparse_gradient_is_traced() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(IDS).sum().backward()
         optimizer.step()
@@ -71,8 +71,8 @@ def test_a_sparse_gradient_goes_through() -> None:
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.Linear])
-def test_a_tensor_on_meta_is_cast_by_autocast_like_one_on_the_cpu(kind: Any, bias: bool, trains: bool) -> None:
-    """Autocast looks at tensors before dispatch, and passes over those on "meta", wherever a step has them from."""
+def test_autocast_casts_tensors_on_meta_like_those_on_the_cpu(kind: Any, bias: bool, trains: bool) -> None:
+    """Autocast inspects tensors before dispatch and ignores those on "meta", wherever the step takes them from."""
     module = kind(3, 8, 3, bias=bias) if kind is nn.Conv2d else kind(3, 8, bias=bias)
     function = nn.functional.conv2d if kind is nn.Conv2d else nn.functional.linear
     shape = (2, 3, 16, 16) if kind is nn.Conv2d else (2, 3)
@@ -99,12 +99,12 @@ def test_a_tensor_on_meta_is_cast_by_autocast_like_one_on_the_cpu(kind: Any, bia
     assert on_meta.peak_allocated == on_cpu.peak_allocated
 
 
-def test_a_model_whose_hooks_move_its_weights_is_refused_and_left_as_it_was() -> None:
+def test_group_offloading_is_refused_and_the_model_restored() -> None:
     """diffusers' group offloading assigns to the `.data` of parameters that its hooks hold."""
     from diffusers.models.embeddings import TimestepEmbedding
 
     class Embeddings(TimestepEmbedding):
-        """With a parameter that belongs to no block."""
+        """It has a parameter that belongs to no block."""
 
         def __init__(self) -> None:
             super().__init__(4, 8)
@@ -127,7 +127,7 @@ def test_a_model_whose_hooks_move_its_weights_is_refused_and_left_as_it_was() ->
     model(torch.zeros(2, 4)).sum().backward()
 
 
-def test_data_that_a_step_assigns_to_a_parameter_it_holds_is_put_back() -> None:
+def test_data_assigned_to_a_parameter_is_restored() -> None:
     model = nn.Linear(4, 4)
     held, before = model.weight, model.weight.detach().clone()
 
@@ -140,9 +140,9 @@ def test_data_that_a_step_assigns_to_a_parameter_it_holds_is_put_back() -> None:
     assert torch.equal(held, before)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's own imports
-def test_a_compiled_model_stays_compiled_after_a_trace() -> None:
-    """A dispatch mode makes torch.compile give up a function for ever, or refuse it (`fullgraph=True`)."""
+@pytest.mark.filterwarnings("ignore")  # warnings of torch's own imports
+def test_compiled_model_stays_compiled_after_a_trace() -> None:
+    """Under a dispatch mode torch.compile would give up a function for good, or refuse it (`fullgraph=True`)."""
     compiled: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
@@ -168,8 +168,8 @@ def test_a_compiled_model_stays_compiled_after_a_trace() -> None:
     assert compiled == []
 
 
-def test_a_step_that_fails_leaves_no_attribute_changed() -> None:
-    """A forward may change attributes at its start and reset them at its end, as diffusers' scaling of LoRA does."""
+def test_attributes_are_restored_if_the_step_fails() -> None:
+    """A forward may change attributes at its start and reset them at its end, as diffusers' LoRA scaling does."""
 
     class Scaled(nn.Linear):
         def __init__(self) -> None:
@@ -187,8 +187,8 @@ def test_a_step_that_fails_leaves_no_attribute_changed() -> None:
     assert not hasattr(model, "other")
 
 
-def test_kernels_of_triton_are_counted_by_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU Triton has no driver, and on one its kernels take no fake tensors."""
+def test_triton_kernels_are_counted_by_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, Triton has no driver; with one, its kernels refuse fake tensors."""
 
     class JITFunction:
         def run(self, *args: object, **kwargs: object) -> None:
@@ -209,8 +209,8 @@ def test_kernels_of_triton_are_counted_by_their_tensors(monkeypatch: pytest.Monk
         JITFunction().run()
 
 
-def test_optimizers_that_gradient_hooks_step_are_those_of_the_trace() -> None:
-    """As GaLore's layerwise ones, and PyTorch's tutorial on an optimizer in backward."""
+def test_optimizers_stepped_in_gradient_hooks_are_traced() -> None:
+    """GaLore's layerwise optimizers and PyTorch's tutorial on optimizer steps in backward do this."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     optimizers = {p: torch.optim.Adam([p], foreach=False) for p in model.parameters()}
 

@@ -1,4 +1,4 @@
-"""What is known of a batch's whole numbers decides a trace as it would decide the step."""
+"""Known integer values of a batch decide the traced operators as they decide the real ones."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def step_with(**more: torch.Tensor) -> Any:
     ],
     ids=["plain", "full mask", "padded", "positions", "packed"],
 )
-def test_padding_and_packing_make_masks(more: dict[str, torch.Tensor], masked: bool) -> None:
+def test_padding_and_packing_create_masks(more: dict[str, torch.Tensor], masked: bool) -> None:
     model, _ = language_model("llama")
     fake = trace_step(model, step_with(**more), make_optimizer=adamw, device="cpu")
     real = real_trace(model, step_with(**more))
     assert step_events(fake) == step_events(real)
     assert fake.peak_allocated == real.peak_allocated
     assert fake.notes == []
-    # On a card a mask also rules out the flash kernel.
+    # On a GPU, a mask also excludes the flash kernel.
     step = step_with(**more)
 
     def half(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -61,8 +61,8 @@ def test_padding_and_packing_make_masks(more: dict[str, torch.Tensor], masked: b
     assert ("aten._scaled_dot_product_flash_attention.default" not in ops) is masked
 
 
-def test_a_model_that_drops_padding_keeps_as_many_tokens() -> None:
-    """ModernBERT under flash attention works on the tokens alone; their number is that of the mask's ones."""
+def test_model_that_drops_padding_keeps_the_number_of_tokens() -> None:
+    """With flash attention, ModernBERT computes on unpadded tokens; their number is that of the mask's ones."""
     seen: list[int] = []
 
     def step(model: nn.Module, optimizer: object) -> None:
@@ -83,7 +83,7 @@ def test_a_model_that_drops_padding_keeps_as_many_tokens() -> None:
     assert seen == [143, 64, 0, 64, 104, 113, 143]
 
 
-def test_a_list_of_numbers_is_one_wait_for_the_device() -> None:
+def test_tolist_waits_for_the_device_once() -> None:
     """Qwen2.5-VL splits its patches into windows by such a list, in each block of its tower."""
 
     def step(model: nn.Module, optimizer: object) -> None:
@@ -95,10 +95,10 @@ def test_a_list_of_numbers_is_one_wait_for_the_device() -> None:
     assert [op.name for op in trace.ops if op.name in ("event.await", "aten._local_scalar_dense.default")] == [
         "event.await"
     ]
-    assert trace.seconds < 1e-3  # a wait for each number made it 28 ms
+    assert trace.seconds < 1e-3  # with a wait for each number it was 28 ms
 
 
-def test_what_is_written_to_is_followed_or_forgotten() -> None:
+def test_in_place_writes_update_or_drop_known_values() -> None:
     mine = torch.arange(6)
 
     def step(model: nn.Module, optimizer: object) -> None:
@@ -106,9 +106,9 @@ def test_what_is_written_to_is_followed_or_forgotten() -> None:
         view = numbers.view(2, 3)[1]
         view.mul_(10)
         assert numbers.tolist() == [0, 1, 2, 30, 40, 50]
-        mine.add_(1)  # in the trace alone
+        mine.add_(1)  # in the trace only
         assert mine.clone().tolist() == [1, 2, 3, 4, 5, 6]
-        view.random_(100)  # now nobody knows, of the whole of it
+        view.random_(100)  # from here on, no value of the storage is known
         assert numbers.nonzero().shape == (6, 1)
         assert torch.empty(4, dtype=torch.long).nonzero().shape == (4, 1)
 
@@ -117,7 +117,7 @@ def test_what_is_written_to_is_followed_or_forgotten() -> None:
     assert mine.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_masked_language_models_and_their_labels() -> None:
+def test_masked_language_model_trace_equals_the_real_step() -> None:
     config = ModernBertConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         pad_token_id=0, cls_token_id=1, sep_token_id=2, sparse_prediction=True,
@@ -128,13 +128,13 @@ def test_masked_language_models_and_their_labels() -> None:
         step = step_with(**more)
         return trace_step(model, step, make_optimizer=adamw, device="cpu"), real_trace(model, step)
 
-    for more in ({"attention_mask": ONES}, {"attention_mask": PADDED}):  # the head runs on labelled tokens alone
+    for more in ({"attention_mask": ONES}, {"attention_mask": PADDED}):  # the head runs on labelled tokens only
         fake, real = traces(more)
         assert step_events(fake) == step_events(real)
 
 
-def test_constants_are_followed_and_a_models_numbers_are_not() -> None:
-    """A mask of floating point ones is one too; Adam counts its steps in place, in a list."""
+def test_constants_are_known_and_model_outputs_are_not() -> None:
+    """A floating-point mask of ones is known too; Adam counts its steps in place, in a list."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         mask = torch.ones(2, 5)
@@ -144,17 +144,17 @@ def test_constants_are_followed_and_a_models_numbers_are_not() -> None:
         assert [count.item() for count in counts] == [1, 5]
         x = model(torch.ones(3, 4))
         counts[0].add_(x.sum().detach())
-        assert counts[0].item() == 1.0  # as any number that is not known
+        assert counts[0].item() == 1.0  # as every unknown number
         assert x.isnan().sum() == 0
-        assert not (x != x).any()  # as isnan() does it
+        assert not (x != x).any()  # as isnan() computes it
 
     assert trace_step(nn.Linear(4, 4), step, warmup_steps=0).notes == [
         "a number read from a tensor (.item()) is taken to be 1"
     ]
 
 
-def test_rows_for_each_expert_add_up() -> None:
-    """Routers that split tokens by counts read from a tensor (JetMoE, DeepSeek's own code)."""
+def test_assumed_tokens_per_expert_add_up() -> None:
+    """Some routers split tokens by counts that they read from a tensor (JetMoE, DeepSeek's own code)."""
 
     def step(model: nn.Module, optimizer: object) -> None:
         _, experts = model(torch.ones(10, 8)).topk(2, dim=1)
@@ -168,8 +168,8 @@ def test_rows_for_each_expert_add_up() -> None:
     ]
 
 
-def test_classes_are_those_of_the_dimension() -> None:
-    """As many as there are along it: the first here, of ten, or all values where none is named."""
+def test_number_of_classes_is_the_size_of_the_dimension() -> None:
+    """It is the size along the given dimension (here the first, of ten), or of the tensor if none is given."""
 
     def step(model: nn.Module, optimizer: object) -> None:
         scores = model(torch.ones(10, 8))
@@ -180,8 +180,8 @@ def test_classes_are_those_of_the_dimension() -> None:
     trace_step(nn.Linear(8, 200), step, warmup_steps=0)
 
 
-def test_no_layer_is_left_out_at_random() -> None:
-    """LayerDrop, as in M2M-100 and speech models: the trace keeps what a step may drop."""
+def test_layer_drop_drops_no_layer() -> None:
+    """The trace keeps layers that LayerDrop may drop, as in M2M-100 and speech models."""
 
     def step(model: nn.Module, optimizer: object) -> None:
         assert not torch.rand([]) < 0.05
@@ -192,8 +192,8 @@ def test_no_layer_is_left_out_at_random() -> None:
     ]
 
 
-def test_image_tokens_and_their_grid() -> None:
-    """Qwen2-VL works out positions from numbers in `image_grid_thw` and puts 0-dim tensors into torch.tensor()."""
+def test_values_of_the_image_grid_are_known() -> None:
+    """Qwen2-VL computes positions from `image_grid_thw` and passes 0-dim tensors to torch.tensor()."""
     text = {
         "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
         "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -223,7 +223,7 @@ def test_image_tokens_and_their_grid() -> None:
     )
 
 
-def test_ctc_keeps_every_place_in_the_longest_target() -> None:
+def test_ctc_loss_saves_the_size_of_the_longest_target() -> None:
     targets, lengths, inputs = torch.arange(1, 13).view(2, 6) % 7 + 1, torch.tensor([3, 5]), torch.tensor([10, 10])
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""The card of this machine: what is measured, written and used."""
+"""Calibration: measuring this machine, writing its file, and using it in predictions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MATMUL = (("matmul float32", ((1e-6, 8.0), (1e-4, 2.0))),)
 
 
 def trace(**device: str) -> StepTrace:
-    """64 x 64 values through a layer of 64 x 64, forward alone: one product of 2**19 flops, and views."""
+    """Traces 64 x 64 values through a layer of 64 x 64, forward only: one product of 2**19 flops, and views."""
     x = torch.zeros(64, 64)
     return trace_step(nn.Linear(64, 64, bias=False), lambda model, _: model(x), **device)
 
@@ -42,13 +42,14 @@ def product(flops: int) -> Op:
 def test_measured_shares_correct_the_predicted_seconds() -> None:
     card = replace(CARD, calibration=Calibration("2026-11-23", curves=MATMUL))
     assert device_seconds(product(50_000), card) == pytest.approx(8e-6)
-    assert device_seconds(product(500_000), card) == pytest.approx(4e-5)  # half way between, in logarithms
+    # the midpoint between two measurements, on a logarithmic scale
+    assert device_seconds(product(500_000), card) == pytest.approx(4e-5)
     assert device_seconds(product(500_000_000), card) == pytest.approx(2e-2)
-    assert device_seconds(product(50), card) == pytest.approx(8e-6)  # as long as the shortest that was measured
+    assert device_seconds(product(50), card) == pytest.approx(8e-6)  # the time of the shortest measurement
     assert device_seconds(product(500_000), CARD) == pytest.approx(1e-5)
 
 
-def test_a_step_on_the_cpu_has_the_seconds_of_its_ops_and_of_the_host(own_cache: Path) -> None:
+def test_seconds_of_a_cpu_step_are_operators_and_host(own_cache: Path) -> None:
     write_card(replace(CARD, calibration=Calibration("2026-11-23", per_op=1e-3, curves=MATMUL)))
     found = trace(device="cpu")
     ops = [op for op in found.ops if op.at >= found.start]
@@ -68,8 +69,8 @@ def test_attention_on_the_cpu_has_flops() -> None:
     assert flops == [4 * 2 * 16 * 16 * 8, 10 * 2 * 16 * 16 * 8]
 
 
-def test_heads_of_attention_run_one_after_another_on_a_cpu() -> None:
-    """Twice as many heads take twice as long, wherever on its curve one head lies."""
+def test_attention_on_the_cpu_takes_time_per_head() -> None:
+    """Twice as many heads take twice as long, at every point of the measured curve."""
     curves = (("attention float32", ((1e-6, 8.0), (1e-2, 0.1))),)
     card = replace(CARD, calibration=Calibration("2026-11-23", curves=curves))
     name = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -77,7 +78,7 @@ def test_heads_of_attention_run_one_after_another_on_a_cpu() -> None:
     assert device_seconds(two, card) == pytest.approx(2 * device_seconds(one, card))
 
 
-def test_kinds() -> None:
+def test_kind_of_each_operator() -> None:
     kinds = {
         ("aten.addmm.default", ()): "matmul",
         ("aten.mm.default", (1, 512, 64, 8, 0)): "narrow matmul",
@@ -95,8 +96,8 @@ def test_kinds() -> None:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One operator of each dtype, and no Llama."""
+def one_operator_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures one operator of each dtype, and no Llama."""
 
     def one(cases: calibrate._Cases) -> Iterator[calibrate.Make]:
         yield lambda: cases.product(64, 64, 64)
@@ -112,14 +113,14 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     assert not stop.value.code
 
 
-@pytest.mark.usefixtures("quick")
-def test_the_card_is_written_listed_and_the_default(
+@pytest.mark.usefixtures("one_operator_only")
+def test_calibrated_device_is_listed_and_becomes_the_default(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="--device here: this machine's card is not known yet"):
         asked_gpu("here")
     assert asked_gpu("") is find_gpu("a100-80gb")
-    assert trace().device == "a100-80gb"  # in Python as in the commands
+    assert trace().device == "a100-80gb"  # in Python as on the command line
     assert Workload.of_loop(nn.Linear(2, 2), lambda samples: lambda model, _: None).device is find_gpu("a100-80gb")
     run(monkeypatch, "calibrate")
     card = calibrated("cpu")
@@ -127,7 +128,7 @@ def test_the_card_is_written_listed_and_the_default(
     assert card.calibration is not None
     assert [name for name, _ in card.calibration.curves] == ["matmul float32", "matmul bfloat16"]
     assert card.calibration.per_op == 2e-6
-    assert asked_gpu("here") is asked_gpu("") is None  # the CPU
+    assert asked_gpu("here") is asked_gpu("") is None  # this machine's CPU
     assert trace().device == Workload.of_loop(nn.Linear(2, 2), lambda samples: lambda model, _: None).device == "cpu"
     assert 1e-6 < trace().seconds < 1
     capsys.readouterr()
@@ -141,8 +142,8 @@ def test_the_card_is_written_listed_and_the_default(
     assert answer["seconds"] > 1e-5
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_run_that_is_stopped_leaves_no_file(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("one_operator_only")
+def test_interrupted_calibration_writes_no_file(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*given: object) -> None:
         raise KeyboardInterrupt
 
@@ -157,7 +158,7 @@ def report(seconds: float | None, device: str = "cpu") -> MemoryReport:
     return MemoryReport({}, [RankMemory(0, device, 20, 3, {}, seconds=seconds, predicted=predicted)])
 
 
-def test_a_run_corrects_the_card(own_cache: Path) -> None:
+def test_measured_run_corrects_the_calibration(own_cache: Path) -> None:
     card = calibrate.from_report(report(0.3, "h100"))
     assert card.calibration is not None
     assert card.calibration.pace == pytest.approx(1.5)
@@ -171,7 +172,7 @@ def test_a_run_corrects_the_card(own_cache: Path) -> None:
         calibrate.from_report(report(None))
 
 
-def test_a_file_that_is_no_card(own_cache: Path) -> None:
+def test_invalid_calibration_file_is_refused(own_cache: Path) -> None:
     path = card_path("cpu")
     path.parent.mkdir(parents=True)
     path.write_text("{}")
@@ -184,7 +185,7 @@ def ten_matrices() -> nn.Module:
 
 
 def seconds_on_the_host(rate: float) -> float:
-    """Predicted seconds of AdamW on the host for `ten_matrices`."""
+    """Returns the predicted seconds of AdamW on the host for `ten_matrices`."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.zeros(1, 1024)).sum().backward()
@@ -199,16 +200,17 @@ def seconds_on_the_host(rate: float) -> float:
     return sum(span.end - span.start for span in found.schedule() if span.stream == HOST)
 
 
-def test_bytes_of_adam_on_the_host() -> None:
-    """Four fp32 tensors are read, three are written."""
+def test_adam_on_the_host_moves_28_bytes_per_parameter() -> None:
+    """It reads four fp32 tensors and writes three."""
     assert seconds_on_the_host(20e9) == pytest.approx(10 * 2**20 * 28 / 20e9)
 
 
 @pytest.mark.slow
 def test_seconds_of_adam_on_the_host() -> None:
-    """The rate that is measured with one tensor gives the time of a real step.
+    """The measured rate for one tensor predicts a real step.
 
-    CPU time of one thread, because others use the machine. Both hold more than 150 MB, which few caches do.
+    Measures CPU time of one thread, because other processes use the machine. Both steps use more than 150 MB, which
+    few caches hold.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -223,8 +225,8 @@ def test_seconds_of_adam_on_the_host() -> None:
     assert predicted == pytest.approx(measured, rel=0.25)
 
 
-def test_a_host_without_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread by default, as `accelerate launch` sets it; the processes of a DGX H100 share its channels."""
+def test_default_bandwidth_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread is the default of `accelerate launch`; the processes of a DGX H100 share its memory channels."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert Host.beside(find_gpu("h100"), 8).bandwidth == 12.8e9
     monkeypatch.setenv("OMP_NUM_THREADS", "28")

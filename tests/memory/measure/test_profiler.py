@@ -1,4 +1,4 @@
-"""MemoryProfiler: figures of a real CPU loop, sampling, phases on CUDA's counters (played back), several ranks."""
+"""MemoryProfiler: figures of a real CPU loop, sampling, phases from replayed CUDA counters, several ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(steps, **kwargs):
     return profiler, scalars
 
 
-def test_figures_are_the_trackers():
+def test_figures_equal_the_trackers():
     model, optimizer = small()
     train_step(model, optimizer)
     tracker = Tracker(model, optimizer)
@@ -79,10 +79,10 @@ def test_sampled_steps(kwargs, measured):
     assert [i for i, figures in enumerate(scalars) if figures] == measured
     record = profiler.report().fullest
     assert (record.steps, record.sampled) == (10, len(measured))
-    assert (record.seconds is None) == (kwargs.get("sample") == 1)  # a followed step says nothing about speed
+    assert (record.seconds is None) == (kwargs.get("sample") == 1)  # a tracked step gives no time
 
 
-def test_steps_beyond_the_last_that_was_announced_take_their_own_time(monkeypatch):
+def test_steps_beyond_total_steps_are_timed(monkeypatch):
     ticks = count()
     monkeypatch.setattr(profiler_module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     profiler, scalars = run(5, total_steps=2)
@@ -90,7 +90,7 @@ def test_steps_beyond_the_last_that_was_announced_take_their_own_time(monkeypatc
     assert profiler.report().fullest.seconds == 1.0
 
 
-def test_a_sample_of_nothing_is_refused():
+def test_sample_of_zero_steps_is_refused():
     with pytest.raises(UserError, match="sample=0"):
         MemoryProfiler(sample=0)
 
@@ -104,14 +104,14 @@ def test_micro_batches_are_one_step():
     assert profiler.batch.shapes == {"input 0": [BATCH, WIDTH]}
 
 
-def test_a_block_without_steps_is_one():
+def test_context_without_step_calls_is_one_step():
     model, optimizer = small()
     with MemoryProfiler(model=model, optimizer=optimizer) as profiler:
         train_step(model, optimizer)
     assert profiler.report().fullest.sampled == 1
 
 
-def test_nothing_stays_behind_when_the_loop_fails():
+def test_hooks_are_removed_when_the_loop_fails():
     model, optimizer = small()
     profiler = MemoryProfiler(model=model, optimizer=optimizer)
 
@@ -128,7 +128,7 @@ def test_nothing_stays_behind_when_the_loop_fails():
     assert profiler.report().fullest.peaks == {}
 
 
-def test_nothing_stays_behind_when_it_cannot_begin():
+def test_hooks_are_removed_when_measuring_cannot_start():
     model, optimizer = small()
     with pytest.raises(torch.OutOfMemoryError), MemoryProfiler(model=model, optimizer=optimizer, limit=1):
         pass
@@ -137,7 +137,7 @@ def test_nothing_stays_behind_when_it_cannot_begin():
     assert not model._forward_pre_hooks
 
 
-def test_a_failed_steps_holders_are_known_after_measuring_has_stopped():
+def test_holders_of_a_failed_step_are_known_after_the_context():
     model, optimizer = small()
     profiler = MemoryProfiler(model=model, optimizer=optimizer)
     while_open = []
@@ -157,10 +157,10 @@ def test_a_failed_steps_holders_are_known_after_measuring_has_stopped():
         assert profiler.holders() != while_open
 
 
-def test_a_tensor_in_an_attribute_counts_in_every_step():
-    """Also in one that does not touch it, because what was made of it is remembered."""
+def test_cached_tensor_counts_in_every_step():
+    """It counts also in a step that does not read it, because a result computed from it is cached."""
 
-    class Remembers(nn.Module):
+    class CachesResult(nn.Module):
         def __init__(self):
             super().__init__()
             self.table, self.made = torch.ones(1 << 14), {}
@@ -171,7 +171,7 @@ def test_a_tensor_in_an_attribute_counts_in_every_step():
             return x * self.made["first"]
 
     model, optimizer = small()
-    model.append(Remembers())
+    model.append(CachesResult())
     train_step(model, optimizer)
     peaks = []
     for table in (torch.ones(1 << 14), None):
@@ -183,7 +183,7 @@ def test_a_tensor_in_an_attribute_counts_in_every_step():
     assert peaks[0] - peaks[1] == 4 << 14
 
 
-def test_what_happens_between_steps_can_be_left_out():
+def test_allocations_between_steps_can_be_left_out():
     model, optimizer = small()
     with MemoryProfiler(model=model, optimizer=optimizer) as profiler:
         torch.zeros(2**20)  # 4 MiB that no step needs
@@ -193,7 +193,7 @@ def test_what_happens_between_steps_can_be_left_out():
     assert profiler.report().fullest.peak() < 2**20
 
 
-def test_holders_of_a_step_that_has_just_failed():
+def test_holders_are_known_inside_the_context():
     model, optimizer = small()
     with MemoryProfiler(model=model, optimizer=optimizer) as profiler:
         kept = model(torch.ones(BATCH, WIDTH))
@@ -212,7 +212,7 @@ def test_report_is_written_and_read_back(tmp_path):
 
 
 class FakeCounters:
-    """torch.cuda's allocator counters, played back: what each phase's peak will read when it is closed."""
+    """Replays torch.cuda's allocator counters: the peak of each phase, read when the phase ends."""
 
     def __init__(self, monkeypatch, peaks):
         self.peaks, self.resets = deque(peaks), 0
@@ -237,7 +237,7 @@ def on_cuda(model, optimizer):
     return profiler
 
 
-def test_cuda_phases_are_closed_where_the_next_begins(monkeypatch):
+def test_cuda_phase_ends_where_the_next_begins(monkeypatch):
     counters = FakeCounters(monkeypatch, [10, 30, 20, 40, 5])
     model, optimizer = small()
     with on_cuda(model, optimizer) as profiler:
@@ -253,10 +253,10 @@ def test_cuda_phases_are_closed_where_the_next_begins(monkeypatch):
     assert (rank.device, rank.retries, rank.ooms) == ("Tesla T4", 2, 1)
     assert scalars["memory/reserved_gib"] == 80 / GIB
     assert not counters.peaks
-    assert counters.resets == 7  # at the first step's start, after each of 5 phases, at the second step's start
+    assert counters.resets == 7  # at the start of each step and after each of 5 phases
 
 
-def test_evaluation_is_no_forward_phase(monkeypatch):
+def test_evaluation_is_not_counted_as_forward(monkeypatch):
     FakeCounters(monkeypatch, [10, 30])
     model, optimizer = small()
     with on_cuda(model, optimizer) as profiler:
@@ -267,13 +267,13 @@ def test_evaluation_is_no_forward_phase(monkeypatch):
     assert list(profiler.peaks) == ["forward", "backward"]
 
 
-def test_oom_dumps_the_allocators_state(monkeypatch, tmp_path):
+def test_out_of_memory_dumps_a_snapshot(monkeypatch, tmp_path):
     observers, dumped = [], []
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dumped.append)
     monkeypatch.setattr(profiler_module.OomSnapshot, "_attached", False)
     snapshot = profiler_module.OomSnapshot(tmp_path / "new" / "oom.pickle")
-    profiler_module.OomSnapshot(tmp_path / "other.pickle")  # forgotten at once: the last one alive counts
+    profiler_module.OomSnapshot(tmp_path / "other.pickle")  # it is freed at once, so the snapshot alive is used
     assert len(observers) == 1
     snapshot = profiler_module.OomSnapshot(snapshot.path)
     observers[0](0, 1, 2, 3)
@@ -284,7 +284,7 @@ def test_oom_dumps_the_allocators_state(monkeypatch, tmp_path):
     assert len(dumped) == 1
 
 
-def test_only_the_gpus_bytes_are_resident():
+def test_resident_bytes_count_gpu_tensors_only():
     model, optimizer = small()
     train_step(model, optimizer)
     assert resident_bytes(model, optimizer) == {"parameters": 0, "buffers": 0, "optimizer": 0}
@@ -305,7 +305,7 @@ def profile_rank(rank, directory):
     report.write(directory)
 
 
-def test_every_ranks_peaks_are_in_the_report(tmp_path, capfd):
+def test_report_has_the_peaks_of_every_rank(tmp_path, capfd):
     run_ranks(profile_rank, str(tmp_path))
     assert capfd.readouterr().out.count("Memory: policy none · 2 x cpu") == 1
     report = MemoryReport.from_json(tmp_path / "memory_report.json")

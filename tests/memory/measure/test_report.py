@@ -1,4 +1,4 @@
-"""MemoryReport: what it prints (golden files), what it writes, what it reads back."""
+"""MemoryReport: printed tables (golden files), written files, and files that are read back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ FACTS = {
 
 
 def small_trace() -> StepTrace:
-    """A resident parameter of 4 MiB, an activation of 6 freed in backward, a gradient of 4, a temporary of 1."""
+    """A resident parameter of 4 MiB, an activation of 6 freed in backward, a gradient of 4, a temporary tensor of
+    1.
+    """
     storages = [
         Storage(4 * MIB, "parameters", "", "", ""),
         Storage(6 * MIB, "activations", "aten.mm.default", "layers.0.mlp", "forward"),
@@ -93,43 +95,43 @@ def printed(report: MemoryReport) -> str:
 
 
 @pytest.mark.parametrize("make", [cpu_report, gpu_report])
-def test_printed_and_markdown(make, golden):
+def test_printed_and_markdown_reports_equal_golden_files(make, golden):
     report = make()
     golden(f"{make.__name__}.txt", printed(report))
     golden(f"{make.__name__}.md", report.to_markdown())
 
 
-def test_a_report_prints_as_one_line():
+def test_report_prints_as_one_line():
     assert repr(cpu_report()) == (
         "MemoryReport(a model, policy full, 20 steps, peak allocated 14.0 MiB measured, 13.0 MiB predicted)"
     )
 
 
-def test_the_fullest_rank_is_broken_down():
+def test_breakdown_is_of_the_fullest_rank():
     report = gpu_report()
     assert (report.fullest.rank, report.fullest.peak(), report.fullest.peak("reserved")) == (1, 6.5 * GIB, 7.5 * GIB)
     assert sum(report.fullest.at_peak.values()) == report.fullest.peak()
     assert cpu_report().fullest.peak("reserved") is None
 
 
-def test_other_devices_are_not_compared():
+def test_prediction_for_another_device_is_not_compared():
     report = cpu_report(Prediction("t4", 6 * GIB, {}, reserved=7 * GIB, seconds=1.2))
     assert "-50" not in report.to_markdown()
     assert "| peak allocated | 6.00 GiB | - | - |" in report.to_markdown()
 
 
 @pytest.mark.parametrize("make", [cpu_report, gpu_report])
-def test_json_holds_everything(make, tmp_path):
+def test_report_round_trips_through_json(make, tmp_path):
     report = make()
     text = report.to_json(tmp_path / "memory_report.json")
-    again = MemoryReport.from_json(tmp_path / "memory_report.json")
-    assert again == report
-    assert again.to_json() == text
+    loaded = MemoryReport.from_json(tmp_path / "memory_report.json")
+    assert loaded == report
+    assert loaded.to_json() == text
     assert json.loads(text)["ranks"][0]["peaks"]["backward"]["allocated"] == report.ranks[0].peak()
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": 1, "ranks": [{"rank": 0}]}'])
-def test_a_file_that_is_no_report(text, tmp_path):
+def test_file_that_is_no_report_is_refused(text, tmp_path):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match="x.json: not a memory report"):
         MemoryReport.from_json(tmp_path / "x.json")
@@ -137,7 +139,7 @@ def test_a_file_that_is_no_report(text, tmp_path):
         MemoryReport.from_json(tmp_path / "nowhere.json")
 
 
-def test_write_leaves_whole_files_only(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_previous_files(tmp_path, monkeypatch):
     written = cpu_report().write(tmp_path / "out")
     assert [path.name for path in written] == [f"memory_report.{kind}" for kind in ("json", "md", "html", "png")]
     assert written[3].read_bytes().startswith(b"\x89PNG")
@@ -150,24 +152,24 @@ def test_write_leaves_whole_files_only(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in written)
 
 
-def test_write_where_a_file_is_in_the_way(tmp_path):
+def test_write_to_a_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(UserError, match="out: the memory report cannot be written"):
         cpu_report().write(tmp_path / "out")
 
 
-def test_without_a_recorded_step_there_is_no_plot(tmp_path):
+def test_report_without_a_recorded_step_has_no_plot(tmp_path):
     assert gpu_report().plot(tmp_path / "x.png") is None
     assert [path.suffix for path in gpu_report().write(tmp_path)] == [".json", ".md", ".html"]
 
 
-def test_only_the_main_process_speaks(tmp_path):
+def test_only_the_main_process_prints_and_writes(tmp_path):
     report = replace(gpu_report(), main=False)
     assert printed(report) == ""
     assert report.write(tmp_path) == []
 
 
-def test_a_prediction_is_drawn_if_no_step_was_recorded():
+def test_prediction_is_drawn_if_no_step_was_recorded():
     trace = replace(small_trace(), source="predicted")
     report = MemoryProfiler().report(trace, notes=["One."], policy="full")
     assert report.ranks[0].predicted == Prediction(
@@ -183,12 +185,12 @@ def test_a_prediction_is_drawn_if_no_step_was_recorded():
         report.notes = []
 
 
-def test_an_error_of_nothing_has_no_minus():
+def test_zero_error_has_a_plus_sign():
     report = cpu_report(Prediction("cpu", 14 * MIB - 1, {}))
     assert "| peak allocated | 14.0 MiB | 14.0 MiB | +0.0% |" in report.to_markdown()
 
 
-def test_timeline_of_a_trace():
+def test_timeline_has_the_events_of_the_trace():
     timeline = Timeline.from_trace(small_trace())
     assert timeline.moments == [0, 1, 2, 3, 4, 5]
     totals = [sum(values) for values in zip(*timeline.series.values(), strict=True)]
@@ -200,7 +202,7 @@ def test_timeline_of_a_trace():
     ]
 
 
-def test_a_long_timeline_keeps_its_peak():
+def test_shortened_timeline_of_a_report_keeps_its_peak():
     count = 4 * POINTS
     storages = [Storage(MIB, "activations", "aten.mm.default", f"layers.{i}.mlp", "forward") for i in range(count)]
     spike = Storage(512 * MIB, "temporary", "aten.add.Tensor", "", "forward")
@@ -212,7 +214,7 @@ def test_a_long_timeline_keeps_its_peak():
     assert timeline.holders == [Holder("layers.*.mlp", "aten.mm.default", "activations", count * MIB, count)]
 
 
-def test_peaks_merge_to_the_highest():
+def test_merged_peaks_are_the_maximum():
     peaks = {"forward": {"allocated": 5}}
     merge_peaks(peaks, {"forward": {"allocated": 3, "reserved": 9}, "backward": {"allocated": 7}})
     assert peaks == {"forward": {"allocated": 5, "reserved": 9}, "backward": {"allocated": 7}}
@@ -226,7 +228,7 @@ def test_provenance_names_versions(monkeypatch):
     assert {"python", "torch", "transformers", "accelerate"} <= facts["versions"].keys()
 
 
-def test_a_trace_draws_itself(tmp_path, monkeypatch):
+def test_trace_plots_with_matplotlib_only(tmp_path, monkeypatch):
     assert small_trace().plot(tmp_path / "step.svg").read_text().startswith("<?xml")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"plots need matplotlib: pip install 'ckpt_ft\[plot\]'"):
@@ -234,8 +236,8 @@ def test_a_trace_draws_itself(tmp_path, monkeypatch):
     assert not (tmp_path / "step.png").exists()
 
 
-def test_the_hosts_memory_is_beside_the_devices(tmp_path: Path) -> None:
-    """Measured: the process and what is pinned of it. Predicted: what the step has there."""
+def test_report_has_host_memory(tmp_path: Path) -> None:
+    """Measured: resident and pinned memory of the process. Predicted: the step's host memory."""
     predicted = Prediction("t4", GIB, {"backward": GIB}, reserved=2 * GIB, host=3 * GIB, pinned=2 * GIB)
     rank = RankMemory(
         0, "Tesla T4", 4, 4, {"backward": {"allocated": GIB, "reserved": 2 * GIB}}, predicted=predicted,
