@@ -1,7 +1,7 @@
-"""Habits of forwards that a policy may meet, as small modules to compose blocks of, and loops that train such blocks.
+"""What users' forward methods do, as small modules that tests combine into blocks, and loops that train these models.
 
-Each habit maps [rows, WIDTH] to [rows, WIDTH]. What it does beside that (writes, draws, keeps) is what a policy that
-runs it twice, drops what it saved or parks it has to get right.
+Each habit maps [rows, WIDTH] to [rows, WIDTH]. What it does in addition (in-place writes, random draws, state) must be
+handled correctly by a policy that runs it twice, drops its saved tensors or moves them to host memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 WIDTH, ROWS, VOCABULARY = 4, 3, 5
-Given = dict[str, Any]  # what the model hands to its blocks by keyword
+Given = dict[str, Any]  # what the model passes to its blocks by keyword
 
 HABITS: dict[str, type[Habit]] = {}
 outside = {"scale": 1.0}  # a global that blocks read
 
 
 class Habit(nn.Module):
-    reads = "step"  # the key of what the model hands to it
+    reads = "step"  # the key of the value that the model passes to it
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ def draw(x: torch.Tensor) -> torch.Tensor:
 
 
 class ScheduledLayerNorm(nn.LayerNorm):
-    """Reads a global that changes between forward and backward."""
+    """Its epsilon is a global that changes between forward and backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * outside["scale"]
@@ -485,7 +485,7 @@ class SwitchesMode(Habit):
 
 
 class Scaled(Habit):
-    """A LoRA layer's scale, which the model sets around its forward."""
+    """A LoRA-like scale that the model sets around its forward."""
 
     scale = 1.0
 
@@ -499,7 +499,7 @@ class ReadsAGlobal(Habit):
 
 
 class Hooked(Habit):
-    """A hook that counts, as per-sample gradients' do."""
+    """It has a forward hook that counts, as libraries for per-sample gradients do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -510,7 +510,7 @@ class Hooked(Habit):
         return x + self.linear(x) * 0.1
 
 
-# --- what the model hands to its blocks
+# --- what the model passes to its blocks
 
 
 @dataclass
@@ -606,7 +606,7 @@ class Model(nn.Module):
         return self.last(x)
 
 
-# --- what a language model does with its logits, one after the other, before their loss
+# --- what a language model does with its logits before the loss; several may follow each other
 
 
 def _logits(act: Callable[[HabitsForCausalLM, Any], Any]) -> Callable[[HabitsForCausalLM, Any], Any]:
@@ -794,7 +794,7 @@ class HookedLinear(nn.Linear):
 
 @dataclass(frozen=True)
 class Readout:
-    """The output layer of a language model, what it does with its logits and its loss."""
+    """The output layer of a language model, the operations on its logits, and its loss."""
 
     layer: str = "Linear"
     logits: tuple[str, ...] = ()
@@ -802,7 +802,7 @@ class Readout:
 
 
 class HabitsForCausalLM(PreTrainedModel):
-    """A `Model` with an output layer, whose loss is of the logits."""
+    """A `Model` with an output layer and a loss of its logits."""
 
     config_class = PretrainedConfig
 
@@ -844,7 +844,7 @@ def _given(step: int) -> Given:
 
 @contextlib.contextmanager
 def _surroundings(model: Model) -> Iterator[None]:
-    """What holds during a forward, and no longer in backward."""
+    """Context around a forward that has ended when backward runs."""
     scaled = [module for module in model.modules() if isinstance(module, Scaled)]
     handles = []
     if "scale around forward" in model.around:
@@ -870,7 +870,7 @@ def _loss(model: nn.Module) -> torch.Tensor:
 
 
 def train(model: Model | HabitsForCausalLM, steps: int = 3) -> list[torch.Tensor]:
-    """What each step leaves: loss, gradients, buffers; then the weights and the states of all generators."""
+    """Returns what each step leaves: loss, gradients, buffers; then the weights and the states of all generators."""
     outside["scale"] = 1.0
     torch.manual_seed(1)
     random.seed(1)

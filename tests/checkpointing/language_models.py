@@ -1,4 +1,4 @@
-"""Tiny models of a dozen architectures, built from config, and one step of them as numbers to compare bit for bit."""
+"""Tiny language models of a dozen architectures, and the numbers of one step for bitwise comparison."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _DROPOUT = (
 
 
 def make(name: str, variant: str = "plain") -> nn.Module:
-    """The model in train mode; `variant` is plain (no dropout), lora or dropout."""
+    """Returns the model in train mode; `variant` is plain (no dropout), lora or dropout."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     config = AutoConfig.for_model(name, **CONFIGS[name])
@@ -105,7 +105,7 @@ def make(name: str, variant: str = "plain") -> nn.Module:
                 fan_in_fan_out=name == "gpt2",
             ),
         )
-        for key, p in model.named_parameters():  # adapters start at zero: half of them would get no gradient
+        for key, p in model.named_parameters():  # adapters start at zero, which would give half of them no gradient
             if "lora_B" in key:
                 nn.init.normal_(p)
     return model.train()
@@ -118,7 +118,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def numbers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All that a step leaves behind: loss, gradients, buffers, random state."""
+    """Returns what a step leaves: loss, gradients, buffers, random state."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(2)
     loss = model(**batch()).loss
@@ -129,7 +129,7 @@ def numbers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def differing(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    """Names of what is not bit-equal, or is on one side only."""
+    """Returns the names of values that are not bit-equal or are on one side only."""
     return [
         name
         for name in mine.keys() | theirs.keys()

@@ -1,4 +1,4 @@
-"""Removing, replacing, suspending leave the model as it was in any order; policies that would meet are refused."""
+"""A policy can be removed, replaced and suspended in any order; overlapping policies are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICIES = ["full", "segments:2", "save:attention+matmul", "modules:mlp,pointwis
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """Attributes of every module, instance forwards and hooks included."""
+    """Returns the attributes of every module, including replaced forwards and hooks."""
     return {name: dict(vars(module)) for name, module in model.named_modules()}
 
 
@@ -31,7 +31,7 @@ def hooks(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("first", POLICIES)
-def test_the_replaced_policys_remove_does_nothing(first: str) -> None:
+def test_remove_of_a_replaced_policy_does_nothing(first: str) -> None:
     model = make("llama")
     before, hooked, plain = state(model), hooks(model), numbers(model)
     model.zero_grad()
@@ -50,14 +50,14 @@ def test_the_replaced_policys_remove_does_nothing(first: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_after_a_parity_check_the_users_own_remove_leaves_nothing(policy: str) -> None:
+def test_policy_can_be_removed_after_a_parity_check(policy: str) -> None:
     model = make("llama")
     before, hooked = state(model), hooks(model)
     applied = apply_policy(model, policy)
-    standing = state(model)
+    state_before = state(model)
     assert check_parity(model, batch(), "full").ok
     assert applied_policy(model) is applied
-    assert state(model) == standing  # the very stand-ins
+    assert state(model) == state_before  # the same replaced forwards
     assert hooks(model) > hooked or policy == "pointwise,offload"
     applied.remove()
     assert state(model) == before
@@ -65,7 +65,7 @@ def test_after_a_parity_check_the_users_own_remove_leaves_nothing(policy: str) -
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_suspended_is_the_plain_model_and_then_the_policy_again(policy: str) -> None:
+def test_suspended_policy_is_inactive_and_then_active_again(policy: str) -> None:
     model = make("llama")
     plain = numbers(model)
     applied = apply_policy(model, policy)
@@ -75,7 +75,7 @@ def test_suspended_is_the_plain_model_and_then_the_policy_again(policy: str) -> 
         assert not any("forward" in vars(module) for module in model.modules())
         assert differing(numbers(model), plain) == []
         assert model(**batch(), use_cache=True).past_key_values is not None
-        apply_policy(model, "every:2")  # goes again
+        apply_policy(model, "every:2")  # is removed when the context ends
     assert applied_policy(model) is applied
     assert differing(numbers(model), with_policy) == []
     with suspended(model):
@@ -84,9 +84,9 @@ def test_suspended_is_the_plain_model_and_then_the_policy_again(policy: str) -> 
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_every_parts_policy_is_suspended_and_stands_again() -> None:
+def test_policies_of_several_submodules_are_suspended_and_restored() -> None:
     model = nn.ModuleDict({"a": _stack(), "b": _stack()})
-    handles = [apply_policy(model[name], "full") for name in model]  # parts beside each other
+    handles = [apply_policy(model[name], "full") for name in model]  # submodules without overlap
     with suspended(model):
         apply_policy(model["a"], "every:2")
     assert [applied_policy(model[name]) for name in model] == handles
@@ -94,7 +94,7 @@ def test_every_parts_policy_is_suspended_and_stands_again() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_the_librarys_own_switch_is_as_it_was_while_suspended() -> None:
+def test_gradient_checkpointing_of_the_library_is_on_while_suspended() -> None:
     model = make("llama")
     _switch_on(model)
     apply_policy(model, "full")
@@ -104,19 +104,19 @@ def test_the_librarys_own_switch_is_as_it_was_while_suspended() -> None:
     assert not layer.gradient_checkpointing
 
 
-def test_a_policy_that_is_refused_leaves_the_one_before() -> None:
+def test_refused_policy_leaves_the_previous_one() -> None:
     model = make("llama")
     applied = apply_policy(model, "full")
-    standing = state(model)
+    state_before = state(model)
     for wrong in ("stages", "save:aten.nothing"):
         with pytest.raises(UserError):
             apply_policy(model, wrong)
     assert applied_policy(model) is applied
-    assert state(model) == standing
+    assert state(model) == state_before
 
 
 @pytest.mark.parametrize("policy", ["pointwise", "pointwise,offload", "full,head"])
-def test_a_wrapper_put_over_it_by_another_library_stays(policy: str) -> None:
+def test_later_wrapper_of_another_library_stays_after_remove(policy: str) -> None:
     model = make("llama")
     plain = numbers(model)
     applied = apply_policy(model, policy)
@@ -133,21 +133,21 @@ def test_a_wrapper_put_over_it_by_another_library_stays(policy: str) -> None:
     with suspended(model):
         assert differing(numbers(model), plain) == []
         assert isinstance(model(**batch()).logits, torch.Tensor)
-    again = numbers(model)
-    assert differing(again, with_policy) == []
+    numbers_with_policy = numbers(model)
+    assert differing(numbers_with_policy, with_policy) == []
     assert isinstance(model(**batch()).logits, NoLogits) == ("head" in policy)
     applied.remove()
     assert model.forward is wrapper
     assert calls == 5
     assert differing(numbers(model), plain) == []
-    model.forward = inner  # the wrapper goes: what lies there passes on, and is in no one's way
+    model.forward = inner  # after the wrapper is removed, the replaced forward passes calls on
     apply_policy(model, policy).remove()
     assert differing(numbers(model), plain) == []
 
 
 @pytest.mark.parametrize("policy", ["full", "pointwise", "save:attention", "modules:mlp"])
 @pytest.mark.parametrize("inner", ["full", "pointwise"])
-def test_a_policy_on_a_part_of_a_model_that_has_one_is_refused(policy: str, inner: str) -> None:
+def test_policy_on_a_submodule_of_a_model_with_a_policy_is_refused(policy: str, inner: str) -> None:
     model = make("llama")
     before = state(model)
     applied = apply_policy(model, policy)
@@ -166,7 +166,7 @@ def test_a_policy_on_a_part_of_a_model_that_has_one_is_refused(policy: str, inne
 
 
 @pytest.mark.parametrize("policy", ["full", "pointwise", "none"])
-def test_a_policy_on_a_model_with_one_on_a_part_is_refused(policy: str) -> None:
+def test_policy_on_a_model_whose_submodule_has_a_policy_is_refused(policy: str) -> None:
     model = make("llama")
     before = state(model)
     applied = apply_policy(model.model, policy)
@@ -177,7 +177,7 @@ def test_a_policy_on_a_model_with_one_on_a_part_is_refused(policy: str) -> None:
     assert state(model) == before
 
 
-def test_two_models_that_share_blocks_are_refused() -> None:
+def test_policies_on_two_models_that_share_blocks_are_refused() -> None:
     first = _stack()
     second = nn.Sequential(*first, nn.Linear(8, 8))
     apply_policy(first, "every:2")
@@ -200,7 +200,7 @@ SPELLINGS = ["gradient_checkpointing_enable", "activation_checkpointing_enable"]
 @pytest.mark.parametrize("policy", ["full", "pointwise", "save:matmul", "every:2"])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-def test_gradient_checkpointing_switched_on_afterwards_is_one_line(policy: str, spelling: str) -> None:
+def test_gradient_checkpointing_enabled_after_the_policy_is_refused(policy: str, spelling: str) -> None:
     model = make("llama")
     if not hasattr(model, spelling):
         pytest.skip("transformers 5.23 brought the new name")
@@ -213,13 +213,13 @@ def test_gradient_checkpointing_switched_on_afterwards_is_one_line(policy: str, 
         model(**batch())
     assert "\n" not in str(error.value)
     with torch.no_grad():
-        model(**batch())  # generation and validation go on
+        model(**batch())  # generation and validation still work
     applied.remove()
     assert differing(numbers(model), plain) == []
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-def test_gradient_checkpointing_switched_on_by_peft_around_the_model_is_noticed() -> None:
+def test_gradient_checkpointing_enabled_through_peft_is_refused() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = make("llama")
@@ -228,10 +228,10 @@ def test_gradient_checkpointing_switched_on_by_peft_around_the_model_is_noticed(
     wrapped(**batch()).loss.backward()
     _switch_on(wrapped)
     with pytest.raises(UserError, match="switched on afterwards"):
-        wrapped(**batch())  # PEFT calls the model's forward past its hooks
+        wrapped(**batch())  # PEFT calls the model's forward without its hooks
 
 
-def test_diffusers_own_checkpointing_switched_on_afterwards_is_noticed() -> None:
+def test_gradient_checkpointing_of_diffusers_enabled_after_the_policy_is_refused() -> None:
     from diffusers import UNet2DModel
 
     unet = UNet2DModel(

@@ -1,4 +1,4 @@
-"""apply_policy: coverage, exact recompute counts, remove, copies, accumulation, generation, compile, errors."""
+"""apply_policy: covered blocks, recomputed operators, removal, copies, accumulation, generation, compile, errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
 class Count(TorchDispatchMode):
-    """How often each operator is dispatched."""
+    """Counts the calls of each operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def calls(model: nn.Module) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("policy", "attention", "matmuls"),
-    [  # a Llama block has 7 matmuls, the head 1; a second run stops after its last saved tensor: without down_proj
+    [  # A Llama block has 7 matmuls, the head 1. A second run stops after its last saved tensor, before down_proj.
         ("none", LAYERS, 7 * LAYERS + 1),
         ("full", 2 * LAYERS, 13 * LAYERS + 1),
         ("save:attention", LAYERS, 13 * LAYERS + 1),
@@ -60,21 +60,21 @@ def calls(model: nn.Module) -> Counter[str]:
         ("modules:mlp", LAYERS, 9 * LAYERS + 1),
     ],
 )
-def test_recompute_is_counted_exactly(policy: str, attention: int, matmuls: int) -> None:
+def test_recomputed_operators_are_counted_exactly(policy: str, attention: int, matmuls: int) -> None:
     model = make("llama")
-    backward = calls(model)["aten.mm.default"] - (7 * LAYERS + 1)  # what backward itself multiplies
+    backward = calls(model)["aten.mm.default"] - (7 * LAYERS + 1)  # matmuls of backward itself
     apply_policy(model, policy)
     counted = calls(model)
     assert counted[ATTENTION] == attention
     assert counted["aten.mm.default"] - backward == matmuls
 
 
-def test_an_applied_policy_prints_as_one_line() -> None:
+def test_applied_policy_prints_as_one_line() -> None:
     applied = apply_policy(make("llama"), "every:2")
     assert repr(applied) == "AppliedPolicy('every:2' on LlamaForCausalLM: 2 of 4 blocks are re-run)"
 
 
-def test_covered_and_uncovered() -> None:
+def test_covered_and_uncovered_blocks() -> None:
     model = make("llama")
     assert apply_policy(model, "every:2").covered == ["model.layers.0", "model.layers.2"]
     assert apply_policy(model, "first:3").uncovered == ["model.layers.3"]
@@ -84,7 +84,7 @@ def test_covered_and_uncovered() -> None:
     assert applied_policy(model) is applied
 
 
-def test_remove_restores_exactly() -> None:
+def test_remove_restores_the_model_exactly() -> None:
     model = make("llama")
     switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     switch({"use_reentrant": False})
@@ -93,13 +93,13 @@ def test_remove_restores_exactly() -> None:
     applied = apply_policy(model, "save:attention")
     assert not model.model.layers[0].gradient_checkpointing
     applied.remove()
-    applied.remove()  # a second time does nothing
+    applied.remove()  # a second call does nothing
     assert model.model.layers[0].gradient_checkpointing
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
     assert {name: len(module._forward_pre_hooks) for name, module in model.named_modules()} == hooks
 
 
-def test_applying_again_replaces() -> None:
+def test_second_policy_replaces_the_first() -> None:
     model = make("llama")
     apply_policy(model, "full")
     apply_policy(model, "every:2")
@@ -108,7 +108,7 @@ def test_applying_again_replaces() -> None:
     assert calls(model)[ATTENTION] == LAYERS
 
 
-def test_an_error_leaves_the_model_plain() -> None:
+def test_error_leaves_the_model_without_a_policy() -> None:
     model = make("llama")
     with pytest.raises(UserError, match="no stages"):
         apply_policy(model, "stages")
@@ -123,7 +123,7 @@ def test_copies_and_pickles_are_independent(policy: str) -> None:
     apply_policy(model, policy)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
-            twin.lm_head.weight.add_(1)  # had the copy run the original's modules, these would come out alike
+            twin.lm_head.weight.add_(1)  # if the copy ran the original's modules, these would be equal
         assert differing(numbers(model), before) == []
         assert "gradient model.layers.0.mlp.up_proj.weight" in differing(numbers(twin), before)
         applied_policy(twin).remove()
@@ -137,7 +137,7 @@ def test_signature_of_forward_is_kept() -> None:
     assert inspect.signature(model.model.layers[0].forward) == before
 
 
-@pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")  # no fused attention with dropout
+@pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")  # with dropout, attention is not fused
 @pytest.mark.parametrize("policy", ["full", "segments:2", "save:attention+matmul", "modules:attention"])
 def test_autocast_and_accumulation(policy: str) -> None:
     def run(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -167,7 +167,7 @@ def test_retain_graph_and_gradient_of_gradient(policy: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(run(model), plain, strict=True))
 
 
-def test_kv_cache_is_off_only_while_training() -> None:
+def test_kv_cache_is_off_in_training_only() -> None:
     model = make("llama")
     apply_policy(model, "full")
     assert model(**batch()).past_key_values is None
@@ -179,13 +179,13 @@ def test_kv_cache_is_off_only_while_training() -> None:
     assert torch.equal(kept, plain)
     with torch.no_grad():
         assert model(ids).past_key_values.get_seq_length() == ids.shape[1]
-    assert model(ids).past_key_values.get_seq_length() == ids.shape[1]  # eval mode with gradients: decoding
+    assert model(ids).past_key_values.get_seq_length() == ids.shape[1]  # eval mode with gradients is decoding
     cache = model(ids).past_key_values
     with pytest.raises(UserError, match="past_key_values in training"):
         model.train()(ids, past_key_values=cache)
 
 
-def test_eval_mode_with_gradients_is_checkpointed_too() -> None:
+def test_eval_mode_with_gradients_is_checkpointed() -> None:
     model = make("bert").eval()
     plain = numbers(model)
     apply_policy(model, "full")
@@ -193,8 +193,8 @@ def test_eval_mode_with_gradients_is_checkpointed_too() -> None:
     assert calls(model)[ATTENTION] == 2 * LAYERS
 
 
-def test_eval_mode_of_a_decoder() -> None:
-    """With gradients: a block that is given a KV cache is not re-run, `head` does not act, `pointwise` does."""
+def test_policies_of_a_decoder_in_eval_mode() -> None:
+    """With gradients and a KV cache, blocks are not re-run and `head` does nothing; `pointwise` works."""
     plain = make("llama").eval()
     expected, uncached = numbers(plain), {**batch(), "use_cache": False}
     seen = {}
@@ -216,7 +216,7 @@ def test_eval_mode_of_a_decoder() -> None:
     assert seen["pointwise"] == [(LAYERS, 2 * norms)] * 2
 
 
-def test_nothing_is_paid_without_gradients() -> None:
+def test_no_operator_is_added_without_gradients() -> None:
     model = make("llama").eval()
     apply_policy(model, "save:attention+matmul")
     with torch.no_grad(), Count() as count:
@@ -224,7 +224,7 @@ def test_nothing_is_paid_without_gradients() -> None:
     assert count.calls[ATTENTION] == LAYERS
 
 
-def test_op_group_that_never_fires_is_a_warning_once() -> None:
+def test_operator_group_that_never_runs_is_one_warning() -> None:
     model = make("llama")
     apply_policy(model, "save:conv+matmul")
     with pytest.warns(UserWarning, match="no operator of 'conv' ran"):
@@ -234,7 +234,7 @@ def test_op_group_that_never_fires_is_a_warning_once() -> None:
         model(**batch())
 
 
-def test_eager_attention_is_named_when_attention_does_not_fire() -> None:
+def test_warning_names_eager_attention() -> None:
     model = make("llama")
     model.set_attn_implementation("eager")
     apply_policy(model, "save:attention")
@@ -256,21 +256,21 @@ def test_eager_attention_is_named_when_attention_does_not_fire() -> None:
         ("save:aten._unsafe_view", "gives a view of its input"),
     ],
 )
-def test_refuses(policy: str, says: str) -> None:
+def test_invalid_policy_is_refused(policy: str, says: str) -> None:
     with pytest.raises(UserError, match=None) as error:
         apply_policy(make("llama"), policy)
     assert says in str(error.value)
 
 
-def test_refuses_a_model_without_blocks() -> None:
+def test_model_without_blocks_is_refused() -> None:
     with pytest.raises(UserError, match="Linear holds no repeated blocks"):
         apply_policy(nn.Linear(2, 2), "full")
     with pytest.raises(UserError, match="no attention submodule"):
         apply_policy(make("mamba"), "modules:attention")
 
 
-def test_blocks_that_are_attributes_are_named() -> None:
-    """The same gradients with and without, and each named block runs again."""
+def test_blocks_in_attributes_are_given_by_name() -> None:
+    """Gradients are the same, and each named block runs again."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -294,8 +294,10 @@ def test_blocks_that_are_attributes_are_named() -> None:
     assert all(torch.equal(p.grad, was) for p, was in zip(model.parameters(), plain, strict=True))
 
 
-def test_blocks_in_a_dict_that_counts() -> None:
-    """torchtitan's models: a stage of a pipeline has a part of the layers. Other dicts are no lists (PEFT's)."""
+def test_blocks_in_a_dict_with_numbers_as_keys_are_found() -> None:
+    """torchtitan's pipeline stages have such dicts of layers. Dicts with other keys, such as PEFT's, are no block
+    lists.
+    """
     model = nn.Module()
     model.layers = nn.ModuleDict({key: nn.TransformerEncoderLayer(8, 2, 8) for key in ("4", "5", "7")})
     assert apply_policy(model, "full").covered == ["layers.4", "layers.5", "layers.7"]
@@ -304,7 +306,7 @@ def test_blocks_in_a_dict_that_counts() -> None:
         apply_policy(model, "full")
 
 
-def test_plain_stack_of_layers() -> None:
+def test_segments_of_a_plain_stack_of_layers() -> None:
     stack = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
     x = torch.randn(4, 8, requires_grad=True)
     with Count() as plain:
@@ -312,22 +314,22 @@ def test_plain_stack_of_layers() -> None:
     assert apply_policy(stack, "segments:2").covered == [str(i) for i in range(8)]
     with Count() as count:
         stack(x).sum().backward()
-    # of each run of four, the last layer's output is nobody's saved tensor: three are re-run
+    # in each segment of four, no operator saves the last layer's output, so three layers are re-run
     assert count.calls["aten.addmm.default"] - plain.calls["aten.addmm.default"] == 2 * 3
 
 
-def test_what_warned_in_a_trace_of_a_launch_warns_no_more() -> None:
-    """Such a trace puts all hooks of the model back, also the one that was removed once it had warned."""
+def test_warning_hook_is_removed_again_after_a_trace() -> None:
+    """A trace of a launch restores all hooks of the model, including one that removed itself after its warning."""
     model = make("llama")
     apply_policy(model, "save:conv")
     hooks = list(model._forward_pre_hooks.values())
     with restored(model), pytest.warns(UserWarning, match="no operator of 'conv'"):
         model(**batch()).loss.backward()
     model(**batch()).loss.backward()
-    assert list(model._forward_pre_hooks.values()) == hooks  # they turn the KV cache off
+    assert list(model._forward_pre_hooks.values()) == hooks  # the remaining ones switch the KV cache off
 
 
-def test_budget_sets_the_compilers_and_gives_it_back() -> None:
+def test_compile_budget_is_set_and_restored() -> None:
     import torch._functorch.config as config
 
     model = make("llama")
@@ -340,13 +342,13 @@ def test_budget_sets_the_compilers_and_gives_it_back() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
-def test_budgets_are_taken_off_in_any_order(order: tuple[int, ...]) -> None:
+def test_compile_budgets_are_removed_in_any_order(order: tuple[int, ...]) -> None:
     import torch._functorch.config as config
 
     before = config.activation_memory_budget
     values = [0.3, 0.5, 0.7]
     applied = [apply_policy(make("llama"), f"budget:{value}") for value in values]
-    copy.deepcopy(applied[1].model)  # a copy's policy sets nothing, and so gives nothing back
+    copy.deepcopy(applied[1].model)  # the policy of a copy sets nothing and restores nothing
     applied_policy(copy.deepcopy(applied[2].model)).remove()
     on = dict(enumerate(values))
     for index in order:
@@ -356,7 +358,7 @@ def test_budgets_are_taken_off_in_any_order(order: tuple[int, ...]) -> None:
     assert config.activation_memory_budget == before
 
 
-def test_a_llama_70b_takes_less_than_a_second() -> None:
+def test_policy_on_llama_70b_takes_less_than_a_second() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -370,9 +372,9 @@ def test_a_llama_70b_takes_less_than_a_second() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on importing its compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own warning when its compiler is imported
 @pytest.mark.parametrize("policy", ["full", "save:attention+matmul", "segments:2"])
-def test_under_torch_compile(policy: str) -> None:
+def test_compiled_step_under_a_policy(policy: str) -> None:
     plain, model = numbers(make("llama")), make("llama")
     apply_policy(model, policy)
     compiled = numbers(torch.compile(model))
@@ -381,9 +383,9 @@ def test_under_torch_compile(policy: str) -> None:
             torch.testing.assert_close(compiled[name.replace("gradient ", "gradient _orig_mod.")], value)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, on importing its compiler, and its word on the graph break
-def test_a_kept_output_is_written_in_a_block_with_a_graph_break() -> None:
-    """torch.compile runs the checkpoint of such a block eagerly; PyTorch's own contexts refuse the write."""
+@pytest.mark.filterwarnings("ignore")  # torch's own warnings about its compiler and the graph break
+def test_block_with_a_graph_break_may_write_a_saved_output() -> None:
+    """torch.compile runs the checkpoint of such a block eagerly, where PyTorch's own contexts refuse the write."""
 
     class Block(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -406,8 +408,8 @@ def test_a_kept_output_is_written_in_a_block_with_a_graph_break() -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "pointwise", "offload", "head"])
-def test_a_replica_of_data_parallel_is_refused(policy: str) -> None:
-    """torch.nn.parallel.replicate copies each module's attributes, the stand-in of the original among them."""
+def test_data_parallel_replica_is_refused(policy: str) -> None:
+    """torch.nn.parallel.replicate copies the attributes of each module, including the original's replaced forward."""
     model = make("llama")
     applied = apply_policy(model, policy)
     with pytest.raises(UserError, match=r"nn.DataParallel's replicas .* one process for each GPU"):

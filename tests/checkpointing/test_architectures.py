@@ -1,7 +1,7 @@
-"""The same bits on every architecture, plain, with LoRA and with dropout.
+"""Policies keep the bits on every architecture, plain, with LoRA and with dropout.
 
 Three architectures run under every policy: a plain decoder, an encoder-decoder, and a mixture of experts. The others
-run under the policies that differ in mechanism; `pytest -m slow` runs all of them under every policy.
+run under policies of different mechanisms; `pytest -m slow` runs all of them under every policy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POLICIES = [
     "every:2,save:attention+matmul", "segments:2,save:attention",
 ]  # fmt: skip
 THOROUGH = ("llama", "t5", "mixtral")
-MECHANISMS = {  # by variant: dropout asks for the random state of a re-run block, adapters for what is frozen
+MECHANISMS = {  # per variant: dropout needs the random state of a re-run block, adapters have a frozen base
     "plain": [
         "full", "every:2", "segments:2", "modules:attention+mlp,save:matmul", "save:attention+matmul",
         "save:conv+router",
@@ -29,7 +29,7 @@ MECHANISMS = {  # by variant: dropout asks for the random state of a re-run bloc
     "lora": ["full", "segments:2", "save:attention+matmul"],
     "dropout": ["full", "save:attention+matmul"],
 }  # fmt: skip
-WITHOUT = {"mamba": ("attention", "mlp")}  # submodules that an architecture lacks
+WITHOUT = {"mamba": ("attention", "mlp")}  # submodules that an architecture does not have
 
 
 @functools.cache
@@ -37,11 +37,11 @@ def plain(name: str, variant: str) -> dict[str, torch.Tensor]:
     return numbers(make(name, variant))
 
 
-@pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")  # no convolution in a Llama
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # peft, of experts
+@pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")  # a Llama has no convolution
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # peft, about experts
 @pytest.mark.parametrize("variant", MECHANISMS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_same_bits(name: str, variant: str) -> None:
+def test_policy_keeps_the_bits(name: str, variant: str) -> None:
     check(name, variant, POLICIES if name in THOROUGH else MECHANISMS[variant])
 
 
@@ -50,7 +50,7 @@ def test_the_same_bits(name: str, variant: str) -> None:
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("variant", MECHANISMS)
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in THOROUGH])
-def test_the_same_bits_under_every_policy(name: str, variant: str) -> None:
+def test_every_policy_keeps_the_bits(name: str, variant: str) -> None:
     check(name, variant, POLICIES)
 
 

@@ -1,4 +1,4 @@
-"""A block may write into what it is given: the second run finds lists, dicts and tensors as the first one did."""
+"""Blocks that write into their arguments: the second run starts from the lists, dicts and tensors of the first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCOPES = ["full", "every:2", "segments:2", "sqrt", "save:matmul"]
 
 
 class Layer(nn.Module):
-    """Parameters of a block."""
+    """Base of the blocks, with their parameters."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
 
 class Branches(Layer):
-    """As HRNet: replaces the entries of the list that it is given, and returns it."""
+    """Replaces the entries of the list that it is given and returns it, as HRNet does."""
 
     def forward(self, x: list[torch.Tensor]) -> list[torch.Tensor]:
         for i, branch in enumerate(x):
@@ -40,7 +40,7 @@ class Branches(Layer):
 
 
 class Growing(Layer):
-    """As DenseNet: reads a list of all features so far and appends its own; returns nothing."""
+    """Reads a list of all features so far and appends its own, as DenseNet does; returns nothing."""
 
     def forward(self, _: torch.Tensor, *, features: list[torch.Tensor]) -> torch.Tensor:
         new = self.mlp(torch.stack(features).sum(0).sin())
@@ -49,7 +49,7 @@ class Growing(Layer):
 
 
 class Caching(Layer):
-    """As a causal video VAE: remembers its last input, and counts, in nested containers that it is given."""
+    """Stores its last input and counts in nested containers that it is given, as a causal video VAE does."""
 
     def forward(self, x: torch.Tensor, memory: dict[str, Any]) -> torch.Tensor:
         memory["calls"][0] += 1
@@ -59,7 +59,7 @@ class Caching(Layer):
 
 
 class Sharing(Layer):
-    """Every other block hands something to the one behind it in an object that is no dict (Gemma 4)."""
+    """Every other block passes a tensor to the next one in an object that is no dict (Gemma 4)."""
 
     def forward(self, x: torch.Tensor, shared: UserDict[str, torch.Tensor], index: int) -> torch.Tensor:
         if index % 2 == 0:
@@ -132,7 +132,7 @@ def numbers(model: nn.Module, backwards: int = 1) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("policy", SCOPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_containers_are_as_the_first_run_found_them(kind: str, policy: str) -> None:
+def test_second_run_gets_the_containers_of_the_first(kind: str, policy: str) -> None:
     plain, model = KINDS[kind](), KINDS[kind]()
     apply_policy(model, policy)
     assert_same(numbers(model), numbers(plain))
@@ -140,7 +140,7 @@ def test_containers_are_as_the_first_run_found_them(kind: str, policy: str) -> N
 
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_backward_twice(kind: str, policy: str) -> None:
+def test_second_backward_with_written_containers(kind: str, policy: str) -> None:
     plain, model = KINDS[kind](), KINDS[kind]()
     apply_policy(model, policy)
     assert_same(numbers(model, backwards=2), numbers(plain, backwards=2))
@@ -148,8 +148,8 @@ def test_backward_twice(kind: str, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_callers_containers_are_not_touched_in_backward(kind: str, policy: str) -> None:
-    """The second run writes into copies of its own."""
+def test_backward_does_not_change_the_callers_containers(kind: str, policy: str) -> None:
+    """The second run writes into copies."""
     model = KINDS[kind]()
     apply_policy(model, policy)
     given: list[Any] = []
@@ -171,13 +171,13 @@ def tensors_alive() -> int:
 @pytest.mark.parametrize("policy", ["full", "segments:2", "save:matmul", "segments:2,save:matmul"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backward", [True, False])
-def test_nothing_outlives_a_step(kind: str, policy: str, backward: bool) -> None:
-    """Also where the loss is dropped without backward: no frame holds the graph that holds the frame."""
+def test_no_tensor_outlives_a_step(kind: str, policy: str, backward: bool) -> None:
+    """Also if the loss is dropped without backward: a frame and its graph do not keep each other alive."""
     model = KINDS[kind]()
     apply_policy(model, policy)
     numbers(model)
     gc.collect()
-    gc.freeze()  # what the process holds already need not be looked through
+    gc.freeze()  # objects that exist already need not be searched
     gc.disable()
     try:
         before = tensors_alive()
@@ -192,7 +192,7 @@ def test_nothing_outlives_a_step(kind: str, policy: str, backward: bool) -> None
 
 
 class InPlaceFirst(nn.Module):
-    """As torchvision's VGG cut at its ReLUs: writes its own input."""
+    """Writes its own input, as torchvision's VGG does if cut at its ReLUs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,15 +219,15 @@ class InPlaceNet(nn.Module):
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("policy", ["full", "every:2", "segments:2", "save:conv"])
-def test_a_block_that_starts_with_an_in_place_relu(policy: str, named: bool) -> None:
+def test_block_that_starts_with_an_in_place_relu(policy: str, named: bool) -> None:
     plain, model = InPlaceNet(named), InPlaceNet(named)
     apply_policy(model, policy)
-    for _ in range(2):  # it is learned in the first step, and known in the second
+    for _ in range(2):  # the policy learns of the write in the first step and knows it in the second
         assert_same(numbers(model, backwards=2), numbers(plain, backwards=2))
 
 
 @pytest.mark.parametrize("policy", ["full", "modules:mlp"])
-def test_a_router_that_writes_its_noise_into_its_input(policy: str) -> None:
+def test_router_that_writes_noise_into_its_input(policy: str) -> None:
     """DBRX multiplies the hidden states by random numbers in place."""
     from transformers import DbrxConfig, DbrxForCausalLM
 
@@ -250,7 +250,7 @@ def test_a_router_that_writes_its_noise_into_its_input(policy: str) -> None:
     assert_same(found[1], found[0])
 
 
-class Late(Layer):
+class WritesLater(Layer):
     writes = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -258,8 +258,8 @@ class Late(Layer):
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2", "segments:1"])
-def test_an_input_that_is_written_in_a_later_call_first(policy: str) -> None:
-    """An error, but for one that the block before it in a segment makes, which the second run makes anew."""
+def test_input_written_in_place_only_in_a_later_call(policy: str) -> None:
+    """This raises, except for an output of the previous block of a segment, which the second run computes again."""
 
     def run(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
         x = x * 1
@@ -267,7 +267,7 @@ def test_an_input_that_is_written_in_a_later_call_first(policy: str) -> None:
             x = layer(x)
         return x
 
-    model = Net(Late, run)
+    model = Net(WritesLater, run)
     apply_policy(model, policy)
     numbers(model)
     plain = copy.deepcopy(model)
@@ -283,8 +283,10 @@ def test_an_input_that_is_written_in_a_later_call_first(policy: str) -> None:
         numbers(model)
 
 
-def test_an_argument_that_is_written_after_the_block_is_an_error() -> None:
-    """By position autograd itself says so; by name the block's second run would start from what was written."""
+def test_argument_written_after_the_block_is_an_error() -> None:
+    """For positional arguments autograd raises; for keyword arguments the second run would start from the written
+    value.
+    """
 
     class Named(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -304,8 +306,8 @@ def test_an_argument_that_is_written_after_the_block_is_an_error() -> None:
         numbers(model)
 
 
-def test_an_output_that_is_written_before_the_next_block_gets_it() -> None:
-    """The segment's second run makes the output anew, without what was written into it: so it is held instead."""
+def test_output_written_before_the_next_block_is_kept() -> None:
+    """A segment's second run would not repeat this write, so each block keeps its input."""
 
     def run(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
         for layer in layers:
@@ -313,7 +315,7 @@ def test_an_output_that_is_written_before_the_next_block_gets_it() -> None:
             x += 1
         return x
 
-    plain, model = Net(Late, run), Net(Late, run)
+    plain, model = Net(WritesLater, run), Net(WritesLater, run)
     apply_policy(model, "segments:2")
     with pytest.warns(UserWarning, match="no block was given the output of the one before it"):
         found = numbers(model)
@@ -323,7 +325,7 @@ def test_an_output_that_is_written_before_the_next_block_gets_it() -> None:
 Point = namedtuple("Point", "x y")
 
 
-def test_rebuild_keeps_kinds_order_and_identity() -> None:
+def test_rebuild_keeps_types_order_and_identity() -> None:
     from transformers.modeling_outputs import BaseModelOutput
 
     inner = [1, 2]
@@ -354,7 +356,7 @@ def test_rebuild_keeps_kinds_order_and_identity() -> None:
 
 
 class HooksItsInputs(nn.Module):
-    """Scales gradients by hooks on its inputs, and takes another path for two inputs that are one tensor."""
+    """Scales gradients by hooks on its inputs, and runs other code if both inputs are the same tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A module that carries a tensor to its next call in a plain attribute, under every policy that re-runs it."""
+"""Modules that carry a tensor from call to call in an attribute, under every policy that re-runs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt_ft import apply_policy
 
 
 class Causal(nn.Module):
-    """Sees the last two frames of the chunk before, or none: the first chunk is shorter by that."""
+    """Prepends the last two frames of the previous chunk; the first chunk has none and is therefore shorter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def numbers(model: Clip, steps: int = 2) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("policy", ["full", "every:2", "segments:2", "segments:1", "save:conv", "full,offload"])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_same_bits(policy: str, training: bool) -> None:
+def test_tensor_carried_between_calls_keeps_the_bits(policy: str, training: bool) -> None:
     torch.manual_seed(0)
     model = Clip().train(training)
     plain = numbers(copy.deepcopy(model))
@@ -70,18 +70,18 @@ def test_the_same_bits(policy: str, training: bool) -> None:
     assert [name for name, value in plain.items() if not torch.equal(found[name], value)] == []
 
 
-def test_the_last_tensor_is_the_first_runs_own() -> None:
+def test_attribute_holds_the_tensor_of_the_first_run() -> None:
     model = Clip()
     apply_policy(model, "full")
     loss = model(torch.randn(2, 4, 24))
     last = [block.last for block in model.blocks]
     loss.backward()
     assert all(block.last is tensor for block, tensor in zip(model.blocks, last, strict=True))
-    assert [block.calls for block in model.blocks] == [3, 3, 3]  # three chunks: the second runs count for nothing
+    assert [block.calls for block in model.blocks] == [3, 3, 3]  # three chunks; the second runs do not count
 
 
 class Hooked(nn.Module):
-    """Registers backward hooks in its first forward, with an attribute that says so."""
+    """Registers backward hooks in its first forward and notes that in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def _double(parameter: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
-def test_a_hook_that_forward_registers_is_there_once(policy: str) -> None:
+def test_hook_registered_in_forward_is_registered_once(policy: str) -> None:
     def gradients(policy: str | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.ModuleList([Hooked(), Hooked()]))
@@ -112,7 +112,7 @@ def test_a_hook_that_forward_registers_is_there_once(policy: str) -> None:
             apply_policy(model, policy, verify="never")
         x = torch.randn(3, 4, requires_grad=True)
         found = []
-        for _ in range(2):  # what the second run leaves behind shows in the next step
+        for _ in range(2):  # an effect of the second run would show in the next step
             model[0][1](model[0][0](x)).square().sum().backward()
             found += [p.grad for p in (x, *model.parameters()) if p.grad is not None]
             x.grad = None
@@ -125,7 +125,9 @@ def test_a_hook_that_forward_registers_is_there_once(policy: str) -> None:
 
 
 class Linear8bitLt(nn.Linear):
-    """As bitsandbytes' layer: the first forward takes what its weight was quantised to, and the second finds none."""
+    """As bitsandbytes' layer: the first forward moves the quantised weight to its state, so that a second finds
+    none.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width, bias=False)
@@ -145,7 +147,7 @@ class Linear8bitLt(nn.Linear):
 
 
 @pytest.mark.parametrize("policy", ["full", "save:matmul", "segments:2", "tile:2", "full,tile:2"])
-def test_an_8_bit_layer_that_is_set_up_by_its_first_forward(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8bit_layer_initialized_in_its_first_forward(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", SimpleNamespace(Linear8bitLt=Linear8bitLt))
 
     def train(policy: str) -> list[torch.Tensor]:

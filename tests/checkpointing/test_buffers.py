@@ -1,4 +1,4 @@
-"""Buffers under checkpointing are as without: BatchNorm counts a batch once, spectral norm iterates once."""
+"""Buffers are the same with and without checkpointing: BatchNorm counts a batch once, spectral norm iterates once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Three blocks; `shared` runs each of them twice."""
+    """Three blocks; with `shared`, each runs twice."""
 
     def __init__(self, norm: Layer, conv: Layer | None = None, shared: bool = False) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def make(norm: Layer, **kwargs: Any) -> Net:
 
 
 def after_steps(model: nn.Module, steps: int = 3) -> dict[str, torch.Tensor]:
-    """Losses, accumulated gradients and buffers after `steps` micro-batches, each unlike the one before."""
+    """Returns losses, accumulated gradients and buffers after `steps` different micro-batches."""
     found = {}
     for step in range(steps):
         x = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(step)) * (step + 1)
@@ -82,13 +82,13 @@ NORMS: dict[str, Layer] = {
 @pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")  # group norm is no batch norm
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("norm", NORMS)
-def test_three_micro_batches(norm: str, policy: str) -> None:
+def test_buffers_after_three_micro_batches(norm: str, policy: str) -> None:
     plain, model = make(NORMS[norm]), make(NORMS[norm])
     apply_policy(model, policy)
     assert_same(after_steps(model), after_steps(plain))
 
 
-def test_plain_checkpoint_counts_twice_and_a_policy_once() -> None:
+def test_batch_norm_counts_twice_under_plain_checkpoint_and_once_under_a_policy() -> None:
     model = make(NORMS["batch"])
     model.forward = lambda x: checkpoint(model.blocks[0], x, use_reentrant=False).square().mean()  # type: ignore[method-assign]
     after_steps(model)
@@ -100,7 +100,7 @@ def test_plain_checkpoint_counts_twice_and_a_policy_once() -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
-def test_a_block_that_runs_twice_counts_twice(policy: str) -> None:
+def test_batch_norm_of_a_block_that_runs_twice_counts_twice(policy: str) -> None:
     plain, model = make(NORMS["batch"], shared=True), make(NORMS["batch"], shared=True)
     apply_policy(model, policy)
     expected = after_steps(plain)
@@ -108,7 +108,7 @@ def test_a_block_that_runs_twice_counts_twice(policy: str) -> None:
     assert_same(after_steps(model), expected)
 
 
-def test_frozen_statistics_and_the_step_that_thaws_them() -> None:
+def test_batch_norm_that_is_frozen_and_later_unfrozen() -> None:
     plain, model = make(NORMS["batch"]), make(NORMS["batch"])
     apply_policy(model, "full")
     for net in (plain, model):
@@ -123,7 +123,7 @@ def test_frozen_statistics_and_the_step_that_thaws_them() -> None:
     assert model.blocks[0].norm.num_batches_tracked == 3
 
 
-def test_eval_mode_with_gradients_writes_nothing() -> None:
+def test_eval_mode_with_gradients_writes_no_buffer() -> None:
     model = make(NORMS["batch"]).eval()
     apply_policy(model, "full")
     before = copy.deepcopy(model.state_dict())
@@ -140,15 +140,15 @@ SPECTRAL: dict[str, Layer] = {
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm` is deprecated:FutureWarning")
 @pytest.mark.parametrize("policy", ["full", "segments:2", "save:conv"])
 @pytest.mark.parametrize("kind", SPECTRAL)
-def test_spectral_norm_iterates_once(kind: str, policy: str) -> None:
-    """The power iteration changes the weight that the region computes with: twice would change loss and gradients."""
+def test_spectral_norm_iterates_once_per_step(kind: str, policy: str) -> None:
+    """The power iteration changes the weight that the block uses; two iterations would change loss and gradients."""
     plain, model = make(NORMS["batch"], conv=SPECTRAL[kind]), make(NORMS["batch"], conv=SPECTRAL[kind])
     apply_policy(model, policy)
     assert_same(after_steps(model), after_steps(plain))
 
 
 class Counting(nn.Module):
-    """A norm of one's own: its buffers have names of their own, one is put in place anew on each call."""
+    """A user-defined norm with its own buffer names, one of which is replaced on each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
-def test_a_module_of_ones_own(policy: str) -> None:
+def test_buffers_of_a_user_defined_norm(policy: str) -> None:
     plain, model = make(Counting), make(Counting)
     apply_policy(model, policy)
     assert_same(after_steps(model), after_steps(plain))
@@ -170,7 +170,7 @@ def test_a_module_of_ones_own(policy: str) -> None:
 
 
 class Refreshed(nn.Module):
-    """A norm whose buffers are first written in the third call: one in place, one put in place anew."""
+    """A norm that writes its buffers from the third call on: one in place, one by replacing it."""
 
     def __init__(self, columns: int = 1) -> None:
         super().__init__()
@@ -186,14 +186,14 @@ class Refreshed(nn.Module):
 
 
 def at_step(net: Net, step: int) -> dict[str, torch.Tensor]:
-    """`after_steps` of one step, the blocks' norms knowing which one it is."""
+    """Returns `after_steps` of one step; the norms know the step's number."""
     for block in net.blocks:
         block.norm.step = step
     return {f"{step}: {key}": value.clone() for key, value in after_steps(net, steps=1).items()}
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
-def test_a_buffer_that_is_first_written_in_a_later_call(policy: str) -> None:
+def test_buffer_first_written_in_a_later_call(policy: str) -> None:
     plain, model = make(Refreshed), make(Refreshed)
     apply_policy(model, policy)
     for step in range(4):
@@ -201,26 +201,26 @@ def test_a_buffer_that_is_first_written_in_a_later_call(policy: str) -> None:
     assert model.blocks[0].norm.scale == 1.5
 
 
-def test_a_large_buffer_that_is_first_written_in_a_later_call_is_an_error_once() -> None:
-    """Of more than 1 MiB no copy is kept for a write that may never come."""
+def test_large_buffer_first_written_in_a_later_call_is_one_error() -> None:
+    """Buffers above 1 MiB are not copied as long as no call has written them."""
     model = make(lambda: Refreshed(columns=2**17))
     apply_policy(model, "full")
     at_step(model, 0)
     with Clones() as clones:
         at_step(model, 1)
-    assert clones.count["aten.clone.default"] == 6 + 13  # those of this file alone
+    assert clones.count["aten.clone.default"] == 6 + 13  # the copies that this file makes
     with pytest.raises(
         UserError, match=r"forward modified buffer 'level' of Refreshed \(2.0 MiB\) and did not in its"
     ):
         at_step(model, 2)
-    for block in model.blocks[1:]:  # not reached by the step that failed
+    for block in model.blocks[1:]:  # the failed step did not reach them
         block.norm.step = 0
     at_step(model, 3)
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
-def test_momentum_that_is_zero_first(policy: str) -> None:
-    """The first call writes the statistics, but no other value."""
+def test_batch_norm_momentum_that_is_zero_at_first(policy: str) -> None:
+    """The first call writes the statistics without changing their values."""
     plain, model = (make(lambda: nn.BatchNorm2d(4, momentum=0.0)) for _ in range(2))
     apply_policy(model, policy)
     for net in (model, plain):
@@ -232,7 +232,7 @@ def test_momentum_that_is_zero_first(policy: str) -> None:
 
 
 class OwnNorm(nn.Module):
-    """A BatchNorm of one's own: its kernel counts no version. The output depends on what is written."""
+    """A user-defined BatchNorm whose kernel does not count versions. Its output depends on the written buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,11 +253,11 @@ def fail(*args: Any) -> None:
 
 @pytest.mark.parametrize("kind", [OwnNorm, lambda: nn.BatchNorm2d(4)])
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
-def test_a_first_call_that_failed_teaches_nothing(policy: str, kind: Layer) -> None:
+def test_failed_first_call_is_ignored(policy: str, kind: Layer) -> None:
     plain, model = make(kind), make(kind)
     apply_policy(model, policy)
     for net in (model, plain):
-        for failing in ("conv", "norm"):  # before the buffers are written, and behind
+        for failing in ("conv", "norm"):  # before and after the buffers are written
             hook = getattr(net.blocks[0], failing).register_forward_hook(fail)
             with pytest.raises(OutOfMemory):
                 net(torch.ones(4, 4, 8, 8))
@@ -266,7 +266,7 @@ def test_a_first_call_that_failed_teaches_nothing(policy: str, kind: Layer) -> N
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
-def test_a_first_call_on_fake_tensors_teaches_nothing(policy: str) -> None:
+def test_first_call_on_fake_tensors_is_ignored(policy: str) -> None:
     plain, model = make(OwnNorm), make(OwnNorm)
     apply_policy(model, policy)
     x = torch.zeros(4, 4, 8, 8)
@@ -275,7 +275,7 @@ def test_a_first_call_on_fake_tensors_teaches_nothing(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
-def test_norms_and_buffers_that_are_replaced_after_the_policy(policy: str) -> None:
+def test_norms_and_buffers_replaced_after_the_policy(policy: str) -> None:
     plain, model = make(lambda: nn.GroupNorm(2, 4)), make(lambda: nn.GroupNorm(2, 4))
     apply_policy(model, policy)
     for net in (model, plain):
@@ -290,7 +290,7 @@ def test_norms_and_buffers_that_are_replaced_after_the_policy(policy: str) -> No
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
-def test_buffers_that_others_write_between_forward_and_backward(policy: str) -> None:
+def test_buffers_written_by_others_between_forward_and_backward(policy: str) -> None:
     plain, model = make(Refreshed), make(Refreshed)
     apply_policy(model, policy)
     for net in (plain, model):
@@ -303,8 +303,8 @@ def test_buffers_that_others_write_between_forward_and_backward(policy: str) -> 
     assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
-def test_the_buffers_stay_the_same_objects() -> None:
-    """What others hold of them (DDP's broadcast, an average of weights) stays valid."""
+def test_buffers_stay_the_same_objects() -> None:
+    """References held by others, such as DDP's broadcast or an average of weights, stay valid."""
     model = make(NORMS["batch"])
     apply_policy(model, "full")
     before = {name: (id(buffer), buffer.data_ptr()) for name, buffer in model.named_buffers()}
@@ -313,15 +313,15 @@ def test_the_buffers_stay_the_same_objects() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_the_model_counts_once_too(copied: Callable[[Net], Net]) -> None:
+def test_batch_norm_of_a_copied_model_counts_once(copied: Callable[[Net], Net]) -> None:
     plain, model = make(NORMS["batch"]), make(NORMS["batch"])
     apply_policy(model, "full")
     after_steps(plain)
-    after_steps(model)  # what is learned about the buffers goes with the copy
+    after_steps(model)  # what the policy knows about the buffers is copied too
     assert_same(after_steps(copied(model)), after_steps(copied(plain)))
 
 
-def test_under_autocast() -> None:
+def test_buffers_under_autocast() -> None:
     plain, model = make(NORMS["batch"]), make(NORMS["batch"])
     apply_policy(model, "full")
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -340,8 +340,8 @@ class Clones(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("training", "copies"), [(True, 3 * 3 * 2), (False, 0)])
-def test_only_what_is_written_is_copied(training: bool, copies: int) -> None:
-    """Three buffers of three norms, before the first run and before the second; a constant buffer never."""
+def test_only_written_buffers_are_copied(training: bool, copies: int) -> None:
+    """Three buffers of three norms are copied, before the first and before the second run; a constant buffer never."""
     model = make(NORMS["batch"]).train(training)
     for block in model.blocks:
         block.register_buffer("constant", torch.zeros(1000))
@@ -349,13 +349,13 @@ def test_only_what_is_written_is_copied(training: bool, copies: int) -> None:
     after_steps(model, steps=1)
     with Clones() as clones:
         after_steps(model, steps=1)
-    in_report = len(list(model.buffers()))  # after_steps itself
+    in_report = len(list(model.buffers()))  # after_steps makes these
     assert clones.count["aten.clone.default"] - in_report == copies
     assert clones.count["aten.equal.default"] == 0
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2", "save:conv"])
-def test_fake_tensors_copy_what_real_ones_copy(policy: str) -> None:
+def test_fake_step_copies_as_many_buffers_as_a_real_one(policy: str) -> None:
     counts = []
     for mode in (FakeTensorMode(), torch.enable_grad()):
         with mode:
@@ -370,7 +370,7 @@ def test_fake_tensors_copy_what_real_ones_copy(policy: str) -> None:
 
 
 class SyncedNorm(nn.BatchNorm2d):
-    """BatchNorm over the images of all ranks by differentiable collectives (`nn.SyncBatchNorm` is for GPUs only)."""
+    """BatchNorm over the images of all ranks, by differentiable collectives (`nn.SyncBatchNorm` is for GPUs only)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from torch.distributed.nn.functional import all_reduce
@@ -406,7 +406,7 @@ def collectives_in_both_runs() -> None:
 
 
 def under_ddp(rank: int, policy: str) -> dict[str, torch.Tensor]:
-    """Averaged gradients and buffers after two steps; DDP broadcasts rank 0's statistics at each forward."""
+    """Returns averaged gradients and buffers after two steps; DDP broadcasts rank 0's statistics in each forward."""
     torch.manual_seed(0)
     model = UNet()
     apply_policy(model, policy)
@@ -418,14 +418,14 @@ def under_ddp(rank: int, policy: str) -> dict[str, torch.Tensor]:
     return {**gradients, **dict(model.named_buffers())}
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    """What a rank asserts fails here; what only both together can show is asserted below."""
+def test_buffers_on_two_ranks(tmp_path: Path) -> None:
+    """Assertions on one rank are in the workers; those that need both ranks are below."""
     run_ranks(rank_of_two, str(tmp_path))
     one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one if name.startswith("grad"))
     assert one["mid_block.blocks.0.norm1.num_batches_tracked"] == 2
     statistics = "mid_block.blocks.0.norm1.running_mean"
-    assert not torch.equal(one[statistics], other[statistics])  # each rank saw its own images
+    assert not torch.equal(one[statistics], other[statistics])  # each rank has its own images
 
 
 def sync_batch_norm_rank(rank: int, directory: str) -> None:
@@ -444,5 +444,5 @@ def sync_batch_norm_rank(rank: int, directory: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="SyncBatchNorm takes CUDA tensors only; needs two GPUs")
-def test_sync_batch_norm(tmp_path: Path) -> None:
+def test_sync_batch_norm_on_two_gpus(tmp_path: Path) -> None:
     spawn(sync_batch_norm_rank, (str(tmp_path),), nprocs=2)

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-2 and ZeRO-3 on two CPU ranks: a policy leaves loss, gradients and weights as they are to the bit.
+"""DeepSpeed ZeRO-2 and ZeRO-3 on two CPU ranks: policies keep the bits of loss, gradients and weights.
 
 Each step is verified.
 """
@@ -20,8 +20,8 @@ from torch import nn
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]' (see the Makefile)")
 
 POLICIES = ["full", "every:2", "save:attention+matmul", "segments:2", "pointwise", "head", "full,offload", "offload"]
-# ZeRO's stage, the model, elements of what persists, policies: norms of 16 elements are partitioned by ZeRO-3, or
-# persist, as those of any model do by default.
+# ZeRO stage, model, persistence threshold in elements, policies: ZeRO-3 partitions norms of 16 elements, or keeps them
+# whole as it does by default.
 ALL = [
     (2, "dropout", 0, POLICIES),
     (2, "lora", 0, POLICIES),
@@ -34,11 +34,11 @@ FEW = [
     (3, "lora", 0, ["segments:2", "head"]),
     (3, "lora", 20, ["full"]),
 ]
-STEPS = 2  # ZeRO-3 records the order of its gathers in the first and prefetches by it from then on
+STEPS = 2  # ZeRO-3 records the order of its gathers in the first step and prefetches by it afterwards
 
 
 def build(variant: str) -> nn.Module:
-    """A Llama of four layers, with all its weights ("dropout") or adapters on a frozen base ("lora") to train."""
+    """Returns a Llama of four layers that trains all weights ("dropout") or adapters on a frozen base ("lora")."""
     from language_models import make
     from peft import LoraConfig, get_peft_model
 
@@ -47,14 +47,15 @@ def build(variant: str) -> nn.Module:
         return model
     adapters = LoraConfig(r=2, lora_dropout=0.1, init_lora_weights="gaussian", target_modules=["q_proj", "down_proj"])
     model = get_peft_model(model, adapters)
-    for name, parameter in model.named_parameters():  # adapters start at zero: half of them would get no gradient
+    # adapters start at zero, which would give half of them no gradient
+    for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)
     return model.train()
 
 
 def train(model: nn.Module, stage: int, persistent: int, **options: int) -> dict[str, torch.Tensor]:
-    """This rank's losses, and its shards of the gradients (as a momentum, each step's are in it) and of the weights.
+    """Returns this rank's losses and its shards of the weights and of the gradients' momentum, which has each step's.
 
     persistent: parameters up to this many elements are never freed under ZeRO-3.
     """
@@ -73,12 +74,12 @@ def train(model: nn.Module, stage: int, persistent: int, **options: int) -> dict
         numbers |= {f"weights {index}": weights.detach(), f"momentum {index}": state["momentum_buffer"]}
     engine.destroy()
     shard = sum(value.numel() for name, value in numbers.items() if name.startswith("momentum"))
-    assert elements / 2 <= shard < elements  # nothing that is trained goes uncompared
+    assert elements / 2 <= shard < elements  # every trained parameter is compared
     return numbers
 
 
 def wrap(model: nn.Module, stage: int, persistent: int, **options: int) -> tuple[Any, torch.optim.Optimizer]:
-    """DeepSpeed's engine, and the optimizer in it."""
+    """Returns DeepSpeed's engine and its optimizer."""
     import deepspeed
 
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.5)
@@ -106,7 +107,7 @@ def compare(rank: int, store: str, few: bool) -> None:
     from ckpt_ft.checkpointing import offload
 
     offload.install.__kwdefaults__["min_bytes"] = 1  # type: ignore[index]
-    # Its collectives in shared memory are compiled at the first use, for a minute and more; gloo's are there.
+    # Their compilation takes more than a minute at first use; gloo's collectives exist already.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     warnings.filterwarnings("error", "policy .* no block was given the output of the one before")
     for stage, variant, persistent, policies in FEW if few else ALL:
@@ -118,17 +119,18 @@ def compare(rank: int, store: str, few: bool) -> None:
             wrong = differing(train(model, stage, persistent), plain)
             assert not wrong, (stage, variant, persistent, policy, wrong)
     for stage in (2, 3):
-        all_ranks_raise(lambda model, stage=stage: wrap(model, stage, 0)[0], steps=1)  # after which an engine is lost
+        # the last test, because the engine is unusable afterwards
+        all_ranks_raise(lambda model, stage=stage: wrap(model, stage, 0)[0], steps=1)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_two_ranks(few: bool, tmp_path: Path) -> None:
+def test_policies_under_zero_keep_the_bits(few: bool, tmp_path: Path) -> None:
     run_ranks(compare, str(tmp_path / "store"), few)
 
 
 def gathered_by(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """The numbers of `train` under ZeRO-3 that keeps no weights for later, and the bytes that each gather returns."""
+    """Returns the numbers of `train` under ZeRO-3 without prefetched weights, and the bytes of each gather."""
     from deepspeed.comm.torch import TorchBackend
 
     sizes: list[int] = []
@@ -160,11 +162,11 @@ def tiled(rank: int, store: str) -> None:
         apply_policy(model, policy, verify="always")
         found[policy] = gathered_by(model)
     (plain, whole), (numbers, pieces) = found.values()
-    assert sum(whole) < sum(pieces) < 1.1 * sum(whole)  # the check of the first step gathers once more
+    assert sum(whole) < sum(pieces) < 1.1 * sum(whole)  # the verification of the first step gathers once more
     for name, value in plain.items():
         assert (numbers[name] - value).norm() <= 1e-6 * value.norm(), name
     dist.destroy_process_group()
 
 
-def test_pieces_of_an_mlp_gather_its_weights_once(tmp_path: Path) -> None:
+def test_tile_gathers_the_weights_of_an_mlp_once(tmp_path: Path) -> None:
     run_ranks(tiled, str(tmp_path / "store"))

@@ -1,4 +1,4 @@
-"""The same bits on every kind of diffusers model, in train and eval mode, and the blocks and stages found in them."""
+"""Policies keep the bits of every kind of diffusers model in train and eval mode; blocks and stages found in them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
         ),
         lambda: {**latents(), "encoder_hidden_states": r(2, 5, 8), "controlnet_cond": r(2, 3, 16, 16)},
     ),
-    "controlnet xs": (  # its blocks are given lists of residuals that they take from
+    "controlnet xs": (  # its blocks get lists of residuals and pop from them
         lambda: diffusers.UNetControlNetXSModel(
             sample_size=8,
             down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -121,7 +121,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
         ),
         lambda: {**latents(), "encoder_hidden_states": r(2, 5, 8), "controlnet_cond": r(2, 3, 16, 16)},
     ),
-    "video vae": (  # its blocks are given dicts with the last frames, and write theirs into them
+    "video vae": (  # its blocks get dicts with the last frames and write into them
         lambda: diffusers.AutoencoderKLKVAEVideo(
             ch=32, ch_mult=(1, 1), num_res_blocks=1, z_channels=2, temporal_compress_times=2
         ),
@@ -191,7 +191,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
         lambda: diffusers.DiTTransformer2DModel(**DIT),
         lambda: {"hidden_states": r(2, 4, 8, 8), "timestep": T, "class_labels": torch.tensor([1, 2])},
     ),
-    "sana": (  # its MLP is a class of another name, in `ff`
+    "sana": (  # its MLP has another class name and is in `ff`
         lambda: diffusers.SanaTransformer2DModel(
             in_channels=4,
             out_channels=4,
@@ -206,7 +206,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
         ),
         lambda: {"hidden_states": r(2, 4, 8, 8), "encoder_hidden_states": r(2, 5, 8), "timestep": T},
     ),
-    "wan": (  # with an image's embedding, whose MLP is a list as those in the blocks are
+    "wan": (  # with an image embedding, whose MLP is a list like those of the blocks
         lambda: diffusers.WanTransformer3DModel(
             num_attention_heads=2,
             attention_head_dim=12,
@@ -247,12 +247,14 @@ def numbers(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
     return [loss.detach(), torch.get_rng_state(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")  # no convolution in a transformer's blocks
-@pytest.mark.filterwarnings("ignore:policy .* no block was given:UserWarning")  # ControlNet XS hands on sums
+# blocks of transformers have no convolution
+@pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")
+# ControlNet XS passes sums to its blocks
+@pytest.mark.filterwarnings("ignore:policy .* no block was given:UserWarning")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
 )
-def test_the_same_bits_in_train_and_eval_mode(name: str) -> None:
+def test_policies_keep_the_bits_in_train_and_eval_mode(name: str) -> None:
     model, inputs = make(name), MODELS[name][1]()
     for mode in (True, False):
         model.train(mode)
@@ -263,9 +265,9 @@ def test_the_same_bits_in_train_and_eval_mode(name: str) -> None:
             ):
                 continue
             applied = apply_policy(model, policy)
-            again = numbers(model, inputs)
-            assert len(again) == len(plain)
-            assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True)), (policy, mode)
+            found = numbers(model, inputs)
+            assert len(found) == len(plain)
+            assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)), (policy, mode)
             applied.remove()
 
 
@@ -273,7 +275,7 @@ def kinds(name: str) -> Counter[str]:
     return Counter(type(block).__name__ for block in find_blocks(make(name)).blocks.values())
 
 
-def test_blocks_of_unets_include_what_diffusers_leaves_out() -> None:
+def test_blocks_of_unets_include_resnets_and_samplers() -> None:
     assert kinds("sd") == {"ResnetBlock2D": 12, "BasicTransformerBlock": 6, "Downsample2D": 1, "Upsample2D": 1}
     assert kinds("sdxl") == {"ResnetBlock2D": 8, "BasicTransformerBlock": 8, "Downsample2D": 1, "Upsample2D": 1}
     assert kinds("unet2d") == {"ResnetBlock2D": 8, "Attention": 4, "Downsample2D": 1, "Upsample2D": 1}
@@ -282,12 +284,12 @@ def test_blocks_of_unets_include_what_diffusers_leaves_out() -> None:
     assert kinds("flux") == {"FluxTransformerBlock": 2, "FluxSingleTransformerBlock": 2}
 
 
-def test_a_list_inside_of_an_mlp_holds_no_blocks() -> None:
+def test_list_inside_an_mlp_is_no_list_of_blocks() -> None:
     assert kinds("wan") == {"WanTransformerBlock": 2}
 
 
 @pytest.mark.parametrize("name", ["qwen image", "sana", "wan", "sd"])
-def test_adapters_on_every_linear_layer_leave_the_blocks_as_they_are(name: str) -> None:
+def test_adapters_do_not_change_the_blocks(name: str) -> None:
     from peft import LoraConfig
 
     model = qwen_image() if name == "qwen image" else make(name)
@@ -298,7 +300,7 @@ def test_adapters_on_every_linear_layer_leave_the_blocks_as_they_are(name: str) 
 
 
 def qwen_image() -> nn.Module:
-    """A block of it has lists of its own with a linear layer in each: modulations, MLPs."""
+    """Returns a model whose blocks contain lists with a linear layer in each: modulations and MLPs."""
     return diffusers.QwenImageTransformer2DModel(
         in_channels=16,
         out_channels=4,
@@ -310,18 +312,18 @@ def qwen_image() -> nn.Module:
     )
 
 
-def test_an_mlp_is_known_by_its_name_too() -> None:
+def test_mlp_is_recognized_by_its_attribute_name() -> None:
     assert apply_policy(make("sana"), "modules:mlp").covered == ["transformer_blocks.0.ff", "transformer_blocks.1.ff"]
 
 
-def test_a_group_that_never_fired_is_explained_only_where_the_model_has_it() -> None:
+def test_warning_about_attention_of_a_model_without_attention_is_short() -> None:
     model, inputs = make("video vae").train(), MODELS["video vae"][1]()
     apply_policy(model, "save:attention+conv")
     with pytest.warns(UserWarning, match="no operator of 'attention' ran in any checkpointed region$"):
         numbers(model, inputs)
 
 
-def test_stages_are_the_levels_in_the_order_they_run() -> None:
+def test_stages_of_a_unet_are_its_levels_in_execution_order() -> None:
     assert [stage.name for stage in find_blocks(make("sd")).stages] == [
         "down_blocks.0",
         "down_blocks.1",

@@ -1,4 +1,4 @@
-"""What docs/diffusion.md shows for diffusers' other scripts: a line for each model that backward goes through."""
+"""The changes that docs/diffusion.md shows for other diffusers scripts: one line per model in the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt_ft import apply_policy
 
 
 class Saved:
-    """Counts the bytes of distinct storages that autograd keeps."""
+    """Counts the bytes of the distinct storages that autograd saves."""
 
     def __init__(self) -> None:
         self.storages: dict[int, int] = {}
@@ -43,13 +43,13 @@ def pipeline() -> object:
 
 
 @pytest.mark.parametrize("policy", ["full", "pointwise"])
-def test_controlnet(pipeline: object, policy: str) -> None:
-    """The copy is trained, the U-Net frozen: the gradient comes back through the U-Net's second half."""
+def test_policy_in_a_controlnet_script(pipeline: object, policy: str) -> None:
+    """The ControlNet is trained and the U-Net frozen; gradients pass the second half of the U-Net."""
     torch.manual_seed(0)
     unet = copy.deepcopy(pipeline.unet).requires_grad_(False)  # type: ignore[attr-defined]
     controlnet = ControlNetModel.from_unet(unet, conditioning_channels=3).train()
     for convolution in controlnet.controlnet_down_blocks:
-        nn.init.normal_(convolution.weight, std=0.1)  # they begin as nothing, and let nothing back
+        nn.init.normal_(convolution.weight, std=0.1)  # they start at zero and would pass no gradient
     latents, times = torch.randn(2, 8, 8, 8), torch.tensor([10, 500])
     words, picture = torch.randn(2, 12, 64), torch.rand(2, 3, 64, 64)
     trained = [parameter for parameter in controlnet.parameters() if parameter.requires_grad]
@@ -72,8 +72,8 @@ def test_controlnet(pipeline: object, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "pointwise"])
-def test_textual_inversion(pipeline: object, policy: str) -> None:
-    """One row of an embedding is trained; backward goes through all of the frozen U-Net and the text encoder."""
+def test_policy_in_a_textual_inversion_script(pipeline: object, policy: str) -> None:
+    """One embedding row is trained; gradients pass the whole frozen U-Net and the text encoder."""
     torch.manual_seed(0)
     unet = copy.deepcopy(pipeline.unet).requires_grad_(False).train()  # type: ignore[attr-defined]
     text_encoder = copy.deepcopy(pipeline.text_encoder).requires_grad_(False).train()  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def test_textual_inversion(pipeline: object, policy: str) -> None:
 
 
 def compare(plain: list[Tensor], ours: list[Tensor], policy: str) -> None:
-    """Bit for bit, and under `pointwise` to 1e-6 of the largest."""
+    """Asserts bitwise equality, or 1e-6 of the maximum under `pointwise`."""
     assert len(plain) == len(ours) > 0
     for one, two in zip(plain, ours, strict=True):
         assert one.abs().max() > 0 or torch.equal(one, two)

@@ -1,4 +1,4 @@
-"""Policies under DDP and FSDP2 on two CPU ranks: the gradients of the wrapped plain model, each step verified."""
+"""Policies under DDP and FSDP2 on two CPU ranks: gradients equal those without a policy, and each step is verified."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def work(rank: int, store: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
     if wrap is fsdp2:
         compare(fsdp2_kept)
         joined_blocks_keep_one_input()
-    gc.collect()  # wrappers hold on to the process group
+    gc.collect()  # wrappers hold the process group
     dist.barrier()
     dist.destroy_process_group()
 
@@ -72,7 +72,7 @@ def swapped_blocks_are_equal() -> None:
     from ckpt_ft import apply_policy
 
     plain = gradients(ddp(make("llama", "lora")))
-    for first in (True, False):  # the policy or the wrapper, which would broadcast weights that are not there
+    for first in (True, False):  # the policy first or the wrapper first, which must not broadcast absent weights
         model = make("llama", "lora")
         if first:
             apply_policy(model, "full,swap:4", verify="always")
@@ -96,16 +96,16 @@ def compare(wrap: Callable[[nn.Module], nn.Module]) -> None:
         apply_policy(before, policy, verify="always")
         after = wrap(make("llama", "dropout"))
         applied = apply_policy(after, policy, verify="always")
-        for model in (wrap(before), after):  # a policy may come before or after the wrapper
+        for model in (wrap(before), after):  # a policy may be applied before or after the wrapper
             mine = gradients(model)
             assert mine.keys() == plain.keys()
             close = torch.allclose if policy == "pointwise" else torch.equal
             assert all(close(mine[name], plain[name]) for name in plain), policy
-        assert applied.verification.comparisons  # it was
+        assert applied.verification.comparisons  # the step was verified
 
 
 class Scaled(nn.SiLU):
-    """Reads the environment, which no policy sees."""
+    """Reads the environment, which no policy can restore."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         copies = int(os.environ.get("COPIES", 1))
@@ -115,7 +115,9 @@ class Scaled(nn.SiLU):
 
 
 def all_ranks_raise(wrap: Callable[[nn.Module], nn.Module], steps: int = 4) -> None:
-    """What differs or is absent on rank 1 raises on rank 0 too, which would wait for it otherwise; both can go on."""
+    """Asserts that a difference on rank 1 raises on rank 0 too, which would otherwise wait, and that both can go
+    on.
+    """
     from language_models import batch, make
 
     from ckpt_ft import apply_policy
@@ -140,7 +142,7 @@ def all_ranks_raise(wrap: Callable[[nn.Module], nn.Module], steps: int = 4) -> N
 
 
 def joined_blocks_keep_one_input() -> None:
-    """What backward keeps is that of 'full' less the inputs of all blocks but each segment's first."""
+    """Asserts that a segment keeps as much as 'full' without the inputs of all blocks but its first."""
     from language_models import batch, make
 
     from ckpt_ft import apply_policy
@@ -160,5 +162,5 @@ def joined_blocks_keep_one_input() -> None:
 
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp2])
-def test_two_ranks(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+def test_policies_under_ddp_and_fsdp2(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
     run_ranks(work, str(tmp_path / "store"), wrap)

@@ -1,4 +1,4 @@
-"""In a verified step the engines compare what they put back with what was dropped, parked or computed."""
+"""In a verified step, engines compare restored tensors with those dropped, offloaded or computed in forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ factor = 1.0
 
 
 class OutsideLayerNorm(nn.LayerNorm):
-    """It reads a value from outside, which no look at the module shows."""
+    """Reads a value from outside the module, so that its code and attributes do not show it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * factor
@@ -51,7 +51,7 @@ class Stack(nn.Module):
         return x
 
 
-def test_pointwise_names_the_norm_that_is_rebuilt_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pointwise_names_the_norm_that_is_recomputed_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack()
     apply_policy(model, "pointwise", verify="always")
     model(torch.randn(4, WIDTH)).sum().backward()
@@ -61,7 +61,7 @@ def test_pointwise_names_the_norm_that_is_rebuilt_otherwise(monkeypatch: pytest.
         loss.backward()
 
 
-def test_pointwise_compares_nothing_in_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pointwise_compares_nothing_in_unverified_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack()
     apply_policy(model, "pointwise", verify="never")
     loss = model(torch.randn(4, WIDTH)).sum()
@@ -69,7 +69,7 @@ def test_pointwise_compares_nothing_in_other_steps(monkeypatch: pytest.MonkeyPat
     loss.backward()
 
 
-def test_offload_compares_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_compares_fetched_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(offload.install.__kwdefaults__, "min_bytes", 1)
     model = Stack()
     apply_policy(model, "offload", verify="always")
@@ -113,7 +113,7 @@ class Counting(nn.Linear):
 
 @pytest.mark.parametrize("kind", [MeanOfPositions, Counting])
 @pytest.mark.parametrize("rows", [5, 1000])
-def test_head_refuses_layers_whose_rows_are_not_their_own(
+def test_head_refuses_layers_that_mix_positions(
     kind: type[nn.Linear], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", rows * 99 * 4)
@@ -128,8 +128,8 @@ def test_head_refuses_layers_whose_rows_are_not_their_own(
     "written",
     [lambda hidden, bias: hidden.data.mul_(2), lambda hidden, bias: bias.mul_(2), lambda hidden, bias: torch.rand(1)],
 )
-def test_head_compares_what_it_computes_later(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer's input, tensors that the model adds to its logits, and random state: they change before the loss."""
+def test_head_compares_what_changes_before_the_loss(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer's input, tensors added to the logits, and the random state must not change before the loss."""
     verification = Verification(Schedule.parse("always"), "head")
     verification.begin_step()
     layer = head.OutputLayer(nn.Sequential(nn.Linear(4, 7), nn.Dropout(0.3)))
@@ -142,8 +142,8 @@ def test_head_compares_what_it_computes_later(written: Any, monkeypatch: pytest.
         F.cross_entropy(logits, torch.arange(5))
 
 
-def test_the_norms_statistics_are_not_compared() -> None:
-    """BatchNorm saves them for eval mode; in training they move on, and backward does not read them."""
+def test_statistics_of_batch_norm_are_not_compared() -> None:
+    """BatchNorm saves them, but in training they change and backward does not read them."""
     model = Stack()
     for block in model.blocks:
         block.norm = nn.BatchNorm1d(WIDTH)

@@ -1,4 +1,4 @@
-"""Models composed of habits, under nine policies: each step equals the plain one bit for bit, or raises.
+"""Models composed of habits (habits.py) under nine policies: each step equals the plain one bit for bit, or raises.
 
 `pytest -m slow tests/checkpointing/test_habits.py` runs 2,000 models under each policy.
 """
@@ -23,7 +23,7 @@ POLICIES = (
     "full", "every:2", "segments:2", "save:matmul", "save:attention+matmul", "pointwise", "offload", "modules:mlp",
     "head",
 )  # fmt: skip
-# of autograd, checkpoints and engines: what was saved has been written to, or a second run does not repeat the first
+# errors of autograd, checkpoints and engines: a saved tensor was written, or a second run differs from the first
 REFUSALS = ("inplace operation", "in place", "in-place", "recomput", "second run", "checkpoint", "double backward")
 
 Blocks = tuple[tuple[str, ...], ...]
@@ -55,10 +55,10 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def verdict(blocks: Blocks, around: frozenset[str], readout: habits.Readout | None, policy: str) -> str:
-    """ "equal", "raised: ..." or "no step: ..." where the model does not train without a policy either."""
+    """Returns "equal", "raised: ...", or "no step: ..." if the model does not train without a policy either."""
     if policy == "head" and readout is None:
         readout = habits.Readout()
-    # a loss in chunks rounds otherwise; in fp64 no later operation makes that large
+    # A loss in chunks is rounded differently; fp64 keeps the difference small in later operations.
     with warnings.catch_warnings(), computing_in(torch.float64 if policy == "head" else torch.float32):
         warnings.simplefilter("ignore")
         try:
@@ -80,7 +80,7 @@ def verdict(blocks: Blocks, around: frozenset[str], readout: habits.Readout | No
     assert len(ours) == len(plain)
     for number, (mine, wanted) in enumerate(zip(ours, plain, strict=True)):
         if policy in ("pointwise", "head"):
-            rounding = 1e-12 if policy == "head" else 0.0  # of gradients that are zero behind a BatchNorm
+            rounding = 1e-12 if policy == "head" else 0.0  # for gradients that are zero after a BatchNorm
             scale = wanted.double().abs().max()
             assert (mine.double() - wanted.double()).abs().max() <= 1e-6 * scale + rounding, number
         else:
@@ -90,28 +90,28 @@ def verdict(blocks: Blocks, around: frozenset[str], readout: habits.Readout | No
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Park every tensor, and compute each position's loss on its own."""
+    """Offload tensors of any size, and compute the loss of each position separately."""
     monkeypatch.setitem(offload.install.__kwdefaults__, "min_bytes", 1)
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 1)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(programs(), st.sampled_from(POLICIES))
-def test_a_step_is_equal_or_raises(program: Program, policy: str) -> None:
+def test_step_is_equal_or_raises(program: Program, policy: str) -> None:
     note(verdict(*program, policy))
 
 
 @pytest.mark.slow
 @settings(max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(programs())
-def test_two_thousand_models_under_each_policy(program: Program) -> None:
+def test_steps_of_two_thousand_models_are_equal_or_raise(program: Program) -> None:
     for policy in POLICIES:
         note(f"{policy}: {verdict(*program, policy)}")
 
 
 @pytest.mark.parametrize("policy", ["save:attention+matmul", "pointwise", "offload"])
 def test_most_single_habits_are_equal_and_few_are_refused(policy: str) -> None:
-    """A generator that finds nothing equal would prove nothing."""
+    """If few habits were equal, the tests above would prove little."""
     verdicts = {name: verdict(((name,), (name,)), frozenset(), None, policy) for name in sorted(habits.HABITS)}
     equal = [name for name, found in verdicts.items() if found == "equal"]
     assert not [name for name, found in verdicts.items() if found.startswith("no step")]

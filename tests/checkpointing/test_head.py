@@ -1,4 +1,4 @@
-"""`head`: the same loss and gradients as with whole logits, and never more than one chunk of them."""
+"""The policy `head`: loss and gradients equal those of complete logits, and at most one chunk of logits exists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt_ft.checkpointing.pointwise import install as pointwise
 from ckpt_ft.errors import UserError, WorkFailed
 
 VOCABULARY = 99
-ROWS = 5  # of logits in a chunk here: 24 tokens are five chunks, the last one shorter
+ROWS = 5  # rows of logits per chunk: 24 tokens are five chunks, of which the last is shorter
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +28,14 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LargestLogits(TorchDispatchMode):
-    """The most rows over the vocabulary that any operator's result has."""
+    """The largest number of rows of a result whose last dimension is the vocabulary."""
 
     rows = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for value in out if isinstance(out, (tuple, list)) else (out,):
-            weight = (32, VOCABULARY)  # a view of the output layer's, or its gradient
+            weight = (32, VOCABULARY)  # a view of the output layer's weight, or its gradient
             if isinstance(value, torch.Tensor) and value.shape[-1:] == (VOCABULARY,) != value.shape != weight:
                 self.rows = max(self.rows, value.numel() // VOCABULARY)
         return out
@@ -50,7 +50,7 @@ def step(model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[s
 
 
 def check_same(plain: nn.Module, treated: nn.Module, inputs: dict[str, Any]) -> None:
-    """Loss and gradients within 1e-6 relative (of a tensor's norm)."""
+    """Asserts that loss and gradients differ by at most 1e-6 of a tensor's norm."""
     loss, grads, _ = step(plain, inputs)
     ours, our_grads, output = step(treated, inputs)
     assert isinstance(output.logits, head.NoLogits)
@@ -62,8 +62,10 @@ def check_same(plain: nn.Module, treated: nn.Module, inputs: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("name", LANGUAGE)
-def test_architectures(name: str) -> None:
-    """Soft-capping (Gemma-2), scaling (Cohere, Granite), a bias (BART), tied weights, and no warning."""
+def test_head_of_every_architecture(name: str) -> None:
+    """With soft-capping (Gemma-2), scaling (Cohere, Granite), a bias (BART) and tied weights, and without a
+    warning.
+    """
     model, inputs = build(name)
     treated = copy.deepcopy(model)
     head.install(treated)
@@ -71,7 +73,7 @@ def test_architectures(name: str) -> None:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_one_chunk_at_a_time(together: bool) -> None:
+def test_at_most_one_chunk_of_logits_exists(together: bool) -> None:
     model, inputs = build("llama")
     head.install(model)
     if together:
@@ -81,7 +83,7 @@ def test_one_chunk_at_a_time(together: bool) -> None:
     assert largest.rows == ROWS
 
 
-def test_options_of_the_loss() -> None:
+def test_options_of_the_models_loss() -> None:
     model, inputs = build("llama")
     treated = copy.deepcopy(model)
     head.install(treated)
@@ -93,7 +95,7 @@ def test_options_of_the_loss() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"weight": torch.rand(7)}, {"ignore_index": 2}])
-def test_cross_entropy(reduction: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_cross_entropy(reduction: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 3 * 7 * 4)
     layer = nn.Linear(4, 7)
     targets = torch.randint(0, 7, (10,))
@@ -115,8 +117,8 @@ def test_cross_entropy(reduction: str, options: dict[str, Any], monkeypatch: pyt
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]])
-def test_adapters(targets: Any) -> None:
-    """A frozen output layer, and one with LoRA and dropout, whose chunks draw the same mask twice."""
+def test_head_with_adapters(targets: Any) -> None:
+    """A frozen output layer, and one with LoRA and dropout, whose chunks draw equal masks in both runs."""
     from peft import LoraConfig, get_peft_model
 
     base, inputs = build("llama")
@@ -127,18 +129,18 @@ def test_adapters(targets: Any) -> None:
     if not dropout:
         check_same(model, treated, inputs)
         return
-    # chunks draw other masks than the whole: compare with the chunked loss without recomputation
+    # Chunks draw other masks than complete logits, so the reference is the chunked loss without recomputation.
     loss, grads, _ = step(treated, inputs)
     monkey = pytest.MonkeyPatch()
     monkey.setattr(head.OutputLayer, "run_piece", lambda self, term, function, *piece: function(*piece))
-    again, again_grads, _ = step(treated, inputs)
+    reference_loss, reference_grads, _ = step(treated, inputs)
     monkey.undo()
-    assert loss.equal(again)
-    assert grads.keys() == again_grads.keys()
-    assert all(grads[name].equal(again_grads[name]) for name in grads)
+    assert loss.equal(reference_loss)
+    assert grads.keys() == reference_grads.keys()
+    assert all(grads[name].equal(reference_grads[name]) for name in grads)
 
 
-def test_only_in_training_with_labels() -> None:
+def test_head_acts_only_in_training_with_labels() -> None:
     model, inputs = build("llama")
     head.install(model)
     shape = (2, 12, VOCABULARY)
@@ -150,7 +152,7 @@ def test_only_in_training_with_labels() -> None:
     assert isinstance(model.train()(**inputs, return_dict=False)[1], head.NoLogits)
 
 
-def test_compiled_runs_whole_and_says_so() -> None:
+def test_head_under_compile_computes_complete_logits_with_a_warning() -> None:
     model, inputs = build("llama")
     head.install(model)
     compiled = torch.compile(model, backend="eager")
@@ -160,7 +162,7 @@ def test_compiled_runs_whole_and_says_so() -> None:
     assert output.logits.shape == (2, 12, VOCABULARY)
 
 
-def test_nothing_stays_alive() -> None:
+def test_head_keeps_no_graph_alive() -> None:
     model, inputs = build("llama")
     head.install(model)
     output = model(**inputs)
@@ -170,7 +172,7 @@ def test_nothing_stays_alive() -> None:
     assert graph() is None
 
 
-def test_logits_stand_for_a_tensor() -> None:
+def test_deferred_logits_have_the_properties_of_a_tensor() -> None:
     layer = nn.Linear(4, 7)
     hidden = torch.randn(2, 3, 4)
     whole = layer(hidden)
@@ -192,7 +194,7 @@ def test_logits_stand_for_a_tensor() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:policy 'head'")
-def test_what_has_no_chunked_form() -> None:
+def test_operations_without_a_chunked_form_compute_complete_logits() -> None:
     layer = nn.Linear(4, 7)
     hidden = torch.randn(2, 3, 4)
     deferred, whole = head.OutputLayer(layer).defer(hidden), layer(hidden)
@@ -219,8 +221,8 @@ def _backward_hook_halves(layer: nn.Module) -> Any:
 
 @pytest.mark.parametrize("add_hook", [_hook_doubles, _pre_hook_centers, _backward_hook_halves])
 @pytest.mark.parametrize("before", [False, True])
-def test_hooks_of_the_output_layer_act_once(add_hook: Any, before: bool) -> None:
-    """... on all logits: these are computed whole then, and that is said."""
+def test_hooks_of_the_output_layer_run_once_on_complete_logits(add_hook: Any, before: bool) -> None:
+    """A warning says that the logits are computed completely."""
     model, inputs = build("llama")
     treated = copy.deepcopy(model)
     add_hook(model.lm_head)
@@ -302,8 +304,10 @@ def _product_written(x: Any) -> Any:
         _product_written,
     ],
 )
-def test_writes_reach_what_views_the_logits(use: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradients as with a tensor; or an error, where what shares its memory was read before the write."""
+def test_in_place_writes_reach_views_of_the_logits(
+    use: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradients equal those of a tensor; an error is raised if a view was read before the write."""
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 2 * 7 * 4)
     torch.manual_seed(0)
     layer, targets = nn.Linear(4, 7, dtype=dtype), torch.arange(6)
@@ -324,7 +328,7 @@ def test_writes_reach_what_views_the_logits(use: Any, dtype: torch.dtype, monkey
         torch.testing.assert_close(ours, plain, rtol=bound, atol=bound * float(plain.abs().max()))
 
 
-def test_an_input_that_is_written_to_is_an_error() -> None:
+def test_written_input_of_the_output_layer_is_an_error() -> None:
     hidden = torch.randn(2, 3, 4)
     deferred = head.OutputLayer(nn.Linear(4, 7)).defer(hidden)
     hidden.zero_()
@@ -332,8 +336,8 @@ def test_an_input_that_is_written_to_is_an_error() -> None:
         F.cross_entropy(deferred.view(-1, 7), torch.arange(6))
 
 
-def test_the_layers_autocast_is_that_of_its_call() -> None:
-    """... and not that of the loss, where a model computes it with autocast off."""
+def test_chunks_use_the_autocast_of_the_layers_call() -> None:
+    """Not that of the loss, which some models compute with autocast off."""
     torch.manual_seed(0)
     layer, hidden, targets = nn.Linear(64, VOCABULARY), torch.randn(8, 64), torch.arange(8)
     results = []
@@ -347,8 +351,10 @@ def test_the_layers_autocast_is_that_of_its_call() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_half_precision_gradients_add_up_in_fp32(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 chunks: the weight's gradient is as near to fp64's as one matmul's, but for the chunks' own rounding."""
+def test_half_precision_gradients_of_chunks_are_summed_in_fp32(
+    autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 256 chunks, the weight's gradient has the error of one matmul plus the rounding of each chunk."""
     vocabulary, width, tokens = 64, 32, 4096
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 4 * vocabulary * 16)
     generator = torch.Generator().manual_seed(0)
@@ -370,11 +376,11 @@ def test_half_precision_gradients_add_up_in_fp32(autocast: bool, monkeypatch: py
     dtype = torch.float32 if autocast else torch.bfloat16
     plain, ours = ((gradient(dtype, deferred) - exact).norm() / exact.norm() for deferred in (False, True))
     assert ours < 2**-8
-    assert ours < (1.0 if autocast else 1.5) * plain  # autocast's fp32 weights get the fp32 sum itself
+    assert ours < (1.0 if autocast else 1.5) * plain  # under autocast, fp32 weights get the fp32 sum
 
 
-def test_the_trace_sees_the_fp32_sum() -> None:
-    """... of the output weight's gradient, at the output layer, once in each of the two steps that it runs."""
+def test_trace_has_the_fp32_sum() -> None:
+    """The sum of the output weight's gradient is allocated at the output layer, once in each of two steps."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ckpt_ft import apply_policy, trace_step
@@ -398,8 +404,8 @@ def test_the_trace_sees_the_fp32_sum() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_accelerates_mixed_precision(when: str, adapted: bool) -> None:
-    """Its wrapper converts the outputs to fp32: the logits stay in chunks, and nothing is warned about."""
+def test_head_under_mixed_precision_of_accelerate(when: str, adapted: bool) -> None:
+    """accelerate's wrapper converts outputs to fp32; the logits stay in chunks, without a warning."""
     from accelerate import Accelerator
     from peft import LoraConfig, get_peft_model
 
@@ -418,7 +424,7 @@ def test_accelerates_mixed_precision(when: str, adapted: bool) -> None:
     assert largest.rows == ROWS
 
 
-def test_logits_that_are_read_say_why_there_are_none() -> None:
+def test_reading_the_missing_logits_explains_why() -> None:
     model, inputs = build("llama")
     head.install(model)
     missing = model(**inputs).logits
@@ -428,7 +434,7 @@ def test_logits_that_are_read_say_why_there_are_none() -> None:
             read(missing)
 
 
-def test_a_reward_model_has_no_loss_head() -> None:
+def test_head_refuses_a_reward_model() -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
@@ -437,8 +443,8 @@ def test_a_reward_model_has_no_loss_head() -> None:
 
 
 @pytest.mark.parametrize("first", ["trl", "head"])
-def test_trls_chunked_loss_needs_no_head(first: str) -> None:
-    """It is told so, in `explain()`, and nothing is warned about."""
+def test_head_does_nothing_with_the_chunked_loss_of_trl(first: str) -> None:
+    """`explain()` states the reason, and there is no warning."""
     add_fused_lm_head = getattr(pytest.importorskip("trl.trainer.utils"), "add_fused_lm_head", None)
     if add_fused_lm_head is None:
         pytest.skip("an older TRL")
@@ -456,14 +462,14 @@ def test_trls_chunked_loss_needs_no_head(first: str) -> None:
     assert model.lm_head.weight.grad is not None
 
 
-def test_what_cannot_be_treated() -> None:
+def test_head_refuses_models_without_an_output_layer() -> None:
     with pytest.raises(UserError, match="ViTForImageClassification has no output layer over a vocabulary"):
         head.install(build("vit")[0])
     with pytest.raises(UserError, match="it is no transformers model"):
         head.install(nn.Linear(2, 2))
 
 
-def test_remove_and_describe() -> None:
+def test_head_is_described_and_removed() -> None:
     model, _ = build("llama")
     installed = head.install(model)
     assert installed.term == "head"
@@ -472,7 +478,7 @@ def test_remove_and_describe() -> None:
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_hooks_that_stand_for_deepspeeds_in_a_trace_leave_the_loss_in_chunks() -> None:
+def test_deepspeeds_hooks_in_a_trace_leave_the_loss_in_chunks() -> None:
     from ckpt_ft.checkpointing.deferred_logits import _hooked
     from ckpt_ft.memory.distributed.zero3 import ModuleHooks
 
@@ -480,14 +486,14 @@ def test_hooks_that_stand_for_deepspeeds_in_a_trace_leave_the_loss_in_chunks() -
     ModuleHooks(layer, [], fetcher=object())  # type: ignore[arg-type]
     assert _hooked(layer) == ""
     layer.register_forward_hook(lambda module, args, output: None)
-    assert _hooked(layer).startswith("it has a hook (test_hooks_that_stand_for")
+    assert _hooked(layer).startswith("it has a hook (test_deepspeeds_hooks_in_a_trace")
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args")
 @pytest.mark.parametrize(
     "options", [{"size_average": False}, {"reduce": True}, {"size_average": False, "reduce": True}]
 )
-def test_the_older_names_of_a_reduction(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deprecated_names_of_a_reduction(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 3 * 7 * 4)
     layer, hidden, targets = nn.Linear(4, 7), torch.randn(10, 4), torch.randint(0, 7, (10,))
     ours = F.cross_entropy(head.OutputLayer(layer).defer(hidden), targets, **options)
@@ -495,7 +501,7 @@ def test_the_older_names_of_a_reduction(options: dict[str, bool], monkeypatch: p
 
 
 @pytest.mark.parametrize("function", [torch.cat, torch.stack])
-def test_logits_in_a_list_are_computed_whole(function: Any) -> None:
+def test_logits_in_a_list_are_computed_completely(function: Any) -> None:
     layer, hidden = nn.Linear(4, 7), torch.randn(10, 4)
     logits = head.OutputLayer(layer).defer(hidden)
     with pytest.warns(UserWarning, match="computed whole"):
@@ -506,7 +512,7 @@ def test_logits_in_a_list_are_computed_whole(function: Any) -> None:
     assert torch.equal(chosen, torch.where(hidden[:, :1] > 0, 0.0, whole))
 
 
-def test_an_output_layer_that_is_called_with_a_keyword() -> None:
+def test_output_layer_called_with_a_keyword() -> None:
     model, _ = build("llama")
     treated = copy.deepcopy(model)
     head.install(treated)

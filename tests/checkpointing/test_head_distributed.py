@@ -1,4 +1,6 @@
-"""`head` under FSDP2 on two CPU ranks: the plain wrapped model's gradients, its output weight gathered once."""
+"""`head` under FSDP2 on two CPU ranks: gradients equal those of the plain model; the output weight is gathered
+once.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROWS = 2  # of logits in a chunk: 12 tokens are 6 chunks
+ROWS = 2  # rows of logits per chunk: 12 tokens are 6 chunks
 
 
 class Collectives(TorchDispatchMode):
-    """How many collectives ran, by name."""
+    """Counts collectives by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +37,7 @@ def root_only(model: Any, **kwargs: Any) -> Any:
     return fully_shard(model, **kwargs)
 
 
-def head_of_its_own(model: Any, **kwargs: Any) -> Any:
+def head_in_its_own_group(model: Any, **kwargs: Any) -> Any:
     fully_shard(model.lm_head, **kwargs)
     return fully_shard(model, **kwargs)
 
@@ -63,7 +65,7 @@ def step(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
 
 
 def check(wrap: Any, half: bool, chunked: bool = True) -> tuple[int, int]:
-    """Collectives of a step beyond those of the plain model: gathers, reductions."""
+    """Returns the numbers of gathers and reductions of a step beyond those of the plain model."""
     from language_models import VOCABULARY, batch, make
 
     from ckpt_ft.checkpointing import deferred_logits, head
@@ -71,7 +73,7 @@ def check(wrap: Any, half: bool, chunked: bool = True) -> tuple[int, int]:
     deferred_logits.CHUNK_BYTES = 4 * VOCABULARY * ROWS
     kwargs = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)} if half else {}
     model = wrap(make("llama"), **kwargs)
-    step(model)  # FSDP prefetches what it saw
+    step(model)  # FSDP prefetches in the order of the last step
     plain, before = step(model)
     head.install(model)
     step(model)
@@ -87,19 +89,19 @@ def check(wrap: Any, half: bool, chunked: bool = True) -> tuple[int, int]:
 def work(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     assert check(root_only, half=True) == (0, 0)
-    for half in (False, True):  # one more gather, for the call in which the layer is asked for logits and gives none
-        assert check(head_of_its_own, half) == (1, 0)
+    for half in (False, True):  # one more gather, for the call of the layer that returns no logits
+        assert check(head_in_its_own_group, half) == (1, 0)
     for half in (False, True):
         assert check(as_accelerate_does, half) == (0, 0)
     assert check(norm_and_head, half=False, chunked=False) == (
         0,
         0,
-    )  # whole: FSDP knows no group of which a part runs twice
+    )  # complete logits: FSDP2 supports no group of which only a part runs twice
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_the_output_weight_is_gathered_once(tmp_path: Path) -> None:
+def test_output_weight_is_gathered_once(tmp_path: Path) -> None:
     run_ranks(work, str(tmp_path / "store"))

@@ -1,7 +1,7 @@
-"""What `full` keeps between forward and backward of real tensors, beside the library's own checkpointing.
+"""The bytes that `full` keeps between forward and backward of a real step, compared with the library's checkpointing.
 
-A block's second run starts from copies of what the first one wrote. Nothing else is copied, apart from buffers of up
-to 4 KiB; a frozen quantised base, whose scales may be buffers, is not.
+A block's second run starts from copies of what its first run wrote. Apart from them, only buffers of up to 4 KiB are
+copied; a frozen quantised base, whose scales may be buffers, is not.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ckpt_ft.standins.quantised_layers import PACKINGS, PackedLinear, replace_li
 TINY = 4096  # bytes
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),  # peft, of experts
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),  # peft, about experts
 ]
 
 
 def kept(trace: StepTrace) -> int:
-    """Bytes that are allocated when the second step's forward pass has ended."""
+    """Returns the bytes that are allocated when the forward pass of the second step has ended."""
     backward = next(at for at, phase in trace.marks if phase == "backward" and at >= trace.start)
     return trace.replay.allocated[backward - 1]
 
@@ -54,7 +54,7 @@ def kept_live(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
 
 
 def checkpointed(model: Any, policy: str = "") -> nn.Module:
-    """The model under `policy`, or under its library's own checkpointing."""
+    """Returns the model under `policy`, or under its library's own checkpointing."""
     if not policy:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if hasattr(model, "peft_config"):
@@ -70,15 +70,15 @@ ARCHITECTURES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in (*language_models.CONFIGS, "vit", *VISION)
 ]
-# `full` also keeps the outputs of the router: 12 tokens' logits of 4 experts, and 2 scores and indices of each, in
-# all layers that have experts.
+# `full` also keeps the router's outputs: logits of 4 experts, and 2 scores and indices, for each of 12 tokens, in all
+# layers with experts.
 ROUTED = {
     name: layers * 12 * (4 * 4 + 2 * (4 + 8)) for name, layers in (("mixtral", 4), ("qwen3_moe", 4), ("jamba", 2))
 }
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_full_keeps_what_the_librarys_own_keeps(name: str) -> None:
+def test_full_keeps_as_much_as_the_librarys_checkpointing(name: str) -> None:
     if name in language_models.CONFIGS:
         make, batch = lambda: language_models.make(name, "lora"), language_models.batch()
     elif name in vision_models.MODELS:
@@ -90,7 +90,7 @@ def test_full_keeps_what_the_librarys_own_keeps(name: str) -> None:
 
 
 def quantised(method: str) -> nn.Module:
-    """A Llama with LoRA over a base that is packed by `method`."""
+    """Returns a Llama with LoRA over a base that is quantised by `method`."""
     torch.manual_seed(0)
     base = LlamaForCausalLM(
         LlamaConfig(
@@ -108,7 +108,7 @@ def quantised(method: str) -> nn.Module:
         )
         base.requires_grad_(False)
         for buffer in base.buffers():
-            buffer.zero_()  # a NaN in it would not equal its copy
+            buffer.zero_()  # a NaN would not equal its copy
     elif method == "int8":
         to_int8(base)
     else:
@@ -117,7 +117,7 @@ def quantised(method: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("method", PACKINGS)
-def test_a_frozen_quantised_base_costs_nothing(method: str) -> None:
+def test_frozen_quantised_base_is_not_copied(method: str) -> None:
     batch = language_models.batch()
     theirs, ours = (kept_live(checkpointed(quantised(method), policy), batch) for policy in ("", "full"))
     tiny = sum(value.nbytes for value in quantised(method).buffers() if value.nbytes <= TINY)
@@ -125,7 +125,7 @@ def test_a_frozen_quantised_base_costs_nothing(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["nf4", "nf4, double", "int8", *PACKINGS])
-def test_a_traced_quantised_base_costs_nothing(method: str) -> None:
+def test_traced_quantised_base_is_not_copied(method: str) -> None:
     theirs, ours = (
         trace_step(checkpointed(quantised(method), policy), step(language_models.batch())) for policy in ("", "full")
     )
@@ -145,7 +145,7 @@ class Checkpointed(nn.Module):
 
 
 class Net(nn.Module):
-    """Three blocks with running statistics of 2,000 channels and a constant buffer of as many values."""
+    """Three blocks with running statistics of 2,000 channels and a constant buffer of the same size."""
 
     def __init__(self, policy: str) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Net(nn.Module):
         return vision_models.Output(x.square().mean())
 
 
-def test_blocks_that_write_keep_copies_of_what_they_write() -> None:
+def test_only_written_buffers_are_kept_as_copies() -> None:
     batch = {"x": torch.randn(4, 8)}
     model = Net("full")
     assert apply_policy(model, "full").covered == ["blocks.0", "blocks.1", "blocks.2"]

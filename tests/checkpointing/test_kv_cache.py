@@ -1,4 +1,4 @@
-"""A KV cache in training: switched off where nobody reads it, kept right where the model itself does."""
+"""KV caches in training: off if nothing reads them, and correct if the model itself reads them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIGLIP = {
 
 
 def pi0() -> nn.Module:
-    """A vision-language model whose keys and values a second model, which denoises actions, attends to."""
+    """Returns a model whose second part, which denoises actions, attends to the keys and values of its first."""
     torch.manual_seed(0)
     vlm = {
         "model_type": "paligemma",
@@ -68,7 +68,7 @@ def numbers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_a_cache_that_one_part_of_a_model_fills_and_another_reads() -> None:
+def test_cache_filled_by_one_part_of_a_model_and_read_by_another() -> None:
     plain = pi0()
     expected = numbers(plain)
     assert expected["model.vlm.language_model.layers.0.self_attn.k_proj.weight"].abs().sum() > 0
@@ -80,7 +80,9 @@ def test_a_cache_that_one_part_of_a_model_fills_and_another_reads() -> None:
 
 
 def tied_llama() -> Any:
-    """One decoder layer at two positions; with a KV cache its second call attends to the keys of its first."""
+    """Returns a model with one decoder layer at two positions; with a KV cache, the second attends to the keys of the
+    first.
+    """
     model: Any = make("llama")
     model.model.layers[2] = model.model.layers[1]
     return model
@@ -98,7 +100,7 @@ def step(model: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
 def test_tied_blocks_are_equal_without_a_cache_and_refused_with_one(policy: str) -> None:
     plain, model = tied_llama(), tied_llama()
     expected = step(plain, use_cache=False)
-    assert differing(step(plain), expected)  # the cache changes what this model computes
+    assert differing(step(plain), expected)  # the cache changes the result of this model
     apply_policy(model, policy, verify="always")
     for asked in ({}, {"use_cache": True}):
         with pytest.raises(UserError, match=r"layers.1.self_attn and model.layers.2.self_attn are one layer, and its"):
@@ -109,7 +111,7 @@ def test_tied_blocks_are_equal_without_a_cache_and_refused_with_one(policy: str)
     assert not differing(step(model), expected)
 
 
-def test_layers_that_are_known_under_two_names_are_not_refused() -> None:
+def test_layers_with_two_names_are_not_refused() -> None:
     class Wrapper(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -133,7 +135,7 @@ def test_tied_blocks_in_eval_mode_keep_their_cache(policy: str) -> None:
 
 
 class TwoPasses(nn.Module):
-    """Runs its blocks twice over one cache, so that the second pass attends to the keys of the first."""
+    """Runs its blocks twice with one cache, so that the second pass attends to the keys of the first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""`offload`: same gradients, what is parked and when it comes back, the cap on host bytes."""
+"""The policy `offload`: gradients are the same; which tensors are offloaded, when they return, and bytes on the
+host.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ def parked_bytes() -> int:
     return sum(one.host.nbytes for one in gc.get_objects() if type(one) is Parked)
 
 
-def test_noise_that_a_kernel_writes_after_it_was_saved_is_an_error() -> None:
-    """RReLU: the saved-tensor hook is given memory that the kernel has not yet written."""
+def test_kernel_that_writes_saved_noise_later_is_refused() -> None:
+    """RReLU saves memory for its noise before the kernel writes it."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU()) for _ in range(2)))
     treat(model, model, min_bytes=0)
     with pytest.raises(UserError, match="policy 'offload': autograd saves the noise of RReLU before its kernel"):
@@ -56,7 +58,7 @@ def test_noise_that_a_kernel_writes_after_it_was_saved_is_an_error() -> None:
 
 @pytest.mark.parametrize("also", ["", "full", "pointwise"])
 @pytest.mark.parametrize("name", ["llama", "vit", "resnet", "t5", "unet"])
-def test_same_gradients(name: str, also: str) -> None:
+def test_offload_keeps_the_gradients(name: str, also: str) -> None:
     model, inputs = build(name)
     treated = copy.deepcopy(model)
     blocks = [m for m in treated.modules() if type(m).__name__.endswith(("Layer", "Block", "ResnetBlock2D"))]
@@ -76,8 +78,8 @@ def test_same_gradients(name: str, also: str) -> None:
     installed.remove()
 
 
-def test_what_is_parked() -> None:
-    """Each block's Tanh output serves two nodes and is parked once; weights and small tensors stay."""
+def test_which_tensors_are_offloaded() -> None:
+    """Two nodes share each block's Tanh output, which is offloaded once; weights and small tensors stay."""
     model = Stack(4)
     treat(model, model.blocks, min_bytes=NBYTES)
     x = torch.randn(ROWS, WIDTH)
@@ -89,7 +91,7 @@ def test_what_is_parked() -> None:
 
 
 class ByName(Stack):
-    """Its blocks are called as diffusers' transformers call theirs."""
+    """Calls its blocks with keyword arguments, as diffusers' transformers do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -97,8 +99,8 @@ class ByName(Stack):
         return x.sum()
 
 
-def test_inputs_given_by_name_are_parked() -> None:
-    """Of checkpointed blocks those with a gradient, once it is known that no block writes into them."""
+def test_keyword_inputs_are_offloaded() -> None:
+    """In checkpointed blocks these are inputs with a gradient, once it is known that no block writes into them."""
     model, x = ByName(4), torch.randn(ROWS, WIDTH)
     model(x).backward()
     plain = gradients(model)
@@ -113,8 +115,8 @@ def test_inputs_given_by_name_are_parked() -> None:
     assert all(plain[name].equal(gradient) for name, gradient in gradients(model).items())
 
 
-def test_fetched_a_block_ahead() -> None:
-    """When backward opens what block n parked, block n - 1's comes back too, and nothing before it."""
+def test_tensors_are_fetched_one_block_ahead() -> None:
+    """When backward reads the tensors of block n, those of block n - 1 are fetched too, and no earlier ones."""
     model = Stack(4)
     back: list[list[int]] = []
 
@@ -126,10 +128,11 @@ def test_fetched_a_block_ahead() -> None:
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, output: output.register_hook(note) and None)
     model(torch.randn(ROWS, WIDTH, requires_grad=True)).backward()
-    assert back == [[], [2, 3], [1, 2], [1]]  # before the backward of blocks 4, 3, 2, 1; block 3's input is block 2's
+    # before the backward of blocks 4, 3, 2, 1; block 3's input is block 2's output
+    assert back == [[], [2, 3], [1, 2], [1]]
 
 
-def test_graph_that_is_dropped_frees_the_host() -> None:
+def test_dropped_graph_frees_host_memory() -> None:
     model, inputs = build("llama")
     treat(model, [], min_bytes=256)
     output = model(**inputs)
@@ -162,8 +165,8 @@ def pair(body: Any, min_bytes: int = NBYTES) -> tuple[Runs, Runs]:
     [lambda h: h.mul_(3), lambda h: h.view(-1)[:2].zero_(), lambda h: h.detach().add_(1)],
     ids=["in place", "view", "detached"],
 )
-def test_written_to_after_it_was_saved_is_an_error(write: Any, min_bytes: int) -> None:
-    """As in plain autograd, though a copy on the host would still be right."""
+def test_write_after_saving_is_an_error(write: Any, min_bytes: int) -> None:
+    """As in plain autograd, although the copy on the host would still be correct."""
 
     def body(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
         h = linear(x)
@@ -177,8 +180,8 @@ def test_written_to_after_it_was_saved_is_an_error(write: Any, min_bytes: int) -
             loss.backward()
 
 
-def test_written_to_after_a_block_saved_it_is_an_error() -> None:
-    """A checkpointed block's input, which plain checkpointing holds as a saved tensor."""
+def test_write_to_a_blocks_saved_input_is_an_error() -> None:
+    """A checkpointed block saves its input, as plain checkpointing does."""
 
     class Edits(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +199,7 @@ def test_written_to_after_a_block_saved_it_is_an_error() -> None:
             model(torch.randn(ROWS, WIDTH)).backward()
 
 
-def test_written_to_before_it_is_saved_again_is_parked_anew() -> None:
+def test_tensor_written_and_saved_again_is_offloaded_again() -> None:
     def body(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
         h = linear(x)
         first = h.exp_()  # saves its result
@@ -223,8 +226,8 @@ COMPLEX = {
 
 
 @pytest.mark.parametrize("body", COMPLEX.values(), ids=COMPLEX)
-def test_complex_numbers(body: Any) -> None:
-    """One storage read as real and complex numbers, as it is, conjugated and negated, is parked as it is."""
+def test_complex_views_of_a_storage_are_offloaded(body: Any) -> None:
+    """One storage is saved as real and complex numbers, conjugated and negated, and offloaded as its bits."""
     x = torch.randn(ROWS, WIDTH)
     plain, treated = pair(body)
     for model in (plain, treated):
@@ -233,8 +236,8 @@ def test_complex_numbers(body: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full,offload", "segments:2,offload", "save:attention,offload"])
-def test_kept_outputs_that_are_written_to_afterwards(policy: str) -> None:
-    """Mixtral normalises the kept choice of experts in place."""
+def test_saved_outputs_written_later_are_offloaded(policy: str) -> None:
+    """Mixtral normalises the saved choice of experts in place."""
     model, inputs = build("mixtral")
     parity = check_parity(model, inputs, policy)
     assert parity.ok, str(parity)
@@ -243,7 +246,7 @@ def test_kept_outputs_that_are_written_to_afterwards(policy: str) -> None:
 
 @pytest.mark.parametrize("rows", [ROWS, 32768], ids=["stays", "parked"])
 @pytest.mark.parametrize("dims", [2, 3], ids=["addmm", "unsafe view"])
-def test_kept_matmul_that_is_scaled_in_place(rows: int, dims: int) -> None:
+def test_saved_matmul_scaled_in_place_is_offloaded(rows: int, dims: int) -> None:
     class Scales(Stack):
         def __init__(self) -> None:
             super().__init__(0)
@@ -261,8 +264,8 @@ def test_kept_matmul_that_is_scaled_in_place(rows: int, dims: int) -> None:
     assert parity.rows[2].difference == 0.0
 
 
-def test_dtensors() -> None:
-    """Tensor parallelism: what a column- and a row-wise layer save is parked once and comes back as a DTensor."""
+def test_dtensors_are_offloaded() -> None:
+    """Tensors saved by column- and row-wise parallel layers are offloaded once and return as DTensors."""
     from torch.distributed.tensor import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -288,7 +291,7 @@ def test_dtensors() -> None:
         dist.destroy_process_group()
 
 
-def test_other_wrapper_subclasses_stay() -> None:
+def test_other_tensor_subclasses_are_not_offloaded() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     x = TwoTensor(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)).requires_grad_()
@@ -300,7 +303,7 @@ def test_other_wrapper_subclasses_stay() -> None:
     assert x.grad.a.equal(x.a.cos() * x.a + x.a.sin())
 
 
-def test_dtensor_that_was_written_to() -> None:
+def test_write_to_a_saved_dtensor_is_an_error() -> None:
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
     class Edits(nn.Module):
@@ -322,25 +325,25 @@ def test_dtensor_that_was_written_to() -> None:
         dist.destroy_process_group()
 
 
-def test_kept_outside_of_hooks() -> None:
-    """`keep`, for outputs that a `save:` policy keeps."""
+def test_keep_offloads_without_hooks() -> None:
+    """`keep` is for outputs that a `save:` policy keeps."""
 
-    class Keeps(nn.Module):
+    class KeepsATensor(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.kept = offload.keep(x.detach())
             return x.sum()
 
-    model = Keeps()
+    model = KeepsATensor()
     treat(model, [], min_bytes=NBYTES)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     model(x)
     assert parked_bytes() == NBYTES
     assert model.kept.get().equal(x)
-    assert offload.keep(x).get().data_ptr() == x.data_ptr()  # outside of a model's forward nothing is parked
+    assert offload.keep(x).get().data_ptr() == x.data_ptr()  # nothing is offloaded outside a model's forward
 
 
 class Listener:
-    """What happens on the streams of a GPU that is not there."""
+    """Records the events on a GPU's streams, without a GPU."""
 
     def __init__(self) -> None:
         self.stream, self.said = "", []
@@ -349,15 +352,15 @@ class Listener:
         self.said.append((what, stream, back))
 
 
-def test_what_is_copied_is_kept_until_the_computation_waits_for_the_copy() -> None:
-    """Then its memory may be used again; what came back and was never used must be waited for, too."""
+def test_copied_tensor_is_kept_until_the_computation_waits_for_the_copy() -> None:
+    """Only then may its memory be used again. Fetched tensors that are never used must be waited for, too."""
     parking = Parking(1)
     source = torch.randn(4)
     parking.copies = CopyStream(source)
     parking.copies.streams = streams = Streams()
     parking.copies.side, streams.recorder = streams.Stream(), (heard := Listener())
     freed = weakref.ref(source)
-    parking.inside = True  # of a block
+    parking.inside = True  # inside a block
     parked = Parked(source, 0, parking)
     del source
     gc.collect()
@@ -373,7 +376,7 @@ def test_what_is_copied_is_kept_until_the_computation_waits_for_the_copy() -> No
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
+def test_offload_on_a_gpu() -> None:
     model = Stack(6).cuda()
     plain = copy.deepcopy(model)
     x = torch.randn(4096, WIDTH, device="cuda")
@@ -389,7 +392,7 @@ def test_on_a_gpu() -> None:
 
 
 @pytest.mark.slow
-def test_outputs_that_save_keeps_are_parked_too() -> None:
+def test_outputs_kept_by_save_are_offloaded() -> None:
     from ckpt_ft.memory.fake.step import trace_step
     from ckpt_ft.spec.training_spec import TrainingSpec
     from ckpt_ft.workloads.load import load
@@ -406,8 +409,8 @@ def test_outputs_that_save_keeps_are_parked_too() -> None:
     assert kept["save:attention+matmul,offload"] < 0.01 * kept["save:attention+matmul"]
 
 
-def test_a_new_storage_never_has_the_address_of_a_weight_that_is_gone() -> None:
-    """As under ZeRO-3, which replaces gathered weights: what took their address was left on the device."""
+def test_storage_at_the_address_of_a_freed_weight_is_offloaded() -> None:
+    """ZeRO-3 frees gathered weights; a new storage at such an address must not be taken for a weight."""
     layer = nn.Linear(WIDTH, WIDTH)
     parking = Parking(1)
     parking.resident |= offload._storages(layer)

@@ -1,4 +1,4 @@
-"""What changes in a model between forward and backward is put back for the second run, or an error names it."""
+"""Changes of a model between forward and backward are undone for the second run, or an error names them."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_functional_call(policy: str) -> None:
-    """The parameters that forward was called with are gone from the model when backward runs."""
+def test_parameters_of_a_functional_call_are_used_in_the_second_run(policy: str) -> None:
+    """The parameters of the call are no longer in the model when backward runs."""
     plain, model = Net(), Net()
     apply_policy(model, policy)
     found = []
@@ -68,8 +68,8 @@ def test_functional_call(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_eval_mode_in_between(policy: str) -> None:
-    """With dropout: a second run in eval mode would draw no mask."""
+def test_second_run_is_in_train_mode_after_eval(policy: str) -> None:
+    """A second run in eval mode would have no dropout."""
     plain, model = Net(), Net()
     apply_policy(model, policy)
     for net in (plain, model):
@@ -82,7 +82,7 @@ def test_eval_mode_in_between(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_several_forward_passes_before_one_backward(policy: str) -> None:
-    """As DPO's: chosen, rejected, and a reference without adapters in eval mode in between."""
+    """DPO does this: chosen, rejected, and in between a reference without adapters in eval mode."""
     plain, model = Net(), Net()
     apply_policy(model, policy)
     for net in (plain, model):
@@ -117,7 +117,7 @@ def freeze(net: Net) -> None:
         (freeze, "switched to requires_grad=False"),
     ],
 )
-def test_what_cannot_be_put_back_is_an_error(change: Callable[[Net], None], what: str, policy: str) -> None:
+def test_change_that_cannot_be_undone_is_an_error(change: Callable[[Net], None], what: str, policy: str) -> None:
     model = Net()
     apply_policy(model, policy)
     loss = loss_of(model)
@@ -127,8 +127,8 @@ def test_what_cannot_be_put_back_is_an_error(change: Callable[[Net], None], what
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_changes_after_backward_is_no_error(policy: str) -> None:
-    """An optimizer that steps in backward, as soon as a gradient is there, and one that steps afterwards."""
+def test_change_after_backward_is_no_error(policy: str) -> None:
+    """One optimizer steps in backward, as soon as a gradient is ready, and one after backward."""
     found = []
     for net in (Net(), Net()):
         if found:
@@ -145,7 +145,7 @@ def test_what_changes_after_backward_is_no_error(policy: str) -> None:
     assert_same(found[1], found[0])
 
 
-def test_switched_adapters() -> None:
+def test_switched_adapter_is_an_error_and_disabled_adapters_work() -> None:
     from peft import LoraConfig, get_peft_model
 
     def make() -> Any:
@@ -161,13 +161,13 @@ def test_switched_adapters() -> None:
         loss.backward()
     model = make()
     loss = loss_of(model)
-    with model.disable_adapter(), torch.no_grad():  # a reference model: on again when backward runs
+    with model.disable_adapter(), torch.no_grad():  # a reference model; adapters are enabled again when backward runs
         loss_of(model)
     loss.backward()
     assert model.base_model.model.blocks[0].up.lora_B["default"].weight.grad.abs().sum() > 0
 
 
-def test_modules_in_are_modules() -> None:
+def test_modules_in_equals_modules_despite_cycles() -> None:
     model = Net()
     model.shared = model.blocks[0]
     model.blocks[0].__dict__["_modules"]["parent"] = model  # a cycle

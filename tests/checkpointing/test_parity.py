@@ -1,4 +1,4 @@
-"""check_parity: passes what is right, and names each classic trap."""
+"""check_parity accepts correct policies and names the cause of each known error."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2", "save:attention+matmul", "modules:mlp"])
-def test_a_policy_passes_and_the_model_is_left_as_it_was(policy: str) -> None:
+def test_policy_passes_and_the_model_is_unchanged(policy: str) -> None:
     model = make("llama")
     applied = apply_policy(model, "every:2")
     model.lm_head.weight.grad = mark = torch.ones_like(model.lm_head.weight)
@@ -69,14 +69,14 @@ def test_a_policy_passes_and_the_model_is_left_as_it_was(policy: str) -> None:
     assert model.lm_head.weight.grad is mark
     assert torch.equal(torch.get_rng_state(), random)
     assert str(applied_policy(model).policy) == "every:2"
-    assert applied.regions  # the object that the caller holds still tells what it was
+    assert applied.regions  # the caller's object still describes the policy
 
 
 def test_dropout_and_batchnorm_pass_under_a_policy() -> None:
     assert check_parity(Stack(dropout=0.5, norm=True), X, "full").ok
 
 
-def test_names_the_frozen_front() -> None:
+def test_names_a_frozen_input() -> None:
     reentrant = check_parity(Stack(), X, partial(install, run=_quiet_reentrant))
     assert "frozen front: 6 parameters (blocks.0.linear.weight, ...)" in causes(reentrant)
 
@@ -85,19 +85,19 @@ def _quiet_reentrant(forward: Any, x: torch.Tensor) -> torch.Tensor:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns once that the inputs need no gradient
+        warnings.simplefilter("ignore")  # PyTorch warns once that no input requires a gradient
         out: torch.Tensor = checkpoint(forward, x, use_reentrant=True)
     return out
 
 
 def test_names_dropout_without_rng() -> None:
-    careless = partial(
+    checkpoint_without_rng = partial(
         install, run=lambda forward, x: checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
     )
-    assert "dropout without RNG" in causes(check_parity(Stack(dropout=0.5), X, careless))
+    assert "dropout without RNG" in causes(check_parity(Stack(dropout=0.5), X, checkpoint_without_rng))
 
 
-def test_names_batchnorm_twice() -> None:
+def test_names_batch_norm_that_runs_twice() -> None:
     plain = partial(install, run=lambda forward, x: checkpoint(forward, x, use_reentrant=False))
     parity = check_parity(Stack(norm=True), X, plain)
     assert "BatchNorm twice" in causes(parity)
@@ -113,7 +113,7 @@ def test_names_no_grad_inside_a_region() -> None:
     assert "no_grad inside a region" in causes(check_parity(Stack(), X, partial(install, run=frozen)))
 
 
-def test_says_which_parameters_lost_their_gradient_or_have_a_new_one() -> None:
+def test_counts_parameters_that_lost_or_gained_a_gradient() -> None:
     def detached(model: Any) -> None:
         model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0].detach(),))
 
@@ -130,12 +130,16 @@ def test_says_which_parameters_lost_their_gradient_or_have_a_new_one() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
-def test_the_bound_of_sums_in_another_order(dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`head` is held to it: what is 10 times as far off differs. A gradient that cancels out is compared to others."""
+def test_tolerance_for_sums_in_another_order(
+    dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`head` has this tolerance; 10 times the difference is an error. Gradients that cancel out are compared with
+    others.
+    """
     from ckpt_ft.checkpointing import deferred_logits
 
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 4 * 61 * 5)
-    model = make("bert").to(dtype)  # its keys' biases have gradients of rounding noise alone
+    model = make("bert").to(dtype)  # the gradients of its key biases are rounding noise
     assert check_parity(model, batch(), "head").ok
     add = deferred_logits.torch.stack
     monkeypatch.setattr(
@@ -144,7 +148,7 @@ def test_the_bound_of_sums_in_another_order(dtype: torch.dtype, bound: float, mo
     assert not check_parity(model, batch(), "head").ok
 
 
-def test_names_state_from_outside() -> None:
+def test_names_a_second_run_that_differs() -> None:
     def unsteady(forward: Any, x: torch.Tensor) -> torch.Tensor:
         def region(x: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = forward(x * (1 if torch._C._current_graph_task_id() < 0 else 2))
@@ -167,7 +171,7 @@ def test_notes_parameters_that_never_train() -> None:
     assert "2 trainable parameters (unused.weight, ...) receive no gradient" in parity.notes[0]
 
 
-def test_own_loss_and_unfit_steps() -> None:
+def test_custom_loss_and_unsuitable_steps() -> None:
     assert check_parity(Stack(), X, "full", loss=lambda model, x: model(x).logsumexp(0).sum()).ok
     with pytest.raises(UserError, match="needs no gradient"):
         check_parity(Stack().requires_grad_(False), X, "full")
@@ -175,14 +179,14 @@ def test_own_loss_and_unfit_steps() -> None:
         check_parity(Stack(), X, "modules:attention")
 
 
-def test_parity_agrees_with_the_numbers_themselves() -> None:
+def test_parity_prints_the_loss_of_the_step() -> None:
     model = make("gpt2", "dropout")
     before = numbers(model)
     assert check_parity(model, batch(), "full", seed=2).rows[0].plain == f"{before['loss']:.9g}"
 
 
-def test_what_python_and_numpy_draw_starts_from_the_seed_too() -> None:
-    """wav2vec2 masks its input with numpy's numbers: two steps of a check must draw the same."""
+def test_random_and_numpy_draws_are_seeded() -> None:
+    """wav2vec2 masks its input with numpy's random numbers, so both steps of a check must draw the same."""
 
     class Masked(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -197,10 +201,10 @@ def test_what_python_and_numpy_draw_starts_from_the_seed_too() -> None:
     drawn = np.random.rand(), random.random()
     np.random.seed(5)
     random.seed(5)
-    assert drawn == (np.random.rand(), random.random())  # as if there had been no check
+    assert drawn == (np.random.rand(), random.random())  # as without the check
 
 
-def test_a_loss_is_one_number() -> None:
+def test_loss_must_be_one_number() -> None:
     assert check_parity(Stack(), X, "full", loss=lambda model, batch: model(batch).sum().view(1)).ok
     with pytest.raises(UserError, match=r"the step's loss has the shape \(2,\); it must be one number"):
         check_parity(Stack(), X, "full", loss=lambda model, batch: model(batch)[0])
@@ -223,7 +227,7 @@ class Scaled(nn.Module):
         return torch.tanh(self.scale * self.linear(x))
 
 
-def test_a_buffer_that_forward_registers_is_compared_and_removed_again() -> None:
+def test_buffer_registered_in_forward_is_compared_and_removed() -> None:
     model = nn.Sequential(*(Scaled() for _ in range(3)))
     parity = check_parity(model, torch.ones(2, 8), "full")
     assert parity.ok, parity

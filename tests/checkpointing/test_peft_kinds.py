@@ -1,4 +1,4 @@
-"""Policies on every kind of adapter that PEFT has: no number changes, or one line says why it does not go."""
+"""Policies on every kind of PEFT adapter keep the numbers, or are refused in one line."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from ckpt_ft.workloads.adapters import adapt
 
 POLICIES = ("full", "pointwise", "save:attention+matmul", "full,offload", "pointwise,offload", "segments:2", "head")
 RE_RUN = ("full", "save:attention+matmul", "full,offload", "segments:2")
-REFUSED = {"CARTRIDGE": RE_RUN, "PREFIX_TUNING": RE_RUN, "CPT": ("head",)}  # a cache of theirs; a loss over logits
+# the first two fill a KV cache; the loss of CPT needs logits
+REFUSED = {"CARTRIDGE": RE_RUN, "PREFIX_TUNING": RE_RUN, "CPT": ("head",)}
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of peft about its defaults
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns about its defaults
 
 
 @pytest.mark.parametrize("kind", quick_or_slow("FROD", "SHIRA", "POLY", "alora"))
-def test_a_policy_changes_no_number_of_adapters(kind: str) -> None:
-    """With sparse tensors, and with hooks that PEFT takes off before backward."""
+def test_policy_keeps_the_numbers_of_every_adapter(kind: str) -> None:
+    """Some adapters have sparse tensors, or hooks that PEFT removes before backward."""
     model, batch = adapted(kind)
     for policy in POLICIES:
         if policy in REFUSED.get(kind, ()):
@@ -35,8 +36,8 @@ def test_a_policy_changes_no_number_of_adapters(kind: str) -> None:
             assert parity.ok, parity
 
 
-def test_adapters_that_are_mixed_are_so_in_the_second_run(tmp_path: Path) -> None:
-    """X-LoRA hands each layer its shares by hooks of one forward."""
+def test_second_run_mixes_adapters_of_xlora_as_the_first(tmp_path: Path) -> None:
+    """X-LoRA passes each layer its mixing weights by hooks that exist during forward only."""
     shape = LlamaConfig(
         hidden_size=64,
         intermediate_size=128,

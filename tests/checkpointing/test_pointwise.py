@@ -1,4 +1,4 @@
-"""The engine of `pointwise`: what is dropped, when it is rebuilt and freed, and what must stop it."""
+"""The engine of `pointwise`: which tensors are dropped, when they are recomputed and freed, and what it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckpt_ft.errors import UserError
 
 
 class Model(nn.Module):
-    """Runs a function of itself and its input, so that a test can say what the forward does."""
+    """Runs a function of itself and its input, so that a test defines the forward."""
 
     def __init__(self, body: Any, **layers: nn.Module) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 def handles() -> list[Discarded]:
-    """All handles that are alive."""
+    """Returns all handles that are alive."""
     return [o for o in gc.get_objects() if type(o) in (Discarded, Reader)]
 
 
@@ -53,7 +53,7 @@ def pair(body: Any, **layers: nn.Module) -> tuple[Model, Model]:
 
 
 def check_same(plain: nn.Module, treated: nn.Module, x: torch.Tensor) -> None:
-    """Same output and gradients, the input's among them, to the bit."""
+    """Asserts that output and gradients, also the input's, are bit-equal."""
     results = []
     for model in (plain, treated):
         value = x.clone().requires_grad_()
@@ -66,7 +66,7 @@ def check_same(plain: nn.Module, treated: nn.Module, x: torch.Tensor) -> None:
 
 
 def count_calls(module: nn.Module) -> list[int]:
-    """Counts the runs of `module`'s own forward."""
+    """Counts the calls of `module`'s own forward."""
     calls = [0]
     inner = module.forward
 
@@ -78,7 +78,7 @@ def count_calls(module: nn.Module) -> list[int]:
     return calls
 
 
-def test_rebuilt_once_for_all_consumers() -> None:
+def test_output_is_recomputed_once_for_all_consumers() -> None:
     model = Model(
         lambda m, x: m.q(h := m.norm(m.first(x))) + m.k(h) * m.v(h),
         first=nn.Linear(8, 8), norm=nn.LayerNorm(8), q=nn.Linear(8, 8), k=nn.Linear(8, 8), v=nn.Linear(8, 8),
@@ -91,20 +91,22 @@ def test_rebuilt_once_for_all_consumers() -> None:
     assert calls == [2]
 
 
-def test_freed_when_the_last_consumer_is_done() -> None:
-    """The norm's output: gone after forward, back for the layer behind it, gone again before the layer in front."""
+def test_output_is_freed_after_its_last_consumer() -> None:
+    """The norm's output is freed after forward, recomputed for the layer after it, and freed before the layer before
+    it.
+    """
     alive: list[tuple[str, bool]] = []
     seen: list[weakref.ref[torch.UntypedStorage]] = []
 
     def body(m: Model, x: torch.Tensor) -> torch.Tensor:
         first = m.first(x)
-        first.register_hook(lambda grad: alive.append(("in front", rebuilt())))
+        first.register_hook(lambda grad: alive.append(("in front", recomputed())))
         h = m.norm(first)
-        h.register_hook(lambda grad: alive.append(("behind", rebuilt())))
+        h.register_hook(lambda grad: alive.append(("behind", recomputed())))
         seen.append(weakref.ref(h.untyped_storage()))
         return m.last(h)
 
-    def rebuilt() -> bool:
+    def recomputed() -> bool:
         return any(isinstance(h.source, torch.Tensor) for h in handles())
 
     model = Model(body, first=nn.Linear(8, 8), norm=nn.LayerNorm(8), last=nn.Linear(8, 8))
@@ -139,14 +141,14 @@ def test_forward_without_backward_leaves_nothing() -> None:
     assert handles() == []
 
 
-def test_chain_recomputes_through() -> None:
+def test_chain_of_modules_is_recomputed() -> None:
     plain, treated = pair(
         lambda m, x: m.conv(m.act(m.norm(x))), norm=nn.GroupNorm(2, 4), act=nn.SiLU(), conv=nn.Conv2d(4, 4, 3)
     )
     check_same(plain, treated, torch.randn(2, 4, 6, 6))
 
 
-def test_long_chain_is_cut() -> None:
+def test_long_chain_is_split() -> None:
     layers = {f"l{i}": nn.SiLU() for i in range(200)}
 
     def body(m: Model, x: torch.Tensor) -> torch.Tensor:
@@ -165,8 +167,8 @@ def test_long_chain_is_cut() -> None:
     assert claim.run.depth == (MAX_CHAIN + 4) % (MAX_CHAIN + 1)
 
 
-def test_a_new_storage_is_not_taken_for_a_saved_one_that_was_freed() -> None:
-    """Memory of a freed storage is used again, and its address says nothing of the next one (DoRA frees such)."""
+def test_new_storage_at_a_freed_address_is_not_taken_for_the_old_one() -> None:
+    """Memory of freed storages is used again, so an address does not identify a storage (DoRA frees such)."""
     running, held = Pass(True), torch.randn(3)
     for _ in range(50):
         running.pack(torch.randn(3))
@@ -197,8 +199,8 @@ def test_output_changed_in_place_is_kept(edit: Any) -> None:
     check_same(plain, treated, torch.randn(4, 8))
 
 
-def test_output_changed_after_it_was_saved() -> None:
-    """Plain autograd must refuse here, as it kept the tensor that changed; a rebuilt one has the right values."""
+def test_output_changed_after_saving_is_recomputed() -> None:
+    """Plain autograd raises here, because it saved the changed tensor; a recomputed one has the correct values."""
 
     def body(m: Model, x: torch.Tensor) -> torch.Tensor:
         h = m.norm(x)
@@ -214,7 +216,7 @@ def test_output_changed_after_it_was_saved() -> None:
     check_same(reference, treated, x)
 
 
-def test_input_changed_after_it_was_saved_is_an_error() -> None:
+def test_input_changed_after_saving_is_an_error() -> None:
     def body(m: Model, x: torch.Tensor) -> torch.Tensor:
         h = m.first(x)
         y = m.last(m.act(h))
@@ -259,8 +261,8 @@ def test_inplace_activation_after_norm() -> None:
     assert plain.norm.num_batches_tracked == treated.norm.num_batches_tracked == 1
 
 
-def test_reused_addresses_do_not_mislead() -> None:
-    """Outputs die and others take their storages' place, many times over."""
+def test_reused_addresses_do_not_confuse_tensors() -> None:
+    """Many outputs are freed and others take their addresses."""
 
     def body(m: Model, x: torch.Tensor) -> torch.Tensor:
         for _ in range(30):
@@ -305,7 +307,7 @@ def test_dropout_repeats_its_mask_and_leaves_the_generator() -> None:
     assert torch.get_rng_state().equal(before)
 
 
-def test_mode_of_the_first_run_counts() -> None:
+def test_recomputation_uses_the_mode_of_the_first_run() -> None:
     _, treated = pair(
         lambda m, x: m.last(m.drop(m.norm(x))), norm=nn.LayerNorm(8), drop=nn.Dropout(0.5), last=nn.Linear(8, 8)
     )
@@ -321,8 +323,8 @@ def test_mode_of_the_first_run_counts() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_parameters_and_buffers_of_a_functional_call(training: bool) -> None:
-    """They are gone from the model when backward rebuilds what was computed with them; BatchNorm reads its own."""
+def test_parameters_and_buffers_of_a_functional_call_are_used(training: bool) -> None:
+    """They are no longer in the model when backward recomputes; BatchNorm reads its own buffers."""
     plain, treated = pair(
         lambda m, x: m.last(m.bn(m.norm(m.first(x)))),
         first=nn.Linear(8, 8), norm=nn.LayerNorm(8), bn=nn.BatchNorm1d(8), last=nn.Linear(8, 8),
@@ -343,8 +345,8 @@ def _seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def test_without_gradients_inside_of_a_step() -> None:
-    """A frozen front that the model itself runs under no_grad (Xcodec2): what reads its norm's output keeps it."""
+def test_modules_under_no_grad_inside_a_step() -> None:
+    """A model may run its frozen first part under no_grad (Xcodec2); the reader of its norm's output saves it."""
 
     def body(m: Model, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -375,7 +377,7 @@ def as_complex(h: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("read", COMPLEX.values(), ids=COMPLEX)
 def test_output_read_as_complex_numbers(read: Any) -> None:
-    """A saved tensor may look at the norm's output as another dtype, conjugated or negated."""
+    """A saved tensor may be a view of the norm's output in another dtype, conjugated or negated."""
     plain, treated = pair(
         lambda m, x: torch.view_as_real(read(m.norm(m.first(x))) + 0j), first=nn.Linear(8, 8), norm=nn.LayerNorm(8)
     )
@@ -383,7 +385,7 @@ def test_output_read_as_complex_numbers(read: Any) -> None:
 
 
 def test_dtensors_are_kept() -> None:
-    """Tensor parallelism: a norm whose output is a DTensor, which cannot be viewed anew from its storage."""
+    """A norm with a DTensor output, which cannot be viewed from its storage."""
     from torch.distributed.tensor import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
@@ -430,19 +432,19 @@ def test_double_backward_is_refused() -> None:
         torch.autograd.grad(model(**inputs).loss, list(model.parameters()), create_graph=True)
 
 
-def test_accumulation_and_several_losses() -> None:
+def test_two_graphs_alive_at_once() -> None:
     model, inputs = build("phi3")
     treated = copy.deepcopy(model)
     treat(treated)
     for m in (model, treated):
-        losses = [m(**inputs).loss for _ in range(2)]  # two graphs alive at once
+        losses = [m(**inputs).loss for _ in range(2)]  # two graphs are alive
         for loss in losses:
             loss.backward()
     assert all(g.equal(gradients(treated)[name]) for name, g in gradients(model).items())
 
 
-def test_autocast_copies_share_one() -> None:
-    """Under autocast three linear layers keep three bf16 copies of a norm's output; here none, rebuilt as one."""
+def test_autocast_copies_are_recomputed_once() -> None:
+    """Three linear layers keep three bf16 copies of a norm's output; under the policy none, and one is recomputed."""
     plain, treated = pair(
         lambda m, x: m.q(h := m.norm(x)) + m.k(h) + m.v(h),
         norm=nn.LayerNorm(8), q=nn.Linear(8, 8), k=nn.Linear(8, 8), v=nn.Linear(8, 8),
@@ -463,10 +465,10 @@ def test_autocast_copies_share_one() -> None:
     del output
 
 
-def test_a_model_called_twice_in_one_autocast_context_sums_in_fp32() -> None:
-    """Plain autocast makes one bf16 copy of a weight for both calls, and adds up their gradients in bf16.
+def test_model_called_twice_under_autocast_sums_gradients_in_fp32() -> None:
+    """Plain autocast casts a weight once for both calls and sums its gradients in bf16.
 
-    Here each call makes its own, as autocast does without its cache: what is promised is equality with that.
+    Under the policy each call casts it, as autocast does without its cache; gradients equal those without the cache.
     """
     plain, treated = pair(lambda m, x: m.last(m.norm(x)), norm=nn.LayerNorm(8), last=nn.Linear(8, 8, bias=False))
 
@@ -484,7 +486,7 @@ def test_a_model_called_twice_in_one_autocast_context_sums_in_fp32() -> None:
 
 
 def test_autocast_in_backward_only() -> None:
-    """A recompute runs under the autocast of its forward: here none, though backward has it."""
+    """Recomputation uses the autocast state of forward, not of backward."""
     model, inputs = build("llama")
     treated = copy.deepcopy(model)
     treat(treated)
@@ -495,7 +497,7 @@ def test_autocast_in_backward_only() -> None:
     assert all(g.equal(gradients(treated)[name]) for name, g in gradients(model).items())
 
 
-def test_gradients_off_and_generate_pay_nothing() -> None:
+def test_no_handles_without_gradients() -> None:
     model, inputs = build("llama")
     reference = model.eval().generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
     treat(model)
@@ -506,18 +508,18 @@ def test_gradients_off_and_generate_pay_nothing() -> None:
     assert output.loss.grad_fn is None
 
 
-def test_pickle_and_signature() -> None:
+def test_pickled_model_and_signature_of_forward() -> None:
     model, inputs = build("llama")
     names = list(inspect.signature(model.forward).parameters)
     treat(model)
     assert list(inspect.signature(model.forward).parameters) == names
-    again = pickle.loads(pickle.dumps(model))
-    assert again.forward.module is again
-    losses = [m(**inputs).loss for m in (model, again)]
+    loaded = pickle.loads(pickle.dumps(model))
+    assert loaded.forward.module is loaded
+    losses = [m(**inputs).loss for m in (model, loaded)]
     assert losses[0].equal(losses[1])
 
 
-def test_compile_runs_the_plain_model_and_says_so() -> None:
+def test_compile_runs_the_plain_model_with_a_warning() -> None:
     model, inputs = build("llama")
     model(**inputs).loss.backward()
     plain = {name: g.clone() for name, g in gradients(model).items()}
@@ -534,8 +536,8 @@ def test_compile_runs_the_plain_model_and_says_so() -> None:
         torch.testing.assert_close(gradient, 2 * plain[name], rtol=1e-4, atol=1e-6)
 
 
-def test_under_save_on_cpu() -> None:
-    """What `pointwise` keeps goes to the hooks around it."""
+def test_pointwise_under_save_on_cpu() -> None:
+    """Tensors that `pointwise` keeps are passed to the enclosing saved-tensor hooks."""
     model, inputs = build("llama")
     treated = copy.deepcopy(model)
     treat(treated)
@@ -545,7 +547,7 @@ def test_under_save_on_cpu() -> None:
     assert all(g.equal(gradients(treated)[name]) for name, g in gradients(model).items())
 
 
-def test_under_fake_tensors() -> None:
+def test_pointwise_under_fake_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -558,12 +560,12 @@ def test_under_fake_tensors() -> None:
     assert gradients(model).keys() == {name for name, _ in model.named_parameters()}
 
 
-def test_nothing_to_treat() -> None:
+def test_model_without_cheap_modules_is_refused() -> None:
     with pytest.raises(UserError, match="has no norm, activation, gated MLP or dropout"):
         treat(nn.Sequential(nn.Linear(4, 4)))
 
 
-def test_describe() -> None:
+def test_treated_modules_are_described() -> None:
     model, _ = build("llama")
     rows = {row.module: (row.count, row.dropped, row.kept) for row in treat(model).rows}
     assert rows == {
@@ -574,8 +576,8 @@ def test_describe() -> None:
 
 
 @pytest.mark.parametrize(("name", "treated"), [("qwen3", True), ("llama", False)])
-def test_rotary_embedding_behind_a_norm(name: str, treated: bool) -> None:
-    """Rotated queries and keys are dropped only where unrotated ones are rebuilt anyway."""
+def test_rotated_queries_and_keys_are_dropped_after_a_norm(name: str, treated: bool) -> None:
+    """They are dropped only if the unrotated ones are recomputed anyway."""
     model, inputs = build(name)
     rows = [row for row in treat(model).rows if row.dropped == "rotated queries and keys"]
     assert [row.count for row in rows] == ([2] if treated else [])

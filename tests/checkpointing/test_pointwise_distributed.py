@@ -1,4 +1,4 @@
-"""`pointwise` on two CPU ranks: DDP and FSDP2 give the gradients that they give without it."""
+"""`pointwise` on two CPU ranks under DDP and FSDP2: gradients equal those without it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _gradients(model: nn.Module, rank: int, name: str) -> list[torch.Tensor]:
     _, inputs = build(name)
     inputs = {key: value.roll(rank, dims=1) for key, value in inputs.items()}
     torch.manual_seed(3)
-    for _ in range(2):  # accumulated
+    for _ in range(2):  # accumulates gradients
         model(**inputs).loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
@@ -49,7 +49,7 @@ def _worker(rank: int, port: int, name: str, way: str) -> None:
     wrap = _shard if way == "fsdp2" else nn.parallel.DistributedDataParallel
     results = [_gradients(wrap(model), rank, name) for model in (plain, treated)]
     assert len(results[0]) == len(results[1]) > 10
-    # not to the bit: DDP's buckets are summed as they fill
+    # not bit-equal, because DDP sums its buckets as they fill
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
     dist.destroy_process_group()
@@ -57,8 +57,10 @@ def _worker(rank: int, port: int, name: str, way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), [("bert", "fsdp2"), ("llama", "fsdp2"), ("llama", "ddp")])
-def test_two_ranks(name: str, way: str) -> None:
-    """BERT's blocks end in a norm: the next block's backward asks for it when its parameters are sharded again."""
+def test_pointwise_under_ddp_and_fsdp2(name: str, way: str) -> None:
+    """BERT's blocks end in a norm, which the next block's backward recomputes after its parameters are sharded
+    again.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

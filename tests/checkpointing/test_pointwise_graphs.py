@@ -1,4 +1,6 @@
-"""`pointwise` on random graphs: cheap and dear modules, shared inputs, views, in-place edits, several consumers."""
+"""`pointwise` on random graphs: cheap and expensive modules, shared inputs, views, in-place writes, several
+consumers.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ FUNCTIONS: dict[str, Any] = {
     "add_": lambda a, b: (a * 1).add_(b),
     "matmul": lambda a, b: a @ (b.t() @ a) * 0.1,
 }
-# Edits of a node's value in place. Where plain autograd refuses the graph, there is nothing to compare.
+# In-place writes to a node's value. If plain autograd refuses the graph, nothing is compared.
 EDITS: dict[str, Any] = {
     "mul_": lambda a: a.mul_(0.5),
     "sigmoid_": lambda a: a.sigmoid_(),
@@ -54,7 +56,7 @@ node = st.one_of(
 
 
 class Graph(nn.Module):
-    """Each node reads one or two earlier values, counted back from the newest; a module may serve several nodes."""
+    """Each node reads one or two earlier values, counted from the newest; several nodes may use one module."""
 
     def __init__(self, nodes: list[tuple[str, int, int]]) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ def run(model: nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor | None], l
 
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(node, min_size=2, max_size=14))
-def test_same_gradients(nodes: list[tuple[str, int, int]]) -> None:
+def test_pointwise_on_random_graphs_keeps_the_gradients(nodes: list[tuple[str, int, int]]) -> None:
     torch.manual_seed(0)
     plain = Graph(nodes)
     treated = copy.deepcopy(plain)
@@ -101,7 +103,7 @@ def test_same_gradients(nodes: list[tuple[str, int, int]]) -> None:
     x = torch.randn(4, WIDTH)
     try:
         gradients, rest = run(plain, x)
-    except RuntimeError:  # an in-place edit of what autograd needs, or of a view that it forbids
+    except RuntimeError:  # an in-place write that autograd or a view forbids
         return
     ours, ours_rest = run(treated, x)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(gradients, ours, strict=True))

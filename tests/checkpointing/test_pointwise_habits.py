@@ -1,4 +1,6 @@
-"""What `pointwise` must not rebuild, or not by its usual way: norms with odd insides, keyword calls, containers."""
+"""Modules that `pointwise` must not recompute, or must recompute specially: unusual norms, keyword calls,
+containers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ WIDTH = 8
 
 
 class RMSNorm(nn.Module):
-    """A norm of a library's: treated."""
+    """A norm as libraries define it, which is treated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +39,7 @@ class DropoutRMSNorm(RMSNorm):
 
 
 class NoisyLayerNorm(nn.LayerNorm):
-    """Its noise is drawn in a function: the code of its forward does not say so."""
+    """It draws its noise in a function, so the code of its forward does not show it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * _noise(x)
@@ -70,7 +72,7 @@ class CountingRMSNorm(RMSNorm):
 
 
 class ListingLayerNorm(nn.LayerNorm):
-    """Its state is in a list, which no attribute's identity shows."""
+    """Its state is in a list, so the attribute's identity does not change."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -114,7 +116,7 @@ def _train(model: nn.Module, steps: int = 3, autocast: bool = False) -> list[tor
     return found + [b.clone() for b in model.buffers()] + [torch.get_rng_state()]
 
 
-def _proved(model: nn.Module, autocast: bool = False) -> None:
+def _assert_same_training(model: nn.Module, autocast: bool = False) -> None:
     plain = _train(copy.deepcopy(model), autocast=autocast)
     apply_policy(model, "pointwise")
     for ours, wanted in zip(_train(model, autocast=autocast), plain, strict=True):
@@ -122,13 +124,13 @@ def _proved(model: nn.Module, autocast: bool = False) -> None:
 
 
 @pytest.mark.parametrize("norm", [DropoutRMSNorm, CountingRMSNorm, RMSNorm], ids=lambda norm: norm.__name__)
-def test_a_norm_whose_code_tells_what_it_does_has_the_plain_gradients(norm: Any) -> None:
+def test_norm_with_visible_draws_or_state_has_the_plain_gradients(norm: Any) -> None:
     torch.manual_seed(0)
-    _proved(Stack(*(Block(norm()) for _ in range(3))))
+    _assert_same_training(Stack(*(Block(norm()) for _ in range(3))))
 
 
 @pytest.mark.parametrize("norm", [NoisyLayerNorm, RunningRMSNorm, ListingLayerNorm], ids=lambda norm: norm.__name__)
-def test_a_norm_that_hides_a_draw_or_a_state_is_refused_in_the_first_step(norm: Any) -> None:
+def test_norm_with_hidden_draws_or_state_is_refused_in_the_first_step(norm: Any) -> None:
     args = (WIDTH,) if norm is NoisyLayerNorm else ()
     model = Stack(*(Block(norm(*args)) for _ in range(3)))
     weights = [p.detach().clone() for p in model.parameters()]
@@ -138,7 +140,7 @@ def test_a_norm_that_hides_a_draw_or_a_state_is_refused_in_the_first_step(norm: 
     assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights, strict=True))
 
 
-def test_a_norm_that_names_a_draw_or_writes_an_attribute_is_none() -> None:
+def test_norm_that_draws_or_writes_an_attribute_is_not_treated() -> None:
     assert is_norm(RMSNorm())
     assert is_norm(nn.LayerNorm(WIDTH))
     assert not is_norm(DropoutRMSNorm())
@@ -156,7 +158,7 @@ class Gated(nn.Module):
 
 
 class Named(nn.Module):
-    """Everything is called with keywords."""
+    """Calls everything with keywords."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,11 +186,11 @@ class Products(nn.Module):
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_cheap_calls_with_keywords_have_the_plain_gradients(autocast: bool) -> None:
     torch.manual_seed(0)
-    _proved(Stack(Named(), Named(), Named()), autocast)
+    _assert_same_training(Stack(Named(), Named(), Named()), autocast)
 
 
-def test_attributes_that_change_after_a_call_are_those_of_the_call() -> None:
-    """A slope, a rate and an epsilon on a schedule; also in steps that are not verified."""
+def test_recomputation_uses_the_attributes_of_the_call() -> None:
+    """A slope, a rate and an epsilon follow a schedule; also in steps that are not verified."""
 
     class Scheduled(nn.Module):
         def __init__(self) -> None:

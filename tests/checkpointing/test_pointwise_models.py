@@ -1,4 +1,4 @@
-"""`pointwise` on architectures: gradients, buffers and random state to the bit, and fewer bytes kept for backward."""
+"""`pointwise` on architectures keeps the bits of gradients, buffers and random state, and saves fewer bytes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 
 from ckpt_ft.checkpointing.pointwise import install as pointwise
 
-# Measured with this file: bytes that backward keeps, with `pointwise` over without, in fp32.
+# Saved bytes with `pointwise` over those without, in fp32, as measured by this file.
 KEPT = {"llama": 0.57, "gpt2": 0.67, "bert": 0.76, "phi3": 0.62, "resnet": 0.66, "vit": 0.77, "unet": 0.55, "t5": 0.61}
 
 
-# One layer used several times: autocast sums the gradients of its half-precision weight in half precision, here each
-# is added to the fp32 one.
+# One layer is used several times: autocast sums the gradients of its half-precision weight in half precision, the
+# policy adds each to the fp32 gradient.
 SHARED = ("albert", "deberta", "dit")
 
 
@@ -30,7 +30,7 @@ def autocast(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def step(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """One forward and backward: everything that it leaves behind."""
+    """Returns what one forward and backward leave behind."""
     torch.manual_seed(3)
     with autocast(dtype):
         loss = loss_of(model(**inputs))
@@ -40,7 +40,9 @@ def step(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None) ->
 
 
 def kept_bytes(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """Bytes of the storages, parameters and buffers aside, that the model hands to the hooks around it."""
+    """Returns the bytes of the storages, except parameters and buffers, that reach the enclosing saved-tensor
+    hooks.
+    """
     own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
     found: dict[int, torch.UntypedStorage] = {}
 
@@ -57,7 +59,7 @@ def kept_bytes(model: nn.Module, inputs: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("name", [*LANGUAGE, *VISION, *DIFFUSION])
-def test_same_numbers(name: str) -> None:
+def test_pointwise_keeps_the_numbers(name: str) -> None:
     model, inputs = build(name)
     treated = copy.deepcopy(model)
     installed = pointwise.install(treated, {"": treated})
@@ -79,7 +81,7 @@ def test_same_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_kept_bytes(name: str) -> None:
+def test_pointwise_saves_fewer_bytes(name: str) -> None:
     model, inputs = build(name)
     plain = kept_bytes(model, inputs)
     pointwise.install(model, {"": model})
@@ -87,8 +89,8 @@ def test_kept_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize(("use_dora", "kept"), [(False, 0.5), (True, 0.73)])
-def test_adapters(use_dora: bool, kept: float) -> None:
-    """LoRA and DoRA with dropout on a frozen model: only adapters get gradients, to the bit."""
+def test_pointwise_with_adapters(use_dora: bool, kept: float) -> None:
+    """LoRA and DoRA with dropout on a frozen model: only adapters have gradients, and they are bit-equal."""
     from peft import LoraConfig, get_peft_model
 
     model, inputs = build("llama")

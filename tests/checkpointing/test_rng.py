@@ -1,4 +1,4 @@
-"""The random numbers of a block are the same in its second run: PyTorch's, Python's and numpy's."""
+"""A block's second run draws the same random numbers as its first, from PyTorch, Python and numpy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ckpt_ft.checkpointing import rng
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.rand(()).item(),
     "random": random.random,
-    "gauss": lambda: random.gauss(0, 1),  # draws two at a time and keeps one
+    "gauss": lambda: random.gauss(0, 1),  # draws two numbers at a time and keeps one
     "numpy": np.random.rand,
-    "randn": np.random.randn,  # as well
+    "randn": np.random.randn,  # this too
 }
 
 
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 def step(net: nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients, and what each generator draws after two steps."""
+    """Returns the gradients, and the next number of each generator after two steps."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -59,14 +59,14 @@ def step(net: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("policy", ["full", "every:2", "segments:2", "save:matmul"])
 @pytest.mark.parametrize("kind", DRAWS)
-def test_a_block_that_draws(kind: str, policy: str) -> None:
+def test_second_run_draws_the_same_numbers(kind: str, policy: str) -> None:
     plain, model = Net(DRAWS[kind]), Net(DRAWS[kind])
     apply_policy(model, policy)
     assert_same(step(model), step(plain))
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_a_snapshot_sees_each_draw_and_gives_it_again(kind: str) -> None:
+def test_snapshot_notices_each_draw_and_repeats_it(kind: str) -> None:
     draw = DRAWS[kind]
     draw()
     for _ in range(3):
@@ -79,17 +79,17 @@ def test_a_snapshot_sees_each_draw_and_gives_it_again(kind: str) -> None:
         assert draw() == drawn
 
 
-def test_another_bit_generator_of_numpy() -> None:
+def test_other_bit_generator_of_numpy() -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
-        test_a_snapshot_sees_each_draw_and_gives_it_again("randn")
+        test_snapshot_notices_each_draw_and_repeats_it("randn")
     finally:
         np.random.set_bit_generator(before)
 
 
 class OnTwoDevices(nn.Module):
-    """Its first argument lies on the CPU; what it draws is drawn on the accelerator."""
+    """Its first argument is on the CPU, and it draws on the accelerator."""
 
     def forward(self, index: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return nn.functional.dropout(inputs["x"], 0.5).sin() * index.to(inputs["x"].device)
@@ -109,7 +109,7 @@ class DeviceNet(nn.Module):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the accelerator's generator needs an accelerator")
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
-def test_a_cpu_tensor_comes_first(policy: str) -> None:
+def test_random_state_of_the_accelerator_with_a_cpu_argument_first(policy: str) -> None:
     found = []
     for applied in ("none", policy):
         model = DeviceNet()
@@ -121,7 +121,7 @@ def test_a_cpu_tensor_comes_first(policy: str) -> None:
     assert_same(found[1], found[0])
 
 
-def test_every_device_that_is_among_the_arguments_counts() -> None:
+def test_random_state_of_every_device_among_the_arguments_is_kept() -> None:
     from ckpt_ft.checkpointing.recompute import Checkpointed, runs
 
     class Elsewhere(torch.Tensor):
@@ -134,10 +134,10 @@ def test_every_device_that_is_among_the_arguments_counts() -> None:
     assert contexts[0].devices == {torch.device("cuda", 3)}
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's own imports
+@pytest.mark.filterwarnings("ignore")  # warnings of torch's own imports
 @pytest.mark.parametrize("policy", ["full", "save:matmul", "segments:2"])
-def test_compiled_blocks_with_dropout(policy: str) -> None:
-    """Gradients have the bits of compiled blocks without a policy."""
+def test_compiled_blocks_with_dropout_keep_the_bits(policy: str) -> None:
+    """Gradients equal those of compiled blocks without a policy."""
 
     class Dropping(nn.Module):
         def __init__(self) -> None:
@@ -169,4 +169,4 @@ def test_compiled_blocks_with_dropout(policy: str) -> None:
         model(torch.ones(4, 8)).square().sum().backward()
         found.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *found))
-    assert any(gradient.count_nonzero() < gradient.numel() for gradient in found[0])  # something was dropped
+    assert any(gradient.count_nonzero() < gradient.numel() for gradient in found[0])  # dropout was active

@@ -1,6 +1,6 @@
-"""Tensors that share a storage and count their versions apart: parts made by `unsafe_chunk`, written in place.
+"""Tensors that share a storage and count versions separately: parts made by `unsafe_chunk` and written in place.
 
-The fused cells of torch do this: an LSTMCell applies its gates' activations in place to parts of one matmul's output.
+Torch's fused cells do this: an LSTMCell applies its gates' activations in place to parts of one matmul's output.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GRU(nn.Module):
 
 
 class Chunked(nn.Module):
-    """Parts of a matmul's output, written in place one after the other."""
+    """Parts of a matmul's output, written in place one after another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Chunked(nn.Module):
 
 
 class ChunkedAfterWrite(nn.Module):
-    """The whole was written to before: its count of versions and that of a written part are the same number."""
+    """The whole was written before, so that its version number equals that of a written part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_parts_written_in_place_have_the_plain_gradients(block: type[nn.Module],
         assert torch.equal(ours, wanted)
 
 
-def test_a_version_counter_is_told_from_another_that_shows_the_same_number() -> None:
+def test_version_counters_with_equal_numbers_are_distinguished() -> None:
     whole = torch.zeros(4)
     first, second = torch.unsafe_chunk(whole, 2)
     first.add_(1)

@@ -1,4 +1,4 @@
-"""Stages, and the same numbers on every family of vision models under every checkpointing policy."""
+"""Stages of vision models, and policies on every family of them: the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def plain() -> dict[str, dict[str, torch.Tensor]]:
     return {name: numbers(make(name), batches(2)) for name in MODELS}
 
 
-# a ViT has no convolutions in its blocks, a ResNet no attention
+# blocks of a ViT have no convolutions, a ResNet has no attention
 @pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")
 @pytest.mark.parametrize(("name", "policy"), CASES)
-def test_the_same_bits(name: str, policy: str, plain: dict[str, dict[str, torch.Tensor]]) -> None:
+def test_policy_keeps_the_bits_of_vision_models(
+    name: str, policy: str, plain: dict[str, dict[str, torch.Tensor]]
+) -> None:
     model = make(name)
     applied = apply_policy(model, policy)
     assert applied.covered
@@ -44,14 +46,16 @@ def test_the_same_bits(name: str, policy: str, plain: dict[str, dict[str, torch.
 
 @pytest.mark.parametrize("policy", ["offload", "full,offload"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_bits_from_the_host(name: str, policy: str, plain: dict[str, dict[str, torch.Tensor]]) -> None:
+def test_offload_keeps_the_bits_of_vision_models(
+    name: str, policy: str, plain: dict[str, dict[str, torch.Tensor]]
+) -> None:
     model = make(name)
     apply_policy(model, policy)
     assert_same(numbers(model, batches(2)), plain[name])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_pointwise_to_rounding(name: str, plain: dict[str, dict[str, torch.Tensor]]) -> None:
+def test_pointwise_is_equal_up_to_rounding(name: str, plain: dict[str, dict[str, torch.Tensor]]) -> None:
     model = make(name)
     apply_policy(model, "pointwise")
     found = numbers(model, batches(2))
@@ -83,11 +87,11 @@ BLOCKS = [[f"{stage}.layers.{i}" for i in range(depth)] for stage, depth in zip(
         ("full", [block for blocks in BLOCKS for block in blocks]),
     ],
 )
-def test_the_four_strategies_of_resnet50(policy: str, covered: list[str]) -> None:
+def test_published_strategies_of_resnet50(policy: str, covered: list[str]) -> None:
     assert apply_policy(resnet50(), policy).covered == covered
 
 
-def test_aliases_mean_the_strategies() -> None:
+def test_aliases_equal_the_published_strategies() -> None:
     for alias, policy in {"per_block": "full", "per_stage": "stages", "aggressive": "stages:3+4"}.items():
         assert apply_policy(resnet50(), alias).covered == apply_policy(resnet50(), policy).covered
 
@@ -110,13 +114,13 @@ def test_stages_of_every_family(name: str, depths: list[int]) -> None:
         assert [block for stage in found.stages for block in stage.blocks] == list(found.blocks)
 
 
-def test_the_stages_of_a_u_net_come_in_the_order_they_run() -> None:
+def test_stages_of_a_unet_are_in_execution_order() -> None:
     names = [stage.name for stage in find_blocks(make("unet")).stages]
     assert names == ["down_blocks.0", "down_blocks.1", "mid_block", "up_blocks.0", "up_blocks.1"]
 
 
 class Pair(nn.Module):
-    """A list of blocks within a level, as a video U-Net's transformers over space and time are."""
+    """A list of blocks inside a level, as a video U-Net's transformers over space and time have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +138,7 @@ class Levels(nn.Module):
         self.levels = nn.ModuleList([nn.ModuleDict({"pairs": nn.ModuleList([Pair(), Pair()])}) for _ in range(2)])
 
 
-def test_a_stage_is_not_looked_into_for_stages() -> None:
+def test_stage_is_not_searched_for_stages() -> None:
     found = find_blocks(Levels())
     assert [(stage.name, len(stage.blocks)) for stage in found.stages] == [("levels.0", 4), ("levels.1", 4)]
 
@@ -148,7 +152,7 @@ def test_a_stage_is_not_looked_into_for_stages() -> None:
         ("resnet-basic", "modules:attention", "no attention submodule in the blocks of ResNetForImageClassification"),
     ],
 )
-def test_a_stage_or_member_that_the_model_lacks(name: str, policy: str, message: str) -> None:
+def test_missing_stage_or_submodule_is_refused(name: str, policy: str, message: str) -> None:
     model = make(name)
     with pytest.raises(UserError, match=message):
         apply_policy(model, policy)

@@ -1,4 +1,4 @@
-"""What other libraries do with the forwards that a policy replaces: pickle, torch.export, accelerate's unwrapping."""
+"""Other libraries use forwards that a policy has replaced: pickle, torch.export, accelerate's unwrapping."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _loss(model: torch.nn.Module) -> float:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_pickled_model_trains_as_the_original_with_weights_of_its_own(policy: str) -> None:
+def test_pickled_model_trains_as_the_original_with_its_own_weights(policy: str) -> None:
     model = _llama()
     apply_policy(model, policy)
     loss = _loss(model)
@@ -48,12 +48,13 @@ def test_a_pickled_model_trains_as_the_original_with_weights_of_its_own(policy: 
 
 
 @pytest.mark.filterwarnings("ignore:policy 'pointwise' does nothing under torch.compile")
-@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # without a policy, too
+# the same warning comes without a policy
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 @pytest.mark.parametrize(
     ("policy", "strict"),
     [*((policy, False) for policy in (*POLICIES, "full", "offload")), ("every:2,pointwise", True)],
 )
-def test_an_exported_model_computes_what_the_model_does(policy: str, strict: bool) -> None:
+def test_exported_model_computes_the_same(policy: str, strict: bool) -> None:
     model = _llama().eval()
     with torch.no_grad():
         plain = model(input_ids=IDS).logits
@@ -63,7 +64,7 @@ def test_an_exported_model_computes_what_the_model_does(policy: str, strict: boo
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_accelerate_unwraps_a_model_under_a_policy(policy: str) -> None:
+def test_accelerate_unwraps_a_model_with_a_policy(policy: str) -> None:
     model = _llama()
     plain, signature = _loss(model), inspect.signature(model.forward)
     applied = apply_policy(model, policy)
@@ -84,7 +85,7 @@ def test_accelerate_unwraps_a_model_under_a_policy(policy: str) -> None:
     assert _loss(unwrapped) == plain
 
 
-def test_accelerate_unwraps_a_model_whose_policy_was_removed_while_it_was_prepared() -> None:
+def test_accelerate_unwraps_a_model_whose_policy_was_removed_meanwhile() -> None:
     model = _llama()
     applied = apply_policy(model, "full")
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)

@@ -1,4 +1,4 @@
-"""A policy inside of what PyTorch can put around a model: another checkpoint, debugging, inference mode, no hooks."""
+"""A policy inside other PyTorch contexts: another checkpoint, debug mode, inference mode, disabled hooks."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def numbers(model: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Te
     return found
 
 
-def assert_alike(found: Numbers, plain: Numbers, policy: str) -> None:
-    """To the bit, under `pointwise` to rounding."""
+def assert_numbers_equal(found: Numbers, plain: Numbers, policy: str) -> None:
+    """Bitwise, or up to rounding under `pointwise`."""
     bound = 1e-6 if "pointwise" in policy else 0
     assert found.keys() == plain.keys()
     for name, value in plain.items():
@@ -89,37 +89,37 @@ def assert_alike(found: Numbers, plain: Numbers, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("block", [Block, InPlace, Named, NamedInPlace])
-def test_a_checkpoint_around_the_model(policy: str, block: type[Block]) -> None:
-    """In the first step, in which a region learns what it writes, and in those behind it."""
+def test_policy_inside_another_checkpoint(policy: str, block: type[Block]) -> None:
+    """In the first step, in which a block's writes become known, and in later ones."""
     plain, model = Net(block), Net(block)
     apply_policy(model, policy)
     for _ in range(2):
         around = numbers(model, lambda net, x: checkpoint(lambda x: net(x * 1), x, use_reentrant=False))
-        assert_alike(around, numbers(plain), policy)
+        assert_numbers_equal(around, numbers(plain), policy)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("policy", [*POLICIES, "full,offload"])
-def test_a_model_that_torch_jit_traces_is_as_without_the_policy(policy: str) -> None:
-    """A second run in the graph's backward would call Python, which a TorchScript graph cannot."""
+def test_torch_jit_traces_the_model_without_the_policy(policy: str) -> None:
+    """A second run in backward would need Python, which a TorchScript graph cannot call."""
     plain, model = Net().eval(), Net().eval()
     apply_policy(model, policy)
     traced: nn.Module = torch.jit.trace(model, inputs().detach(), check_trace=False)
-    assert_alike(numbers(traced), numbers(plain), policy)
+    assert_numbers_equal(numbers(traced), numbers(plain), policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_pytorchs_debug_mode_and_no_early_stop(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The debug mode is what PyTorch's own errors advise; it has contexts of its own around either run."""
-    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", False)  # its records are no text for pytest
+def test_checkpoint_debug_mode_and_no_early_stop(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's error messages recommend debug mode, which adds contexts around both runs."""
+    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", False)  # pytest cannot format its records
     plain, model = Net(), Net()
     apply_policy(model, policy)
     with set_checkpoint_debug_enabled(True), set_checkpoint_early_stop(False):
-        assert_alike(numbers(model), numbers(plain), policy)
+        assert_numbers_equal(numbers(model), numbers(plain), policy)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "full,offload"])
-def test_where_autograd_takes_no_hooks_is_one_line(policy: str) -> None:
+def test_disabled_saved_tensor_hooks_are_one_line(policy: str) -> None:
     model = Net()
     apply_policy(model, policy)
     parameters, x = {name: p.detach() for name, p in model.named_parameters()}, inputs().detach()
@@ -135,8 +135,10 @@ def test_where_autograd_takes_no_hooks_is_one_line(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tensors_that_inference_mode_made(policy: str) -> None:
-    """A buffer that validation filled, and a mask: autograd adds them, but does not save them nor count writes."""
+def test_tensors_created_in_inference_mode(policy: str) -> None:
+    """A buffer filled in validation, and a mask: autograd adds such tensors, but neither saves them nor counts
+    writes.
+    """
     plain, model = Net(), Net()
     apply_policy(model, policy)
     for net in (plain, model):
@@ -146,12 +148,13 @@ def test_tensors_that_inference_mode_made(policy: str) -> None:
         assert net.mask.is_inference()
         assert net.blocks[0].offset.is_inference()
     for _ in range(2):
-        assert_alike(numbers(model), numbers(plain), policy)
+        assert_numbers_equal(numbers(model), numbers(plain), policy)
 
 
-@pytest.mark.filterwarnings("ignore:.*no block was given the output")  # it keeps nothing that could be one segment
+# no block saves anything that could form a segment
+@pytest.mark.filterwarnings("ignore:.*no block was given the output")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_frozen_parameters_that_inference_mode_made(policy: str) -> None:
+def test_frozen_parameters_created_in_inference_mode(policy: str) -> None:
     found = []
     for name in ("none", policy):
         with torch.inference_mode():
@@ -169,7 +172,7 @@ def test_frozen_parameters_that_inference_mode_made(policy: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*no block was given the output")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_jagged_tensor(policy: str) -> None:
+def test_jagged_tensors_keep_the_numbers(policy: str) -> None:
     plain, model = Net(), Net()
     apply_policy(model, policy)
 
@@ -177,11 +180,11 @@ def test_a_jagged_tensor(policy: str) -> None:
         rows = torch.nested.nested_tensor_from_jagged(x.reshape(15, 8), torch.tensor([0, 4, 9, 15]))
         return net(rows).values()
 
-    assert_alike(numbers(model, call), numbers(plain, call), policy)
+    assert_numbers_equal(numbers(model, call), numbers(plain, call), policy)
 
 
 class Descends(Block):
-    """A block whose forward takes a gradient of its own, as a force field's does of an energy."""
+    """A block whose forward computes a gradient, as a force field computes that of an energy."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         y = x.detach().requires_grad_()
@@ -190,14 +193,14 @@ class Descends(Block):
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2", "save:matmul"])
-def test_a_backward_inside_of_a_blocks_forward_is_refused(policy: str) -> None:
+def test_backward_inside_a_blocks_forward_is_refused(policy: str) -> None:
     model = Net(Descends)
     apply_policy(model, policy)
     with pytest.raises(UserError, match="Descends: its forward runs a backward of its own"):
         model(torch.ones(2, 8))
 
 
-def test_a_backward_inside_of_a_blocks_forward_under_what_keeps_its_graph() -> None:
+def test_backward_inside_a_blocks_forward_works_under_offload() -> None:
     gradients = []
     for policy in ("none", "offload"):
         torch.manual_seed(0)
@@ -220,8 +223,8 @@ class DrawsFromItsGenerator(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["full", "save:matmul", "segments:2"])
-def test_a_blocks_own_generator_is_where_forward_left_it(policy: str) -> None:
-    """As an attribute and as an argument; also in steps that are not verified."""
+def test_generator_of_a_block_is_restored_after_the_second_run(policy: str) -> None:
+    """As an attribute and as an argument, also in steps that are not verified."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -259,7 +262,7 @@ def test_vmap_is_refused_in_one_line(policy: str) -> None:
 
 
 class Neighbours(Block):
-    """Of a graph, as a sparse matrix."""
+    """Neighbours in a graph, as a sparse matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,15 +273,15 @@ class Neighbours(Block):
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "full,offload", "offload"])
-def test_sparse_buffers(policy: str) -> None:
+def test_sparse_buffers_keep_the_numbers(policy: str) -> None:
     plain, model = Net(Neighbours), Net(Neighbours)
     apply_policy(model, policy)
     for _ in range(2):
-        assert_alike(numbers(model), numbers(plain), policy)
+        assert_numbers_equal(numbers(model), numbers(plain), policy)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "full,offload", "offload"])
-def test_a_hook_on_all_modules_during_forward(policy: str) -> None:
+def test_global_module_hook_during_forward(policy: str) -> None:
     def hooked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with register_module_forward_hook(lambda module, _, out: out * 1.5 if type(module) is nn.GELU else None):
             return model(x)  # type: ignore[no-any-return]
@@ -286,11 +289,11 @@ def test_a_hook_on_all_modules_during_forward(policy: str) -> None:
     plain, model = Net(), Net()
     apply_policy(model, policy)
     for _ in range(4):  # also in steps that are not verified
-        assert_alike(numbers(model, hooked), numbers(plain, hooked), policy)
+        assert_numbers_equal(numbers(model, hooked), numbers(plain, hooked), policy)
 
 
 class SeedsAndForks(Block):
-    """Leaves the generator of the CPU where it has found it, and draws from it."""
+    """Draws from the CPU's generator and restores its state."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         with torch.random.fork_rng(devices=[]):
@@ -303,16 +306,20 @@ class Meta(type):
     total = 0
 
 
-class List(list[int]):
+class ListWithAttribute(list[int]):
     calls = 0
 
 
-class CountsBesideItsAttributes(Block, metaclass=Meta):
-    """In an attribute of a list, in weak dictionaries, in its metaclass, and by the order of a dictionary."""
+class CountsOutsideItsAttributes(Block, metaclass=Meta):
+    """Counts in an attribute of a list, in weak dictionaries, in its metaclass, and by the order of a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.list, self.weak, self.order = List([1]), weakref.WeakKeyDictionary[Any, int](), {1: 1.0, 2: 0.5}
+        self.list, self.weak, self.order = (
+            ListWithAttribute([1]),
+            weakref.WeakKeyDictionary[Any, int](),
+            {1: 1.0, 2: 0.5},
+        )
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         self.list.calls += 1
@@ -325,8 +332,8 @@ class CountsBesideItsAttributes(Block, metaclass=Meta):
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2", "save:matmul", "offload"])
-@pytest.mark.parametrize("block", [SeedsAndForks, CountsBesideItsAttributes])
-def test_state_that_a_block_hides_in_steps_that_are_not_verified(block: type[Block], policy: str) -> None:
+@pytest.mark.parametrize("block", [SeedsAndForks, CountsOutsideItsAttributes])
+def test_hidden_state_of_a_block_in_unverified_steps(block: type[Block], policy: str) -> None:
     def drawn_in_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = model(x)
         torch.rand(3)
@@ -338,15 +345,15 @@ def test_state_that_a_block_hides_in_steps_that_are_not_verified(block: type[Blo
     expected = [copy.deepcopy(numbers(plain, drawn_in_between)) for _ in range(3)]
     Meta.total = 0
     for step in expected:
-        assert_alike(numbers(model, drawn_in_between), step, policy)
+        assert_numbers_equal(numbers(model, drawn_in_between), step, policy)
     assert Meta.total in (0, 12)
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2", "save:matmul"])
-def test_cached_parametrizations_that_are_gone_in_backward(policy: str) -> None:
+def test_cached_parametrizations_that_are_cleared_before_backward(policy: str) -> None:
     def cached(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with parametrize.cached():
-            out: torch.Tensor = model(model(x))  # the second call finds the weights of the first
+            out: torch.Tensor = model(model(x))  # the second call uses the cached weights of the first
         return out
 
     plain, model = Net(), Net()
@@ -355,7 +362,7 @@ def test_cached_parametrizations_that_are_gone_in_backward(policy: str) -> None:
             parametrizations.weight_norm(block.mlp[0])
     apply_policy(model, policy, verify="never")
     for _ in range(3):
-        assert_alike(numbers(model, cached), numbers(plain, cached), policy)
+        assert_numbers_equal(numbers(model, cached), numbers(plain, cached), policy)
 
 
 class Scripted(Block):
@@ -377,8 +384,8 @@ class Batched(Block):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
 @pytest.mark.parametrize("policy", ["full", "pointwise", "offload"])
 @pytest.mark.parametrize("block", [Scripted, Batched])
-def test_torchscript_and_vmap_inside_of_a_block(block: type[Block], policy: str) -> None:
+def test_torchscript_and_vmap_inside_a_block(block: type[Block], policy: str) -> None:
     plain, model = Net(block), Net(block)
     apply_policy(model, policy, verify="always")
     for _ in range(2):
-        assert_alike(numbers(model), numbers(plain), policy)
+        assert_numbers_equal(numbers(model), numbers(plain), policy)

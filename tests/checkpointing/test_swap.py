@@ -1,4 +1,4 @@
-"""`swap`: same numbers, which blocks are on the device when, bytes in both memories, and what it refuses."""
+"""The policy `swap`: numbers stay the same; which blocks are on the device when, bytes in both memories, refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WIDTH, ROWS = 8, 16
 
 
 class Stack(nn.Module):
-    """Frozen linear layers, each with a trained scale behind it."""
+    """Frozen linear layers, each followed by a trained scale."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class Stack(nn.Module):
         return x.pow(2).sum()
 
 
-def here(model: Any) -> list[int]:
-    """Numbers of the blocks whose weights are on the device."""
+def blocks_on_device(model: Any) -> list[int]:
+    """Returns the numbers of the blocks whose weights are on the device."""
     return [number for number, block in enumerate(model.blocks) if block[0].weight.untyped_storage().nbytes()]
 
 
@@ -60,11 +60,11 @@ def here(model: Any) -> list[int]:
     "full,offload,head,swap:3", "every:2,tile,swap:3",
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_same_numbers(name: str, policy: str) -> None:
+def test_swap_keeps_the_numbers(name: str, policy: str) -> None:
     model = make(name, "lora")
     plain = numbers(model)
     applied = apply_policy(model, policy, verify="always")
-    for _ in range(2):  # the second step begins where the first one ended
+    for _ in range(2):  # the second step starts where the first one ended
         model.zero_grad()
         assert differing(numbers(model), plain) == []
     applied.remove()
@@ -74,7 +74,7 @@ def test_same_numbers(name: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "policy"), [("unet", "stages,swap:3"), ("dit", "full,swap:4")])
-def test_same_numbers_of_diffusion_models(name: str, policy: str) -> None:
+def test_swap_keeps_the_numbers_of_diffusion_models(name: str, policy: str) -> None:
     from diffusers import DiTTransformer2DModel
     from peft import LoraConfig, get_peft_model
     from tiny_models import build, gradients
@@ -99,27 +99,27 @@ def test_same_numbers_of_diffusion_models(name: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["swap:4", "full,swap:4", "segments:2,swap:4"])
-def test_two_blocks_at_a_time_and_one_ahead(policy: str) -> None:
-    """Of 8 blocks every second one is swapped; 1, 3, 5 and 7 stay."""
+def test_two_swapped_blocks_are_on_the_device_at_a_time(policy: str) -> None:
+    """Every second of 8 blocks is swapped; blocks 1, 3, 5 and 7 stay."""
     model, x = Stack(8), torch.randn(ROWS, WIDTH)
     apply_policy(model, policy)
-    see = Mock(return_value=None)  # a list of ours would be restored for the second run
+    see = Mock(return_value=None)  # the policy would restore a list for the second run
     for block in model.blocks:
-        block[0].register_forward_pre_hook(lambda *_: see([n for n in here(model) if n % 2 == 0]))
+        block[0].register_forward_pre_hook(lambda *_: see([n for n in blocks_on_device(model) if n % 2 == 0]))
     for _ in range(2):
         see.reset_mock()
-        assert here(model) == [0, 1, 3, 5, 7]
+        assert blocks_on_device(model) == [0, 1, 3, 5, 7]
         loss = model(x)
         seen = [call.args[0] for call in see.call_args_list]
         assert seen == [[0, 2], [0, 2], [2, 4], [2, 4], [4, 6], [4, 6], [6], [6]]
         loss.backward()
-    again = [call.args[0] for call in see.call_args_list[8:]]
+    in_backward = [call.args[0] for call in see.call_args_list[8:]]
     if policy == "swap:4":
-        assert again == []
+        assert in_backward == []
     elif policy == "full,swap:4":
-        assert again == [[6], [4, 6], [4, 6], [2, 4], [2, 4], [0, 2], [0, 2], [0]]
-    else:  # blocks 4 to 7 run again, then 0 to 3: the order of a forward within each segment
-        assert again == [[4, 6], [4, 6], [6], [6], [0, 2], [0, 2], [2, 4], [2, 4]]
+        assert in_backward == [[6], [4, 6], [4, 6], [2, 4], [2, 4], [0, 2], [0, 2], [0]]
+    else:  # blocks 4 to 7 run again, then 0 to 3, each segment in forward order
+        assert in_backward == [[4, 6], [4, 6], [6], [6], [0, 2], [0, 2], [2, 4], [2, 4]]
 
 
 def lora(blocks: int = 6, four_bits: bool = False) -> Any:
@@ -149,8 +149,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("policy", ["swap:5", "full,swap:6"])
-def test_a_fake_step_on_the_cpu_is_the_real_one(policy: str) -> None:
-    """Event by event: the copies in host memory, the weights that come and those that go."""
+def test_fake_step_with_swap_equals_the_real_one(policy: str) -> None:
+    """Event by event: copies in host memory, fetched weights and freed weights."""
     traces = []
     for real in (True, False):
         model = lora()
@@ -174,8 +174,8 @@ def frozen(block: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("four_bits", [False, True])
-def test_bytes_in_both_memories(four_bits: bool) -> None:
-    """N blocks are on the host for the whole step, and at the end of the step all but the first of them only there."""
+def test_bytes_of_swap_in_both_memories(four_bits: bool) -> None:
+    """N blocks are in host memory for the whole step; at its end, all but the first are there only."""
     model = lora(8, four_bits)
     block = frozen(model.base_model.model.model.layers[0])
     weights = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128
@@ -196,12 +196,12 @@ def test_bytes_in_both_memories(four_bits: bool) -> None:
     copied = sum(
         op.nbytes for op in trace.ops if op.name.startswith("aten.copy_") and op.kernels == 0 and op.at >= trace.start
     )
-    assert copied == 2 * 5 * block  # the first one is there when a step begins, the last one when backward begins
+    assert copied == 2 * 5 * block  # the first is on the device when a step starts, the last when backward starts
     assert trace.seconds_parts.copying == pytest.approx(copied / trace._card.host_bandwidth)
-    assert here_bytes(model) == 8 * block - 5 * block  # the model is as it was before the trace
+    assert bytes_on_device(model) == 8 * block - 5 * block  # the trace restored the model
 
 
-def here_bytes(model: Any) -> int:
+def bytes_on_device(model: Any) -> int:
     return sum(
         p.untyped_storage().nbytes()
         for layer in model.base_model.model.model.layers
@@ -210,7 +210,7 @@ def here_bytes(model: Any) -> int:
     )
 
 
-def test_state_dicts_moves_and_copies_of_the_model() -> None:
+def test_swapped_model_is_saved_moved_and_copied() -> None:
     model, x = Stack(6), torch.randn(ROWS, WIDTH)
     before = copy.deepcopy(model.state_dict())
     apply_policy(model, "full,swap:5")
@@ -225,15 +225,15 @@ def test_state_dicts_moves_and_copies_of_the_model() -> None:
     assert model(x).equal(plain(x))
     plain.load_state_dict(before)
     assert twin(x).equal(plain(x))
-    assert here(twin.to(torch.float64)) == [5]  # the block that is not swapped
+    assert blocks_on_device(twin.to(torch.float64)) == [5]  # the block that is not swapped
     assert {p.dtype for p in twin.parameters()} == {torch.float64}
     with torch.no_grad():
         assert twin(x.double()).equal(plain.double()(x.double()))
         assert twin(x.double()).equal(plain(x.double()))
 
 
-def test_weights_that_are_mapped_from_a_file(tmp_path: Path) -> None:
-    """As `from_pretrained` leaves them on a CPU: their storages cannot be resized."""
+def test_memory_mapped_weights_are_swapped(tmp_path: Path) -> None:
+    """On a CPU `from_pretrained` memory-maps weights, whose storages cannot be resized."""
     from safetensors.torch import load_file, save_file
 
     model, x = Stack(4), torch.randn(ROWS, WIDTH)
@@ -249,11 +249,11 @@ def test_weights_that_are_mapped_from_a_file(tmp_path: Path) -> None:
     )
     assert not model.blocks[1][0].weight.untyped_storage().resizable()  # type: ignore[index]
     apply_policy(model, "swap:4")
-    assert here(model) == [0]
+    assert blocks_on_device(model) == [0]
     assert model(x).equal(plain)
 
 
-def test_adapters_are_merged_into_weights_that_wait() -> None:
+def test_adapters_are_merged_into_swapped_weights() -> None:
     plain, swapped = lora(), lora()
     swapped.load_state_dict(plain.state_dict())
     apply_policy(swapped, "swap:4")
@@ -266,8 +266,8 @@ def test_adapters_are_merged_into_weights_that_wait() -> None:
     assert all(torch.equal(value, expected[name]) for name, value in swapped.state_dict().items())
 
 
-def test_weights_that_wait_are_not_read() -> None:
-    """Their storages have no bytes, so an operator would read memory that is not theirs."""
+def test_reading_a_swapped_weight_is_an_error() -> None:
+    """The storage of a swapped weight is empty, so that an operator would read foreign memory."""
     model, x = Stack(6), torch.randn(ROWS, WIDTH)
     apply_policy(model, "swap:6")
     model(x)
@@ -287,8 +287,8 @@ def test_weights_that_wait_are_not_read() -> None:
     assert torch.isfinite(torch.stack(torch._foreach_norm(list(model.parameters())))).all()
 
 
-def test_what_is_written_into_a_frozen_weight_is_kept() -> None:
-    """As an average of other weights is in forward."""
+def test_write_into_a_frozen_weight_is_kept() -> None:
+    """A forward may write an average of other weights."""
 
     def outputs(policy: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -326,8 +326,8 @@ def _loaded(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [_replaced, _assigned, _adapted, _reordered, _loaded])
 @pytest.mark.parametrize("policy", ["swap:3", "full,swap:4"])
-def test_what_changes_in_the_model_afterwards(policy: str, change: Callable[[Any], None]) -> None:
-    """Another weight in a layer, an adapter around a layer, blocks in another order."""
+def test_changes_of_the_model_after_the_policy(policy: str, change: Callable[[Any], None]) -> None:
+    """Another weight in a layer, an adapter around a layer, or blocks in another order."""
     found = []
     for applied in ("none", policy):
         torch.manual_seed(0)
@@ -371,8 +371,8 @@ def test_blocks_that_return_their_input_or_no_tensor() -> None:
         model(x)
 
 
-def test_weights_elsewhere_are_the_users() -> None:
-    """A state dict from before, a call with other weights, and what is written through `.data`."""
+def test_other_weights_of_the_user_are_respected() -> None:
+    """An earlier state dict, a call with other weights, and a write through `.data`."""
     model, x = Stack(4), torch.randn(ROWS, WIDTH)
     values = model.state_dict()
     before = copy.deepcopy(values)
@@ -384,14 +384,14 @@ def test_weights_elsewhere_are_the_users() -> None:
     assert functional_call(model, other, (x,)).equal(plain(x))
     loss = model(x)
     remove_policy(model)
-    loss.backward()  # the policy is gone
+    loss.backward()  # the policy is removed
     apply_policy(model, "swap:4")
     model.blocks[0][0].weight.data.mul_(2)  # type: ignore[index]
     with pytest.raises(VerificationError, match="frozen weight 'blocks.0.0.weight', written through .data"):
         model(x)
 
 
-def test_refusals() -> None:
+def test_swap_refusals() -> None:
     with pytest.raises(UserError, match=re.escape("swap:2 saves nothing, because two of the swapped blocks are")):
         apply_policy(Stack(4), "swap:2")
     with pytest.raises(UserError, match="has 4 blocks with frozen weight matrices .of 4.*give at most swap:4"):
@@ -410,8 +410,8 @@ def test_refusals() -> None:
         model(torch.randn(2, WIDTH))
 
 
-def test_refused_pinned_memory_is_pageable_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a system with a limit on locked memory."""
+def test_pageable_memory_is_used_with_one_warning_if_pinning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning fails on systems with a limit on locked memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def refuses(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -428,8 +428,8 @@ def test_refused_pinned_memory_is_pageable_with_one_warning(monkeypatch: pytest.
     assert [host.is_pinned() for host in made] == [False, False]
 
 
-def test_weights_share_buffers_in_host_memory() -> None:
-    """Pinned memory is rounded up to a power of two for each tensor: so weights lie one behind the other."""
+def test_weights_share_pinned_buffers() -> None:
+    """Pinned allocations are rounded up to a power of two, so weights are placed one after another in one buffer."""
     arena = Arena(700, torch.device("cpu"))
     weights = [torch.arange(50, dtype=torch.float32).view(5, 10).t(), torch.ones(60), torch.ones(3, dtype=torch.int8)]
     copies = [arena.copy(weight, weight) for weight in weights]
@@ -439,8 +439,8 @@ def test_weights_share_buffers_in_host_memory() -> None:
     assert {copied.untyped_storage().nbytes() for copied in copies} == {700}
 
 
-def test_a_prediction_has_the_buffers_as_they_are_pinned() -> None:
-    """Three weights of 400 bytes take buffers of 1024 and 512; the first weight is on the card, too."""
+def test_trace_has_the_sizes_of_pinned_buffers() -> None:
+    """Three weights of 400 bytes have buffers of 1024 and 512 bytes; the first weight is also on the device."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(10, 10), nn.LayerNorm(10)) for _ in range(3)))
     model.requires_grad_(False)
@@ -453,7 +453,7 @@ def test_a_prediction_has_the_buffers_as_they_are_pinned() -> None:
 
     trace = trace_step(model, trained, device="rtx-4090")
     assert trace.peak_host == 1024 + 512
-    assert trace.timeline()[-1]["parameters"] == 512 * (1 + 9)  # a weight, and biases and norms
+    assert trace.timeline()[-1]["parameters"] == 512 * (1 + 9)  # a weight, biases and norms
 
 
 _ENDLESS = """
@@ -469,8 +469,8 @@ while True:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
-def test_a_killed_run_leaves_nothing_behind(number: signal.Signals) -> None:
-    """No shared segment and no process of its session; pinned memory is the process's own and goes with it."""
+def test_killed_run_leaves_no_process_or_shared_memory(number: signal.Signals) -> None:
+    """Pinned memory belongs to the process and is freed with it."""
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     with subprocess.Popen(
         [sys.executable, "-c", _ENDLESS], cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -484,12 +484,13 @@ def test_a_killed_run_leaves_nothing_behind(number: signal.Signals) -> None:
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)
     left = set(os.listdir("/dev/shm")) - before if os.path.isdir("/dev/shm") else set()
-    assert not [name for name in left if str(run.pid) in name]  # others make theirs, too; torch's have the pid
+    # other processes create segments too; torch's contain the pid
+    assert not [name for name in left if str(run.pid) in name]
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    """Pinned memory, streams, and bytes that stay free while all blocks run."""
+def test_swap_on_a_gpu() -> None:
+    """Pinned memory, streams, and free bytes while all blocks run."""
     model = lora(12).cuda()
     plain, ids = copy.deepcopy(model), torch.arange(128, device="cuda").view(2, 64)
     before = torch.cuda.memory_allocated()
@@ -508,7 +509,7 @@ def test_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_moved_to_a_gpu_without_the_waiting_weights() -> None:
+def test_swapped_weights_are_not_moved_to_the_gpu() -> None:
     model = lora(12)
     apply_policy(model, "swap:12")
     block = frozen(lora(1).base_model.model.model.layers[0])

@@ -1,4 +1,4 @@
-"""Policies under tensor parallelism, on one rank, where autograd saves DTensors: the same gradients to the bit."""
+"""Policies under tensor parallelism on one rank, where autograd saves DTensors, keep the bits of gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def _group() -> Iterator[None]:
 
 
 def step(policy: str, sequence: bool) -> dict[str, torch.Tensor]:
-    """Gradients of one step of a Llama whose layers are split over a mesh, its norms' outputs with `sequence`."""
+    """Returns gradients of a step of a Llama that is sharded over a mesh; with `sequence`, norms are sharded by
+    tokens.
+    """
     from torch.distributed.tensor import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -49,7 +51,7 @@ def step(policy: str, sequence: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["layers", "norms too"])
-def test_same_gradients(sequence: bool) -> None:
+def test_policies_under_tensor_parallelism_keep_the_gradients(sequence: bool) -> None:
     if sequence and is_older("torch", "2.13"):
         pytest.skip("an older DTensor, which flattens no sharded sequence")
     plain = step("none", sequence)

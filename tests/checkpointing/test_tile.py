@@ -1,4 +1,6 @@
-"""`tile`: the MLP in pieces has the numbers of the whole, the memory of one piece, and sums of gradients in fp32."""
+"""The policy `tile`: an MLP in pieces has the numbers of the whole, the memory of one piece, and fp32 gradient
+sums.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,11 @@ def _batch() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "policy", ["tile:4", "tile", "full,tile:4,head", "save:attention,tile:3", "pointwise,tile:4", "segments:2,tile:4"]
 )
-def test_in_pieces_the_numbers_are_those_of_the_whole(policy: str) -> None:
+def test_tile_keeps_the_numbers(policy: str) -> None:
     assert check_parity(_llama(), _batch(), policy).ok
 
 
-def test_experts_run_by_token() -> None:
+def test_tile_splits_experts_by_token() -> None:
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(**_SIZES, num_local_experts=4, use_cache=False)).train()
     assert check_parity(model, _batch(), "full,tile:4").ok
@@ -80,8 +82,8 @@ def test_experts_run_by_token() -> None:
 
 
 @pytest.mark.parametrize("make", [_lora, _gpt2])
-def test_with_dropout_the_second_run_of_each_piece_draws_the_same(make: Any) -> None:
-    """The pieces draw other numbers than the whole, so that verification compares them with themselves."""
+def test_second_run_of_each_piece_has_the_same_dropout(make: Any) -> None:
+    """Pieces draw other numbers than the whole MLP, so verification compares their two runs."""
     model = make()
     apply_policy(model, "full,tile:4", verify="always")
     for _ in range(2):
@@ -89,7 +91,7 @@ def test_with_dropout_the_second_run_of_each_piece_draws_the_same(make: Any) -> 
 
 
 class Stateful(LlamaMLP):
-    """Reads a scale that is set around forward; keeps what it is told to keep."""
+    """Reads a scale that is set around forward, and keeps the state that a test asks for."""
 
     scale, keeps = 1.0, ""
 
@@ -111,8 +113,8 @@ def _stateful(keeps: str = "") -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("policy", ["tile:4", "full,tile:4"])
-def test_what_changes_around_forward_is_as_in_forward(policy: str) -> None:
-    """In steps that are not verified, too."""
+def test_second_run_has_the_values_set_around_forward(policy: str) -> None:
+    """Also in steps that are not verified."""
 
     def train(policy: str) -> list[Tensor]:
         model = _stateful()
@@ -139,14 +141,14 @@ def test_what_changes_around_forward_is_as_in_forward(policy: str) -> None:
 
 
 @pytest.mark.parametrize("keeps", ["an attribute", "a buffer"])
-def test_an_mlp_that_keeps_state_is_refused(keeps: str) -> None:
+def test_mlp_with_state_is_refused(keeps: str) -> None:
     model = _stateful(keeps)
     apply_policy(model, "tile:4")
     with pytest.raises(UserError, match="a Stateful writes '(last|seen)' of Stateful in its forward, and would do so"):
         model(**_batch())
 
 
-def test_a_hook_inside_sees_the_whole() -> None:
+def test_mlp_with_an_inner_hook_runs_whole() -> None:
     model, seen = _llama(), []
     apply_policy(model, "tile:4")
     model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, out: seen.append(out.shape))
@@ -155,7 +157,7 @@ def test_a_hook_inside_sees_the_whole() -> None:
     assert seen == [(2, 21, 48)]
 
 
-def test_half_precision_gradients_add_up_in_fp32() -> None:
+def test_half_precision_gradients_of_pieces_are_summed_in_fp32() -> None:
     torch.manual_seed(0)
     rows = torch.randn(1, 512, 16)
 
@@ -171,7 +173,7 @@ def test_half_precision_gradients_add_up_in_fp32() -> None:
     assert (tiled - true).norm() < 1.2 * (whole - true).norm()
 
 
-def test_autocast_casts_the_weights_once() -> None:
+def test_autocast_casts_the_weights_of_all_pieces_once() -> None:
     model = _llama()
     with torch.autocast("cpu", torch.bfloat16):
         plain = model(**_batch()).loss
@@ -188,7 +190,7 @@ def test_autocast_casts_the_weights_once() -> None:
 
 
 class _Operator(nn.Module):
-    """An MLP on a tensor of its own, as Liger-Kernel's benchmark of tiled MLPs runs it."""
+    """An MLP on its own tensor, as in Liger-Kernel's benchmark of tiled MLPs."""
 
     def __init__(self, batch: int, tokens: int, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -201,10 +203,10 @@ class _Operator(nn.Module):
     ("pieces", "tokens", "published"),
     [(1, 1024, 144.25), (1, 16384, 1344.25), (4, 1024, 90.25), (4, 4096, 168.25), (4, 16384, 480.25)],
 )
-def test_a_forward_has_the_published_bytes(pieces: int, tokens: int, published: float) -> None:
+def test_forward_has_the_published_bytes(pieces: int, tokens: int, published: float) -> None:
     """Liger-Kernel 0.6.3, benchmark/data, tiled_swiglu on an RTX 4090: plain PyTorch and DeepSpeed's TiledMLP.
 
-    Their figures hold 8 MiB more in every row, whatever its size.
+    Every published figure includes the same additional 8 MiB.
     """
     with torch.device("meta"):
         operator = _Operator(2, tokens, 2048, 4096).to(torch.bfloat16)
@@ -219,7 +221,7 @@ def test_a_forward_has_the_published_bytes(pieces: int, tokens: int, published: 
     assert trace.peak_allocated / MIB == pytest.approx(published - 8.125, abs=0.25)
 
 
-def test_bert_has_no_mlp_in_one_module() -> None:
+def test_model_without_an_mlp_module_is_refused() -> None:
     small = {key: _SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
     model = BertForMaskedLM(BertConfig(**small, num_hidden_layers=2, num_attention_heads=2))
     with pytest.raises(UserError, match=r"blocks of BertForMaskedLM \(BertLayer\) have no MLP that is one module"):
@@ -231,7 +233,7 @@ class _Shifting(LlamaMLP):
         return super().forward(x.roll(-1, dims=1))
 
 
-def test_an_mlp_that_mixes_tokens_is_refused_in_its_first_step() -> None:
+def test_mlp_that_mixes_tokens_is_refused_in_the_first_step() -> None:
     model = _llama()
     model.model.layers[1].mlp.__class__ = _Shifting
     apply_policy(model, "tile:4")
@@ -239,7 +241,7 @@ def test_an_mlp_that_mixes_tokens_is_refused_in_its_first_step() -> None:
         model(**_batch())
 
 
-def test_one_piece_and_evaluation_run_as_ever() -> None:
+def test_one_piece_and_evaluation_run_whole() -> None:
     model = _llama()
     expected = model(**_batch()).logits
     applied = apply_policy(model, "tile:1")
@@ -251,7 +253,7 @@ def test_one_piece_and_evaluation_run_as_ever() -> None:
     assert "forward" not in vars(model.model.layers[0].mlp)
 
 
-def test_the_policy_reads_and_prints() -> None:
+def test_policy_tile_round_trips_as_text() -> None:
     for text in ("tile", "tile:8", "full,head,tile", "offload,tile:2"):
         policy = Policy.parse(text)
         assert str(policy) == text
@@ -285,7 +287,7 @@ def _rank(rank: int, store: str) -> None:
 
 
 @pytest.mark.slow
-def test_on_two_ranks_with_sharded_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tile_with_sharded_weights_on_two_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__) + os.pathsep + os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     mp.spawn(_rank, args=(str(tmp_path / "store"),), nprocs=2)

@@ -1,4 +1,4 @@
-"""Policies by tower: found from structure, the same bits with and without, each tower under its own terms."""
+"""Policies per tower of a vision-language model: towers are found by structure, and the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOTS = {
 }
 
 
-# every family with all weights and one of each kind of tower with LoRA; the other LoRA cases are slow in sum
+# every family with full fine-tuning, and one LoRA case per kind of tower; other LoRA cases are slow tests
 CASES = [(name, lora) for name in vlm.CONFIGS for lora in (False, True)]
 QUICK = {(name, False) for name in vlm.CONFIGS} | {("qwen2_5_vl", True), ("paligemma", True)}
 
@@ -42,7 +42,7 @@ QUICK = {(name, False) for name in vlm.CONFIGS} | {("qwen2_5_vl", True), ("palig
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
     ids=[f"{name}-{'lora' if lora else 'full'}" for name, lora in CASES],
 )
-def test_the_same_numbers(name: str, lora: bool) -> None:
+def test_tower_policies_keep_the_numbers(name: str, lora: bool) -> None:
     model = vlm.make(name, lora)
     expected = vlm.numbers(model, name)
     towers = find_towers(model, find_blocks(model).blocks)
@@ -64,7 +64,7 @@ def test_the_same_numbers(name: str, lora: bool) -> None:
         applied.remove()
 
 
-def test_an_embedding_of_positions_makes_no_language_model_of_a_speech_model() -> None:
+def test_position_embedding_does_not_make_a_language_tower() -> None:
     from transformers import SEWDConfig, SEWDForCTC
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -75,8 +75,8 @@ def test_an_embedding_of_positions_makes_no_language_model_of_a_speech_model() -
 
 
 def runs(model: nn.Module, name: str) -> Counter[str]:
-    """How often the blocks of each tower run in a step."""
-    see = Mock(return_value=None)  # a counter of ours would be restored for the second run
+    """Returns how often the blocks of each tower run in a step."""
+    see = Mock(return_value=None)  # the policy would restore a counter of ours for the second run
     hooks = []
     for tower in find_towers(model, find_blocks(model).blocks):
         for block in tower.blocks.values():
@@ -100,14 +100,16 @@ def runs(model: nn.Module, name: str) -> Counter[str]:
         ("pointwise@vision,full@language", {"vision": 2, "language": 4}),
     ],
 )
-def test_each_tower_has_its_own_terms(policy: str, expected: dict[str, int]) -> None:
+def test_each_tower_has_its_own_policy(policy: str, expected: dict[str, int]) -> None:
     model = vlm.make("llava")
     apply_policy(model, policy)
     assert runs(model, "llava") == expected
 
 
 def saved_bytes(model: nn.Module, within: str) -> int:
-    """Bytes of what autograd saved in the forward of the submodule `within` and holds when the whole forward ends."""
+    """Returns the bytes that autograd saved inside the forward of `within` and still holds at the end of the model's
+    forward.
+    """
     kept: list[weakref.ref[torch.Tensor]] = []
     inside = False
 
@@ -135,7 +137,7 @@ def saved_bytes(model: nn.Module, within: str) -> int:
     return sum(alias.nbytes for ref in kept if (alias := ref()) is not None)
 
 
-def test_a_frozen_tower_keeps_nothing_with_or_without_a_policy() -> None:
+def test_frozen_tower_saves_nothing() -> None:
     model = vlm.make("llava")
     model.model.vision_tower.requires_grad_(False)
     assert saved_bytes(model, "model.vision_tower") == 0
@@ -156,10 +158,10 @@ def test_explain_names_the_towers() -> None:
     said = " ".join(lines)
     assert "2 of 4 blocks are re-run" in said
     assert "towers: language model.language_model (2 blocks); vision model.visual (2 blocks)" in said
-    assert "towers:" in apply_policy(model, "full").explain()  # what could be named
+    assert "towers:" in apply_policy(model, "full").explain()  # towers that a policy could name
 
 
-def test_one_tower_may_be_named_and_others_are_refused() -> None:
+def test_unknown_tower_is_refused() -> None:
     from language_models import make
 
     model = make("llama")
@@ -181,7 +183,8 @@ SIGHT: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8,
     "image_size": 32,
 }  # fmt: skip
-# What declares every sense alike, declares one that it has not, or holds its embeddings beside another tower.
+# Models that declare all modalities for every part, declare one that they lack, or have embeddings beside another
+# tower.
 UNCLEAR: list[tuple[str, dict[str, Any], dict[str, list[str]]]] = [
     (
         "gemma4",
@@ -214,7 +217,7 @@ UNCLEAR: list[tuple[str, dict[str, Any], dict[str, list[str]]]] = [
 
 
 @pytest.mark.parametrize(("kind", "config", "expected"), UNCLEAR, ids=[case[0] for case in UNCLEAR])
-def test_what_a_part_takes_and_is_built_of_tells_more_than_what_its_family_declares(
+def test_structure_of_a_tower_overrides_its_declared_modality(
     kind: str, config: dict[str, Any], expected: dict[str, list[str]]
 ) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -225,8 +228,8 @@ def test_what_a_part_takes_and_is_built_of_tells_more_than_what_its_family_decla
     assert {tower.name: list(tower.modules) for tower in towers} == expected
 
 
-def test_structure_tells_a_model_that_declares_nothing() -> None:
-    """A vision tower by its convolution, with positions; a language model by its tokens; the rest by nothing."""
+def test_towers_are_found_by_structure_without_declarations() -> None:
+    """A vision tower by its convolution with positions, a language model by its tokens; other towers have no name."""
 
     class Tower(nn.Module):
         def __init__(self, first: nn.Module, count: int) -> None:
@@ -250,8 +253,8 @@ def test_structure_tells_a_model_that_declares_nothing() -> None:
     }
 
 
-def test_explaining_two_thousand_blocks_takes_no_time() -> None:
-    """It was quadratic: 19 s."""
+def test_explain_of_two_thousand_blocks_takes_linear_time() -> None:
+    """A quadratic algorithm took 19 s."""
     blocks = (nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)) for _ in range(2000))
     model = nn.Sequential(nn.Embedding(2, 2), nn.ModuleList(blocks))
     applied = apply_policy(model, "every:2,pointwise")

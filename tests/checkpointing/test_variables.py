@@ -1,4 +1,4 @@
-"""What blocks change outside of modules: equal to plain training under every policy, or refused."""
+"""Variables outside modules that blocks change: the step equals plain training under every policy, or is refused."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ class Twice(torch.autograd.Function):
         return grad * ctx.factor
 
 
-def habits() -> tuple[type[nn.Module], Callable[[], Any]]:
-    """A class of MLPs whose forward changes variables of each kind, and a function that returns their values."""
+def make_mlp_that_changes_variables() -> tuple[type[nn.Module], Callable[[], Any]]:
+    """Returns a class of MLPs whose forward changes variables of each kind, and a function that returns their
+    values.
+    """
     global COUNT, LIST, DEQUE, QUEUE, LOCAL, TENSOR, ARRAY, COUNTER, DEFAULT, RECORD
     COUNT, LIST, DEQUE, QUEUE, LOCAL = 0, [0] * 5000, deque([0], maxlen=3), queue.Queue(), threading.local()
     TENSOR, ARRAY, COUNTER, DEFAULT, RECORD = (
@@ -187,7 +189,7 @@ class Net(nn.Module):
 
 
 def train(policy: str, verify: str = "never") -> dict[str, Any]:
-    mlp, values = habits()
+    mlp, values = make_mlp_that_changes_variables()
     model = Net(mlp)
     random.seed(0)
     np.random.seed(0)
@@ -204,11 +206,11 @@ def train(policy: str, verify: str = "never") -> dict[str, Any]:
     return found | values()
 
 
-def alike(one: Any, other: Any) -> bool:
+def bit_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, tuple):
-        return all(map(alike, one, other))
+        return all(map(bit_equal, one, other))
     return bool(np.all(one == other))
 
 
@@ -221,15 +223,15 @@ def plain() -> dict[str, Any]:
     ("policy", "verify"),
     [*((policy, "first") for policy in POLICIES), *((policy, "never") for policy in POLICIES[:5:2])],
 )
-def test_what_blocks_change_outside_of_modules(policy: str, verify: str, plain: dict[str, Any]) -> None:
+def test_variables_changed_outside_of_modules(policy: str, verify: str, plain: dict[str, Any]) -> None:
     found = train(policy, verify)
     assert found.keys() == plain.keys()
-    assert [name for name, value in plain.items() if not alike(found[name], value)] == []
+    assert [name for name, value in plain.items() if not bit_equal(found[name], value)] == []
     assert plain["closure"][1:] == (12, 12)
     assert plain["loss 2"] != plain["loss 1"]
 
 
-def test_an_mlp_in_pieces_would_change_them_for_each() -> None:
+def test_tile_refuses_an_mlp_that_writes_a_class_attribute() -> None:
     class Counting(nn.Sequential):
         calls = 0
 
@@ -245,7 +247,7 @@ def test_an_mlp_in_pieces_would_change_them_for_each() -> None:
 
 
 @pytest.mark.parametrize("made", [lambda: iter(range(100)), lambda: (i for i in range(100))])
-def test_an_iterator_cannot_be_set_back(made: Callable[[], Any]) -> None:
+def test_iterator_that_cannot_be_reset_is_refused(made: Callable[[], Any]) -> None:
     numbers = made()
 
     class Reading(nn.Linear):
@@ -258,16 +260,16 @@ def test_an_iterator_cannot_be_set_back(made: Callable[[], Any]) -> None:
         model(torch.randn(3, 4, 4))
 
 
-class Frozen(list[int]):
-    """As pandas' FrozenList, to which `+=` hands a list that it is added to."""
+class FrozenList(list[int]):
+    """Like pandas' FrozenList, whose `__radd__` raises when it is added to a list."""
 
     def __radd__(self, other: list[Any]) -> Any:
         raise TypeError("does not support mutable operations")
 
 
-def test_a_list_of_another_kind_beside_the_code() -> None:
+def test_list_subclass_as_a_class_attribute() -> None:
     class Block(nn.Linear):
-        of = Frozen([1, 2])
+        of = FrozenList([1, 2])
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).sin() * self.of[0]

@@ -1,4 +1,4 @@
-"""Habits of blocks that once made gradients silently wrong: under policies that re-run, each is equal or raised."""
+"""Blocks whose gradients could be silently wrong when re-run: each step equals the plain one or raises."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def assert_equal(model: nn.Module, policy: str, **kwargs: Any) -> None:
 
 
 class StatefulTuple(Block):
-    """As a stateful LSTM: carries a tuple from call to call."""
+    """Carries a tuple from call to call, as a stateful LSTM does."""
 
     state: Any = ()
 
@@ -107,7 +107,7 @@ class ListOfSeen(Block):
 
 
 class InPlaceAttribute(Block):
-    """A tensor in an attribute and one in a list, written in place."""
+    """Has a tensor in an attribute and one in a list, both written in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Memory:
 
 
 class PlainObject(Block):
-    """Its counts are no tensors that autograd saves: only the next call's result shows what a second run writes."""
+    """Autograd does not save its counts, so only the next call's result shows what a second run wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class PlainObject(Block):
 
 
 class Aliases(Block):
-    """Writes a buffer, and reads a row of it that is an attribute."""
+    """Writes a buffer and reads a row of it through an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Aliases(Block):
 
 
 class LazyBuffer(Block):
-    """Makes a buffer, a submodule and a parameter in its first forward, and draws dropout behind them."""
+    """Creates a buffer, a submodule and a parameter in its first forward, followed by dropout."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if "position" not in self._buffers:
@@ -178,20 +178,20 @@ class LazyLayer(Block):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("block", [StatefulTuple, Counter, ListOfSeen, InPlaceAttribute, LazyBuffer, PlainObject])
-def test_what_a_block_keeps_from_call_to_call(block: type[Block], policy: str) -> None:
+def test_state_kept_from_call_to_call(block: type[Block], policy: str) -> None:
     assert_equal(Net(block), policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tensors_that_share_memory_do_so_in_the_second_run(policy: str) -> None:
-    plain, model = Net(Aliases), Net(Aliases)  # a deep copy's rows would have memory of their own
+def test_tensors_that_share_memory_share_it_in_the_second_run(policy: str) -> None:
+    plain, model = Net(Aliases), Net(Aliases)  # a deep copy's rows would not share the buffer's memory
     apply_policy(model, policy, verify="never")
     found, expected = numbers(model, 4), numbers(plain, 4)
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_a_block_writes_into_an_object_or_module_that_it_is_given(policy: str) -> None:
+def test_writes_into_given_objects_and_modules(policy: str) -> None:
     class Writer(Block):
         def __init__(self) -> None:
             super().__init__()
@@ -214,7 +214,7 @@ def test_what_a_block_writes_into_an_object_or_module_that_it_is_given(policy: s
     assert all(map(torch.equal, train(policy), train("none")))
 
 
-def test_a_tensor_in_a_tuple_that_is_written_is_refused() -> None:
+def test_written_tensor_in_a_tuple_is_refused() -> None:
     class Tuples(Block):
         def __init__(self) -> None:
             super().__init__()
@@ -232,7 +232,7 @@ def test_a_tensor_in_a_tuple_that_is_written_is_refused() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning", "ignore:policy .* no (block|operator):UserWarning")
-def test_lazy_layers_are_made_once(policy: str) -> None:
+def test_lazy_layers_are_initialized_once(policy: str) -> None:
     plain, model = Net(LazyLayer), Net(LazyLayer)
     apply_policy(model, policy, verify="always")
     found, expected = numbers(model), numbers(plain)
@@ -240,8 +240,8 @@ def test_lazy_layers_are_made_once(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_attribute_that_is_set_around_forward_is_put_back(policy: str) -> None:
-    """As diffusers and PEFT do with the scale of a LoRA, in an attribute and in a dict of a layer."""
+def test_attribute_set_around_forward_is_restored_for_the_second_run(policy: str) -> None:
+    """diffusers and PEFT set a LoRA scale this way, in an attribute and in a dict of a layer."""
 
     class Scaled(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -267,7 +267,7 @@ def test_an_attribute_that_is_set_around_forward_is_put_back(policy: str) -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_attribute_that_changes_between_two_forwards_of_one_backward(policy: str) -> None:
+def test_attribute_changed_between_two_forwards_of_one_backward(policy: str) -> None:
     def step(model: Net) -> list[torch.Tensor]:
         torch.manual_seed(0)
         x = torch.randn(3, 4)
@@ -282,7 +282,7 @@ def test_an_attribute_that_changes_between_two_forwards_of_one_backward(policy: 
     assert all(map(torch.equal, step(model), step(plain)))
 
 
-def test_peft_scales_its_layers() -> None:
+def test_scaled_lora_layers_of_peft() -> None:
     peft = pytest.importorskip("peft")
 
     class Scaled(Net):
@@ -317,7 +317,7 @@ class WrittenThroughData(Block):
         return self.mlp(x)
 
 
-def test_parameters_that_are_written_in_forward_are_refused() -> None:
+def test_parameters_written_in_forward_are_refused() -> None:
     model = Net(Written)
     apply_policy(model, "full")
     with pytest.raises(UserError, match=r"Written: its parameter 'up.weight' is modified in forward"):
@@ -354,7 +354,7 @@ class Unpacking(Block):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("call", [in_dataclass, in_namespace])
 @pytest.mark.filterwarnings("ignore:policy .* no block was given:UserWarning")
-def test_arguments_in_records(call: Any, policy: str) -> None:
+def test_arguments_in_dataclasses_and_namespaces(call: Any, policy: str) -> None:
     assert_equal(Net(Unpacking, call), policy)
 
 
@@ -365,7 +365,7 @@ class Array(Block):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_numpy_arrays_are_copied(policy: str) -> None:
+def test_numpy_arguments_are_copied(policy: str) -> None:
     assert_equal(Net(Array, lambda block, x: block(x, np.zeros(2))), policy)
 
 
@@ -376,7 +376,7 @@ class Reading(Block):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("made", [lambda: (i for i in (1, 2)), lambda: iter([1, 2])])
-def test_arguments_that_can_be_read_once_are_refused(made: Any, policy: str) -> None:
+def test_iterator_arguments_are_refused(made: Any, policy: str) -> None:
     model = Net(Reading, lambda block, x: block(x, made()))
     apply_policy(model, policy)
     with pytest.raises(UserError, match="which its first run uses up.*give it a list"):
@@ -384,7 +384,9 @@ def test_arguments_that_can_be_read_once_are_refused(made: Any, policy: str) -> 
 
 
 class WritingGiven(Block):
-    """Writes in place into tensors that it is given by name, in a tuple and in a dict, with and without gradient."""
+    """Writes in place into tensors that it is given by keyword, in a tuple and in a dict, with and without
+    gradient.
+    """
 
     def forward(self, x: torch.Tensor, pair: Any = (), **named: Any) -> torch.Tensor:
         tensors = [*pair, *named.get("more", {}).values(), *(v for v in named.values() if isinstance(v, torch.Tensor))]
@@ -404,7 +406,7 @@ GIVEN: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("gradient", [True, False])
-def test_tensors_that_are_written_wherever_they_are_given(given: str, gradient: bool, policy: str) -> None:
+def test_written_tensor_arguments_in_any_container(given: str, gradient: bool, policy: str) -> None:
     def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         tensor = x * 1.5 if gradient else x.detach() + 1
         return block(x, **GIVEN[given](tensor))
@@ -413,35 +415,33 @@ def test_tensors_that_are_written_wherever_they_are_given(given: str, gradient: 
 
 
 class OwnCache(Block):
-    """A block of one's own whose arguments are called like a library's."""
+    """A user-defined block whose arguments have the names of a library's cache."""
 
     def forward(self, x: torch.Tensor, layer_past: torch.Tensor, use_cache: bool) -> torch.Tensor:
         return self.mlp(x + layer_past) * (2 if use_cache else 1)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_arguments_are_not_dropped_by_name(policy: str) -> None:
+def test_user_arguments_with_cache_names_are_kept(policy: str) -> None:
     assert_equal(Net(OwnCache, lambda block, x: block(x, layer_past=x.detach() * 2, use_cache=True)), policy)
 
 
 class Outside(Block):
-    """Reads what no search finds."""
+    """Reads an environment variable, which no policy can restore."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.mlp(x * float(os.environ["FACTOR"]))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_nothing_can_put_back_raises_before_a_weight_changes(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unrestorable_state_raises_before_a_weight_changes(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net(Outside)
     monkeypatch.setenv("FACTOR", "1")
     apply_policy(model, policy)
     before = [p.detach().clone() for p in model.parameters()]
     loss = model(torch.randn(3, 4)).square().sum()
     monkeypatch.setenv("FACTOR", "2")
-    with pytest.raises(VerificationError) as error:  # out of backward, so no optimizer is reached
+    with pytest.raises(VerificationError) as error:  # it leaves backward, so that no optimizer steps
         loss.backward()
     assert error.value.region == "blocks.0"
     assert error.value.differs == "values"
@@ -450,11 +450,11 @@ def test_what_nothing_can_put_back_raises_before_a_weight_changes(
 
 
 class CountsInALargeArray(Block):
-    """What it counts is read by nobody, so that no gradient shows that the second run counts as well."""
+    """Nobody reads its count, so that no gradient shows that the second run counts too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = np.zeros(2**18)  # 2 MiB, above what is copied
+        self.seen = np.zeros(2**18)  # 2 MiB, above the limit for copies
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
@@ -462,7 +462,7 @@ class CountsInALargeArray(Block):
 
 
 class CountsThroughData(CountsInALargeArray):
-    """From its third call on, so that its first one does not show it."""
+    """Counts from its third call on, so that the first call does not show it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -477,7 +477,7 @@ class CountsThroughData(CountsInALargeArray):
 
 @pytest.mark.parametrize("block", [CountsInALargeArray, CountsThroughData])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_state_that_the_second_run_writes_once_more_raises(block: type[Block], policy: str) -> None:
+def test_state_written_again_by_the_second_run_raises(block: type[Block], policy: str) -> None:
     model = Net(block)
     apply_policy(model, policy, verify="always")
     with pytest.raises(VerificationError, match=f"'seen' of {block.__name__}"):
@@ -492,7 +492,7 @@ class SavedThenWritten(Block):
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2"])
-def test_a_saved_tensor_that_is_written_raises_as_in_plain_autograd(policy: str) -> None:
+def test_written_saved_tensor_raises_as_in_plain_autograd(policy: str) -> None:
     plain, model = Net(SavedThenWritten), Net(SavedThenWritten)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         numbers(plain)
@@ -507,15 +507,15 @@ class AnotherPath(Block):
         return x + self.up(x).sum(-1, keepdim=True) if in_backward else self.mlp(x)
 
 
-def test_a_second_run_on_another_path_raises() -> None:
+def test_second_run_on_another_code_path_raises() -> None:
     model = Net(AnotherPath)
     apply_policy(model, "full")
     with pytest.raises(VerificationError, match="saved other tensors|shape: "):
         numbers(model)
 
 
-def test_per_sample_hooks_append_once() -> None:
-    """As Opacus: a forward hook keeps each layer's input in a list on the layer."""
+def test_hooks_for_per_sample_gradients_append_once() -> None:
+    """Opacus' forward hook appends each layer's input to a list on the layer."""
 
     def keep(module: nn.Module, args: Any, out: Any) -> None:
         if not hasattr(module, "activations"):
@@ -530,8 +530,8 @@ def test_per_sample_hooks_append_once() -> None:
     assert [len(block.up.activations) for block in model.blocks] == [1, 1, 1, 1]
 
 
-def test_data_that_is_written_between_blocks_of_a_segment() -> None:
-    """`x.data` counts no version, so the frame links the output of the block before as it was."""
+def test_data_written_between_blocks_of_a_segment_raises() -> None:
+    """`x.data` counts no version, so the segment takes the output of the block before as unchanged."""
 
     class Between(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -546,8 +546,8 @@ def test_data_that_is_written_between_blocks_of_a_segment() -> None:
         numbers(model)
 
 
-def test_full_keeps_no_more_than_what_is_written() -> None:
-    """A frozen quantised base holds its statistics in buffers: no copies of them between forward and backward."""
+def test_full_keeps_no_copy_of_frozen_buffers() -> None:
+    """A frozen quantised base holds its statistics in buffers, which no block writes."""
 
     class Frozen(Block):
         def __init__(self) -> None:
@@ -560,7 +560,7 @@ def test_full_keeps_no_more_than_what_is_written() -> None:
     def kept(verify: str) -> int:
         model = Net(Frozen)
         apply_policy(model, "full", verify=verify)
-        numbers(model, steps=1)  # learns
+        numbers(model, steps=1)  # learns which buffers are written
         with torch.profiler.profile(profile_memory=True) as profile:
             model(torch.randn(3, 4))
         return sum(event.self_cpu_memory_usage for event in profile.key_averages() if event.key == "aten::clone")
@@ -569,7 +569,7 @@ def test_full_keeps_no_more_than_what_is_written() -> None:
 
 
 def with_tangents(model: nn.Module) -> list[torch.Tensor]:
-    """The gradients of a loss that is made of tangents, and both."""
+    """Returns the tangent and the gradients of a loss that depends on it."""
     torch.manual_seed(0)
     with forward_ad.dual_level():
         out = forward_ad.unpack_dual(model(forward_ad.make_dual(torch.randn(3, 4), torch.randn(3, 4))))
@@ -579,14 +579,14 @@ def with_tangents(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("verify", ["always", "never"])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # which torch's own decompositions call
-def test_forward_mode_through_blocks_is_equal_or_refused(verify: str) -> None:
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own decompositions call it
+def test_forward_mode_ad_is_equal_or_refused(verify: str) -> None:
     expected = with_tangents(Net(Block))
     for policy in ("full", "save:matmul", "offload"):
         model = Net(Block)
         apply_policy(model, policy, verify=verify)
         for found, value in zip(with_tangents(model), expected, strict=True):
-            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-5)  # 'save' makes tangents by other kernels
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-5)  # 'save' computes tangents by other kernels
     for policy in ("segments:2", "sqrt"):
         model = Net(Block)
         apply_policy(model, policy, verify=verify)
@@ -604,8 +604,8 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["full", "pointwise", "save:matmul", "segments:2", "offload"])
-def test_a_verified_step_peaks_where_any_other_does(policy: str) -> None:
-    x = torch.randn(4, 256, 128)  # 7 MiB of activations in each block
+def test_verified_step_has_the_peak_of_an_unverified_one(policy: str) -> None:
+    x = torch.randn(4, 256, 128)  # 7 MiB of activations per block
 
     def peak(verify: str) -> int:
         model = Net(Wide)

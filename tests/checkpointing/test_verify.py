@@ -1,4 +1,4 @@
-"""The verification of saved tensors: fingerprints see every bit, and hold no memory."""
+"""Verification of saved tensors: fingerprints depend on every bit and take no memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def with_one_bit_flipped(x: torch.Tensor, at: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("shape", [(3, 24), (301, 64)])
-def test_one_bit_in_any_place_changes_the_hash(dtype: torch.dtype, view: str, shape: tuple[int, int]) -> None:
+def test_every_bit_changes_the_hash(dtype: torch.dtype, view: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     x = VIEWS[view]((50 * torch.randn(shape)).to(dtype))
     assert hash_of(x) == hash_of(x)
@@ -55,7 +55,7 @@ def test_one_bit_in_any_place_changes_the_hash(dtype: torch.dtype, view: str, sh
         assert hash_of(with_one_bit_flipped(x, at)) != hash_of(x), at
 
 
-def test_the_hash_is_of_the_bits_and_not_of_where_they_are() -> None:
+def test_hash_depends_on_the_bits_and_not_on_the_address() -> None:
     storage = torch.arange(100_003, dtype=torch.float32).bfloat16()
     for offset in (1, 2, 3, 5):
         x = storage[offset : offset + 90_001]
@@ -63,11 +63,11 @@ def test_the_hash_is_of_the_bits_and_not_of_where_they_are() -> None:
         assert hash_of(x) != hash_of(storage[offset + 1 : offset + 90_002])
 
 
-def test_order_constants_and_scales_are_seen() -> None:
+def test_hash_depends_on_order_constants_and_scales() -> None:
     x = torch.randn(64, 1024)
     assert hash_of(x) != hash_of(x.flip(0))
     assert hash_of(x) != hash_of(x.flip(1))
-    assert hash_of(torch.ones(64, 1024)) != hash_of(torch.full((64, 1024), 2.0))  # an XOR of either is 0
+    assert hash_of(torch.ones(64, 1024)) != hash_of(torch.full((64, 1024), 2.0))  # an XOR of each would be 0
     assert hash_of(torch.ones(64, 1024, dtype=torch.float64)) != hash_of(torch.full((64, 1024), 2.0).double())
     mask = torch.rand(64, 1024) > 0.1
     assert hash_of(mask) != hash_of(mask.roll(1, 1))
@@ -76,7 +76,7 @@ def test_order_constants_and_scales_are_seen() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:torch.quantize_per_tensor:UserWarning")
-def test_layouts_without_plain_bits() -> None:
+def test_hash_of_special_layouts() -> None:
     assert fingerprint(torch.empty(0, 3))[0] != fingerprint(torch.empty(3, 0))[0]
     assert hash_of(torch.tensor(1.0)) != hash_of(torch.tensor(2.0))
     assert fingerprint(torch.empty(3, device="meta"))[1] is None
@@ -93,7 +93,7 @@ def test_layouts_without_plain_bits() -> None:
     assert fingerprint(z)[0] == fingerprint(z.conj())[0]
 
 
-def test_schedule() -> None:
+def test_steps_of_a_schedule() -> None:
     def steps(value: str | int) -> list[int]:
         return [step for step in range(1, 2001) if Schedule.parse(value).due(step)]
 
@@ -119,7 +119,7 @@ def saved_and_restored(x: torch.Tensor, put_back: torch.Tensor) -> None:
     comparison.restored(slot, put_back)
 
 
-def test_a_difference_names_region_and_operator() -> None:
+def test_error_names_region_and_operator() -> None:
     x = torch.randn(3, 4, requires_grad=True) * 2
     saved_and_restored(x, x.detach().clone())
     with pytest.raises(VerificationError) as error:
@@ -135,7 +135,7 @@ def test_a_difference_names_region_and_operator() -> None:
         saved_and_restored(x, x.detach().t().contiguous().t())
 
 
-def test_steps_that_are_not_due_have_no_recorder() -> None:
+def test_unscheduled_step_compares_nothing() -> None:
     verification = Verification(Schedule.parse("first"), "full")
     module = torch.nn.Linear(1, 1)
     verified = []
@@ -147,7 +147,7 @@ def test_steps_that_are_not_due_have_no_recorder() -> None:
     verification.begin_step()
     assert verification.region("", module, calls=9, changed=True) is not None
     verification.end_forward()
-    assert verification.region("", module, calls=2) is not None  # a block that is called outside of its model
+    assert verification.region("", module, calls=2) is not None  # a block that is called outside its model
     assert verification.region("", module, calls=3) is None
     verification.begin_step()
     with torch._subclasses.FakeTensorMode():
@@ -155,11 +155,11 @@ def test_steps_that_are_not_due_have_no_recorder() -> None:
 
 
 @pytest.mark.parametrize("verify", ["first", "always", "never"])
-def test_a_region_that_does_not_count_its_calls_is_not_verified_outside_of_the_model(verify: str) -> None:
+def test_region_without_a_call_count_is_not_verified_outside_the_model(verify: str) -> None:
     assert Verification(Schedule.parse(verify), "full").region("", torch.nn.Linear(1, 1)) is None
 
 
-def test_the_flag_is_checked_when_it_is_read() -> None:
+def test_verify_flag_is_checked_when_parsed() -> None:
     from ckpt_ft.training.arguments import ACArguments
     from ckpt_ft.training.callback import ACCallback
 
@@ -171,8 +171,8 @@ def test_the_flag_is_checked_when_it_is_read() -> None:
     assert ACCallback("full").session.settings.ac_verify == "first"
 
 
-def test_ranks_do_not_wait_for_a_part_of_a_deepspeed_engine() -> None:
-    """Under ZeRO-1 and ZeRO-2 another rank may leave a part out; the engine's own hook is on the whole model."""
+def test_ranks_do_not_synchronise_on_a_submodule_of_a_deepspeed_engine() -> None:
+    """Under ZeRO-1 and ZeRO-2 another rank may skip a submodule; the engine's own hook is on the whole model."""
     from ckpt_ft.checkpointing.verify import _groups
 
     part = torch.nn.Linear(1, 1)

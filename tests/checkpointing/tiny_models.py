@@ -1,4 +1,4 @@
-"""Tiny models of many architectures with the inputs of one training step; built from config, random weights."""
+"""Tiny models of many architectures with random weights, and the inputs of one training step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SIZES: dict[str, Any] = {
 _GQA = {"num_key_value_heads": 2}
 _TEXT = {"input_ids": _IDS, "labels": _LABELS}
 _VIT = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "image_size": 32}
-# a KV cache lays keys and values out anew, and a checkpointed block has none: the last bits differ on some CPUs
+# a KV cache changes the layout of keys and values, and checkpointed blocks have none: last bits differ on some CPUs
 _SEQ2SEQ = {"vocab_size": 99, "d_model": 32, "decoder_start_token_id": 0, "use_cache": False}
 
 
@@ -138,18 +138,18 @@ DIFFUSION: dict[str, Callable[[], Case]] = {"unet": _unet, "dit": _dit}
 
 
 def build(name: str) -> Case:
-    """A model in training mode and the inputs of a step, the same at every call."""
+    """Returns a model in training mode and the inputs of a step, equal at every call."""
     torch.manual_seed(0)
     model, inputs = {**LANGUAGE, **VISION, **DIFFUSION}[name]()
     return model.train(), inputs
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The model's loss, or the mean square of its first output."""
+    """Returns the model's loss, or the mean square of its first output."""
     loss = getattr(output, "loss", None)
     return output[0].float().pow(2).mean() if loss is None else loss
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients by parameter name."""
+    """Returns gradients by parameter name."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -1,4 +1,4 @@
-"""Tiny vision-language models, built from config, with the inputs of one training step: an image in every row."""
+"""Tiny vision-language models, and the inputs of one training step with an image per row."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "idefics3": {**_IDEFICS, "text_config": _LLAMA},
     "smolvlm": {**_IDEFICS, "text_config": _LLAMA},
 }  # fmt: skip
-# Tokens that stand for an image of 16 patches; merged by fours in the others.
+# Image tokens for 16 patches; the other models merge patches in fours.
 _TOKENS = {"llava": 16, "paligemma": 16, "pixtral": 16}
 
 
 def make(name: str, lora: bool = False) -> nn.Module:
-    """The model in train mode, without dropout but in front of LoRA's adapters, of which it has some in each tower."""
+    """Returns the model in train mode; the only dropout is before LoRA adapters, of which each tower has some."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.for_model(**{"model_type": name, **CONFIGS[name]})
@@ -81,14 +81,14 @@ def make(name: str, lora: bool = False) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1))
-        for key, p in model.named_parameters():  # adapters start at zero: half of them would get no gradient
+        for key, p in model.named_parameters():  # adapters start at zero, which would give half of them no gradient
             if "lora_B" in key:
                 nn.init.normal_(p)
     return model.train()
 
 
 def batch(name: str, rows: int = 2) -> dict[str, torch.Tensor]:
-    """`rows` samples of one image of 4 x 4 patches and some text."""
+    """Returns `rows` samples with one image of 4 x 4 patches and text."""
     generator = torch.Generator().manual_seed(1)
     tokens = _TOKENS.get(name, 4)
     ids = torch.randint(3, 90, (rows, tokens + 8), generator=generator)
@@ -109,7 +109,7 @@ def batch(name: str, rows: int = 2) -> dict[str, torch.Tensor]:
 
 
 def numbers(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
-    """Loss, gradients and random state that a step leaves behind."""
+    """Returns the loss, gradients and random state after a step."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(2)
     loss = model(**batch(name)).loss

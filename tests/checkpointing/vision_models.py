@@ -1,4 +1,4 @@
-"""Small vision models of every family, and one training step of them as numbers that can be compared bit by bit."""
+"""Small vision models of every family, and the numbers of a training step for bitwise comparison."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ConvBlock(nn.Module):
 
 
 class Level(nn.Module):
-    """One resolution of the U-Net: its blocks one after another."""
+    """One resolution of the U-Net, a sequence of blocks."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def make(name: str, seed: int = 0) -> nn.Module:
-    """The model named `name` in train mode: the same weights each time, running statistics unlike the initial ones."""
+    """Returns the model in train mode with fixed weights and running statistics that differ from the initial ones."""
     torch.manual_seed(seed)
     model = MODELS[name]().train()
     for module in model.modules():
@@ -139,7 +139,7 @@ def batches(count: int, size: int = 4) -> list[dict[str, torch.Tensor]]:
 
 
 def numbers(model: nn.Module, inputs: list[dict[str, torch.Tensor]], seed: int = 3) -> dict[str, torch.Tensor]:
-    """What forward and backward over `inputs` leave behind: losses, accumulated gradients, buffers, RNG state."""
+    """Returns what forward and backward over `inputs` leave: losses, accumulated gradients, buffers, random state."""
     torch.manual_seed(seed)
     found = {}
     for index, batch in enumerate(inputs):
@@ -152,7 +152,7 @@ def numbers(model: nn.Module, inputs: list[dict[str, torch.Tensor]], seed: int =
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Bit by bit: every tensor of `expected`, and no other."""
+    """Asserts bitwise equality of every tensor, and that no other tensor is there."""
     assert found.keys() == expected.keys()
     different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
     assert not different, f"{len(different)} of {len(expected)} differ: {different[:5]}"
