@@ -24,19 +24,17 @@ from transformers import Trainer
 from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
+from ckpt_ft.training.conversations import ImageLoader, VisionLanguageArguments, load_conversations
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.samples.language import make_questions
 from ckpt_ft.training.trainer import evaluate, start, train, with_sample, write_model_card
 from ckpt_ft.training.vision_language import (
-    ImageLoader,
     Questions,
-    VisionLanguageArguments,
     VisionLanguageModelArguments,
     check_all_have_images,
     check_answers,
     collator_of,
     encode_conversations,
-    load_conversations,
     load_model,
     load_processor,
     patch_size,

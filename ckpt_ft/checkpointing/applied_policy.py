@@ -25,7 +25,7 @@ from ckpt_ft.tables import WIDTH, Table, as_text
 from .blocks import Blocks, Region, submodules
 from .guard import Guard
 from .kv_cache import wants_cache, without_kv_cache
-from .module_state import modules_in
+from .module_contents import modules_in
 from .recompute import Checkpointed
 from .segments import SegmentMember
 from .selective import Selection

@@ -16,7 +16,7 @@ from .blocks import SEGMENTED, find_blocks, named_blocks, regions
 from .guard import Guard
 from .kv_cache import caching_models, tied_by_cache
 from .libraries import INT8, is_a
-from .module_state import has, modules_in
+from .module_contents import has, modules_in
 from .recompute import Checkpointed
 from .segments import Segment, SegmentMember
 from .selective import Selection

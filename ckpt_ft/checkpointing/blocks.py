@@ -25,7 +25,7 @@ from ckpt_ft.errors import UserError, meant
 from ckpt_ft.policy import Policy
 
 from .libraries import DIFFUSERS, LAYER, PRETRAINED, is_a
-from .module_state import modules_in
+from .module_contents import modules_in
 
 Named = tuple[str, nn.Module]
 

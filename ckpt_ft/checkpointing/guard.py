@@ -11,7 +11,7 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
-from .module_state import has, modules_in
+from .module_contents import has, modules_in
 from .standin import StandIn
 
 _flag = attrgetter("gradient_checkpointing")

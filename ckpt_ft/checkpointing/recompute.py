@@ -27,11 +27,13 @@ from . import rng
 from .arguments import ATOMS, Call, Inputs, leaves
 from .autocast import autocast_as, autocast_now
 from .dropped_tensors import DroppedTensors, RunComplete, pop_hooks, push_hooks
+from .fingerprint import can_hash
 from .kv_cache import DroppedCaches, is_cache
-from .module_state import Contents, ModuleState, StateBeforeFirstRun
+from .module_contents import Contents
+from .module_state import ModuleState, StateBeforeFirstRun
 from .selective import Selection, compiled_contexts
 from .standin import StandIn
-from .verify import SavedTensorProof, TensorComparison, can_hash
+from .verify import SavedTensorProof, TensorComparison
 
 _MOST_STRUCTURES = 64  # the number of ways of being called that a region remembers
 

@@ -23,9 +23,9 @@ from .autocast import AutocastState
 from .blocks import submodules
 from .chunks import InPieces, Weights, hooked
 from .dropped_tensors import same
-from .module_state import modules_in
+from .fingerprint import can_hash
+from .module_contents import modules_in
 from .standin import Installed, Treated, warn_once
-from .verify import can_hash
 
 # Modules whose output at a token depends on other tokens.
 _MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RNNBase)

@@ -38,7 +38,10 @@ def recipe(
         return
     sys.argv = [str(script), *context.args]
     gc.enable()  # a run lives for hours, and its cycles hold tensors
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except ModuleNotFoundError as error:
+        raise UserError(f"recipe {name} needs the package {error.name}: pip install {error.name}") from error
 
 
 def find_recipe(name: str) -> Path:

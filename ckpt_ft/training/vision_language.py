@@ -1,7 +1,4 @@
-"""Conversations about images: the rows, their encoding, and the vision-language model that they train.
-
-A row has the layout of TRL, LLaMA-Factory and ms-swift: `messages` with a part `{"type": "image"}` (or the text
-"<image>") for each image in the column `images`. An image part may name its own file instead.
+"""The vision-language model that conversations about images train, and their encoding for it.
 
 Tokens and labels are made once, in advance; pixels whenever a row is fetched. The model's own processor decides how
 many tokens an image has. A conversation is cut where the assistant's turns begin and end, as in text.py. Pieces with
@@ -11,7 +8,6 @@ names the row, the model, the dataset or the flag.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,13 +25,18 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.defaults import TRAINED_TOWERS
-from ckpt_ft.training.flags import AtLeastOne, Count, Length, SplitArguments, flag
-from ckpt_ft.training.images import image_files, named_columns, open_image
+from ckpt_ft.training.conversations import (
+    Cell,
+    ImageLoader,
+    VisionLanguageArguments,
+    conversation,
+    image_files_digest,
+    load_conversations,
+)
+from ckpt_ft.training.flags import flag
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 from ckpt_ft.training.text import (
     IGNORED,
-    LOADERS,
-    ROW_NUMBER,
     PadCollator,
     chat_segments,
     flattened,
@@ -53,7 +54,6 @@ from ckpt_ft.workloads.transformers_models import ImagePositions, check_packing,
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
-    from PIL import Image
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -61,9 +61,6 @@ if TYPE_CHECKING:
     from ckpt_ft.workloads.workload import MakeBatch
 
 
-MARK = "<image>"  # an image in a text
-PATH_KEYS = ("image", "path", "image_url", "url")  # keys of an image part that name its file
-Cell = Mapping[str, Any]  # an undecoded image: `bytes` or `path`
 TOKENS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")  # one value per token
 TOKEN_TYPES = TOKENS[3:]  # mark image tokens; some models take them
 CROSS_ATTENTION_MASK = "cross_attention_mask"
@@ -80,206 +77,6 @@ class VisionLanguageModelArguments(ModelArguments):
         "the towers is trained as well.",
         choices=list(TRAINED_TOWERS),
     )
-
-
-@dataclass
-class VisionLanguageArguments(SplitArguments):
-    """The conversations about images to train on. The names are TRL's and the processors'."""
-
-    dataset_name: str | None = flag(
-        None, "Hub id, or a local directory or file (json, jsonl, parquet); without it, drawn pictures."
-    )
-    messages_column: str = flag("messages", "Column of conversations.")
-    image_column: str = flag("images", "Column of each row's images: files, or images of the dataset; also one image.")
-    image_folder: str | None = flag(None, "Folder of images that rows name by path; by default the dataset's own.")
-    dataset_num_proc: Count | None = flag(None, "Processes that look through the rows.")
-    max_length: Length = flag(
-        2048,
-        "Tokens per sequence, images included; text beyond it is cut, and rows whose images do not fit are left out.",
-    )
-    packing: bool = flag(False, "Put several rows into one sequence; attention and loss stay within each row.")
-    max_pixels: AtLeastOne | None = flag(
-        None, "Most pixels of an image; larger ones are scaled down (Qwen-VL and its kin)."
-    )
-    longest_side: AtLeastOne | None = flag(None, "Pixels of an image's longer side (Idefics3, SmolVLM, Pixtral).")
-    answered: Count = flag(0, "Held-out questions to answer before and after training, to count the right answers.")
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """`messages` whose contents are lists of parts, and the images of the image parts, in order."""
-
-    messages: list[dict[str, Any]]
-    images: list[Cell]
-
-
-def load_conversations(
-    args: VisionLanguageArguments, *, evaluate: bool, seed: int
-) -> tuple[Dataset, Dataset | None, Path | None]:
-    """Returns the training rows of `messages` and undecoded `images`, the evaluation rows, and the images' folder.
-
-    The folder is None for a Hub dataset.
-    """
-    train, test = load_rows(args, evaluate=evaluate, seed=seed)
-    source = f"dataset {args.dataset_name}"
-    path = Path(str(args.dataset_name))
-    folder = path.parent if path.suffix in LOADERS else path if path.is_dir() else None
-    folder = Path(args.image_folder) if args.image_folder else folder
-    if folder is not None and not folder.is_dir():
-        raise UserError(f"--image_folder {folder}: no such folder")
-    return _known_columns(train, args, source), None if test is None else _known_columns(test, args, source), folder
-
-
-def _known_columns(rows: Dataset, args: VisionLanguageArguments, source: str) -> Dataset:
-    """Selects `messages`, `ROW_NUMBER` if present, and `images` if there is such a column, undecoded."""
-    column = args.image_column
-    if column == "images" and column not in rows.column_names:  # one image a row, or parts that name their files
-        column = "image" if "image" in rows.column_names else ""
-    known = [("messages_column", args.messages_column, "messages")]
-    if ROW_NUMBER in rows.column_names:
-        known.append(("", ROW_NUMBER, ROW_NUMBER))
-    rows = named_columns(rows, source, *known, *([("image_column", column, "images")] if column else []))
-    return rows.cast_column("images", _undecoded(rows.features["images"])) if column else rows
-
-
-def _undecoded(feature: Any) -> Any:
-    from datasets import Image as ImageFeature
-    from datasets import List
-
-    if isinstance(feature, ImageFeature):
-        return ImageFeature(decode=False)
-    return List(_undecoded(feature.feature)) if isinstance(feature, List) else feature
-
-
-def conversation(row: Mapping[str, Any], place: str) -> Conversation:
-    """Returns the conversation of a row, with an image for every image part.
-
-    Args:
-        place: the row's name in errors.
-    """
-    turns = row["messages"]
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) and turn.get("role") for turn in turns):
-        raise UserError(f"{place}: expected 'messages', a list of turns with 'role' and 'content'")
-    given = row.get("images")
-    unused = [_cell(image, place) for image in (given if isinstance(given, list) else [given] if given else [])]
-    count, messages, images = len(unused), [], []
-    for turn in turns:
-        parts = []
-        for part in _parts(turn.get("content"), place):
-            if part["type"] == "image":
-                if turn["role"] == "assistant":
-                    raise UserError(f"{place}: an assistant's turn holds an image; models answer in text")
-                own = part.pop("image", None)
-                if own is None and not unused:
-                    raise UserError(f"{place}: its messages mention more images than the {count} of 'images'")
-                images.append(unused.pop(0) if own is None else _cell(own, place))
-            parts.append(part)
-        messages.append({"role": turn["role"], "content": parts})
-    if unused:
-        raise UserError(
-            f"{place}: {count} images, and its messages mention {count - len(unused)}; put a part "
-            f'{{"type": "image"}}, or {MARK} in the text, where each belongs'
-        )
-    return Conversation(messages, images)
-
-
-def _parts(content: Any, place: str) -> Iterator[dict[str, Any]]:
-    """Yields the parts of a turn: {"type": "text", "text"} and {"type": "image"}, which may have its own "image"."""
-    if isinstance(content, str):
-        yield from _split_at_marks(content)
-        return
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise UserError(f"{place}: a turn's 'content' is a text or a list of parts, not {content!r}")
-    for part in content:
-        named = next((part[key] for key in PATH_KEYS if part.get(key)), None)
-        if part.get("type") == "text" and isinstance(part.get("text"), str):
-            yield from _split_at_marks(part["text"])
-        elif part.get("type") in ("image", "image_url"):
-            yield {"type": "image", **({} if named is None else {"image": named})}
-        else:
-            raise UserError(
-                f"{place}: a part of type {part.get('type')!r}; parts are of type 'text' (with it) or 'image'"
-            )
-
-
-def _split_at_marks(text: str) -> Iterator[dict[str, Any]]:
-    for at, words in enumerate(text.split(MARK)):
-        if at:
-            yield {"type": "image"}
-        if words:
-            yield {"type": "text", "text": words}
-
-
-def _cell(image: Any, place: str) -> Cell:
-    if isinstance(image, str):
-        return {"bytes": None, "path": image}
-    given = (image.get("bytes"), image.get("path")) if isinstance(image, dict) else (None, None)
-    if isinstance(given[0] or b"", bytes) and isinstance(given[1] or "", str) and any(given):
-        return {"bytes": given[0], "path": given[1]}
-    raise UserError(f"{place}: an image is a file's path or an image of the dataset, not {image!r:.60}")
-
-
-@dataclass(frozen=True)
-class ImageLoader:
-    """Opens the images of rows.
-
-    Attributes:
-        folder: where files named by path are; None for a Hub dataset, which holds its images itself.
-        smallest: least pixels of a side, those of the model's patch.
-    """
-
-    folder: Path | None
-    smallest: int = 1
-
-    def open(self, image: Cell, place: str) -> Image.Image:
-        """Returns the RGB picture."""
-        if image.get("bytes") is None:
-            image = {"bytes": None, "path": str(self._file(str(image["path"]), place))}
-        try:
-            picture = open_image(image)
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from error
-        if min(picture.size) < self.smallest:
-            width, height = picture.size
-            raise UserError(
-                f"{place}: {image['path'] or 'its image'} has {width} x {height} pixels, less than the model's patch "
-                f"of {self.smallest}; take it out"
-            )
-        return picture
-
-    def _file(self, path: str, place: str) -> Path:
-        if "://" in path or path.startswith("data:"):
-            raise UserError(f"{place}: image {path:.80} is not a file; download it into the data folder")
-        if self.folder is None and not Path(path).is_absolute():
-            raise UserError(f"{place}: image {path} is a path, and the dataset is the Hub's; give --image_folder")
-        file = Path(path) if self.folder is None else self.folder / path
-        try:
-            inside = self.folder is None or file.resolve().is_relative_to(self.folder.resolve())
-            exists = file.is_file()
-        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a null byte
-            raise UserError(f"{place}: image {path!r:.80} is not a file path: {one_line(error, 80)}") from error
-        if not inside:
-            raise UserError(
-                f"{place}: image {path} lies outside of the data folder {self.folder}; name theirs, --image_folder"
-            )
-        if not exists:
-            raise UserError(f"{place}: image {file} does not exist")
-        return file
-
-
-def image_files_digest(folder: Path | None) -> str:
-    """Returns a digest of the image files in a data folder, by path, size and time of change.
-
-    `datasets` finds encoded rows in its cache by the rows and the settings; of image files it only sees the names.
-    """
-    digest = hashlib.blake2b(digest_size=12)
-    for path in () if folder is None else image_files(folder):
-        try:
-            status = path.stat()
-        except OSError:  # a link to nothing or to itself, which `ImageLoader` names where a row has it
-            continue
-        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode(errors="replace"))
-    return digest.hexdigest()
 
 
 def encode_conversations(

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from vision_models import assert_same
 
 from ckpt_ft import apply_policy
-from ckpt_ft.checkpointing.module_state import modules_in
+from ckpt_ft.checkpointing.module_contents import modules_in
 from ckpt_ft.errors import UserError
 
 POLICIES = ["full", "segments:2", "save:matmul", "sqrt"]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_ft.checkpointing.verify import Schedule, Verification, VerificationError, fingerprint
+from ckpt_ft.checkpointing.fingerprint import fingerprint
+from ckpt_ft.checkpointing.verify import Schedule, Verification, VerificationError
 from ckpt_ft.errors import UserError
 
 DTYPES = (

@@ -51,3 +51,9 @@ def test_garbage_collection_is_on_in_a_recipe(tmp_path: Path, monkeypatch: pytes
 def test_unknown_recipe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no recipe 'llms'; did you mean 'llm'"):
         typed(monkeypatch, "recipe", "llms")
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(UserError, match="^recipe dpo needs the package trl: pip install trl$"):
+        typed(monkeypatch, "recipe", "dpo")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_ft.checkpointing.module_state import modules_in
+from ckpt_ft.checkpointing.module_contents import modules_in
 from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated, warn_once
 from ckpt_ft.errors import UserError
 

@@ -13,8 +13,9 @@ from seeing_models import MLLAMA
 from transformers import AutoConfig, AutoModelForImageTextToText, MllamaImageProcessorPil, MllamaProcessor
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.training.conversations import ImageLoader, VisionLanguageArguments
 from ckpt_ft.training.samples.language import IMAGE_CHAT_TEMPLATE, make_tokenizer
-from ckpt_ft.training.vision_language import ImageLoader, VisionLanguageArguments, collator_of, encode_conversations
+from ckpt_ft.training.vision_language import collator_of, encode_conversations
 
 ASKED = {"role": "user", "content": "<image>What is it?"}
 BLIND = {"role": "user", "content": "What is it?"}

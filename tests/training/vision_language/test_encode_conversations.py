@@ -25,16 +25,9 @@ from transformers import (
 from versions import needs_processor
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.training.conversations import ImageLoader, VisionLanguageArguments, conversation, load_conversations
 from ckpt_ft.training.samples.language import IMAGE_CHAT_TEMPLATE, make_tokenizer
-from ckpt_ft.training.vision_language import (
-    ImageLoader,
-    VisionLanguageArguments,
-    collator_of,
-    concatenated,
-    conversation,
-    encode_conversations,
-    load_conversations,
-)
+from ckpt_ft.training.vision_language import collator_of, concatenated, encode_conversations
 
 TEXT = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,

@@ -9,16 +9,9 @@ import pytest
 from PIL import Image
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.training.conversations import ImageLoader, VisionLanguageArguments, image_files_digest, load_conversations
 from ckpt_ft.training.samples.language import make_questions
-from ckpt_ft.training.vision_language import (
-    ImageLoader,
-    VisionLanguageArguments,
-    VisionLanguageModelArguments,
-    encode_conversations,
-    image_files_digest,
-    load_conversations,
-    load_processor,
-)
+from ckpt_ft.training.vision_language import VisionLanguageModelArguments, encode_conversations, load_processor
 
 ANSWER = {"role": "assistant", "content": "red"}
 

@@ -1,0 +1,333 @@
+"""What a region's modules hold at one moment, found by walking their attributes, and shallow copies of it.
+
+`Contents` lists the containers, tensors, arrays and generators of the modules and of the plain objects and variables
+that they refer to. `Copies` has a shallow copy of every container, tells whether an entry has changed, and puts the
+entries back.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import chain
+from threading import local
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from . import rng
+from .libraries import CONFIG, is_class
+from .tensor_identity import is_array
+from .variables import ENGINES, MAX_ENTRIES, Variables
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_pre_hooks",
+    "_backward_hooks",
+)  # fmt: skip
+_tables = operator.itemgetter(
+    "_parameters", "_buffers", "_modules", *_HOOKS, "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"
+)
+_global_tables = [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
+_OWN = frozenset(vars(nn.Module()))
+_NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
+_DEEPEST, _MOST_CONTAINERS = 4, 256  # nesting depth of containers and objects, and their number in one region
+_MAX_FOUND_OUTSIDE = 20_000  # the number of those that a search finds outside of the modules
+_CONTAINERS = (torch.Tensor, nn.Module, tuple, dict, list, deque, set, bytearray)
+_MAX_ENTRIES = 100_000  # entries; longer containers are not copied
+_STATEFUL = frozenset({"collections", "queue", "weakref", "_weakrefset"})  # of Python's own modules
+_MISSING = object()
+_values_of = dict.values  # not `__getitem__`, by which DeepSpeed's tables learn what a module reads
+Container = Any  # a dict, list, deque, set or Variables
+Place = tuple[Any, str, Any]  # module or Variables, table or attribute name, key
+
+
+def modules_in(module: nn.Module) -> dict[nn.Module, None]:
+    """Return `module` and all its submodules once each (four times as fast as `module.modules()`)."""
+    found, rest = {module: None}, [module]
+    while rest:
+        for child in rest.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                rest.append(child)
+    return found
+
+
+def has(module: nn.Module, name: str) -> bool:
+    """Whether `module` has an attribute `name` other than parameters, buffers or submodules; faster than `hasattr`."""
+    return name in module.__dict__ or hasattr(type(module), name)
+
+
+class Contents:
+    """The contents of a region's modules at one moment: valid as long as `copies.unchanged()`.
+
+    Attributes:
+        module: the region's module.
+        modules: it and all its submodules.
+        lazy: whether one of them is a lazy layer.
+        parameters: their parameters.
+        copies: their containers (attributes, tables, containers in attributes), with shallow copies.
+        extra: the containers in attributes and inside these, and the attribute tables of plain objects and of modules
+            that are referred to without being submodules.
+        held: their tensors other than parameters, each with its place and container (None in a tuple).
+        arrays: numpy arrays, likewise.
+        generators: random generators, each with the module or variables that have it.
+        opaque: iterators and byte arrays, which cannot be put back.
+        aliases: groups of tensors in `held`, by index, that share a storage.
+
+    Args:
+        given: objects among the arguments of a call, whose attributes the forward may write.
+        variables: variables outside of the modules.
+    """
+
+    __slots__ = (
+        "aliases", "arrays", "copies", "extra", "generators", "given", "held", "lazy", "module", "modules",
+        "most", "opaque", "parameters", "variables",
+    )  # fmt: skip
+
+    def __init__(self, module: nn.Module, given: Sequence[Any] = (), variables: Sequence[Variables] = ()) -> None:
+        self.module, self.modules, self.given, self.variables = module, modules_in(module), given, variables
+        self.lazy = any(isinstance(inner, LazyModuleMixin) for inner in self.modules)
+        found = [value for inner in self.modules for value in inner._parameters.values()]
+        self.parameters = [value for value in found if value is not None]
+        self.extra: list[tuple[Any, str, Container]] = []
+        self.arrays: list[tuple[Place, Container | None, Any]] = []
+        self.generators: dict[Any, Any] = {}  # with the module or variable that has it
+        self.opaque: list[tuple[Place, Any]] = []
+        self.held: list[tuple[Place, Container | None, torch.Tensor]] = []
+        self.most = _MOST_CONTAINERS
+        attributes = [inner.__dict__ for inner in self.modules]
+        tables = [*chain.from_iterable(map(_tables, attributes)), *_global_tables]
+        tables = [table for table in tables if isinstance(table, dict)]  # those of a TorchScript module are none
+        seen = set(map(id, attributes))
+        for inner in self.modules:
+            self._add_buffers(inner)
+            self._add_values(inner.__dict__, inner, "", seen, _DEEPEST)
+        for value in given:
+            self._add(value, (module, "an argument", type(value).__name__), None, seen, _DEEPEST)
+        self.most = _MAX_FOUND_OUTSIDE
+        for outside in variables:
+            if outside.settable:
+                self.extra.append((outside, "", outside))
+            self._add_values(outside, outside, "variables", seen, _DEEPEST)
+        containers = [value for _, _, value in self.extra]
+        dicts = [value for value in containers if isinstance(value, dict)]
+        others = [value for value in containers if not isinstance(value, dict)]
+        empty = [table for table in tables if not table]
+        self.copies = Copies([*attributes, *(table for table in tables if table), *dicts], others, empty)
+        self.aliases = _aliases(self.held)
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """The `requires_grad` of each parameter."""
+        return tuple([value.requires_grad for value in self.parameters])
+
+    def _add_buffers(self, module: nn.Module) -> None:
+        for key, value in module._buffers.items():
+            if value is not None:
+                self.held.append(((module, "_buffers", key), module._buffers, value))
+
+    def _add_values(self, container: Container, owner: Any, path: str, seen: set[int], depth: int) -> None:
+        """Add the contents of a container's entries."""
+        entries = container.items() if isinstance(container, (dict, Variables)) else enumerate(container)
+        kept = None if isinstance(container, (set, tuple)) else container
+        for key, value in entries:
+            if not (_is_atom(type(value)) or (key in _OWN and not path)):  # type: ignore[arg-type]
+                self._add(value, (owner, path, key), kept, seen, depth)
+
+    def _add(self, value: Any, place: Place, container: Container | None, seen: set[int], depth: int) -> None:
+        """Add a value and its contents; `container` is None if its entry there cannot be replaced."""
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter) and (type(value) is torch.Tensor or not place[1]):
+                self.held.append((place, container, value))
+        elif is_array(value):
+            self.arrays.append((place, container, value))
+        elif rng.is_generator(type(value)):
+            self.generators[value] = place[0]
+        elif depth and id(value) not in seen and len(self.extra) < self.most:
+            seen.add(id(value))
+            owner, path = place[0], ".".join(map(str, filter(None, place[1:])))
+            if isinstance(value, nn.Module):  # not a submodule: one that the region only refers to
+                if value not in self.modules:
+                    self.extra += [(owner, path, value.__dict__), (owner, path, value._buffers)]
+                    self._add_buffers(value)
+                return
+            if isinstance(value, tuple):
+                self._add_values(value, owner, path, seen, depth - 1)
+            elif isinstance(value, (dict, list, deque, set)):
+                if isinstance(type(value).__iter__, FunctionType):  # makes its entries when they are asked for
+                    return
+                if len(value) <= _MAX_ENTRIES:
+                    self.extra.append((owner, path, value))
+                if len(value) <= MAX_ENTRIES:
+                    self._add_values(value, owner, path, seen, depth - 1)
+            if _keeps_state(type(value)):  # type: ignore[arg-type]
+                self.extra.append((owner, path, value.__dict__))
+                self._add_values(value.__dict__, owner, path, seen, depth - 1)
+            elif names := _slots(type(value)):  # type: ignore[arg-type]
+                slots = Variables(value, names, f"an attribute of a {type(value).__name__}")
+                self.extra.append((owner, path, slots))
+                self._add_values(slots, owner, path, seen, depth - 1)
+            elif hasattr(type(value), "__next__") or isinstance(value, bytearray):
+                self.opaque.append((place, value))
+
+
+@cache
+def _is_atom(kind: type) -> bool:
+    """Whether `Contents._add` finds nothing in objects of this class."""
+    return not (
+        issubclass(kind, _CONTAINERS)
+        or hasattr(kind, "__array__")
+        or hasattr(kind, "__next__")
+        or rng.is_generator(kind)
+        or _keeps_state(kind)  # type: ignore[arg-type]
+        or _slots(kind)  # type: ignore[arg-type]
+    )
+
+
+@cache
+def _keeps_state(kind: type) -> bool:
+    """Whether objects of this class are plain Python objects, whose attributes a forward may write."""
+    if kind in (SimpleNamespace, local):
+        return True
+    if kind.__dictoffset__ == 0 or issubclass(kind, (type, FunctionType)):
+        return False
+    return not (_is_built_in(kind) or is_class(kind, CONFIG))
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names of the slots of a plain class without `__dict__`."""
+    if kind.__dictoffset__ or _is_built_in(kind):
+        return ()
+    declared = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    return tuple(name for names in declared for name in ((names,) if isinstance(names, str) else names))
+
+
+def _is_built_in(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package in ENGINES or (package in sys.stdlib_module_names and package not in _STATEFUL)
+
+
+def _aliases(held: list[tuple[Place, Container | None, torch.Tensor]]) -> list[list[int]]:
+    """Which tensors, by index, share a storage with others."""
+    by_storage: dict[int, list[int]] = {}
+    for index, (_, _, value) in enumerate(held):
+        if type(value) is torch.Tensor and value.layout is torch.strided and not without_values(value):
+            by_storage.setdefault(value.untyped_storage()._cdata, []).append(index)
+    return [group for group in by_storage.values() if len(group) > 1]
+
+
+class Copies:
+    """Containers, and shallow copies of them from one moment. `unchanged` runs three times in each call of a region.
+
+    Args:
+        dicts: the dictionaries.
+        lists: the other containers: lists, deques, sets and variables.
+        empty: dictionaries that are empty at this moment.
+    """
+
+    __slots__ = ("dicts", "empty", "entries", "lists", "of_dicts", "of_lists", "sizes")
+
+    def __init__(self, dicts: list[dict[Any, Any]], lists: list[Container], empty: list[dict[Any, Any]]) -> None:
+        self.dicts, self.lists, self.empty = dicts, lists, empty
+        self.of_dicts, self.of_lists = list(map(_table_copy, dicts)), list(map(list, lists))
+        self.entries, self.sizes = _entries(dicts, self.of_lists), [*map(len, dicts), *map(len, self.of_lists)]
+
+    def unchanged(self) -> bool:
+        """Whether the containers have the same entries as at that moment."""
+        entries, dicts, lists = self.entries, self.dicts, self.lists
+        now = list(chain.from_iterable(map(_values_of, dicts)))
+        if lists:
+            lists = list(map(list, lists))
+            now += chain.from_iterable(lists)
+        return (
+            len(now) == len(entries)
+            and all(map(operator.is_, now, entries))
+            and not any(self.empty)
+            and [*map(len, dicts), *map(len, lists)] == self.sizes
+        )
+
+    def now(self) -> Copies:
+        """Copies of the same containers as they are now."""
+        filled, empty = [x for x in self.empty if x], [x for x in self.empty if not x]
+        return Copies(self.dicts + filled, self.lists, empty)
+
+    def changed(self) -> Iterator[tuple[Container, Any]]:
+        """The containers whose entries have changed, with the copies."""
+        for dicts, copy in zip(self.dicts, self.of_dicts, strict=True):
+            if len(dicts) != len(copy) or not all(map(operator.is_, dicts.values(), copy.values())):
+                yield dicts, copy
+        yield from ((table, {}) for table in self.empty if table)
+        for container, copied in zip(self.lists, self.of_lists, strict=True):
+            now = list(container)
+            if len(now) != len(copied) or not all(map(operator.is_, now, copied)):
+                yield container, copied
+
+    def put(self, zero3: bool) -> None:
+        """Set the entries of the containers to those of the copies."""
+        for container, copied in self.changed():
+            if isinstance(container, dict):
+                _put_entries(container, copied, zero3)
+            elif not isinstance(container, set):
+                container.clear()
+                container.extend(copied)
+            elif not zero3:  # DeepSpeed's sets of parameters to release, which the second run adds to
+                container.clear()
+                container.update(copied)
+
+    def without_graphs(self) -> None:
+        """Replace tensors that have a graph by leaves with the same values."""
+        for copy in self.of_dicts:
+            copy |= {key: _leaf(value) for key, value in copy.items() if isinstance(value, torch.Tensor)}
+        for values in self.of_lists:
+            values[:] = [_leaf(value) if isinstance(value, torch.Tensor) else value for value in values]
+        self.entries = _entries(self.of_dicts, self.of_lists)
+
+
+def _put_entries(container: dict[Any, Any], copy: dict[Any, Any], zero3: bool) -> None:
+    if all(type(key) is int for key in (*container, *copy)):  # a table of hooks, whose order matters
+        container.clear()
+        container.update(copy)
+        return
+    for key in dict.fromkeys((*copy, *container)):
+        wanted, now = copy.get(key, _MISSING), container.get(key, _MISSING)
+        if wanted is now or key in _NOT_RESTORED or is_managed(wanted) or is_managed(now):
+            continue
+        if zero3 and not (isinstance(wanted, torch.Tensor) or isinstance(now, torch.Tensor)):
+            continue  # DeepSpeed's counters in attributes must count both runs
+        if wanted is _MISSING:
+            del container[key]
+        else:
+            container[key] = wanted
+    if type(container) is dict and container.keys() == copy.keys() and [*container] != [*copy]:
+        for key in copy:  # the order matters in a cache that drops its oldest entry
+            container[key] = container.pop(key)
+
+
+def _table_copy(table: dict[Any, Any]) -> dict[Any, Any]:
+    """Copy without `__getitem__`, by which DeepSpeed's tables learn that a module reads the parameters of another."""
+    return dict(table) if type(table) is dict else dict(dict.items(table))
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+
+
+def _entries(dicts: list[dict[Any, Any]], lists: list[Container]) -> list[Any]:
+    return [*chain.from_iterable(map(_values_of, dicts)), *chain.from_iterable(lists)]
+
+
+def is_managed(value: Any) -> bool:
+    """Whether the value is sharded by FSDP2 or offloaded by accelerate."""
+    return isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.is_meta)
+
+
+def without_values(value: torch.Tensor) -> bool:
+    return isinstance(value, FakeTensor) or value.is_meta
