@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from forked_ranks import run_ranks
-from two_ranks import PROCESSES, apart, cases, main, peaks_of, workload
+from two_ranks import PROCESSES, gradient_error, cases, main, peaks_of, workload
 
 from ckpt_ft.spec.launch import Launch
 
@@ -45,7 +45,7 @@ FOUR = {
 
 def measure_four(rank: int, out: str) -> None:
     peaks = peaks_of([(name, launch, "full", "llama", 1) for name, launch in FOUR.items() if launch.sp == 1])
-    peaks["gradients"] = {name: apart(launch, "full") for name, launch in FOUR.items()}  # type: ignore[misc]
+    peaks["gradients"] = {name: gradient_error(launch, "full") for name, launch in FOUR.items()}  # type: ignore[misc]
     Path(out, f"{rank}.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
 
