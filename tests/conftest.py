@@ -1,4 +1,4 @@
-"""What every test runs under: no network, one thread, caches of its own, and no GPU tests where there is no GPU."""
+"""Settings of all tests: no network, one thread, separate caches, and no GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--overwrite-golden", action="store_true", help="take what is printed now as what should be")
+    parser.addoption("--overwrite-golden", action="store_true", help="write what is printed as the expected output")
 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """`golden(name, text)`: `text` is what golden/`name` beside the test holds (see --overwrite-golden)."""
+    """`golden(name, text)` asserts that the file golden/`name` beside the test has `text` (see --overwrite-golden)."""
 
     def check(name: str, text: str) -> None:
         path = request.path.parent / "golden" / name
@@ -48,8 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_start() -> Iterator[None]:
-    """One thread and one seed, so that a test's numbers do not depend on those before it; nor does its time."""
+def _fixed_start() -> Iterator[None]:
+    """One thread and one seed, so that numbers and time of a test do not depend on earlier tests."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
@@ -58,7 +58,7 @@ def _same_start() -> Iterator[None]:
 
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each run is a process of its own as far as accelerate knows, on one thread of the CPU."""
+    """Makes accelerate treat each run as a new process on one CPU thread."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     forget_process()
@@ -68,21 +68,22 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache that holds nothing yet, for tests of what is cached; the others share one."""
+    """An empty cache, for tests of caching; other tests share one."""
     monkeypatch.setenv("CKPT_FT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Samples, plans, tokenized data and compiled kernels of this run, shared by its workers, thrown away with it.
+    """Samples, plans, tokenized data and compiled kernels of this test run, shared by its workers and deleted
+    afterwards.
 
-    Inductor's own cache does not tell kernels for other CPU settings (ATEN_CPU_CAPABILITY) apart.
+    Inductor's own cache does not distinguish kernels for other CPU settings (ATEN_CPU_CAPABILITY).
     """
     root = tmp_path_factory.getbasetemp()
     root = root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))  # other libraries' too
+        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))  # other libraries' caches too
         patch.setenv("CKPT_FT_CACHE", str(root / "cache" / "ckpt_ft"))
         patch.setenv("HF_DATASETS_CACHE", str(root / "datasets"))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(root / "inductor"))
@@ -91,7 +92,7 @@ def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_collection_after_training() -> Iterator[None]:
-    """Accelerate collects garbage after each `Trainer.train`, which takes half a second where so much is imported."""
+    """accelerate collects garbage after each `Trainer.train`, which takes half a second with this many imports."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: 0))
         yield
@@ -99,7 +100,7 @@ def _no_collection_after_training() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quick_collections() -> Iterator[None]:
-    """For files whose tests collect garbage often: Python's collector leaves out what was there before them."""
+    """For tests that collect garbage often: Python's collector skips objects that exist already."""
     gc.collect()
     gc.freeze()
     yield
@@ -108,7 +109,7 @@ def quick_collections() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def sample(_caches: None) -> tuple[Path, Path]:
-    """The built-in language-model sample: its model directory and its jsonl file."""
+    """The built-in sample for language models: its model directory and its jsonl file."""
     from ckpt_ft.training.samples.language import make_docstrings
 
     model, corpus = make_docstrings()

@@ -1,4 +1,4 @@
-"""Ranks of a CPU process group, without importing torch and transformers once more in each of them."""
+"""Ranks of a CPU process group that do not import torch and transformers again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from recipe_scripts import forget_process
 
 
 def run_ranks(work: Callable[..., None], *args: Any, ranks: int = 2) -> None:
-    """Call `work(rank, *args)` in `ranks` processes with torchrun's environment; an exception in one is raised here.
+    """Calls `work(rank, *args)` in `ranks` processes with torchrun's environment; raises a worker's exception.
 
-    They are forked, but for a machine with a GPU: autograd does not run in the forks of a process that has used one.
+    The processes are forked, except on a machine with a GPU: autograd does not run in forks of a process that has used
+    one.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -29,8 +30,8 @@ def run_ranks(work: Callable[..., None], *args: Any, ranks: int = 2) -> None:
 
 
 def _rank(rank: int, ranks: int, port: int, work: Callable[..., None], *args: Any) -> None:
-    warnings.simplefilter("ignore")  # a fork inherits pytest's, which raise
-    gc.freeze()  # else each collection of a rank searches, and copies, the heap that it shares with pytest
+    warnings.simplefilter("ignore")  # a fork inherits pytest's filters, which raise
+    gc.freeze()  # otherwise each garbage collection of a rank would search, and so copy, the heap shared with pytest
     torch.set_num_threads(1)
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in here.items()}, MASTER_ADDR="127.0.0.1")

@@ -1,6 +1,4 @@
-"""Ways to damage JSON, files of JSON lines and YAML, for the tests of hostile input: few in the suite, many by
-`CKPT_FT_FUZZ`.
-"""
+"""Damaged JSON, JSON lines and YAML, for tests of hostile input. CKPT_FT_FUZZ sets how many."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 
 from ckpt_ft.errors import UserError
 
-ROUNDS = int(os.environ.get("CKPT_FT_FUZZ", "60"))  # e.g. 5000, on demand
+ROUNDS = int(os.environ.get("CKPT_FT_FUZZ", "60"))  # for example 5000, on demand
 _VALUES = (
     None, True, 0, -1, 10**400, 1e308, float("nan"), float("inf"), "", "x" * 1000, "\0", "../../x", "caf\u00e9",
     [], [None], [[]], {}, {"a": None}, "\ud800", ["a", 1], [1, [1]], -0.0, 2**63,
@@ -33,7 +31,9 @@ _YAML = (
 
 
 def damaged(document: Any, seed: int = 0, rounds: int = ROUNDS) -> Iterator[bytes]:
-    """`document` with a value replaced, removed or doubled, cut short, in another encoding, or something else."""
+    """Yields `document` with a value replaced, removed or doubled, truncated, in another encoding, or other
+    content.
+    """
     whole = json.dumps(document).encode()
     yield from (b"", b"null", b"[]", b"{}", b"7", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000)
     yield from (
@@ -49,7 +49,7 @@ def damaged(document: Any, seed: int = 0, rounds: int = ROUNDS) -> Iterator[byte
 
 
 def damaged_lines(rows: list[Any], seed: int = 0, rounds: int = ROUNDS) -> Iterator[bytes]:
-    """A file of JSON lines with some of them damaged, put elsewhere, cut, or in another encoding."""
+    """Yields a file of JSON lines with some lines damaged, moved, truncated, or in another encoding."""
     draw = random.Random(seed)
     for _ in range(rounds):
         lines = [json.dumps(row).encode() for row in rows]
@@ -69,7 +69,7 @@ def damaged_lines(rows: list[Any], seed: int = 0, rounds: int = ROUNDS) -> Itera
 
 
 def damaged_yaml(text: str, seed: int = 0, rounds: int = ROUNDS) -> Iterator[bytes]:
-    """`text` with pieces put in, taken out or in place of others; sometimes in another encoding."""
+    """Yields `text` with pieces inserted, removed or replaced, sometimes in another encoding."""
     draw = random.Random(seed)
     for _ in range(rounds):
         changed = text
@@ -77,7 +77,7 @@ def damaged_yaml(text: str, seed: int = 0, rounds: int = ROUNDS) -> Iterator[byt
             start = draw.randrange(len(changed) + 1)
             end = start + draw.choice((0, 0, 1, 5, 40))
             piece = draw.choice(_YAML)
-            if draw.random() < 0.4:  # a value, not any place
+            if draw.random() < 0.4:  # a value instead of any position
                 start = changed.find(": ", start) + 2
                 end = changed.find("\n", start)
             changed = changed[:start] + piece + changed[max(end, start) :]
@@ -95,7 +95,7 @@ def _changed(document: Any, draw: random.Random) -> bytes:
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) in `node`."""
+    """Yields every (container, key) in `node`."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in items:
         yield node, key
@@ -103,6 +103,6 @@ def _places(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def assert_one_line(error: UserError, number: int) -> None:
-    """What the damaged document `number` is refused with."""
+    """Asserts that the error of damaged document `number` is one line."""
     assert "\n" not in str(error), number
     assert 10 < len(str(error)) < 600, number

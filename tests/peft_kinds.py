@@ -1,4 +1,4 @@
-"""The kinds of adapters that PEFT has, each with what it needs for a tiny Llama."""
+"""The kinds of PEFT adapters, each with the settings that it needs for a tiny Llama."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.adapters import adapt
 
 TARGETS = {"target_modules": ["q_proj", "v_proj"]}
-# What a kind of PEFT needs beside the modules that it adapts.
+# settings of a kind in addition to the modules that it adapts
 KINDS: dict[str, dict[str, Any]] = {
     "ADALORA": {**TARGETS, "total_step": 10},
     "ADAPTION_PROMPT": {"adapter_layers": 2, "adapter_len": 4},
@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "LN_TUNING": {"target_modules": ["input_layernorm"]},
     "OFT": {**TARGETS, "oft_block_size": 4, "r": 0},
     "VBLORA": {**TARGETS, "vector_length": 64},
-    "SHADOW": {"r": 8},  # around whole blocks
+    "SHADOW": {"r": 8},  # adapts whole blocks
     "TRAINABLE_TOKENS": {"token_indices": [1, 2, 3]},
 }
 
@@ -50,16 +50,16 @@ LORAS: dict[str, dict[str, Any]] = {
     "alora": {"alora_invocation_tokens": [5, 6]}, "bdlora": {"use_bdlora": BLOCKS}, "dora": {"use_dora": True},
     "kasa": {"kasa_config": {}}, "mica": {"init_lora_weights": "mica"}, "velora": {"velora_config": {}},
 }  # fmt: skip
-KNOWN = (*sorted({kind.value for kind in PeftType} - {"XLORA"}), *LORAS)  # X-LoRA is made of adapters that there are
+KNOWN = (*sorted({kind.value for kind in PeftType} - {"XLORA"}), *LORAS)  # X-LoRA combines existing adapters
 
 
 def quick_or_slow(*quick: str) -> list[Any]:
-    """Every kind as a parameter of a test, those slow that are not named."""
+    """Returns every kind as a parameter of a test; those not named are slow."""
     return [pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in KNOWN]
 
 
 def adapted(kind: str, dtype: torch.dtype = torch.float32, layers: int = 3) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A tiny Llama with adapters that are not at their start, where many do nothing; and a batch for it."""
+    """Returns a tiny Llama with adapters after initialization, where many would do nothing, and a batch."""
     if kind == "ADAMSS":
         pytest.importorskip("sklearn")
     given = {**LORA, **LORAS[kind]} if kind in LORAS else configuration(kind)

@@ -1,4 +1,4 @@
-"""The recipes as modules (they are scripts, not a package), and runs of them in the tests' own process."""
+"""Loads the recipes, which are scripts and no package, as modules, and runs them in the tests' process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def load_recipe(name: str) -> ModuleType:
-    """recipes/NAME.py."""
+    """Loads recipes/NAME.py."""
     spec = importlib.util.spec_from_file_location(f"recipes_{name}", ROOT / "recipes" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -24,7 +24,7 @@ def load_recipe(name: str) -> ModuleType:
 
 
 def forget_process() -> None:
-    """What accelerate knows of this process: the next run is one of its own."""
+    """Resets accelerate's state of this process, so that the next run is like a new process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, PartialState, GradientState):
@@ -32,14 +32,14 @@ def forget_process() -> None:
 
 
 def losses_of(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:
-    """The losses of a diffusion recipe's run on the pipeline in `base` that writes to `out`."""
+    """Returns the losses of a diffusion recipe's run on the pipeline in `base`, with output in `out`."""
     forget_process()
     recipe.main(["--pretrained_model_name_or_path", base, "--output_dir", str(out), *flags])
     return [line["loss"] for line in read_losses(str(out))]
 
 
 def losses_on_two_ranks(recipe: str, base: str, out: Path, *flags: str) -> list[float]:
-    """The same of a script that is launched on two ranks."""
+    """Returns the losses of a script that torchrun starts on two ranks."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", recipe]
         + ["--pretrained_model_name_or_path", base, "--output_dir", str(out), *flags],

@@ -1,4 +1,4 @@
-"""Tiny configurations of models that see, one of each family."""
+"""Tiny configurations of vision-language models, one per family."""
 
 from __future__ import annotations
 
@@ -93,23 +93,24 @@ MLLAMA = {
         "vision_output_dim": 32,
     },
 }  # fmt: skip
-# Class, configuration, tokens of an image of 100 x 60 pixels by the processor's rules, worked out by hand.
+# Class, configuration, and tokens of an image of 100 x 60 pixels, computed by hand from the processor's rules.
 SEEING = {
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", QWEN2, 8),  # 56 x 112 pixels: 4 x 8 patches, merged 2 x 2
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", QWEN25, 8),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", QWEN3, 6),  # 64 x 96: 4 x 6 patches
-    "gemma3": ("Gemma3ForConditionalGeneration", GEMMA, 4),  # always
-    "llava": ("LlavaForConditionalGeneration", LLAVA, 16),  # 32 x 32 in patches of 8 x 8
-    # 128 x 77 pixels, in tiles of 32: 4 x 3 and the whole, of 2 x 2 tokens each
+    "gemma3": ("Gemma3ForConditionalGeneration", GEMMA, 4),  # for any image
+    "llava": ("LlavaForConditionalGeneration", LLAVA, 16),  # 32 x 32 pixels in patches of 8 x 8
+    # 128 x 77 pixels in tiles of 32: 4 x 3 tiles and the whole image, of 2 x 2 tokens each
     "idefics3": ("Idefics3ForConditionalGeneration", IDEFICS3, 13 * 4),
     "smolvlm": ("SmolVLMForConditionalGeneration", {**IDEFICS3, "model_type": "smolvlm"}, 13 * 4),
-    "internvl": ("InternVLForConditionalGeneration", INTERN, 7 * 4),  # 3 x 2 tiles and the whole
+    "internvl": ("InternVLForConditionalGeneration", INTERN, 7 * 4),  # 3 x 2 tiles and the whole image
     "aya_vision": ("AyaVisionForConditionalGeneration", AYA, 7 * 4),
-    "idefics2": ("Idefics2ForConditionalGeneration", IDEFICS2, 4),  # its resampler's latents
-    "llava_onevision": ("LlavaOnevisionForConditionalGeneration", ONEVISION, 17),  # several: the whole, and a newline
-    "mllama": ("MllamaForConditionalGeneration", MLLAMA, 1),  # what is seen goes beside the text
+    "idefics2": ("Idefics2ForConditionalGeneration", IDEFICS2, 4),  # the latents of its resampler
+    # for several images: the whole image and a newline token
+    "llava_onevision": ("LlavaOnevisionForConditionalGeneration", ONEVISION, 17),
+    "mllama": ("MllamaForConditionalGeneration", MLLAMA, 1),  # image features go to cross-attention, not into the text
 }
-# Whose packed rows are computed as they are alone.
+# families that compute packed rows as single rows
 PACKED = {
     **{name: SEEING[name][1] for name in SEEING if name not in ("gemma3", "mllama")},
     "llava_next": LLAVA_NEXT, "glm4v": GLM,

@@ -1,4 +1,4 @@
-"""Every launch configuration is read by accelerate's own loader and says what its name says."""
+"""Every launch configuration is read by accelerate's own loader and has the content that its name states."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ EXPECTED = {
 }
 
 
-def test_there_are_exactly_these() -> None:
+def test_accelerate_configs_are_complete() -> None:
     assert {path.stem for path in CONFIGS.glob("*")} == set(EXPECTED)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_accelerate_reads_it(name: str) -> None:
+def test_accelerate_reads_the_configuration(name: str) -> None:
     config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
     assert (config.distributed_type, config.use_cpu) == EXPECTED[name]
     assert config.num_machines == (2 if name == "fsdp2_two_nodes" else 1)
 
 
-def test_sharding_is_as_named_and_leaves_checkpointing_to_the_policy() -> None:
+def test_configurations_shard_as_named_without_checkpointing() -> None:
     fsdp = load_config_from_file(str(CONFIGS / "fsdp2.yaml")).fsdp_config
     assert fsdp["fsdp_version"] == 2
     assert fsdp["fsdp_activation_checkpointing"] is False

@@ -1,4 +1,4 @@
-"""What README.md and docs/ tell people to type: run where that is cheap, its flags parsed where it is not.
+"""Commands in README.md and docs/: cheap ones are run, and the flags of the others are parsed.
 
 A bash fence below `<!-- needs a GPU -->`, `<!-- needs a download -->` or `<!-- long -->` is not run. The fences of a
 page run in order in one empty directory, so that a page reads as a session.
@@ -31,7 +31,7 @@ from ckpt_ft.units import parse_bytes
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKS = {"needs a GPU", "needs a download", "long"}
-NOT_OURS = {"pip", "git", "cd"}  # commands that are neither run nor read
+NOT_OURS = {"pip", "git", "cd"}  # commands that are neither run nor parsed
 _FENCE = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]*?) -->\s*)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -40,7 +40,7 @@ _LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(?:#[^)]*)?\)")
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced block of a page and the comment right above it."""
+    """A fenced block of a page, and the comment directly above it."""
 
     page: Path
     line: int
@@ -54,7 +54,7 @@ class Fence:
 
     @property
     def commands(self) -> list[list[str]]:
-        """Each command line in words, variables in front of it left out."""
+        """Returns each command line as words, without leading variables."""
         words = [shlex.split(line, comments=True) for line in self.text.replace("\\\n", " ").splitlines()]
         without = [list(line[next((i for i, w in enumerate(line) if "=" not in w), 0) :]) for line in words]
         return [line for line in without if line]
@@ -82,7 +82,7 @@ PYTHON = [fence for page in PAGES for fence in fences(page, "python", "py")]
     "page",
     [pytest.param(page, id=page.name, marks=() if page.name == "README.md" else pytest.mark.slow) for page in PAGES],
 )
-def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_docs_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for fence in (fence for fence in BASH if fence.page == page and not fence.mark):
         for command in fence.commands:
@@ -95,7 +95,7 @@ def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def run_cli(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process: most of a command's time is imports."""
+    """Runs a command in this process, because imports take most of a command's time."""
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *arguments])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -103,7 +103,7 @@ def run_cli(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fence", [pytest.param(fence, id=fence.where) for fence in BASH])
-def test_commands_exist_and_take_these_flags(fence: Fence, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_docs_parse(fence: Fence, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fence.mark in {"", *MARKS}
     monkeypatch.chdir(ROOT)
     for program, *arguments in fence.commands:
@@ -122,10 +122,10 @@ def test_commands_exist_and_take_these_flags(fence: Fence, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in SHOWING])
-def test_commands_in_scripts_and_files_take_their_flags(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Docstrings of recipes and headers of YAML files, from the launcher to the script's own flags."""
+def test_commands_in_scripts_and_yaml_files_parse(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In docstrings of recipes and headers of YAML files, including the launcher and the script's flags."""
     monkeypatch.chdir(ROOT)
-    importlib.import_module("trl.trainer.grpo_trainer")  # while it looks for bitsandbytes in earnest
+    importlib.import_module("trl.trainer.grpo_trainer")  # it must import before bitsandbytes is hidden
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "bitsandbytes" or found(name))
     text = re.sub(r"\\+\n[# ]*", "", path.read_text(encoding="utf-8"))
@@ -138,8 +138,8 @@ def test_commands_in_scripts_and_files_take_their_flags(path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
-def test_indented_commands_take_their_flags(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are shown above a page and would take minutes, or a card."""
+def test_indented_commands_of_the_docs_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These are commands shown above a page, which would take minutes or a GPU."""
     monkeypatch.chdir(ROOT)
     for line in re.findall(r"^    (?:ckpt-ft|accelerate) .*$", page.read_text(encoding="utf-8"), re.MULTILINE):
         program, *arguments = shlex.split(line, comments=True)
@@ -147,12 +147,12 @@ def test_indented_commands_take_their_flags(page: Path, monkeypatch: pytest.Monk
             parse_cli(arguments)
         else:
             assert arguments[:2] == ["launch", "-q"]
-            if not any(word.startswith("plan.json") for word in arguments):  # a file that was to be written first
+            if not any(word.startswith("plan.json") for word in arguments):  # a file that an earlier command writes
                 parse_launch(arguments)
 
 
 def parse_cli(arguments: Sequence[str]) -> None:
-    """The command's own parser, and those of the values that it gets as text."""
+    """Parses with the command's own parser and the parsers of text values."""
     group: Any = typer.main.get_command(cli.app)
     name, *rest = arguments
     given = group.commands[name].make_context(name, list(rest)).params
@@ -185,7 +185,7 @@ def parse_recipe(script: str, flags: list[str]) -> None:
         names = (*loops[script], "ImageArguments", "ACArguments")
         parse_args([getattr(recipe, name) for name in names], flags)
     else:
-        recipe.parse([*flags, "--use_cpu"])  # half precision is refused where there is neither a GPU nor this
+        recipe.parse([*flags, "--use_cpu"])  # half precision is refused without a GPU and without this flag
 
 
 def load(script: str) -> ModuleType:
@@ -199,7 +199,7 @@ def load(script: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("fence", [pytest.param(fence, id=fence.where) for fence in PYTHON])
-def test_python_compiles_and_imports_what_exists(fence: Fence) -> None:
+def test_python_of_the_docs_compiles_and_its_imports_exist(fence: Fence) -> None:
     for node in ast.walk(ast.parse(fence.text, fence.where)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckpt_ft"):
             if node.module == "ckpt_ft.integrations.lightning":
@@ -209,12 +209,12 @@ def test_python_compiles_and_imports_what_exists(fence: Fence) -> None:
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
-def test_links_inside_the_project_lead_somewhere(page: Path) -> None:
+def test_relative_links_exist(page: Path) -> None:
     links = _LINK.findall(page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_every_policy_of_the_table_is_one() -> None:
+def test_every_policy_of_the_docs_parses() -> None:
     text = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
     table = text.partition("| term |")[2].partition("\n\n")[0]
     terms = [term for row in table.splitlines()[2:] for term in re.findall(r"`([^`]+)`", row.split("|")[1])]

@@ -1,4 +1,4 @@
-"""How a script ends: exit codes as the shell expects them, one line, and no stream that costs the work."""
+"""How a script ends: exit codes, one line per error, and output streams that fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
         (OSError(errno.ENOSPC, "No space left on device", "x"), 1, "error: [Errno 28] No space left on device: 'x'\n"),
     ],
 )
-def test_codes(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> int:
         raise error
 
@@ -42,7 +42,7 @@ def test_codes(error: BaseException, code: int, said: str, capsys: pytest.Captur
     assert capsys.readouterr().err == said
 
 
-def test_a_progress_bar_ends_its_line_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_ends_its_line_before_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> int:
         bar = tqdm(total=3)
         bar.update()
@@ -55,8 +55,8 @@ def test_a_progress_bar_ends_its_line_first(capsys: pytest.CaptureFixture[str]) 
     assert last == "error: wrong"
 
 
-def test_what_libraries_say_of_each_other_is_not_shown() -> None:
-    """Unless it is asked for."""
+def test_warnings_of_libraries_are_hidden() -> None:
+    """Unless Python's -W asks for them."""
     lines = "import warnings; from ckpt_ft.errors import run; run(lambda: warnings.warn('old name', FutureWarning))"
     said = [
         subprocess.run([sys.executable, *asked, "-c", lines], capture_output=True, text=True, check=True).stderr
@@ -66,7 +66,7 @@ def test_what_libraries_say_of_each_other_is_not_shown() -> None:
     assert "FutureWarning: old name" in said[1]
 
 
-def test_what_nobody_foresaw_keeps_its_traceback() -> None:
+def test_unexpected_error_keeps_its_traceback() -> None:
     def main() -> int:
         raise FileNotFoundError(errno.ENOENT, "No such file", "x")
 
@@ -74,7 +74,7 @@ def test_what_nobody_foresaw_keeps_its_traceback() -> None:
         run(main)
 
 
-def test_a_stream_in_ascii_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ascii_stream_replaces_other_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     with pytest.raises(SystemExit) as stopped:
@@ -83,15 +83,15 @@ def test_a_stream_in_ascii_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) ->
     assert raw.getvalue() == b"policy full ? cpu\n"
 
 
-def test_what_was_given_may_be_a_book() -> None:
+def test_long_input_is_shortened_in_an_error() -> None:
     said = str(UserError(f"--seed {'9' * 5000}: give a smaller number"))
     assert len(said) < 600
     assert said.startswith("--seed 999")
     assert said.endswith("9: give a smaller number")
 
 
-def test_an_output_that_nobody_reads_any_more(tmp_path: Path) -> None:
-    """As `| head -1`: no traceback, and none from what is flushed at exit."""
+def test_closed_output_pipe_has_no_traceback(tmp_path: Path) -> None:
+    """As with `| head -1`; flushing at exit prints no traceback either."""
     script = tmp_path / "script.py"
     script.write_text("from ckpt_ft.errors import run\nrun(lambda: [print(n) for n in range(100_000)] and 0)\n")
     read, written = os.pipe()

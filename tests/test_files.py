@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and where they are kept."""
+"""Files are written completely or not at all; and the directories for caches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def half(path: Path) -> None:
         ({"HOME": "/c"}, "/c/.cache/ckpt_ft"),
     ],
 )
-def test_one_cache_root(environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_root_follows_the_environment(
+    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("CKPT_FT_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -33,7 +35,7 @@ def test_one_cache_root(environment: dict[str, str], expected: str, monkeypatch:
     assert cache_root() == Path(expected)
 
 
-def test_samples_and_plans_are_below_it(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_and_plans_are_below_the_cache_root(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckpt_ft.planning.results import cache_path
     from ckpt_ft.training.samples import language
 
@@ -43,7 +45,7 @@ def test_samples_and_plans_are_below_it(own_cache: Path, monkeypatch: pytest.Mon
     assert cache_path("plans", {"budget": 1}).parents[1] == own_cache
 
 
-def test_write_makes_directories_and_takes_text_or_a_writer(tmp_path: Path) -> None:
+def test_write_creates_directories_and_takes_text_or_a_function(tmp_path: Path) -> None:
     assert write(tmp_path / "a" / "b.json", "{}\n").read_text() == "{}\n"
     seen: list[str] = []
 
@@ -52,11 +54,11 @@ def test_write_makes_directories_and_takes_text_or_a_writer(tmp_path: Path) -> N
         path.write_bytes(b"\x00\xff")
 
     assert write(tmp_path / "a" / "b.png", writer).read_bytes() == b"\x00\xff"
-    assert seen == [".png"]  # by which a writer may choose its format
+    assert seen == [".png"]  # a writer may choose its format by it
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["b.json", "b.png"]
 
 
-def test_no_file_takes_the_place_of_a_device_or_of_a_link(tmp_path: Path) -> None:
+def test_write_keeps_devices_and_links(tmp_path: Path) -> None:
     pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "real" / "x.json"
     os.mkfifo(pipe)
     with pytest.raises(OSError, match="it is a device or a pipe"):
@@ -75,7 +77,7 @@ def test_no_file_takes_the_place_of_a_device_or_of_a_link(tmp_path: Path) -> Non
         write(link / "x", "")
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = write(tmp_path / "x.md", "before")
     with pytest.raises(OSError, match=r"No space left on device: '.*/x\.md'"):
         write(path, half)
@@ -83,7 +85,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x.md"]
 
 
-def test_a_directory_is_filled_once_and_whole(tmp_path: Path) -> None:
+def test_directory_is_filled_once_and_completely(tmp_path: Path) -> None:
     filled: list[Path] = []
 
     def fill(directory: Path) -> None:
@@ -100,7 +102,7 @@ def test_a_directory_is_filled_once_and_whole(tmp_path: Path) -> None:
     assert os.listdir(target.parent) == ["sample-v1.2"]
 
 
-def test_a_directory_that_another_process_made_meanwhile_is_taken(tmp_path: Path) -> None:
+def test_directory_of_another_process_is_used(tmp_path: Path) -> None:
     target = tmp_path / "sample"
 
     def fill(directory: Path) -> None:
@@ -111,7 +113,7 @@ def test_a_directory_that_another_process_made_meanwhile_is_taken(tmp_path: Path
     assert os.listdir(tmp_path) == ["sample"]
 
 
-def test_one_line_of_an_error() -> None:
+def test_error_as_one_line() -> None:
     error = ValueError("first line\n   and the  second")
     assert one_line(error) == "first line and the second"
     assert one_line(error, 10) == "first line"
@@ -119,7 +121,7 @@ def test_one_line_of_an_error() -> None:
     assert one_line("a message\nof two lines") == "a message of two lines"
 
 
-def test_the_cache_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_readable_by_its_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_FT_CACHE", str(tmp_path / "a" / "cache"))
     before = os.umask(0o022)
     try:

@@ -1,4 +1,4 @@
-"""plan.json, memory_report.json and config.json, damaged in many ways: read, or refused in one line."""
+"""Damaged plan.json, memory_report.json and config.json are read, or refused in one line."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ LLAMA = {
 }  # fmt: skip
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_undamaged_files_are_read(tmp_path: Path) -> None:
     assert Plan.from_json(PLAN.to_json()) == PLAN
     REPORT.to_json(tmp_path / "memory_report.json")
     assert MemoryReport.from_json(tmp_path / "memory_report.json") == REPORT
 
 
-def test_plans(tmp_path: Path) -> None:
+def test_damaged_plans(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     refused = 0
     for number, content in enumerate(damaged(json.loads(PLAN.to_json()))):
@@ -82,7 +82,7 @@ def test_plans(tmp_path: Path) -> None:
     assert refused > 30
 
 
-def test_reports(tmp_path: Path) -> None:
+def test_damaged_reports(tmp_path: Path) -> None:
     path = tmp_path / "memory_report.json"
     console = Console(quiet=True)
     refused = 0
@@ -100,7 +100,7 @@ def test_reports(tmp_path: Path) -> None:
     assert refused > 30
 
 
-def test_a_place_is_named(tmp_path: Path) -> None:
+def test_error_names_the_place_in_the_file(tmp_path: Path) -> None:
     document = json.loads(PLAN.to_json())
     document["candidates"][1]["seconds"] = 0
     place = r"plan: not a plan.* \(candidates\.1\.seconds: Input should be greater than 0\)"
@@ -108,8 +108,8 @@ def test_a_place_is_named(tmp_path: Path) -> None:
         Plan.from_json(json.dumps(document))
 
 
-def test_configs(tmp_path: Path) -> None:
-    """Built or refused, and soon: nothing of a size that would not end is begun."""
+def test_damaged_configs(tmp_path: Path) -> None:
+    """Each is built or refused quickly; no model of an excessive size is started."""
     path = tmp_path / "config.json"
     refused = 0
     for number, content in enumerate(damaged(LLAMA, seed=2)):
@@ -122,7 +122,7 @@ def test_configs(tmp_path: Path) -> None:
     assert refused > 30
 
 
-def test_configurations_of_adapters(tmp_path: Path) -> None:
+def test_damaged_adapter_configs(tmp_path: Path) -> None:
     path, config = tmp_path / "adapter_config.json", tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA))
     given = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM",
@@ -156,17 +156,17 @@ def test_sizes_are_checked_before_anything_is_built(tmp_path: Path, key: str) ->
         ({"attention_dropout": 3}, "its forward refuses a batch of input_ids, labels: .*dropout probability"),
     ],
 )
-def test_numbers_that_make_no_sense_together(changes: dict[str, int], says: str, tmp_path: Path) -> None:
+def test_inconsistent_sizes_are_refused(changes: dict[str, int], says: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | changes))
     with pytest.raises(UserError, match=says):
         load(TrainingSpec.of(str(path), seq_length=16), "cpu").trace(1)
 
 
-def test_sizes_of_images_and_numbers_of_experts(tmp_path: Path) -> None:
+def test_image_sizes_and_numbers_of_experts(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "vit", "architectures": ["ViTModel"], "image_size": "x"}))
     with pytest.raises(UserError, match="image_size 'x' of the model's config is no number of pixels"):
         load(TrainingSpec.of(str(path)), "cpu")
-    path.write_text(json.dumps({"num_experts": 16384}))  # as Doge's
+    path.write_text(json.dumps({"num_experts": 16384}))  # Doge has as many
     assert read_config(str(path)) == {"num_experts": 16384}

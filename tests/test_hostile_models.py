@@ -1,4 +1,4 @@
-"""Models that were damaged, or that bring code along: one line, and none of the code is run unasked."""
+"""Models that are damaged or contain code: errors are one line, and code runs only on request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHORT = TrainingSpec.of(seq_length=8, optimizer="none")
 
 @pytest.fixture
 def model(sample: tuple[Path, Path], tmp_path: Path) -> Path:
-    """The built-in model, to be damaged."""
+    """The built-in model, for damaging."""
     return Path(shutil.copytree(sample[0], tmp_path / "model"))
 
 
@@ -44,7 +44,7 @@ def refused(read: Callable[[], object]) -> str:
 
 
 def with_header(content: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """A safetensors file with a changed header."""
+    """Returns a safetensors file with a changed header."""
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     change(header)
@@ -77,20 +77,20 @@ def test_damaged_weights(model: Path, damage: Callable[[bytes], bytes]) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"null", b"[]", b'"x"', b"[" * 100_000, b"9" * 5000, b"\xff\xfe"])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
-def test_damaged_settings(model: Path, name: str, content: bytes) -> None:
+def test_damaged_config_and_tokenizer_files(model: Path, name: str, content: bytes) -> None:
     (model / name).write_bytes(content)
     refused(lambda: load_tokenizer(arguments(model)))
     if name == "config.json":
         refused(lambda: load_model(arguments(model)))
 
 
-def test_a_model_that_would_be_built_for_ever(model: Path) -> None:
+def test_model_of_excessive_depth_is_refused(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
     assert "num_hidden_layers 1000000000 is no size of a model" in refused(lambda: load_model(arguments(model)))
 
 
-def test_mamba_2s_time_limits_are_no_sizes(tmp_path: Path) -> None:
+def test_infinite_time_limit_of_mamba2_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba2", "time_step_limit": [0.0, Infinity]}')
     assert read_config(str(tmp_path))["time_step_limit"] == [0.0, float("inf")]
 
@@ -116,7 +116,7 @@ def edit(path: Path, **values: Any) -> None:
 
 @pytest.fixture
 def mark(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the code that lies beside `model` leaves when it is run."""
+    """A file that the code beside `model` creates when it runs."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     (model / "code.py").write_text(CODE.format(mark=str(tmp_path / "was run")))
     named = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
@@ -132,7 +132,7 @@ def mark(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "was run"
 
 
-def test_code_beside_a_model_is_not_run(model: Path, mark: Path) -> None:
+def test_code_of_a_model_is_not_run(model: Path, mark: Path) -> None:
     reads: list[Callable[[LanguageModelArguments], object]] = [load_tokenizer, load_model, load_processor]
     reads.append(lambda args: load_classifier(args, ["a", "b"]))
     for read in reads:
@@ -141,10 +141,10 @@ def test_code_beside_a_model_is_not_run(model: Path, mark: Path) -> None:
     assert not mark.exists()
 
 
-def test_nor_by_the_command_line(model: Path, mark: Path) -> None:
+def test_code_of_a_model_is_not_run_by_the_commands(model: Path, mark: Path) -> None:
     assert "has no class Model" in refused(
         lambda: load(SHORT.edit(model=str(model)), "cpu")
-    )  # estimate, plan, explain, max-batch
+    )  # of estimate, plan, explain and max-batch
     assert "has no class Model" in refused(
         lambda: check_model(SHORT.edit(model=str(model), policy="full", batch_size=1), 0)
     )
@@ -154,13 +154,13 @@ def test_nor_by_the_command_line(model: Path, mark: Path) -> None:
     assert not mark.exists()
 
 
-def test_code_is_run_where_it_is_asked_for(model: Path, mark: Path) -> None:
+def test_code_of_a_model_runs_on_request(model: Path, mark: Path) -> None:
     assert type(load_model(arguments(model, trust_remote_code=True))).__name__ == "Model"
     assert mark.exists()
 
 
 class Malice:
-    """Unpickled, it makes the directory."""
+    """Creates the directory when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -169,7 +169,7 @@ class Malice:
         return Path.mkdir, (self.mark,)
 
 
-def test_pickled_weights_run_nothing(model: Path, tmp_path: Path) -> None:
+def test_pickled_weights_run_no_code(model: Path, tmp_path: Path) -> None:
     (model / WEIGHTS).unlink()
     torch.save({"model.norm.weight": Malice(tmp_path / "was run")}, model / "pytorch_model.bin")
     assert "Weights only load failed" in refused(lambda: load_model(arguments(model)))
@@ -179,7 +179,7 @@ def test_pickled_weights_run_nothing(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "was run").exists()
 
 
-def test_names_of_parameters_are_checked_before_weights_are_read(model: Path) -> None:
+def test_parameter_names_are_checked_before_weights_are_read(model: Path) -> None:
     (model / WEIGHTS).unlink()
     asked = arguments(model, use_peft=True, lora_target_parameters=["mlp.experts.up"])
     assert "LoRA target parameter 'mlp.experts.up': no parameter has that name" in refused(lambda: load_model(asked))

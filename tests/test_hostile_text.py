@@ -1,4 +1,4 @@
-"""YAML, rows and lists of images, damaged in many ways: read, or refused in one line."""
+"""Damaged YAML files, rows and lists of images are read, or refused in one line."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.text import DataArguments, encode_rows, load_rows
 
 ROOT = Path(__file__).parents[1]
-FEW = ROUNDS // 2  # of what takes a while
+FEW = ROUNDS // 2  # for inputs that take longer
 
 
 def refusals(path: Path, contents: Iterable[bytes], read: Callable[[], object]) -> int:
-    """How many of `contents` were refused in `path` by `read`; the others it took, and nothing else happened."""
+    """Returns how many of `contents` `read` refuses in `path`; it must accept the others."""
     count = 0
     for number, content in enumerate(contents):
         path.write_bytes(content)
@@ -44,7 +44,7 @@ UNET = (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments)
 
 
 @pytest.mark.parametrize(("name", "classes"), list(zip(RECIPES, (LLM, UNET), strict=True)))
-def test_a_recipes_flags(name: str, classes: tuple[type, ...], tmp_path: Path) -> None:
+def test_damaged_recipe_files(name: str, classes: tuple[type, ...], tmp_path: Path) -> None:
     path, out = tmp_path / "run.yaml", tmp_path / "out"
     text = (ROOT / "recipes" / name).read_text(encoding="utf-8").replace("bf16: true", "bf16: false")
     contents = damaged_yaml(text, seed=3, rounds=FEW)
@@ -53,7 +53,7 @@ def test_a_recipes_flags(name: str, classes: tuple[type, ...], tmp_path: Path) -
     assert not out.exists()
 
 
-def test_launches(tmp_path: Path) -> None:
+def test_damaged_launch_files(tmp_path: Path) -> None:
     path = tmp_path / "launch.yaml"
     texts = [file.read_text() for file in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
     for seed, text in enumerate(texts):
@@ -72,7 +72,7 @@ bf16: auto
 """
 
 
-def test_trainings_to_estimate(tmp_path: Path) -> None:
+def test_damaged_training_files(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     texts = [(ROOT / "recipes" / name).read_text(encoding="utf-8") for name in RECIPES]
     for seed, text in enumerate([AXOLOTL, *texts]):
@@ -82,7 +82,7 @@ def test_trainings_to_estimate(tmp_path: Path) -> None:
 
 
 def spec_of(path: Path) -> TrainingSpec:
-    """What `ckpt-ft estimate --config` asks for."""
+    """Returns the spec of `ckpt-ft estimate --config path`."""
     read = read_training_file(str(path))
     return TrainingSpec.of(read.model, **fields_of(read.flags))
 
@@ -95,7 +95,7 @@ PAIRS = [{"prompt": f"what is {number}?", "completion": "a number"} for number i
 
 
 @pytest.mark.parametrize("rows", [[{"text": f"text {number}"} for number in range(4)], CHAT, PAIRS])
-def test_rows(rows: list[object], sample: tuple[Path, Path], tmp_path: Path) -> None:
+def test_damaged_rows(rows: list[object], sample: tuple[Path, Path], tmp_path: Path) -> None:
     tokenizer = load_tokenizer(ModelArguments(model_name_or_path=str(sample[0])))
     path = tmp_path / "rows.jsonl"
     args = DataArguments(dataset_name=str(path), max_length=32)
@@ -106,7 +106,7 @@ def test_rows(rows: list[object], sample: tuple[Path, Path], tmp_path: Path) -> 
     assert refusals(path, damaged_lines(rows, seed=4, rounds=FEW // 3), read) > FEW // 6
 
 
-def test_lists_of_images(tmp_path: Path) -> None:
+def test_damaged_lists_of_images(tmp_path: Path) -> None:
     rows = [{"file_name": f"{number}.png", "text": f"picture {number}"} for number in range(4)]
     for row in rows:
         Image.new("RGB", (8, 8)).save(tmp_path / row["file_name"])

@@ -1,6 +1,6 @@
-"""How the package imports itself: in no circle, downwards only, matplotlib in one place, and nothing that is gone.
+"""Imports of the package: no cycles, one direction, matplotlib in one file only, and no missing names.
 
-Imports inside functions count. Imports for type checkers do not: no code runs through them.
+Imports inside functions count. Imports for type checkers do not, because no code runs through them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def imports() -> dict[str, set[str]]:
-    """Each module of ckpt_ft and the modules of ckpt_ft that it imports, anywhere in it."""
+    """Returns each module of ckpt_ft with the modules of ckpt_ft that it imports anywhere."""
     graph = grimp.build_graph("ckpt_ft", cache_dir=None, exclude_type_checking_imports=True)
     return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
 
-def circle(imports: dict[str, set[str]]) -> list[str]:
-    """The modules of a circle, if there is one."""
+def cycle(imports: dict[str, set[str]]) -> list[str]:
+    """Returns the modules of an import cycle, if there is one."""
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
@@ -34,14 +34,14 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def rooms(imports: dict[str, set[str]], package: str) -> dict[str, set[str]]:
-    """What lies in `package` (a file, or a folder with all below it) and what of it each imports."""
+def imports_between(imports: dict[str, set[str]], package: str) -> dict[str, set[str]]:
+    """Returns, for each file or folder directly in `package`, which others of them it imports."""
 
-    def room(module: str) -> str | None:
+    def child(module: str) -> str | None:
         inside = module.removeprefix(f"{package}.")
         return None if inside == module else inside.partition(".")[0]
 
-    pairs = {(room(importer), room(imported)) for importer, found in imports.items() for imported in found}
+    pairs = {(child(importer), child(imported)) for importer, found in imports.items() for imported in found}
     between: dict[str, set[str]] = {}
     for one, other in pairs:
         if one is not None and other is not None and one != other:
@@ -49,26 +49,26 @@ def rooms(imports: dict[str, set[str]], package: str) -> dict[str, set[str]]:
     return between
 
 
-def test_no_circle(imports: dict[str, set[str]]) -> None:
+def test_no_import_cycle(imports: dict[str, set[str]]) -> None:
     assert len(imports) > 100
-    assert circle(imports) == []
+    assert cycle(imports) == []
 
 
-def test_a_circle_would_be_found() -> None:
-    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
+def test_import_cycle_would_be_found() -> None:
+    assert set(cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
 
 
-def test_no_circle_between_folders(imports: dict[str, set[str]]) -> None:
-    """Of two folders or files side by side, one stands on the other: it can be read first."""
+def test_no_import_cycle_between_folders(imports: dict[str, set[str]]) -> None:
+    """Of two folders or files side by side, at most one imports the other."""
     folders = {module.rpartition(".")[0] for module in imports} - {""}
     assert len(folders) > 15
-    assert {folder: found for folder in sorted(folders) if (found := circle(rooms(imports, folder)))} == {}
+    assert {folder: found for folder in sorted(folders) if (found := cycle(imports_between(imports, folder)))} == {}
 
 
-def test_a_circle_between_folders_would_be_found() -> None:
+def test_import_cycle_between_folders_would_be_found() -> None:
     imports = {"p.a.x": {"p.b.y"}, "p.b.z": {"p.a.w"}, "p.b.y": set(), "p.a.w": set()}
-    assert circle(imports) == []
-    assert set(circle(rooms(imports, "p"))) == {"a", "b"}
+    assert cycle(imports) == []
+    assert set(cycle(imports_between(imports, "p"))) == {"a", "b"}
 
 
 def test_imports_in_functions_count_and_annotations_do_not(imports: dict[str, set[str]]) -> None:
@@ -77,17 +77,17 @@ def test_imports_in_functions_count_and_annotations_do_not(imports: dict[str, se
     assert "ckpt_ft.workloads.load" in imports["ckpt_ft.cli.planning"]  # in a command
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_follow_the_contract() -> None:
     loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     disabled = [logger.disabled for logger in loggers]
     code = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
     for logger, was in zip(loggers, disabled, strict=True):
-        logger.disabled = was  # it switches off every logger there is, and later tests read what they say
+        logger.disabled = was  # import-linter disables all loggers, whose messages later tests read
     assert code == 0
 
 
-def test_every_folder_has_its_place_in_the_order() -> None:
-    """A folder or file of ckpt_ft/ that the contract does not name may import anything."""
+def test_every_folder_is_in_the_import_contract() -> None:
+    """A folder or file that the contract does not name could import anything."""
     contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[[tool.importlinter.contracts]]")[2]
     paths = list((ROOT / "ckpt_ft").iterdir())
     names = [path.stem for path in paths if path.suffix == ".py" or any(path.glob("*.py"))]
@@ -110,7 +110,7 @@ def test_one_file_imports_matplotlib() -> None:
 
 
 def file_of(module: str) -> Path | None:
-    """The file of a module of the package; None if this tree has none."""
+    """Returns the file of a module of the package, or None if this tree has none."""
     path = ROOT.joinpath(*module.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
@@ -119,7 +119,7 @@ IMPORT = re.compile(r"^[ \t]*from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+(\([^)]*\)
 
 
 def missing_imports(file: Path) -> list[str]:
-    """The imports of this package in `file` that this tree cannot serve: "file: module name"."""
+    """Returns the imports in `file` of names that this tree does not have, as "file: module name"."""
     package, missing = file.relative_to(ROOT).parent.parts, []
     for dots, named, text in IMPORT.findall(file.read_text(encoding="utf-8")):
         base = package[: len(package) - len(dots) + 1] if dots else ()
@@ -136,13 +136,13 @@ def missing_imports(file: Path) -> list[str]:
     return missing
 
 
-def test_every_import_of_the_package_is_in_this_tree() -> None:
+def test_every_imported_name_exists() -> None:
     files = [file for folder in ("ckpt_ft", "recipes", "benchmarks") for file in sorted((ROOT / folder).rglob("*.py"))]
     assert len(files) > 200
     assert [line for file in files for line in missing_imports(file)] == []
 
 
-def test_a_deleted_module_and_a_deleted_name_are_found(tmp_path: Path, monkeypatch) -> None:
+def test_deleted_module_and_name_are_found(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     (tmp_path / "ckpt_ft" / "part").mkdir(parents=True)
     (tmp_path / "ckpt_ft" / "kept.py").write_text("A = 1\n\n\ndef b(): ...\n")

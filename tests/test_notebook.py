@@ -1,7 +1,7 @@
-"""docs/notebook.ipynb runs from top to bottom, and its cells show what is kept in it.
+"""docs/notebook.ipynb runs from top to bottom, and its stored outputs are current.
 
-Run as Jupyter would, in one namespace, without its kernel: of each cell what it prints, and its last expression as
-HTML where it has any. `--overwrite-golden` keeps what is shown now.
+Cells run as in Jupyter, in one namespace, but without its kernel: an output is what a cell prints, and its last
+expression as HTML if it has that. `--overwrite-golden` stores the current outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOTEBOOK = Path(__file__).parents[1] / "docs" / "notebook.ipynb"
 
 
 def run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run a cell; what it shows, as the outputs of a notebook."""
+    """Runs a cell and returns its outputs in the format of a notebook."""
     tree = ast.parse(source)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     said = io.StringIO()
@@ -40,7 +40,7 @@ def lines(text: str) -> list[str]:
     return text.splitlines(keepends=True)
 
 
-def test_the_notebook_runs_and_shows_what_is_kept_in_it(
+def test_notebook_runs_and_its_outputs_are_current(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)

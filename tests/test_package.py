@@ -1,4 +1,4 @@
-"""The package as it is installed: what it imports, the one command it brings, and the types it ships."""
+"""The installed package: its imports, its command, and its type information."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PUBLIC = {
 
 
 def loaded_after(code: str) -> set[str]:
-    """Top-level packages that a fresh interpreter has loaded after `code`."""
+    """Returns the top-level packages that a new interpreter has loaded after `code`."""
     code = f"{code}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
@@ -41,8 +41,8 @@ def test_public_names() -> None:
         _ = ckpt_ft.Plan  # type: ignore[attr-defined]
 
 
-def test_type_checkers_know_the_names_from_where_they_live() -> None:
-    """The block that they read and the table that __getattr__ reads say the same."""
+def test_lazy_names_equal_the_names_for_type_checkers() -> None:
+    """The `TYPE_CHECKING` block and the table of `__getattr__` must agree."""
     tree = ast.parse((ROOT / "ckpt_ft" / "__init__.py").read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     froms = [node for node in block.body if isinstance(node, ast.ImportFrom)]
@@ -51,21 +51,21 @@ def test_type_checkers_know_the_names_from_where_they_live() -> None:
     }
 
 
-def test_importing_it_loads_nothing() -> None:
-    """Of another's, and of its own nothing below the first name: it takes no time."""
+def test_import_loads_no_other_module() -> None:
+    """Neither modules of others nor submodules of the package."""
     code = "import sys, __future__, importlib, typing; n = {*sys.modules}; import ckpt_ft; print({*sys.modules} - n)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "{'ckpt_ft'}"
 
 
-def test_using_it_leaves_the_optional_alone() -> None:
+def test_public_names_load_no_optional_package() -> None:
     names = ", ".join(sorted(PUBLIC - {"ACCallback"}))
     assert {"diffusers", "datasets", "matplotlib", "typer", "peft"} & loaded_after(
         f"from ckpt_ft import {names}"
     ) == set()
 
 
-def test_the_installed_package_is_the_described_one() -> None:
+def test_installed_package_has_its_command_and_extras() -> None:
     distribution = importlib.metadata.distribution("ckpt_ft")
     (script,) = [entry for entry in distribution.entry_points if entry.group == "console_scripts"]
     assert (script.name, script.value) == ("ckpt-ft", "ckpt_ft.cli.app:main")
@@ -75,8 +75,8 @@ def test_the_installed_package_is_the_described_one() -> None:
     assert (ROOT / "ckpt_ft" / "py.typed").is_file()
 
 
-def test_every_tested_version_is_one_that_is_installed() -> None:
-    """Of those that are for this Python; `make oldest` leaves this test out."""
+def test_installed_versions_equal_the_constraints() -> None:
+    """Only versions for this Python are compared; `make oldest` does not run this test."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     tested = [Requirement(line) for line in lines if line and not line.startswith("#")]
     here = [one for one in tested if one.marker is None or one.marker.evaluate()]

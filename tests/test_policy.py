@@ -1,4 +1,4 @@
-"""Policy: every term parsed, refused, printed back; JSON and pickle round trips."""
+"""Policy: parsing, refusals and canonical text of every term; JSON and pickle round trips."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ groups = st.sets(
 
 @st.composite
 def parts(draw: st.DrawFn) -> dict[str, Any]:
-    """Fields that a tower may have."""
+    """Draws the fields that a tower may have."""
     fields = draw(scopes)
     save = draw(groups) if fields["scope"] != "none" else set()
     if "matmul" not in save and fields["scope"] != "none" and draw(st.booleans()):
@@ -137,7 +137,7 @@ def test_canonical_form(text: str, canonical: str) -> None:
         ("budget:0.5,pointwise@vision", "goes with 'head' only"),
     ],
 )
-def test_refuses(text: str, says: str) -> None:
+def test_invalid_policy_text_is_refused(text: str, says: str) -> None:
     with pytest.raises(UserError, match=None) as error:
         Policy.parse(text)
     assert says in str(error.value)
@@ -145,7 +145,7 @@ def test_refuses(text: str, says: str) -> None:
     assert repr(text) in str(error.value)
 
 
-def test_refuses_other_types_and_fields() -> None:
+def test_other_types_and_unknown_fields_are_refused() -> None:
     with pytest.raises(UserError, match="a policy is a string"):
         Policy.parse(3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="did you mean 'scope'"):
@@ -178,12 +178,12 @@ def test_towers_in_json() -> None:
             Policy.parse({"scope": "full", "towers": towers})
 
 
-def test_is_frozen_and_hashable() -> None:
+def test_policy_is_hashable() -> None:
     assert len({Policy.parse("full"), Policy.parse("per_block"), Policy()}) == 2
 
 
 @pytest.mark.parametrize("text", ["full\nhead", "full,\x1b[31mhead", "no\rfull"])
-def test_a_line_break_is_no_part_of_a_policy_or_of_its_error(text: str) -> None:
+def test_line_break_in_a_policy_is_refused(text: str) -> None:
     with pytest.raises(UserError) as error:
         Policy.parse(text)
     assert str(error.value).startswith(f"policy {text!r}: a policy is one line of printable characters")

@@ -1,4 +1,4 @@
-"""The README's table of ready-made files: each row is what `ckpt-ft estimate` predicts, and fits its card."""
+"""The README's table of ready-made files: each row equals the estimate of the file, which fits its GPU."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ROW = re.compile(r"^\| `([\w-]+)`, .*\[\w.*\]\((recipes/\S+\.yaml)\) \| `(\w+)` 
 ROWS = ROW.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 
 
-def test_the_table_is_found() -> None:
+def test_readme_has_the_table() -> None:
     assert len(ROWS) >= 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("card", "file", "recipe", "peak"), ROWS)
-def test_each_ready_made_file_fits_as_the_readme_says(
+def test_figures_of_the_readme_equal_the_estimates(
     card: str, file: str, recipe: str, peak: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["estimate", "--config", str(ROOT / file), "--recipe", recipe, "--device", card, "--json"]
@@ -39,9 +39,9 @@ def test_each_ready_made_file_fits_as_the_readme_says(
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "more"), [
     ("recipes/diffusion_transformer/flux_lora_16gb.yaml", []),
-    ("recipes/llm/llama3.1_8b_full_24gb.yaml", ["--offload", "all"]),  # what its accelerate configuration asks for
+    ("recipes/llm/llama3.1_8b_full_24gb.yaml", ["--offload", "all"]),  # set in its accelerate configuration
 ])  # fmt: skip
-def test_files_that_use_the_host_fit_as_their_comments_say(
+def test_figures_in_comments_of_recipe_files_equal_the_estimates(
     file: str, more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = (

@@ -1,4 +1,4 @@
-"""No secret is written down, and what is none stays."""
+"""Secrets are redacted, and everything else stays."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from ckpt_ft.redact import redacted, redacted_text
         (["--revision", "0123456789abcdef0123456789abcdef01234567"],) * 2,
     ],
 )
-def test_redacted(given: list[str], kept: list[str]) -> None:
+def test_secrets_in_words_are_redacted(given: list[str], kept: list[str]) -> None:
     assert redacted(given) == kept
 
 
-def test_homes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_directory_is_abbreviated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: Path("/home/jane"))
     assert redacted_text("--out=/home/jane/x /home/janet /home/jane") == "--out=~/x /home/janet ~"
     monkeypatch.setattr(Path, "home", lambda: Path("/"))
@@ -61,5 +61,5 @@ def test_homes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--hub_token --seed 3", "--hub_token --seed 3"),
     ],
 )
-def test_text(given: str, kept: str) -> None:
+def test_secrets_in_text_are_redacted(given: str, kept: str) -> None:
     assert redacted_text(given) == kept

@@ -1,4 +1,4 @@
-"""Printed tables fit where they are printed, and no word of them is broken in two."""
+"""Printed tables fit the width of the console and break no word."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def printed(table: Table, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
-def test_names_lose_their_beginning(width: int) -> None:
+def test_long_names_are_shortened_at_the_start(width: int) -> None:
     lines = printed(HOLDERS, width)
     assert max(map(len, lines)) <= width
-    assert len(lines) == 6  # a line each: title, heads, rule, two rows, and an empty one
+    assert len(lines) == 6  # one line each: title, header, rule, two rows, and an empty line
     assert "_log_softmax_backward_data  activations" in lines[3]
     assert "lora_A.default  " in lines[3]
     whole = "base_model.model.model.layers.*.mlp.gate_proj.lora_A.default"
     assert (whole in lines[3]) == (width == 200)
 
 
-def test_policies_break_between_their_terms() -> None:
+def test_policies_break_between_terms() -> None:
     lines = printed(PLAN, 80)
     assert max(map(len, lines)) <= 80
     policy = [line.split("  ")[0] for line in lines[4:-1]]
@@ -65,8 +65,8 @@ def test_policies_break_between_their_terms() -> None:
 
 
 @pytest.mark.parametrize(("more", "widest"), [((), 80), (("host memory", "memory"), 98)])
-def test_no_digit_is_lost(more: tuple[str, ...], widest: int) -> None:
-    """At 80 columns policies break first; where all columns are as narrow as can be, lines are longer."""
+def test_numbers_are_never_truncated(more: tuple[str, ...], widest: int) -> None:
+    """At 80 columns policies break first; if all columns have their minimum width, lines get longer."""
     header = ("policy", "batch", "peak allocated", "reserved", "s/step", "samples/s", "bound by", *more, "")
     row = ("modules:attention", "2", "11.37 GiB", "11.46 GiB", "0.201", "9.96", "compute", *["11.46 GiB"] * len(more))
     lines = printed(Table("a plan", header, [(*row, "frontier")], (0, 6, 7 + len(more))), 80)
@@ -85,5 +85,5 @@ def test_no_digit_is_lost(more: tuple[str, ...], widest: int) -> None:
         ("a" * 30, 10, "…" + "a" * 9),
     ],
 )
-def test_shortened(name: str, width: int, short: str) -> None:
+def test_shortened_names(name: str, width: int, short: str) -> None:
     assert shortened(name, width) == short

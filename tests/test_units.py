@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Amounts of memory as users write them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from ckpt_ft.units import GIB, MIB, format_bytes, parse_budget, parse_bytes
         ("7b", 7),
     ],
 )
-def test_parse(text: str | int, nbytes: int) -> None:
+def test_amounts_are_parsed(text: str | int, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "0", "-1GiB", "24 gigs", "1e9", "24GiBs", 0, -3])
-def test_refuses(text: str | int) -> None:
+def test_invalid_amount_is_refused(text: str | int) -> None:
     with pytest.raises(UserError, match="as in 24GiB"):
         parse_bytes(text)
 
 
 @given(st.integers(1, 2**50))
-def test_format_is_within_half_a_last_digit(nbytes: int) -> None:
+def test_formatted_bytes_are_within_half_of_the_last_digit(nbytes: int) -> None:
     half = GIB / 200 if nbytes >= GIB else MIB / 20 if nbytes >= MIB else 2**10 / 20 if nbytes >= 2**10 else 0
     assert abs(parse_bytes(format_bytes(nbytes)) - nbytes) <= half + 1
 
@@ -47,11 +47,11 @@ def test_format_is_within_half_a_last_digit(nbytes: int) -> None:
         ("600MiB", 600 * MIB), ("10kb", 10_000),
     ],
 )  # fmt: skip
-def test_a_bare_number_of_a_budget_is_gib(text: str | int, nbytes: int) -> None:
+def test_budget_without_unit_is_gib(text: str | int, nbytes: int) -> None:
     assert parse_budget(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "0", "lots", -3, "512b", "1KiB"])
-def test_no_budget(text: str | int) -> None:
+def test_invalid_budget_text_is_refused(text: str | int) -> None:
     with pytest.raises(UserError, match="as in 24GiB"):
         parse_budget(text)

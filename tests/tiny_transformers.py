@@ -1,4 +1,4 @@
-"""The pipelines of all families of diffusion transformers, small enough to be made and trained in tests.
+"""Pipelines of all families of diffusion transformers, small enough to be built and trained in tests.
 
 The VAE of "flux" and "sd3" can learn the drawn shapes. All other weights are random.
 """
@@ -42,14 +42,14 @@ def make_tiny_transformer(kind: str, decoder_steps: int = 0, heads: int = 1, lay
 
 
 def flow_scheduler(shift: float) -> Any:
-    """Returns the schedule of times of flow matching."""
+    """Returns the flow-matching scheduler."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(shift=shift)
 
 
 def shapes_vae(decoder_steps: int) -> torch.nn.Module:
-    """Returns `tiny_vae` with the shift that transformers' pipelines read."""
+    """Returns `tiny_vae` with the shift that transformer pipelines read."""
     vae = tiny_vae(decoder_steps)
     vae.register_to_config(shift_factor=0.0)
     return vae
@@ -86,7 +86,7 @@ def _flux2(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
         block_out_channels=(8, 8, 8), layers_per_block=1, latent_channels=LATENT_CHANNELS, norm_num_groups=4,
         mid_block_add_attention=False,
     )  # fmt: skip
-    encoder = Qwen3ForCausalLM(  # as deep as the published one, of which the pipeline reads three layers
+    encoder = Qwen3ForCausalLM(  # as deep as the published one, because the pipeline reads three of its layers
         Qwen3Config(num_hidden_layers=28, num_attention_heads=2, num_key_value_heads=2, head_dim=8, **_sizes(width))
     )
     tokenizer = word_tokenizer()

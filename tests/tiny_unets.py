@@ -1,4 +1,4 @@
-"""Stable Diffusion pipelines of three architectures, small enough to be made and trained in tests."""
+"""Stable Diffusion pipelines of three architectures, small enough to be built and trained in tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_tiny_pipeline(kind: str, decoder_steps: int = 0, widths: tuple[int, ...
             alone = dict.fromkeys(("safety_checker", "feature_extractor"))
             return StableDiffusionPipeline(unet=tiny_unet(widths), requires_safety_checker=False, **alone, **parts)
         parts |= {"text_encoder_2": tiny_clip("CLIPTextModelWithProjection"), "tokenizer_2": tiny_tokenizer()}
-        time_ids = 8  # width of the embedding of each of the six
+        time_ids = 8  # embedding width of each of the six sizes
         unet = tiny_unet(
             widths,
             2 * TEXT_WIDTH,

@@ -1,4 +1,4 @@
-"""What the libraries that the tests run with lack."""
+"""Skips and conditions for older versions of libraries."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from packaging.version import Version
 
 
 def is_older(library: str, than: str) -> bool:
-    """Whether the library that is installed is older than a version; its pre-releases and builds count as it."""
+    """Whether the installed library is older than a version; its pre-releases and builds count as that version."""
     return Version(Version(version(library)).base_version) < Version(than)
 
 
 def needs_processor(family: str) -> None:
-    """Skips a test where the processor of this family's images, Pillow's, is there with torchvision alone."""
+    """Skips a test if the image processor of this family (Pillow's) is only there with torchvision."""
     kind = {"idefics2": "Idefics2", "idefics3": "Idefics3", "smolvlm": "SmolVLM"}.get(family)
     if kind:
         needs(f"{kind}ImageProcessorPil")
 
 
 def needs(name: str) -> None:
-    """Skips a test where this class of transformers is there with torchvision alone."""
+    """Skips a test if this class of transformers is only there with torchvision."""
     if getattr(getattr(transformers, name), "is_dummy", False):
         pytest.skip(f"{name} of this transformers needs torchvision")

@@ -1,4 +1,4 @@
-"""benchmarks/founding.py: experiments small enough to run here, and the published figures that they reproduce."""
+"""benchmarks/founding.py: experiments that are small enough for the test suite, and the published figures."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_the_homework_to_two_percent() -> None:
-    """Nine published peaks; without flash within 0.25 %."""
+def test_homework_peaks_are_within_two_percent() -> None:
+    """There are nine published peaks; those without flash attention are within 0.25 %."""
     peaks = homework.predict_all("a100-40gb", homework.Size())
     published = [figure for cell in homework.CELLS for figure in cell]
     for (variant, megabytes), peak in zip(published, peaks, strict=True):
         assert peak / 1e6 == pytest.approx(megabytes, rel=0.022 if variant.flash else 0.0025)
 
 
-def test_the_homework_predicted_is_measured() -> None:
+def test_homework_prediction_equals_the_measurement() -> None:
     size = homework.Size(depth=2, width=16, heads=2, length=32)
     assert homework.predict_all("cpu", size) == homework.measure_all(size)
 
 
-def test_the_linear_stack(tmp_path: Path) -> None:
+def test_growth_of_a_linear_stack(tmp_path: Path) -> None:
     growth, peak = stacks.timeline(tmp_path, quick=False).figures
     assert growth.ours == pytest.approx(4.2, rel=0.01)
     assert peak.note == "predicted: backward"
     assert (tmp_path / "linear_stack.png").stat().st_size > 1000
 
 
-def test_gradients_are_told_from_temporaries_without_an_optimizer() -> None:
+def test_gradients_are_recognized_without_an_optimizer() -> None:
     trace = predict(case(partial(linear_stack, 8, 4096), 256, 4096), "none", "t4")
     weights = 8 * 4096 * (4096 + 1) * 4
     assert trace.at_peak["parameters"] == trace.at_peak["gradients"] == weights
 
 
-def test_segments_save_what_layers_do_not(tmp_path: Path) -> None:
+def test_segments_save_memory_in_a_linear_stack(tmp_path: Path) -> None:
     (figure,) = stacks.segments(tmp_path, quick=True).figures
     assert figure.ours == 0.0
     assert figure.note == "segments:2 saves 50 %"
@@ -62,24 +62,24 @@ def test_segments_save_what_layers_do_not(tmp_path: Path) -> None:
         ("no_grad inside a region", "no_grad inside a region"),
     ],
 )
-def test_a_trap_is_named_and_full_is_not_in_it(name: str, said: str) -> None:
+def test_trap_is_named_and_full_avoids_it(name: str, said: str) -> None:
     trapped, ours = traps.spring(name)
     assert said in " ".join(trapped.causes)
     assert ours.ok
 
 
-def test_what_parity_cannot_see() -> None:
+def test_traps_that_parity_does_not_detect() -> None:
     assert traps.spring("nested checkpoints")[0].ok
     assert traps.runs_of_linears(traps.nested) > traps.runs_of_linears(partial(traps.each_block, run=traps.plain)) == 8
-    held, let_go = traps.kept_references(keep=True), traps.kept_references(keep=False)
-    assert len(set(let_go)) == 1
+    held, released = traps.kept_references(keep=True), traps.kept_references(keep=False)
+    assert len(set(released)) == 1
     assert all(later > earlier for earlier, later in itertools.pairwise(held))
 
 
-def test_checkpoint_sequential_leaves_its_last_segment_plain(tmp_path: Path) -> None:
+def test_checkpoint_sequential_does_not_checkpoint_its_last_segment(tmp_path: Path) -> None:
     section = spacing.sequential(tmp_path, quick=True)
     torchs, ours = (row.split("|") for row in section.parts[0].splitlines()[2:4])
-    assert (int(torchs[4]), int(ours[4])) == (2, 4)  # of four blocks in two segments
+    assert (int(torchs[4]), int(ours[4])) == (2, 4)  # blocks run, of four in two segments
     assert torchs[5] == ours[5]  # peak bytes
 
 
@@ -89,7 +89,7 @@ def test_errors_are_signed() -> None:
     assert Figure("", "", "", None).error == ""
 
 
-def test_the_script_names_its_experiments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_lists_its_experiments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def typed(*words: str) -> tuple[int | str | None, str, str]:
         monkeypatch.setattr(sys, "argv", ["founding.py", *words])
         with pytest.raises(SystemExit) as left:

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on the CPU: the whole path runs, predictions are the measurements, and what fails is a result."""
+"""benchmarks/gpu.py on the CPU: the dry run completes, predictions equal measurements, and failures are results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_dry_run(tmp_path: Path) -> None:
+def test_dry_run_predicts_what_it_measures(tmp_path: Path) -> None:
     done = run_gpu("--dry-run", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
     (document,) = tmp_path.glob("*.json")
@@ -51,7 +51,7 @@ def test_dry_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
-def test_without_a_gpu_it_says_so() -> None:
+def test_machine_without_a_gpu_is_refused() -> None:
     done = run_gpu()
     assert (done.returncode, done.stdout) == (2, "")
     assert "no CUDA device here; --dry-run" in done.stderr
@@ -82,7 +82,7 @@ def wrong() -> None:
         (wrong, "error", "KeyError: 'x'"),
     ],
 )
-def test_a_failure_is_a_result(function, status: str, message: str) -> None:
+def test_failure_is_a_result(function, status: str, message: str) -> None:
     limit = 3 if function is asleep else 60
     outcome = call(function, limit=limit)
     assert (outcome.status, outcome.value) == (status, None)
@@ -90,7 +90,7 @@ def test_a_failure_is_a_result(function, status: str, message: str) -> None:
 
 
 def results_of(*cases: tuple[str, str, float, float]) -> dict:
-    """Made-up results: (workload, policy, predicted bytes, measured bytes), seconds in proportion to them."""
+    """Returns invented results: (workload, policy, predicted bytes, measured bytes), with seconds in proportion."""
     rows = [
         {
             "workload": workload, "policy": policy, "batch": 1, "status": "ok", "message": "",
@@ -102,7 +102,7 @@ def results_of(*cases: tuple[str, str, float, float]) -> dict:
     return {"cases": rows, "dry_run": False, "plan": [], "tests": {"rc": 0, "tail": "3 passed"}}
 
 
-def test_verdicts() -> None:
+def test_verdicts_of_claims() -> None:
     good = results_of(
         ("Llama-1B LoRA", "none", 1000, 1001), ("Llama-1B LoRA", "full", 500, 500), ("ResNet-50", "none", 97, 100)
     )
@@ -116,7 +116,7 @@ def test_verdicts() -> None:
     assert "worst 12.62 % (Llama-1B LoRA, full), 2 cases" in rows[0]["figures"]
 
 
-def test_an_oom_stands_in_the_table() -> None:
+def test_out_of_memory_is_a_row_of_the_table() -> None:
     results = results_of(("SDXL full", "none", 2**30, 2**30))
     results["cases"][0] |= {"status": "oom", "message": "Tried to allocate 1 GiB", "measured": None}
     results |= {

@@ -1,4 +1,4 @@
-"""What a long run reserves (benchmarks/long_run.py): a traced step repeated, and the same steps traced one by one."""
+"""Reserved bytes of a long run (benchmarks/long_run.py): a repeated traced step equals steps traced one by one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Gradients live on until the next step, as in a loop that clears them before backward."""
+    """Gradients live until the next step, as in a loop that clears them before backward."""
     optimizer.zero_grad(set_to_none=True)
     model(torch.zeros(3000, 1024)).sum().backward()
     optimizer.step()
 
 
 def emptying() -> Step:
-    """The same in a loop that empties the cache between stretches of steps."""
+    """Returns the same step in a loop that empties the cache after each stretch of steps."""
     done = 0
 
     def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -44,11 +44,11 @@ def emptying() -> Step:
 
 
 @pytest.mark.parametrize("stretches", [1, 3])
-def test_a_repeated_step_is_the_steps(stretches: int) -> None:
+def test_repeated_step_equals_traced_steps(stretches: int) -> None:
     once = trace_step(model(), step, make_optimizer=adamw, warmup_steps=2)
     whole = trace_step(model(), emptying(), make_optimizer=adamw, warmup_steps=2 + long_run.STEPS * (stretches - 1))
     assert len(whole.emptied) == stretches
     assert long_run.peak_reserved(once, stretches) == whole.peak_reserved
-    given_back = [before - after for before, after in pairwise(whole.replay.reserved) if after < before]
-    assert len(given_back) == stretches - 1  # the last one is the record's end
-    assert all(nbytes >= 40 * MIB for nbytes in given_back)
+    released = [before - after for before, after in pairwise(whole.replay.reserved) if after < before]
+    assert len(released) == stretches - 1  # the last one is at the end of the record
+    assert all(nbytes >= 40 * MIB for nbytes in released)

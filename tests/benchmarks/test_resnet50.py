@@ -1,4 +1,4 @@
-"""The published ResNet-50 figures, predicted: peaks within 5 %, largest batches in the right ratios."""
+"""The published ResNet-50 figures: peaks within 5 %, and the ratios of the largest batches."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def resnet50() -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize("policy", ["none", "stages:3+4", "stages", "full"])
-def test_a_published_peak(resnet50: ModuleType, policy: str) -> None:
+def test_published_peaks(resnet50: ModuleType, policy: str) -> None:
     trace = resnet50.predicted(policy, resnet50.plain_step(32))
     published = resnet50.PUBLISHED[policy]
     assert trace.peak_allocated / 1e6 == pytest.approx(published.peak_mb, rel=0.05)
     assert 1000 * trace.seconds == pytest.approx(published.milliseconds, rel=0.2)
 
 
-def test_the_training_loop_with_amp(resnet50: ModuleType) -> None:
+def test_published_peak_with_amp(resnet50: ModuleType) -> None:
     import torch
 
     from ckpt_ft import apply_policy
@@ -46,8 +46,8 @@ def test_the_training_loop_with_amp(resnet50: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_largest_batches_are_in_the_published_ratios(resnet50: ModuleType) -> None:
-    """177, 205 and at least 256 images in the case study."""
+def test_largest_batches_have_the_published_ratios(resnet50: ModuleType) -> None:
+    """The case study has 177, 205 and at least 256 images."""
 
     def largest(policy: str) -> int:
         found: int = resnet50.largest_batch(
@@ -61,8 +61,8 @@ def test_largest_batches_are_in_the_published_ratios(resnet50: ModuleType) -> No
     assert largest("full") == 256
 
 
-def test_a_search_finds_the_edge(resnet50: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a step whose need is known: 3 bytes an image and 100 besides, with up to 7 more that no line shows."""
+def test_search_finds_the_largest_batch(resnet50: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of the step is known: 3 bytes per image and 100 bytes, plus up to 7 that are not linear."""
     import vision  # type: ignore[import-not-found]
 
     class Trace:

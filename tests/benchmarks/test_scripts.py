@@ -1,4 +1,4 @@
-"""Every script of benchmarks/ runs in the environment that `make` makes: it imports."""
+"""Every script of benchmarks/ imports in the environment that `make` creates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPTS = sorted(path.relative_to(ROOT) for path in (ROOT / "benchmarks").rglob(
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
-def test_it_imports(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_imports(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `python benchmarks/x.py` finds its modules, or as a part of the package that founding.py imports."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.syspath_prepend(str(ROOT))
@@ -33,7 +33,7 @@ def test_rank_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert correlation([1.0, 1.0, 2.0], [3.0, 1.0, 2.0]) == pytest.approx(0)  # ranks 1.5 1.5 3 and 3 1 2
 
 
-def test_rows_of_the_accuracy_page_may_have_no_seconds() -> None:
+def test_row_of_the_accuracy_page_without_seconds() -> None:
     group = runpy.run_path(str(ROOT / "benchmarks" / "accuracy.py"))["Group"]("Title", "Text", ("row", "GiB"))
     group.add("timed", ["1"], 2.0, 3.0, reserved=-0.25)
     group.add("not timed", ["2"], 0.0, 4.0, reserved=0.05)
@@ -43,8 +43,8 @@ def test_rows_of_the_accuracy_page_may_have_no_seconds() -> None:
 
 
 @pytest.mark.slow
-def test_axolotls_example_needs_what_is_published() -> None:
-    """Within 4 %: with its evaluation, and for adapters on experts as the PEFT computes them that axolotl pins."""
+def test_axolotls_example_has_the_published_memory() -> None:
+    """Within 4 %: includes its evaluation, and adapters on experts as in the PEFT version that axolotl pins."""
     rows = runpy.run_path(str(ROOT / "benchmarks" / "experts.py"))["ROWS"]
     found = {gib: trace().peak_reserved / 2**30 for gib, seconds, trace in rows.values() if not seconds}
     assert found == pytest.approx({24: 24.27, 34: 34.48}, rel=2e-3)

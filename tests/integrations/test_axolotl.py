@@ -1,4 +1,4 @@
-"""The plugin, on the methods of axolotl's published base class (axolotl 0.19, integrations/base.py)."""
+"""The plugin for axolotl, on the methods of its published base class (axolotl 0.19, integrations/base.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def axolotl(monkeypatch: pytest.MonkeyPatch) -> Any:
     return axolotl
 
 
-def test_the_plugin_attaches_what_the_file_says(axolotl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_adds_the_callback_of_the_file(axolotl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {own.name: own.default for own in fields(ACArguments)} == axolotl.Settings().model_dump()
     module, _, name = axolotl.Plugin().get_input_args().rpartition(".")
     assert getattr(sys.modules[module], name) is axolotl.Settings

@@ -1,4 +1,4 @@
-"""MemoryCallback in a run of the real Lightning, where it is installed."""
+"""MemoryCallback in a run of Lightning, if it is installed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fit(folder: Path, callbacks: list[Any]) -> Module:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_keeps_its_weights_and_writes_its_report(tmp_path: Path) -> None:
+def test_policy_keeps_the_weights_and_a_report_is_written(tmp_path: Path) -> None:
     from ckpt_ft.integrations.lightning import MemoryCallback
 
     callback = MemoryCallback("full")

@@ -87,6 +87,19 @@ def real_trace(model: nn.Module, step: Callable[..., object]) -> StepTrace:
     return tracker.trace()
 
 
+def sorted_events(trace: StepTrace) -> list[int]:
+    """Returns the events with consecutive frees sorted, because autocast frees cached weights in address order."""
+    told: list[int] = []
+    freed: list[int] = []
+    for event in trace.events:
+        if event < 0:
+            freed.append(event)
+        else:
+            told += [*sorted(freed), event]
+            freed = []
+    return told + sorted(freed)
+
+
 def step_events(trace: StepTrace) -> list[tuple[int, str, str, str]]:
     """Returns the events of the measured step in order: bytes (negative for frees), operator, module, phase.
 

@@ -1,4 +1,6 @@
-"""Models that ask for flash or flex attention are traced with torch's own flash kernel: theirs take no fakes."""
+"""Models with flash or flex attention are traced with torch's own flash kernel, because theirs accept no fake
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,19 @@ def traced(model: nn.Module, device: str = "a100-40gb") -> StepTrace:
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention"])
-def test_a_live_model_is_traced_with_the_flash_kernel(implementation: str) -> None:
+def test_live_model_is_traced_with_the_flash_kernel(implementation: str) -> None:
     was = dict(AttentionInterface._global_mapping)
     trace, sdpa = traced(llama(implementation)), traced(llama("sdpa"))
     name = "flash_attn_3.attention" if implementation.endswith("3") else "aten._scaled_dot_product_flash_attention"
     flash = [op.dtype for op in trace.ops if op.name == f"{name}.default"]
     assert flash == ["bfloat16"] * 2
-    # sdpa takes grouped heads as they are too, where there is no mask.
+    # Without a mask, sdpa takes grouped heads directly too.
     assert trace.peak_allocated == sdpa.peak_allocated
     assert AttentionInterface._global_mapping == was
 
 
-def test_norms_in_fp32_lead_to_a_kernel_in_half_precision() -> None:
-    """As after PEFT's k-bit preparation: queries come in fp32, and transformers hands them over in the model's own."""
+def test_fp32_queries_are_cast_for_the_flash_kernel() -> None:
+    """After PEFT's k-bit preparation, queries are fp32, and transformers casts them to the model's dtype."""
     model = llama("flash_attention_2")
     model.model.embed_tokens.float()
     for module in model.modules():
@@ -56,15 +58,15 @@ def test_norms_in_fp32_lead_to_a_kernel_in_half_precision() -> None:
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("t4", torch.float16), ("a100-40gb", torch.float32)])
-def test_a_card_or_a_precision_that_flash_attention_is_not_for(device: str, dtype: torch.dtype) -> None:
+def test_gpu_or_dtype_without_flash_attention_is_refused(device: str, dtype: torch.dtype) -> None:
     with pytest.raises(
         UserError, match=r"heads of 16 in float(16|32) on compute capability (7.5|8.0): flash attention"
     ):
         traced(llama("flash_attention_2", dtype), device)
 
 
-def test_values_of_another_width_than_queries() -> None:
-    """Multi-head latent attention: the kernel takes one width, the output has the values'."""
+def test_flash_attention_with_values_narrower_than_queries() -> None:
+    """Multi-head latent attention: the kernel takes one width; the output has the width of the values."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 3, 8, width) for width in (16, 16, 12))
     out, _ = attention(SimpleNamespace(is_causal=True, config=None), query, key, value, None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The stand-in for bitsandbytes' 8-bit layers: the bytes of its layout, and of what a step makes."""
+"""The replacement for bitsandbytes' 8-bit layers: bytes of its layout and of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.standins.quantised_layers import Int8Linear, to_int8
 
 
-def test_a_byte_a_weight_and_a_scale_a_row() -> None:
+def test_int8_layer_has_one_byte_per_weight_and_one_scale_per_row() -> None:
     with torch.device("meta"):
         model = nn.ModuleDict({"proj": nn.Linear(64, 48), "lm_head": nn.Linear(64, 32)})
     to_int8(model)
@@ -20,8 +20,10 @@ def test_a_byte_a_weight_and_a_scale_a_row() -> None:
     assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_what_a_step_makes_beside_it() -> None:
-    """Forward: the input in 8 bits, an int32 product, its float16 form; backward: the weight in the input's dtype."""
+def test_temporary_tensors_of_a_step_of_an_int8_layer() -> None:
+    """Forward: the input in 8 bits, an int32 product and its float16 form. Backward: the weight in the input's
+    dtype.
+    """
     rows, n, m = 64, 256, 512
     model = nn.Sequential(Int8Linear(nn.Linear(n, m, bias=False)))
     x = torch.zeros(rows, n, dtype=torch.bfloat16, requires_grad=True)
@@ -42,8 +44,8 @@ def test_what_a_step_makes_beside_it() -> None:
     assert product.flops == 2 * rows * n * m
 
 
-def test_what_lives_beside_the_result() -> None:
-    """The product of whole numbers and the input in 8 bits live until the float16 form is cast to the layer's type."""
+def test_peak_of_an_int8_layers_forward() -> None:
+    """The int32 product and the 8-bit input live until the float16 form is cast to the layer's dtype."""
     rows, n, m = 64, 256, 512
     model = Int8Linear(nn.Linear(n, m, bias=False))
     x = torch.zeros(rows, n, dtype=torch.bfloat16, requires_grad=True)

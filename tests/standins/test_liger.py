@@ -1,4 +1,4 @@
-"""Stand-ins for fused kernels: bytes against published measurements, gradients of plain layers, and the switches."""
+"""Replacements for fused kernels: bytes of published measurements, gradients of plain layers, and the flags."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-# Rows of versions that did otherwise, and that are not reproduced (docs/fused_kernels.md says how they differ).
+# Rows of other versions, which are not reproduced (docs/fused_kernels.md describes the differences).
 OTHERWISE = {("rms_norm", "liger", "0.2.1"), ("layer_norm", "liger", "0.6.0")}
 ROWS = [row for row in fused_kernels.rows() if (row.operator, row.provider, row.version) not in OTHERWISE]
 
@@ -39,7 +39,7 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("row", _cases(), ids=lambda row: "-".join(map(str, row[:4])))
-def test_peak_of_an_operator_is_the_published_one(row: fused_kernels.Row) -> None:
+def test_peak_of_an_operator_equals_the_published_one(row: fused_kernels.Row) -> None:
     assert fused_kernels.predicted(row) == pytest.approx(row.mib, rel=2e-3)
 
 
@@ -55,7 +55,7 @@ def _model(kind: str, **more: Any) -> Any:
 
 
 def _gradients(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shapes and dtypes of the gradients that a step on fake tensors leaves."""
+    """Returns the shapes and dtypes of the gradients after a step on fake tensors."""
     found = {}
 
     def step(model: Any, optimizer: None) -> None:
@@ -91,15 +91,15 @@ _KINDS: dict[str, dict[str, Any]] = {kind: {} for kind in liger.FAMILIES} | {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_patched_model_trains_the_same_parameters(kind: str) -> None:
+def test_patched_model_trains_the_same_parameters(kind: str) -> None:
     plain = _model(kind, **_KINDS[kind])
     fused = copy.deepcopy(plain)
     liger.apply(fused, {})
     assert _gradients(plain) == _gradients(fused)
     assert len(_gradients(fused)) == len(list(plain.parameters()))
     replaced = sum(type(a) is not type(b) for a, b in zip(plain.modules(), fused.modules(), strict=True))
-    least = 3 if kind == "gpt_oss" else 4  # its experts stay as they are
-    assert replaced >= 1 + 2 * least  # the model; in each block two norms, the MLP and attention or more norms
+    least = 3 if kind == "gpt_oss" else 4  # gpt_oss keeps its experts
+    assert replaced >= 1 + 2 * least  # the model; in each block two norms, the MLP, and attention or more norms
 
 
 _OPERATORS = {
@@ -112,8 +112,8 @@ _OPERATORS = {
 @pytest.mark.parametrize(
     ("kind", "norms", "product"), [("llama", 2, "swiglu"), ("qwen3", 4, "swiglu"), ("gemma3_text", 6, "geglu")]
 )
-def test_each_switch_changes_its_own_kernels(kind: str, norms: int, product: str) -> None:
-    """As many norms, MLPs and rotations of two blocks as `apply_liger_kernel_to_*` patches, and the loss."""
+def test_each_liger_flag_changes_its_own_kernels(kind: str, norms: int, product: str) -> None:
+    """Counts the norms, MLPs and rotations of two blocks that `apply_liger_kernel_to_*` patches, and the loss."""
     plain = _model(kind)
     ids = torch.arange(48).view(2, 24) * 5
 
@@ -127,20 +127,21 @@ def test_each_switch_changes_its_own_kernels(kind: str, norms: int, product: str
     full = calls()
     assert full["liger_rms_norm"] == full["liger_rms_norm_backward"] == 2 * norms + 1
     assert full["liger_gated_product"] == full["liger_gated_product_backward"] == 2
-    assert (full["liger_rope"], full["liger_cross_entropy"]) == (2 * 2, 6)  # forward and backward; 48 rows by eights
+    # forward and backward; 48 rows in chunks of eight
+    assert (full["liger_rope"], full["liger_cross_entropy"]) == (2 * 2, 6)
     for switch in ("rms_norm", product, "rope", "fused_linear_cross_entropy"):
         own = _OPERATORS[switch]
         without = {name: count for name, count in full.items() if name not in (own, f"{own}_backward")}
         without.pop("liger_scale", None) if switch == "fused_linear_cross_entropy" else None
         assert calls(**{switch: False}) == without
     other = "geglu" if product == "swiglu" else "swiglu"
-    assert calls(**{other: False}) == full  # Liger ignores what the family does not have
+    assert calls(**{other: False}) == full  # Liger ignores kernels that the family does not have
     logits = calls(cross_entropy=True, fused_linear_cross_entropy=False)
     assert logits == {**full, "liger_cross_entropy": 1, "liger_scale": 1}
 
 
-def test_fused_experts_hold_what_their_source_does(config: str) -> None:
-    """Bytes of one call by liger_kernel/ops/fused_moe.py: 4 experts of (2 x 48, 32), 64 rows, two experts each."""
+def test_bytes_of_fused_experts(config: str) -> None:
+    """Bytes of one call of liger_kernel/ops/fused_moe.py: 4 experts of (2 x 48, 32), 64 rows, two experts each."""
     experts, width, inner, rows, chosen = 4, 32, 48, 64, 2
     kinds = {"gate_up": (experts, 2 * inner, width), "down": (experts, width, inner), "x": (rows, width)}
 
@@ -160,7 +161,7 @@ def test_fused_experts_hold_what_their_source_does(config: str) -> None:
     trace = trace_step(Experts(), step, device="a100-80gb", warmup_steps=0)
     routed = rows * chosen
     weights = [experts * 2 * inner * width, experts * width * inner]
-    half = [*weights, rows * width, routed]  # and as many gradients
+    half = [*weights, rows * width, routed]  # and their gradients
     passed = [rows * width, routed * 2 * inner, routed * 2 * inner, routed * inner, routed * width]
     indices = [routed, experts + 1, experts, experts, *[routed] * 3]
     sizes = [2 * size for size in (*half, *half, *passed)] + [4 * size for size in indices]
@@ -169,7 +170,7 @@ def test_fused_experts_hold_what_their_source_does(config: str) -> None:
     assert sum("liger_count_tiles" in op.name for op in trace.ops) == 1
 
 
-def test_experts_that_ligers_kernel_cannot_run(tmp_path: Path) -> None:
+def test_unsupported_experts_are_refused_with_liger(tmp_path: Path) -> None:
     _model("qwen3_moe", **_KINDS["qwen3_moe"]).config.save_pretrained(tmp_path)
     flags = {"liger": True, "lora_r": 4, "lora_target_parameters": "mlp.experts.down_proj", "bf16": True}
     with pytest.raises(UserError, match="Liger's experts know no adapters of experts; give --liger-kernel-config"):
@@ -181,7 +182,7 @@ def test_experts_that_ligers_kernel_cannot_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("patch", [liger.apply_cut_cross_entropy, liger.apply_hub_kernels])
-def test_other_fused_kernels_train_the_same_parameters(patch: Any) -> None:
+def test_model_with_other_fused_kernels_trains_the_same_parameters(patch: Any) -> None:
     plain = _model("qwen3")
     fused = copy.deepcopy(plain)
     patch(fused)
@@ -189,7 +190,7 @@ def test_other_fused_kernels_train_the_same_parameters(patch: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2", "gpt_oss"])
-def test_models_with_other_kernels_of_the_hub_are_refused(kind: str) -> None:
+def test_model_with_other_hub_kernels_is_refused(kind: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, num_hidden_layers=2))
     with pytest.raises(UserError, match="use_kernels: .* has a kernel of its own, which is not modelled"):
@@ -207,8 +208,8 @@ def _trace(config: str, **flags: Any) -> Any:
     return load(spec, "a100-80gb").trace(4)
 
 
-def test_estimates_with_and_without(config: str) -> None:
-    """The losses hold no logits of all tokens, and the kernels' seconds are those of the bytes that they move."""
+def test_fused_losses_and_kernels_lower_the_estimate(config: str) -> None:
+    """Fused losses never hold the logits of all tokens; the seconds of kernels are those of the bytes they move."""
     plain, fused, cut = _trace(config), _trace(config, liger=True), _trace(config, cut_cross_entropy=True)
     logits = 4 * 128 * 8192 * 4  # bytes, more than a workspace has
     assert any(storage.nbytes >= logits for storage in plain.storages)
@@ -222,14 +223,14 @@ def test_estimates_with_and_without(config: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["liger", "cut_cross_entropy"])
-def test_a_fused_loss_does_not_gather_the_head_beside_adapters(config: str, flag: str) -> None:
+def test_fused_loss_with_adapters_under_fsdp2_is_refused(config: str, flag: str) -> None:
     sharded = {flag: True, "launch": "fsdp2", "processes": 2}
     assert _trace(config, **sharded).peak_allocated < _trace(config, **{flag: True}).peak_allocated
     with pytest.raises(UserError, match="the output layer is divided over GPUs where it reads it"):
         _trace(config, lora_r=4, **sharded)
 
 
-def test_a_live_trainer_is_planned_with_the_kernels_that_it_will_get(config: str, tmp_path: Path) -> None:
+def test_plan_of_a_live_trainer_has_its_liger_kernels(config: str, tmp_path: Path) -> None:
     rows = [{"input_ids": torch.zeros(64, dtype=torch.long), "labels": torch.zeros(64, dtype=torch.long)}] * 4
     model = LlamaForCausalLM(AutoConfig.from_pretrained(config))
     args = TrainingArguments(
@@ -252,7 +253,7 @@ AXOLOTL = {
 }  # fmt: skip
 
 
-def test_files_of_other_trainers(tmp_path: Path) -> None:
+def test_kernel_settings_of_other_trainers_are_read(tmp_path: Path) -> None:
     def fields(content: dict[str, Any]) -> Any:
         (tmp_path / "run.yaml").write_text(json.dumps(content))
         return TrainingSpec.of("gpt2", **fields_of(read_training_file(str(tmp_path / "run.yaml")).flags)).kernels
@@ -263,7 +264,7 @@ def test_files_of_other_trainers(tmp_path: Path) -> None:
     assert {name for name, on in asked.liger_kernels.items() if on} == {"rope", "rms_norm", "swiglu", "geglu"}
     assert not fields({**AXOLOTL, "plugins": []}).use_liger_kernel
     listed = {key: value for key, value in AXOLOTL.items() if key != "cut_cross_entropy"}
-    assert fields(listed).cut_cross_entropy  # axolotl's plugin turns it on itself
+    assert fields(listed).cut_cross_entropy  # axolotl's plugin enables it by itself
     assert not fields({**AXOLOTL, "cut_cross_entropy": False}).cut_cross_entropy
     assert fields(
         {"model_name_or_path": "gpt2", "cutoff_len": 64, "bf16": True, "enable_liger_kernel": True}
@@ -285,12 +286,12 @@ def test_files_of_other_trainers(tmp_path: Path) -> None:
         ({"liger": True, "cut_cross_entropy": True, "liger_kernel_config": '{"cross_entropy": true}'}, "two losses"),
     ],
 )
-def test_wrong_input(config: str, flags: dict[str, Any], said: str) -> None:
+def test_invalid_kernel_setting_is_refused(config: str, flags: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         _trace(config, **flags)
 
 
-def test_models_without_these_kernels(tmp_path: Path) -> None:
+def test_model_without_liger_kernels_is_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("gpt2", n_layer=1, n_embd=32, n_head=2, vocab_size=64).save_pretrained(tmp_path)
     for flags, said in (
         ({"liger": True}, "kernels of 'gpt2'.* are not modelled"),

@@ -1,4 +1,4 @@
-"""A model that holds bitsandbytes' own layers is traced as one of stand-ins is, and is left as it was."""
+"""A live model with bitsandbytes' layers is traced like one with their replacements, and stays unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Params4bit(nn.Parameter):
 
 
 class Linear4bit(nn.Linear):
-    """As bitsandbytes' layer stands in a model: a packed weight that only its own kernel can read."""
+    """Like bitsandbytes' layer: a packed weight that only its own kernel can read."""
 
     def __init__(self, inner: int, outer: int, compute_dtype: torch.dtype, nested: bool) -> None:
         super().__init__(inner, outer)
@@ -52,17 +52,18 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_live_layer_is_traced_as_its_stand_in(bitsandbytes: ModuleType, nested: bool) -> None:
+def test_live_layer_is_traced_as_its_replacement(bitsandbytes: ModuleType, nested: bool) -> None:
     def model(quantised: bool) -> nn.Module:
         made = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
         if quantised:
             made[0], made[2] = (Linear4bit(128, 128, torch.bfloat16, nested) for _ in range(2))
         else:
             for number in (0, 2):
-                made[number].weight.data = made[number].weight.data.bfloat16()  # what live ones were packed from
+                # the live weights were packed from bfloat16
+                made[number].weight.data = made[number].weight.data.bfloat16()
             to_nf4(made, torch.bfloat16, skip=("1",), nested=nested)
             for number in (0, 2):
-                made[number].clones = False  # nothing of PEFT is around them
+                made[number].clones = False  # no PEFT adapter is around them
         made[1].requires_grad_(True)
         made[0].bias.requires_grad_(False)
         made[2].bias.requires_grad_(False)
@@ -77,8 +78,8 @@ def test_a_live_layer_is_traced_as_its_stand_in(bitsandbytes: ModuleType, nested
     assert all(now is before for now, before in zip(live, layers, strict=True))
 
 
-def test_frozen_layers_that_wait_in_host_memory(bitsandbytes: ModuleType) -> None:
-    """`swap` knows its weights by their layers, which the trace of a live model turns into stand-ins."""
+def test_swap_of_live_4bit_layers(bitsandbytes: ModuleType) -> None:
+    """`swap` identifies weights by their layers, which the trace of a live model replaces."""
 
     def trace(quantised: bool) -> StepTrace:
         def block() -> nn.Module:
@@ -121,10 +122,10 @@ class Block(nn.Module):
         return self.trained(self.frozen(x))  # type: ignore[no-any-return]
 
 
-def test_one_layer_in_two_places_stays_one(bitsandbytes: ModuleType) -> None:
+def test_layer_in_two_places_is_replaced_once(bitsandbytes: ModuleType) -> None:
     layer = Linear4bit(64, 64, torch.float16, False)
     other = Linear4bit(64, 64, torch.float16, False)
-    other.weight.quant_state.blocksize = 128  # no stand-in is packed so
+    other.weight.quant_state.blocksize = 128  # no replacement has this block size
     model = nn.ModuleList([layer, nn.Sequential(layer, layer), other])
     with swap_library_layers(model):
         assert type(model[0]) is NF4Linear
@@ -135,8 +136,8 @@ def test_one_layer_in_two_places_stays_one(bitsandbytes: ModuleType) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("nested", [False, True])
-def test_qlora_as_transformers_loads_it(nested: bool, dtype: torch.dtype, tmp_path: Any) -> None:
-    """Its peak is that of the estimate's model, which needs no bitsandbytes."""
+def test_qlora_model_from_transformers_has_the_estimates_peak(nested: bool, dtype: torch.dtype, tmp_path: Any) -> None:
+    """The model of the estimate needs no bitsandbytes."""
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""The stand-in for bitsandbytes' 4-bit layers: under policies and autocast, and what is left around it."""
+"""The replacement for bitsandbytes' 4-bit layers: under policies and autocast, and the layers that stay unpacked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> str:
 
 
 class OwnDtype(torch.nn.Linear):
-    """Computes in its own dtype whatever autocast says and answers in its input's, as bitsandbytes' layers do."""
+    """Ignores autocast, computes in its own dtype and returns its input's dtype, as bitsandbytes' layers do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", enabled=False):
@@ -42,8 +42,8 @@ class OwnDtype(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("policy", ["modules:mlp,pointwise", "pointwise"])
-def test_a_layer_that_goes_by_its_inputs_dtype_gets_the_input_as_it_is(policy: str) -> None:
-    """Under autocast `pointwise` casts for torch's own linear layers: this one answers in its input's dtype."""
+def test_pointwise_does_not_cast_the_input_of_quantised_layers(policy: str) -> None:
+    """Under autocast `pointwise` casts inputs of torch's linear layers; this layer returns its input's dtype."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,14 +64,14 @@ def test_a_layer_that_goes_by_its_inputs_dtype_gets_the_input_as_it_is(policy: s
 
 
 @pytest.mark.parametrize("policy", ["modules:mlp,pointwise", "full"])
-def test_qlora_under_mixed_precision_has_a_trace(config: str, policy: str) -> None:
+def test_qlora_under_mixed_precision_is_traced(config: str, policy: str) -> None:
     workload = load(QLORA.edit(prepare_kbit=True).edit(model=config), "a100-40gb")
     apply_policy(workload.model, policy)
     assert workload.trace(2).peak_allocated > workload.trace(1).peak_allocated > 0
 
 
-def test_what_is_not_packed_stays_as_loaded_unless_it_is_prepared(config: str) -> None:
-    """Embeddings, norms and head, in bytes: what recipes/llm.py holds, and what peft's preparation makes of it."""
+def test_unpacked_weights_keep_their_dtype_without_kbit_preparation(config: str) -> None:
+    """Bytes of embeddings, norms and head as recipes/llm.py loads them, and after PEFT's k-bit preparation."""
     loaded, prepared = (
         load(QLORA.edit(model=config), "t4"),
         load(QLORA.edit(prepare_kbit=True).edit(model=config), "t4"),
@@ -87,14 +87,14 @@ def test_what_is_not_packed_stays_as_loaded_unless_it_is_prepared(config: str) -
     assert plan(loaded, batch_size=1, policies=["none"]).notes == loaded.trace(1).notes
 
 
-def test_the_bytes_may_be_held_in_any_type() -> None:
+def test_packed_bytes_are_stored_in_any_dtype() -> None:
     linear = torch.nn.Linear(128, 64)
     for storage in (torch.uint8, torch.bfloat16, torch.float32):
         held = NF4Linear(linear, torch.float32, storage=storage)
         assert (held.weight.dtype, held.weight.nbytes) == (storage, 128 * 64 // 2)
 
 
-def test_double_quantisation_keeps_a_byte_for_each_scale() -> None:
+def test_double_quantisation_has_one_byte_per_scale() -> None:
     layer = NF4Linear(torch.nn.Linear(128, 256), torch.float32, nested=True)
     kept = {name: (tuple(b.shape), b.dtype) for name, b in layer.named_buffers()}
     scales = 128 * 256 // 64
@@ -107,8 +107,8 @@ def test_double_quantisation_keeps_a_byte_for_each_scale() -> None:
     }
 
 
-def test_the_compute_type_is_the_recipes() -> None:
-    """bf16 for weights that are asked for in float32, as recipes/llm.py asks bitsandbytes."""
+def test_compute_dtype_equals_the_recipes() -> None:
+    """recipes/llm.py uses bf16 for weights that are requested in float32."""
     for dtype, compute in (("float32", torch.bfloat16), ("float16", torch.float16), ("bfloat16", torch.bfloat16)):
         model = adapt(
             torch.nn.Sequential(torch.nn.Linear(64, 64)), TrainingSpec.of(load_in_4bit=True, lora_r=2, dtype=dtype)
@@ -117,8 +117,8 @@ def test_the_compute_type_is_the_recipes() -> None:
         assert [layer.compute_dtype for layer in layers] == [compute]
 
 
-def test_backward_makes_the_weight_in_the_type_that_it_was_packed_from() -> None:
-    """A base loaded in float32 under bf16 compute: its four bytes a weight, and the two of the cast, at once."""
+def test_backward_unpacks_the_weight_in_its_original_dtype() -> None:
+    """A base loaded in float32 with bf16 compute: 4 bytes per weight, and 2 of its cast, at the same time."""
     rows, n, m = 8, 128, 256
     model = torch.nn.Sequential(NF4Linear(torch.nn.Linear(n, m, bias=False), torch.bfloat16))
     x = torch.zeros(rows, n, dtype=torch.bfloat16, requires_grad=True)
@@ -132,7 +132,7 @@ def test_backward_makes_the_weight_in_the_type_that_it_was_packed_from() -> None
     assert made == once * 2
 
 
-def test_preparation_leaves_packed_bytes_that_are_held_as_floats() -> None:
+def test_kbit_preparation_does_not_cast_packed_weights() -> None:
     model = to_nf4(torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.LayerNorm(64)).bfloat16(), skip=())
     held = to_nf4(torch.nn.Sequential(torch.nn.Linear(128, 64)), skip=(), storage=torch.bfloat16)
     prepare_kbit(model), prepare_kbit(held)
@@ -140,14 +140,14 @@ def test_preparation_leaves_packed_bytes_that_are_held_as_floats() -> None:
     assert (held[0].weight.dtype, held[0].weight.nbytes) == (torch.bfloat16, 128 * 64 // 2)
 
 
-def test_any_size_is_packed() -> None:
+def test_weight_of_any_size_is_packed() -> None:
     layer = NF4Linear(torch.nn.Linear(10, 7), torch.float32)
     assert (layer.weight.nbytes, layer.absmax.numel()) == (35, 2)
 
 
 @pytest.mark.parametrize("pack", [to_nf4, to_int8])
-def test_the_layers_that_transformers_leaves(pack: Any) -> None:
-    """Heads whatever they are called, what stays in float32, and GPT-2's layers, which are no `nn.Linear`."""
+def test_transformers_does_not_quantise_heads_and_float32_layers(pack: Any) -> None:
+    """These are heads of any name, layers kept in float32, and GPT-2's layers, which are no `nn.Linear`."""
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,

@@ -1,4 +1,4 @@
-"""Optimizers of other libraries, as tables of what they keep and make, hold what the libraries hold."""
+"""Replacements for other libraries' optimizers, given as tables of bytes, have the memory of the originals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckpt_ft.workloads.optimizers import make_optimizer, notes_on, optimizer_mak
 from ckpt_ft.workloads.workload import optimizer_step
 
 IDS = torch.arange(128).view(2, 64)
-_OF_ANOTHER_DEVICE = {"adamw_torch_xla", "adamw_torch_npu_fused"}  # a TPU's, an NPU's
+_FOR_OTHER_DEVICES = {"adamw_torch_xla", "adamw_torch_npu_fused"}  # for TPUs and NPUs
 
 
 def language_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -44,7 +44,7 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 def measured(model: nn.Module, optimizer: Any, steps: int = 2) -> int:
-    """The highest peak of `steps` real steps on the CPU."""
+    """Returns the highest peak of `steps` real steps on the CPU."""
     peaks = []
     with Tracker(model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None) as tracker:
         for _ in range(steps):
@@ -59,7 +59,7 @@ def predicted(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def of_library(name: str, model: nn.Module, tmp_path: Path) -> Any:
-    """The library's own optimizer, as a Trainer makes it."""
+    """Returns the library's own optimizer as a Trainer creates it."""
     gap = "update_proj_gap=2" if name.startswith(("galore", "apollo")) else None  # 200 steps by default
     args = TrainingArguments(
         str(tmp_path),
@@ -71,15 +71,15 @@ def of_library(name: str, model: nn.Module, tmp_path: Path) -> Any:
     return Trainer(model=model, args=args).create_optimizer()
 
 
-def test_every_name_of_transformers_is_known() -> None:
+def test_every_optimizer_of_transformers_is_known() -> None:
     known = {name.value for name in OptimizerNames}
-    assert known - OPTIMIZERS.keys() == _OF_ANOTHER_DEVICE & known
+    assert known - OPTIMIZERS.keys() == _FOR_OTHER_DEVICES & known
     assert set(OPTIMIZERS.values()) <= set(NAMES) == set(get_args(OptimizerName))
     assert set(OPTIM_OF_TRAINER.values()) <= known
     assert {OPTIMIZERS[name] for name in OPTIM_OF_TRAINER.values()} == set(OPTIM_OF_TRAINER)
 
 
-@pytest.mark.filterwarnings("ignore")  # of those libraries
+@pytest.mark.filterwarnings("ignore")  # warnings of those libraries
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "package"),
@@ -92,7 +92,7 @@ def test_every_name_of_transformers_is_known() -> None:
         ("adafactor", "transformers"), ("adagrad", "torch"), ("rmsprop", "torch"),
     ],
 )  # fmt: skip
-def test_a_step_peaks_as_with_the_library(name: str, package: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_step_has_the_peak_of_the_library(name: str, package: str, dtype: torch.dtype, tmp_path: Path) -> None:
     pytest.importorskip(package)
     model = language_model(dtype)
     optimizer = of_library(name, model, tmp_path)
@@ -108,7 +108,7 @@ def test_a_step_peaks_as_with_the_library(name: str, package: str, dtype: torch.
         ("optimi_adamw", "optimi", "AdamW"),
     ],
 )
-def test_a_step_peaks_as_with_a_library_that_no_trainer_names(name: str, package: str, kind: str) -> None:
+def test_step_has_the_peak_of_a_library_outside_the_trainer(name: str, package: str, kind: str) -> None:
     made: Callable[..., Any] = getattr(pytest.importorskip(package), kind)
     model = language_model()
     if name == "adam_mini":
@@ -119,7 +119,7 @@ def test_a_step_peaks_as_with_a_library_that_no_trainer_names(name: str, package
 
 
 def states(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the states; a tensor that several share counts once."""
+    """Returns the bytes of the states; shared tensors count once."""
     held: dict[int, int] = {}
     for state in optimizer.state.values():
         for value in state.values():
@@ -140,8 +140,10 @@ def states(optimizer: torch.optim.Optimizer) -> int:
         ("adamw_torch_4bit", "torchao"), ("adamw_torch_8bit", "torchao"),
     ],
 )  # fmt: skip
-def test_states_are_those_of_the_library(name: str, package: str, tmp_path: Path) -> None:
-    """Where a GPU's kernel makes no temporaries and the CPU's does, only states can be compared here."""
+def test_states_equal_the_librarys(name: str, package: str, tmp_path: Path) -> None:
+    """The CPU kernels of these libraries have temporaries that GPU kernels do not have, so only states are
+    compared.
+    """
     pytest.importorskip(package)
     model = language_model(torch.bfloat16)
     try:
@@ -190,8 +192,8 @@ PAGED = {
         ("adamw_anyprecision", 8 * N), ("came", 4 * (N + 2 * (512 + 256))), ("adam_mini", 4 * (N + 256)),
     ],
 )  # fmt: skip
-def test_states_of_a_matrix(name: str, nbytes: int) -> None:
-    """By the sources that the table names, without the libraries."""
+def test_bytes_of_states_for_one_matrix(name: str, nbytes: int) -> None:
+    """Computed from the sources that the table names, without the libraries."""
     layer = nn.Linear(512, 256, bias=False)
     before = layer.weight.detach().clone()
     optimizer = Tabulated(layer, LAYOUTS[name])
@@ -207,13 +209,13 @@ def test_states_of_a_matrix(name: str, nbytes: int) -> None:
     assert (layer.weight.grad is None) == bool(LAYOUTS[name].release)
 
 
-def test_no_row_is_untested() -> None:
-    tested = {row[0] for row in test_states_of_a_matrix.pytestmark[0].args[1]}
+def test_every_row_of_the_table_is_tested() -> None:
+    tested = {row[0] for row in test_bytes_of_states_for_one_matrix.pytestmark[0].args[1]}
     assert {name.removesuffix("_layerwise") for name in LAYOUTS} == tested
 
 
-def test_lomo_holds_few_gradients() -> None:
-    """The weights are updated in backward: neither gradients of the whole model nor states are held."""
+def test_lomo_has_neither_states_nor_all_gradients() -> None:
+    """Weights are updated in backward, so that gradients are freed early."""
     adam, lomo = predicted("adamw"), predicted("lomo")
     parameters = sum(p.nbytes for p in language_model().parameters())
     assert adam.peak_allocated - lomo.peak_allocated > 2 * parameters
@@ -225,8 +227,8 @@ def on_card(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     return trace_step(language_model(dtype), step, make_optimizer=made, device="rtx-4090")
 
 
-def test_adamw_in_backward_is_a_real_steps() -> None:
-    """torchtune's way: an optimizer for each parameter, in a hook that frees the gradient."""
+def test_adamw_in_backward_has_the_peak_of_a_real_step() -> None:
+    """As in torchtune: one optimizer per parameter, in a hook that frees the gradient."""
     model = language_model()
     own = {p: torch.optim.AdamW([p], fused=True) for p in model.parameters()}
 
@@ -241,8 +243,8 @@ def test_adamw_in_backward_is_a_real_steps() -> None:
     assert found.at_peak["gradients"] < sum(p.nbytes for p in model.parameters()) / 5
 
 
-def test_paged_states_are_in_managed_memory_and_may_leave() -> None:
-    """States of parameters below 100,000 elements, and the scales of 8-bit blocks, stay in PyTorch's memory."""
+def test_paged_states_are_in_managed_memory() -> None:
+    """States of parameters below 100,000 elements, and scales of 8-bit blocks, stay in PyTorch's memory."""
     kept, paged = on_card("adamw_32bit"), on_card("paged_adamw_32bit")
     large = sum(8 * p.numel() for p in language_model().parameters() if p.numel() >= 100_000)
     assert paged.host_kinds == {"managed": large} == {"managed": paged.peak_host}
@@ -255,8 +257,8 @@ def test_paged_states_are_in_managed_memory_and_may_leave() -> None:
     assert more == pytest.approx(2 * 0.75 * large / card.host_bandwidth)
 
 
-def test_torchaos_offloading_as_its_source_says() -> None:
-    """Weights and gradients in pinned memory, states in pageable memory, but for parameters below 4,096 elements."""
+def test_bytes_of_torchaos_offloaded_optimizer() -> None:
+    """Weights and gradients are pinned, states pageable; parameters below 4,096 elements stay on the GPU."""
     plain, states_away, all_away = map(on_card, ("adamw_fused", *OFFLOADING.values()))
     large = sum(p.numel() for p in language_model().parameters() if p.numel() >= 4096)
     assert states_away.at_host_peak == {"gradients": 2 * large, "optimizer": 6 * large}
@@ -269,7 +271,7 @@ def test_torchaos_offloading_as_its_source_says() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", OFFLOADING)
-def test_torchaos_own_code_says_the_same(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchaos_offloaded_optimizer_has_the_same_trace(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = pytest.importorskip("torchao.optim.cpu_offload")
     monkeypatch.setattr(source, "get_available_devices", lambda: ["cpu", "cuda"])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
@@ -289,7 +291,7 @@ def test_torchaos_own_code_says_the_same(what: str, monkeypatch: pytest.MonkeyPa
     assert theirs.seconds_parts.copying == pytest.approx(ours.seconds_parts.copying)
 
 
-def test_muon_updates_the_matrices_inside() -> None:
+def test_muon_updates_the_matrices_of_blocks() -> None:
     model = language_model()
     optimizer = make_optimizer(model, "muon")
     step(model, optimizer)
@@ -300,29 +302,31 @@ def test_muon_updates_the_matrices_inside() -> None:
     assert predicted("muon").peak_allocated == pytest.approx(measured(language_model(), None), rel=1)
 
 
-def test_what_is_assumed_is_said() -> None:
+def test_assumptions_are_noted() -> None:
     assert "all linear layers are projected, to rank 128" in notes_on("galore_adamw")[0]
     assert notes_on("adamw") == ()
 
 
-def test_a_trace_counts_states_as_the_optimizers() -> None:
+def test_states_are_counted_as_the_optimizers() -> None:
     trace = predicted("adamw_8bit")
     held = sum(s.nbytes for s in trace.storages if s.category == "optimizer")
     assert held == states_of_8bit(language_model())
 
 
 def states_of_8bit(model: nn.Module) -> int:
-    """bitsandbytes' blocks; embeddings and small tensors keep float32 moments, as a Trainer tells it."""
+    """Returns bytes in bitsandbytes' layout; a Trainer keeps float32 moments for embeddings, and small tensors have
+    them.
+    """
     embedding = model.get_input_embeddings().weight
     small = sum(8 * p.numel() for p in model.parameters() if p.numel() < 4096 or p is embedding)
     large = sum(
         2 * (p.numel() + 4 * p.numel() // 256) for p in model.parameters() if p.numel() >= 4096 and p is not embedding
     )
-    return small + large  # without the two maps of levels, which all tensors share
+    return small + large  # without the two quantisation maps, which all tensors share
 
 
-def test_states_of_shards(tmp_path: Path) -> None:
-    """torchao keeps a byte for each element of a rank's own shard, and a scale for 256 of them."""
+def test_8bit_states_of_a_shard(tmp_path: Path) -> None:
+    """torchao keeps one byte per element of a rank's shard, and a scale per 256 elements."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}
     config = AutoConfig.for_model("llama", vocab_size=2048, **sizes, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""How a model is trained, as the options say it: adapters of every kind, quantised weights, frozen parts, rows."""
+"""Adapters of every kind, quantised weights, frozen parts and row layouts, as the options request them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LLAMA = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
     "max_position_embeddings": 64,
 }  # fmt: skip
-LINEAR = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)  # weights of the linear layers of the blocks
-REST = 2 * 96 * 256 + 5 * 256  # embeddings and head, norms
+LINEAR = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)  # weights of the linear layers in the blocks
+REST = 2 * 96 * 256 + 5 * 256  # embeddings, head and norms
 PLAIN = TrainingSpec.of(seq_length=32, dtype="bfloat16")
-LAYERS = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]  # of a block
-MADE_OF = ("XLORA",)  # adapters that there are
+LAYERS = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]  # shapes in one block
+MADE_OF_OTHERS = ("XLORA",)  # combines existing adapters
 PACKAGES = {"ADAMSS": "sklearn"}
-# That look at values, that do not, and whose batches say which task a row is of.
+# kinds that read values, kinds that do not, and kinds whose batches name a task per row
 TRACED = ("BOFT", "SHIRA", "FROD", "UNILORA", "VERA", "PREFIX_TUNING", "POLY", "MULTITASK_PROMPT_TUNING")
 
 
@@ -46,7 +46,7 @@ def config(tmp_path: Path) -> str:
 def kinds() -> list[str]:
     from peft import PeftType
 
-    return sorted({kind.value for kind in PeftType} - set(MADE_OF))
+    return sorted({kind.value for kind in PeftType} - set(MADE_OF_OTHERS))
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int]:
@@ -54,10 +54,10 @@ def sizes(model: nn.Module) -> tuple[int, int, int]:
     return trained, sum(p.nbytes for p in model.parameters()), sum(b.nbytes for b in model.buffers())
 
 
-@pytest.mark.filterwarnings("ignore")  # of peft about its defaults
+@pytest.mark.filterwarnings("ignore")  # peft warns about its defaults
 @pytest.mark.parametrize("kind", kinds())
-def test_adapters_without_weights_are_those_with_weights(kind: str) -> None:
-    """Every kind that peft has: as much trained, as many bytes held, also where values decide what is made first."""
+def test_adapters_on_meta_equal_those_on_a_real_model(kind: str) -> None:
+    """Every kind of PEFT trains as many parameters and holds as many bytes, also if values decide its shapes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if kind in PACKAGES:
@@ -74,7 +74,7 @@ def test_adapters_without_weights_are_those_with_weights(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", TRACED)
-def test_a_step_with_any_adapter_is_traced(kind: str, config: str) -> None:
+def test_step_with_every_adapter_is_traced(kind: str, config: str) -> None:
     workload = load(PLAIN.edit(peft=configuration(kind)).edit(model=config), "t4")
     at_peak = workload.trace(2).at_peak
     blocks = (-(-p.nbytes // 512) * 512 for p in workload.model.parameters())
@@ -84,8 +84,8 @@ def test_a_step_with_any_adapter_is_traced(kind: str, config: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["SHIRA", "WAVEFT"])
-def test_what_adapters_hold_beside_parameters_is_held_by_all_blocks(kind: str, tmp_path: Path) -> None:
-    """Also by those that are not traced: PEFT keeps indices in dicts, which are neither parameters nor buffers."""
+def test_tensors_outside_parameters_are_counted_for_all_blocks(kind: str, tmp_path: Path) -> None:
+    """PEFT keeps indices in dicts, as neither parameters nor buffers; they count for skipped blocks too."""
     file = tmp_path / "config.json"
     found = []
     for layers in (7, 8):
@@ -99,22 +99,22 @@ def test_what_adapters_hold_beside_parameters_is_held_by_all_blocks(kind: str, t
         assert spliced.peak_allocated == whole.peak_allocated
         residents = (storage for storage, _ in spliced.live_at(spliced.start - 1))
         found.append(sum(storage.nbytes for storage in residents if storage.category == "activations"))
-    indices = {"SHIRA": 4 * 2 * 32 * (256 + 256 + 256 + 128), "WAVEFT": 8 * 2 * 2 * 2592}  # of a block
+    indices = {"SHIRA": 4 * 2 * 32 * (256 + 256 + 256 + 128), "WAVEFT": 8 * 2 * 2 * 2592}  # bytes per block
     assert found[1] - found[0] == indices[kind]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["LN_TUNING", "ADAPTION_PROMPT"])
-def test_adapters_are_in_the_dtype_that_peft_gives_them(kind: str, config: str) -> None:
-    """Copies of norms stay in the base's: in float32 they would not go with its matmuls."""
+def test_adapters_have_the_dtype_of_peft(kind: str, config: str) -> None:
+    """Copies of norms keep the base's dtype; in float32 they would not fit its matmuls."""
     workload = load(PLAIN.edit(peft=configuration(kind)).edit(model=config), "t4")
     assert {p.dtype for p in workload.model.parameters()} == {torch.bfloat16}
     assert workload.trace(1).peak_allocated > 0
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_adalora_trains_the_rank_numbers_that_peft_casts(config: str) -> None:
-    """PEFT 0.21, on a base in half precision, and none in float32: what divides by them saves what they divide."""
+def test_adalora_trains_rank_numbers_in_half_precision_only(config: str) -> None:
+    """PEFT 0.21 casts them on a base in half precision; divisions by trained numbers save their operands."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes_of = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
@@ -129,8 +129,8 @@ def test_adalora_trains_the_rank_numbers_that_peft_casts(config: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_frod_leaves_on_the_host_what_it_is_asked_to(config: str) -> None:
-    """Of a GPU, where its dropout is none; its sparse matrices are as large as on a model with weights."""
+def test_frod_keeps_requested_matrices_on_the_host(config: str) -> None:
+    """Its sparse matrices on meta are as large as those of a model with weights."""
     given = {**configuration("FROD"), "progressbar": False}
     traces = [
         load(PLAIN.edit(peft={**given, **more}).edit(model=config), "a100-40gb").trace(1)
@@ -144,27 +144,27 @@ def test_frod_leaves_on_the_host_what_it_is_asked_to(config: str) -> None:
     assert there == [there[0], there[0] - 2 * 2 * (256 * 256 + 128 * 256), there[0]]
     dense = [s.nbytes for s in traces[0].storages if s.op == "aten._to_dense.default"]
     assert dense == [2 * 256 * 256] * len(dense)
-    assert len(dense) == 2 * 4  # in either step
+    assert len(dense) == 2 * 4  # in each of two steps
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_sparse_values_are_added_by_way_of_two_copies(config: str) -> None:
-    """On a GPU, to weights in half precision: SHiRA's are in float32."""
+def test_sparse_sum_in_half_precision_makes_two_copies(config: str) -> None:
+    """On a GPU, for weights in half precision: SHiRA's values are float32."""
     for dtype, copies in (("bfloat16", 2), ("float32", 0)):
         trace = load(PLAIN.edit(dtype=dtype, peft=configuration("SHIRA")).edit(model=config), "a100-40gb").trace(1)
         taken = {s.nbytes for s in trace.storages if s.op == "aten.add_.Tensor" and "q_proj" in s.module}
         assert taken == ({copies * 4 * 256 * 256} if copies else set())
 
 
-def test_shira_unpacks_the_weights_that_it_adds_to(config: str) -> None:
+def test_shira_unpacks_4bit_weights(config: str) -> None:
     workload = load(PLAIN.edit(peft=configuration("SHIRA"), load_in_4bit=True).edit(model=config), "t4")
     unpacked = [op for op in workload.trace(1).ops if "dequantize" in op.name and "q_proj" in op.module]
-    assert len(unpacked) == 2 * 2  # in either step: the base layer is not run
+    assert len(unpacked) == 2 * 2  # in each of two steps; the base layer is not run
 
 
 @pytest.mark.parametrize("way", ["corda", "loftq", "pissa", "olora"])
-def test_how_lora_begins_changes_no_size(way: str, config: str) -> None:
-    """Also where its values are computed from data, or by a package that a trace does without."""
+def test_lora_initialization_does_not_change_sizes(way: str, config: str) -> None:
+    """Also if its values are computed from data, or by a package that a trace does not need."""
     lora = {"peft_type": "LORA", "r": 8, **TARGETS}
     found = [
         sizes(load(PLAIN.edit(peft={**lora, **given}).edit(model=config), "t4").model)
@@ -184,7 +184,7 @@ def test_how_lora_begins_changes_no_size(way: str, config: str) -> None:
         ("XLORA", 0, "with XLORA: .*must have same reduction dim"),
     ],
 )
-def test_adapters_that_do_not_run_are_one_line(
+def test_adapter_that_does_not_run_is_one_line(
     kind: str, bits: int, says: str, config: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = PLAIN.edit(peft=configuration(kind), load_in_4bit=bits == 4, load_in_8bit=bits == 8)
@@ -194,8 +194,8 @@ def test_adapters_that_do_not_run_are_one_line(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_that_are_mixed(tmp_path: Path, config: str) -> None:
-    """X-LoRA's base and adapters are frozen: what is trained mixes them, token by token."""
+def test_xlora_trains_its_classifier_only(tmp_path: Path, config: str) -> None:
+    """X-LoRA's base and adapters are frozen; a trained layer mixes the adapters per token."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -206,10 +206,10 @@ def test_adapters_that_are_mixed(tmp_path: Path, config: str) -> None:
     saved = str(tmp_path / "saved")
     workload = load(PLAIN.edit(peft={**mixed, "adapters": {"0": saved, "1": saved}}).edit(model=config), "t4")
     assert workload.trace(1).peak_allocated > 0
-    assert sizes(workload.model)[0] == (256 + 1) * 2  # one layer: a share of each adapter
+    assert sizes(workload.model)[0] == (256 + 1) * 2  # one layer: a weight per adapter
 
 
-def test_a_configuration_may_be_a_saved_adapters(config: str) -> None:
+def test_configuration_of_a_saved_adapter_is_read(config: str) -> None:
     saved = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "inference_mode": True, "revision": None}
     model = load(
         PLAIN.edit(peft={**saved, "base_model_name_or_path": "gone/from-the-hub"}).edit(model=config), "t4"
@@ -219,15 +219,17 @@ def test_a_configuration_may_be_a_saved_adapters(config: str) -> None:
         load(PLAIN.edit(peft={"peft_type": "LORA", "rank": 4}).edit(model=config), "t4")
 
 
-def test_what_quantised_weights_take(config: str) -> None:
-    """bitsandbytes' layout: half a byte a weight and a scale for 64, nested or not; a byte and a scale a row."""
+def test_bytes_of_quantised_weights(config: str) -> None:
+    """bitsandbytes' layout: half a byte per weight and a scale per 64 weights, nested or not; or a byte, and a scale
+    per row.
+    """
     weights = [out * into for out, into in LAYERS] * 2
     lora = PLAIN.edit(lora_r=2)
 
     def held(settings: TrainingSpec) -> tuple[int, int]:
         model = load(settings.edit(model=config), "t4").model
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-        rotary = 2 * 64 // 2 * 4  # of its own, and the original
+        rotary = 2 * 64 // 2 * 4  # its frequencies, and the original ones
         return frozen - 2 * REST, sum(b.nbytes for b in model.buffers()) - rotary
 
     scales = [n // 64 for n in weights]
@@ -237,7 +239,7 @@ def test_what_quantised_weights_take(config: str) -> None:
     assert held(lora.edit(load_in_8bit=True)) == (LINEAR, 2 * sum(4 * out for out, _ in LAYERS))
 
 
-def test_dora_has_a_magnitude_for_every_row(config: str) -> None:
+def test_dora_has_one_magnitude_per_row(config: str) -> None:
     for quantised in ({}, {"load_in_4bit": True}, {"load_in_8bit": True}):
         trained = [
             sizes(load(PLAIN.edit(lora_r=2, use_dora=dora, **quantised).edit(model=config), "t4").model)[0]  # type: ignore[arg-type]
@@ -246,25 +248,25 @@ def test_dora_has_a_magnitude_for_every_row(config: str) -> None:
         assert trained[1] - trained[0] == 2 * sum(out for out, _ in LAYERS)
 
 
-def test_frozen_parts_have_no_gradient_and_no_moments(config: str) -> None:
+def test_frozen_parts_have_no_optimizer_states(config: str) -> None:
     def optimizer(settings: TrainingSpec) -> int:
         return load(settings.edit(dtype="float32").edit(model=config), "t4").trace(1).at_peak["optimizer"]
 
-    counts = 512  # of steps, one for each tensor
-    part = 96 * 256  # embeddings
+    counts = 512  # of the step count of each tensor
+    part = 96 * 256  # the embeddings
     frozen = PLAIN.edit(frozen=("embed_tokens",))
     assert optimizer(PLAIN) - optimizer(frozen) == 2 * 4 * part + counts
     with pytest.raises(UserError, match=r"frozen part 'vision': no parameter has it in its name \(the model's"):
         load(PLAIN.edit(frozen=("vision",)).edit(model=config), "t4")
 
 
-def test_a_moving_average_is_held_in_float32(config: str) -> None:
+def test_moving_average_is_float32(config: str) -> None:
     plain, averaged = (load(PLAIN.edit(ema=ema).edit(model=config), "t4").trace(1) for ema in (False, True))
     assert averaged.at_peak["optimizer"] - plain.at_peak["optimizer"] == 4 * (LINEAR + REST)
     assert averaged.peaks["optimizer"] > plain.peaks["optimizer"] + 4 * (LINEAR + REST)
 
 
-def test_micro_batches_and_clipping(config: str) -> None:
+def test_seconds_of_micro_batches_and_kernels_of_clipping(config: str) -> None:
     once, four = (load(PLAIN.edit(accumulation=n).edit(model=config), "t4").trace(2) for n in (1, 4))
     assert once.micro_batches == 1
     assert four.micro_batches == 4
@@ -276,7 +278,7 @@ def test_micro_batches_and_clipping(config: str) -> None:
 
 
 def kernels(settings: TrainingSpec, config: str) -> tuple[set[str], int]:
-    """Attention kernels of a step, and bytes of masks of pairs."""
+    """Returns the attention kernels of a step and the bytes of pairwise masks."""
     workload = load(settings.edit(model=config), "a100-40gb")
     trace = workload.trace(2)
     names = ("flash", "efficient", "cudnn", "math")
@@ -286,7 +288,7 @@ def kernels(settings: TrainingSpec, config: str) -> tuple[set[str], int]:
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "kernels-community/flash-attn3", "flex_attention"])
-def test_rows_decide_the_mask_and_flash_attention_has_none(config: str, implementation: str) -> None:
+def test_row_layout_decides_the_mask(config: str, implementation: str) -> None:
     assert kernels(PLAIN, config)[0] == {"flash"}
     assert kernels(PLAIN.edit(rows="padded"), config)[0] == {"efficient"}
     assert kernels(PLAIN.edit(rows="packed"), config)[0] == {"efficient"}
@@ -310,32 +312,32 @@ def test_rows_decide_the_mask_and_flash_attention_has_none(config: str, implemen
         ({"rows": "many"}, "rows 'many'"),
     ],
 )
-def test_what_does_not_go_together(asked: dict[str, Any], says: str) -> None:
+def test_contradictory_options_are_refused(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:
         TrainingSpec.of(**asked)
     assert "--" not in str(refused.value)
 
 
-def test_rows_of_a_model_that_reads_none() -> None:
+def test_packed_rows_of_an_image_model_are_refused() -> None:
     with pytest.raises(UserError, match="packed rows: the batches of microsoft/resnet-50, .*, hold no text"):
         load(TrainingSpec.of("microsoft/resnet-50", rows="packed"), "t4")
 
 
 def lora(**more: Any) -> int:
-    """Parameters that LoRA of rank 4 trains in a Llama."""
+    """Returns the number of parameters that LoRA of rank 4 trains in a Llama."""
     with torch.device("meta"):
         base = load(TrainingSpec.of(**more, seq_length=32, lora_r=4, lora_dropout=0.0), "cpu").model
     return sizes(base)[0]
 
 
-def test_lora_of_chosen_modules_and_of_whole_ones(config: str) -> None:
+def test_lora_of_chosen_modules_and_fully_trained_modules(config: str) -> None:
     q_proj, v_proj = 2 * 4 * (256 + 256), 2 * 4 * (128 + 256)  # in two blocks
     assert lora(model=config, lora_targets=("q_proj", "v_proj")) == q_proj + v_proj
     assert lora(model=config, lora_targets=(r"model\.layers\.1\.self_attn\.q_proj",)) == q_proj // 2
     assert lora(model=config, lora_targets=("q_proj",), lora_modules_to_save=("lm_head",)) == q_proj + 96 * 256
 
 
-def test_lora_of_parameters(tmp_path: Path) -> None:
+def test_lora_of_expert_parameters(tmp_path: Path) -> None:
     mixtral = {
         **LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -347,8 +349,8 @@ def test_lora_of_parameters(tmp_path: Path) -> None:
     assert more == only + 2 * 4 * 4 * (256 + 512)  # blocks, experts, rank
 
 
-def test_quantised_and_adapted_experts_are_told(tmp_path: Path) -> None:
-    """bitsandbytes packs linear layers: fused experts stay, and PEFT adapts them by their parameters' names."""
+def test_notes_about_quantised_and_adapted_experts(tmp_path: Path) -> None:
+    """bitsandbytes packs linear layers only, not fused experts; PEFT adapts experts by their parameters' names."""
     mixtral = {
         **LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -361,7 +363,7 @@ def test_quantised_and_adapted_experts_are_told(tmp_path: Path) -> None:
     trained = {name.partition("layers.0.")[2].partition(".lora_")[0] for name, p in adapted.named_parameters()
                if p.requires_grad and "layers.0." in name}  # fmt: skip
     attention = {f"self_attn.{letter}_proj" for letter in "qkvo"}
-    # PEFT adapts routers and experts by their parameters, down_proj inside gate_up_proj
+    # PEFT wraps routers and experts by parameter, down_proj inside gate_up_proj
     assert trained == attention | {"mlp.gate", "mlp.experts", "mlp.experts.base_layer"}
     spec = TrainingSpec.of(str(tmp_path), load_in_4bit=True, lora_targets=("q_proj",), **common)
     workload = load(spec, "cpu")
@@ -377,15 +379,17 @@ def test_quantised_and_adapted_experts_are_told(tmp_path: Path) -> None:
         load(TrainingSpec.of(str(tmp_path), lora_target_parameters=("experts.up",), **common), "cpu")
     with pytest.raises(UserError, match=r"LoRA dropout 0.1 and LoRA target parameters"):
         TrainingSpec.of(str(tmp_path), lora_target_parameters=("experts.down_proj",), lora_dropout=0.1, **common)
-    wide = load(spec.edit(prepare_kbit=True), "cpu")  # PEFT casts what bitsandbytes left
+    wide = load(spec.edit(prepare_kbit=True), "cpu")  # PEFT casts the unpacked weights
     said = next(note for note in wide.notes if "fused parameters" in note)
     assert (
         f"{2 * sum(p.nbytes for p in experts) / 2**20:.1f} MiB of experts in fused parameters are in float32" in said
     )
 
 
-def test_experts_that_axolotl_packs(tmp_path: Path) -> None:
-    """A byte for two weights and a float32 scale for 64; a block's experts are unpacked at once, adapted or not."""
+def test_bytes_of_experts_packed_by_axolotl(tmp_path: Path) -> None:
+    """One byte per two weights, and a float32 scale per 64 weights; a block unpacks all its experts, adapted or
+    not.
+    """
     qwen = {
         **LLAMA, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 64,
@@ -394,10 +398,11 @@ def test_experts_that_axolotl_packs(tmp_path: Path) -> None:
     spec = TrainingSpec.of(
         str(tmp_path), lora_r=4, dtype="bfloat16", seq_length=32, load_in_4bit=True, lora_targets=("q_proj",)
     )
-    weights = 3 * 8 * 3 * 256 * 128  # of the experts of all blocks
+    weights = 3 * 8 * 3 * 256 * 128  # the experts of all blocks
     left, packed = load(spec, "cpu"), load(spec.edit(quantize_moe_experts=True), "cpu")
     assert sizes(left.model)[1] - sizes(packed.model)[1] == 2 * weights - weights // 2
-    assert sizes(packed.model)[2] - sizes(left.model)[2] == 4 * weights // 64 + 3 * 2 * 64  # scales; 16 levels each
+    # scales, and 16 levels each
+    assert sizes(packed.model)[2] - sizes(left.model)[2] == 4 * weights // 64 + 3 * 2 * 64
     block = 2 * weights // 3
     apply_policy(packed.model, "full")
     trace = packed.trace(2)
@@ -406,7 +411,7 @@ def test_experts_that_axolotl_packs(tmp_path: Path) -> None:
     adapted = load(spec.edit(quantize_moe_experts=True, lora_target_parameters=names), "cpu")
     assert sizes(adapted.model)[0] - sizes(packed.model)[0] == 3 * 8 * 4 * (128 + 256 + 256 + 256)
     trace = adapted.trace(2)
-    assert trace.at_peak["optimizer"] >= 8 * sizes(adapted.model)[0]  # every adapter of an expert has a gradient
+    assert trace.at_peak["optimizer"] >= 8 * sizes(adapted.model)[0]  # each adapter of an expert has a gradient
     routed = load(spec.edit(quantize_moe_experts=True, lora_targets=("q_proj", "mlp.gate")), "cpu")
     assert sizes(routed.model)[0] - sizes(packed.model)[0] == 3 * 4 * (8 + 256)  # routers are not packed
     assert routed.trace(2).at_peak["optimizer"] >= 8 * sizes(routed.model)[0]
@@ -417,7 +422,7 @@ def test_experts_that_axolotl_packs(tmp_path: Path) -> None:
         TrainingSpec.of(str(tmp_path), lora_r=4, quantize_moe_experts=True)
 
 
-def test_norms_embeddings_and_head_in_float32(config: str) -> None:
+def test_float32_ends_casts_norms_embeddings_and_head(config: str) -> None:
     narrow = load(TrainingSpec.of(config, seq_length=32, dtype="bfloat16"), "cpu").model
     wide = load(TrainingSpec.of(config, seq_length=32, dtype="bfloat16", float32_ends=True), "cpu").model
     assert sizes(narrow)[1] == 2 * (LINEAR + REST)
@@ -425,8 +430,8 @@ def test_norms_embeddings_and_head_in_float32(config: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba2", "bamba", "nemotron_h", "granitemoehybrid", "falcon_h1"])
-def test_configurations_with_infinity_are_read(name: str, tmp_path: Path) -> None:
-    """transformers 5 writes it as {"__float__": "Infinity"}."""
+def test_configuration_with_infinity_is_read(name: str, tmp_path: Path) -> None:
+    """transformers 5 writes infinity as {"__float__": "Infinity"}."""
     from transformers import AutoConfig
 
     AutoConfig.for_model(name).save_pretrained(tmp_path)

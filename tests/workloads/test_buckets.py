@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: which sizes there are, which is an image's, and what an estimate makes of them."""
+"""Aspect-ratio buckets: their sizes, the bucket of an image, and their effect on an estimate."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def config(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_automatic_sizes_are_those_of_sdxl() -> None:
-    """None has more pixels than the square, and each side is in steps."""
+def test_automatic_buckets_equal_those_of_sdxl() -> None:
+    """No bucket has more pixels than the square, and each side is a multiple of the step."""
     wide = [(1024, 1024), (960, 1088), (896, 1152), (832, 1216), (768, 1344)]
     assert set(sizes_of("auto", 1024, 16)) == {*wide, *((width, height) for height, width in wide)}
     for resolution, token in ((32, 8), (96, 32), (512, 16)):
@@ -38,7 +38,7 @@ def test_automatic_sizes_are_those_of_sdxl() -> None:
     assert sizes_of(None, 64, 8) == [(64, 64)]
 
 
-def test_an_image_takes_the_nearest_shape() -> None:
+def test_image_gets_the_bucket_of_the_nearest_aspect_ratio() -> None:
     sizes = read_buckets("64,64; 48,80;80,48 ;128,128")
     shapes = [(100, 100), (300, 310), (50, 90), (500, 290), (10, 9)]
     assert [sizes[nearest(shape, sizes)] for shape in shapes] == [(128, 128), (128, 128), (48, 80), (80, 48), (64, 64)]
@@ -53,14 +53,14 @@ def test_an_image_takes_the_nearest_shape() -> None:
         ("64,60", "64,60 is not in whole steps of 8 pixels, which this model needs; 64,64 is"),
     ],
 )
-def test_what_is_no_bucket(text: str, says: str) -> None:
+def test_invalid_bucket_is_refused(text: str, says: str) -> None:
     with pytest.raises(UserError) as refused:
         sizes_of(text, 64, 8)
     assert says in str(refused.value)
 
 
 @pytest.mark.slow
-def test_the_largest_sets_the_peak_and_the_usual_one_the_time(config: str) -> None:
+def test_peak_is_of_the_largest_bucket_and_time_of_the_usual_one(config: str) -> None:
     both, square = (
         load(TrainingSpec.of(config, buckets="64,64;48,80;128,128"), "t4"),
         load(TrainingSpec.of(config, resolution=128), "t4"),
@@ -74,6 +74,6 @@ def test_the_largest_sets_the_peak_and_the_usual_one_the_time(config: str) -> No
     assert shapes == [(2, 4, 16, 16), (2, 4, 8, 8), (2, 4, 6, 10)]
 
 
-def test_only_images_are_in_buckets() -> None:
+def test_buckets_of_a_model_without_images_are_refused() -> None:
     with pytest.raises(UserError, match="hold no images in buckets"):
         load(TrainingSpec.of("microsoft/resnet-50", buckets="auto"), "t4")

@@ -1,4 +1,4 @@
-"""A spec: what the recipes take where nothing was asked for, and errors in words that no single command owns."""
+"""Defaults of a spec equal those of the recipes, and errors of a spec name no command-line flag."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def dropouts(model: nn.Module) -> set[float]:
     return {m.p for name, m in model.named_modules() if "lora_dropout" in name and isinstance(m, nn.Dropout)}
 
 
-def test_lora_has_the_recipes_dropout(tmp_path: Path) -> None:
-    """What the adapters' dropout keeps: of every layer's input a copy, and a mask of a byte an element."""
+def test_default_lora_dropout_equals_the_recipes(tmp_path: Path) -> None:
+    """Dropout of adapters keeps a copy of each layer's input, and a mask of a byte per element."""
     file = written(tmp_path, LLAMA)
     taken = load(TrainingSpec.of(file, lora_r=2, seq_length=16), "t4")
     without = load(TrainingSpec.of(file, lora_r=2, seq_length=16, lora_dropout=0.0), "t4")
@@ -51,12 +51,13 @@ def test_lora_has_the_recipes_dropout(tmp_path: Path) -> None:
     kept = [sum(w.trace(8).module_activations().values()) for w in (taken, without)]
     tokens = 8 * 16
     copies = 2 * tokens * (6 * 32 + 64)  # elements: in each block six layers of width 32 and one of 64
-    masks = copies - 3 * tokens * 32  # the frozen embeddings' output, which q, k and v are given, has no gradient
-    shared = 2 * tokens * (2 * 32 + 64)  # what adapters keep without dropout: inputs of q, k, v; of gate, up; of down
+    # the input of q, k and v in the first block is the frozen embeddings' output, which has no gradient
+    masks = copies - 3 * tokens * 32
+    shared = 2 * tokens * (2 * 32 + 64)  # saved without dropout: inputs of q, k, v; of gate, up; of down
     assert kept[0] - kept[1] == 4 * copies + masks - 4 * shared
 
 
-def test_diffusion_lora_has_none(tmp_path: Path) -> None:
+def test_default_lora_dropout_of_diffusion_models_is_zero(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     file = written(tmp_path, UNET)
     assert DiffusionModelArguments(rank=2).lora_dropout == 0.0
@@ -64,7 +65,7 @@ def test_diffusion_lora_has_none(tmp_path: Path) -> None:
     assert dropouts(load(TrainingSpec.of(file, lora_r=2, lora_dropout=0.1), "t4").model) == {0.1}
 
 
-def test_flux_without_a_resolution_is_1024_pixels(tmp_path: Path) -> None:
+def test_default_resolution_of_flux_is_1024(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     workload = load(TrainingSpec.of(written(tmp_path, FLUX)), "t4")
     assert workload.shape == {"resolution": 1024}
@@ -86,7 +87,7 @@ def test_flux_without_a_resolution_is_1024_pixels(tmp_path: Path) -> None:
         ({"lora_r": 4, "lora_dropout": 1.0}, "LoRA dropout 1.0"),
     ],
 )
-def test_errors_name_no_flag(asked: dict[str, Any], says: str) -> None:
+def test_errors_of_a_spec_name_no_flag(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:
         TrainingSpec.of(**asked)
     assert "--" not in str(refused.value)
@@ -96,7 +97,7 @@ def test_errors_name_no_flag(asked: dict[str, Any], says: str) -> None:
     ("name", "positions"),
     [("bert-base-uncased", 512), ("openai/clip-vit-base-patch32", 77), ("openai/whisper-tiny", 448)],
 )
-def test_where_no_length_is_asked_for_the_models_positions_are_the_most(name: str, positions: int) -> None:
+def test_default_length_is_clamped_to_the_models_positions(name: str, positions: int) -> None:
     workload = load(TrainingSpec.of(name), "t4")
     assert workload.shape["seq_length"] == positions
     assert workload.notes[0] == f"sequences of {positions} tokens: {name} has no more positions"
@@ -104,6 +105,6 @@ def test_where_no_length_is_asked_for_the_models_positions_are_the_most(name: st
         load(TrainingSpec.of(name, seq_length=1024), "t4")
 
 
-def test_a_model_with_positions_enough_is_asked_for_the_default(tmp_path: Path) -> None:
+def test_default_length_of_a_model_with_enough_positions(tmp_path: Path) -> None:
     workload = load(TrainingSpec.of("gpt2"), "t4")
     assert (workload.shape, workload.notes) == ({"seq_length": 1024}, ())

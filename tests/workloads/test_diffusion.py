@@ -1,4 +1,4 @@
-"""Diffusers' U-Nets and transformers: each is traced on latents of its own kind, and a policy keeps its numbers."""
+"""Diffusers' U-Nets and transformers: each is traced on latents of its own shape, and a policy keeps its numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt_ft.workloads.diffusion_models import KINDS
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import known_models
 
-# Each with the shape of one sample's latents at 64 x 64 pixels (and 9 frames).
+# Configuration, and the shape of one sample's latents at 64 x 64 pixels (and 9 frames).
 TINY: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "Flux2Transformer2DModel": (
         {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
@@ -65,7 +65,7 @@ TINY: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
          "time_embed_dim": 8, "use_rotary_positional_embeddings": True, "max_text_seq_length": 8,
          "sample_width": 16, "sample_height": 16}, (3, 16, 8, 8)),
 }  # fmt: skip
-ELSEWHERE = {  # traced by other tests
+ELSEWHERE = {  # classes that other tests trace
     "UNet2DModel", "UNet2DConditionModel", "DiTTransformer2DModel", "PixArtTransformer2DModel",
     "SD3Transformer2DModel", "FluxTransformer2DModel",
 }  # fmt: skip
@@ -77,13 +77,13 @@ def written(path: Path, name: str, config: dict[str, Any]) -> str:
     return str(file)
 
 
-def test_every_class_is_here_or_elsewhere() -> None:
+def test_every_class_is_tested() -> None:
     assert set(TINY) | ELSEWHERE == set(KINDS)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers about itself
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers warns about itself
 @pytest.mark.parametrize("name", TINY)
-def test_a_transformer_trains_on_its_own_latents(name: str, tmp_path: Path) -> None:
+def test_model_is_traced_on_its_own_latents(name: str, tmp_path: Path) -> None:
     config, shape = TINY[name]
     file = written(tmp_path, name, config)
     settings = TrainingSpec.of(resolution=64, frames=9 if "3D" in name else 0)
@@ -96,7 +96,7 @@ def test_a_transformer_trains_on_its_own_latents(name: str, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", TINY)
-def test_a_policy_keeps_its_numbers(name: str, tmp_path: Path) -> None:
+def test_policy_keeps_the_numbers_of_diffusion_models(name: str, tmp_path: Path) -> None:
     settings = TrainingSpec.of(resolution=64, frames=9 if "3D" in name else 0)
     assert check_model(settings.edit(model=written(tmp_path, name, TINY[name][0]), policy="full", batch_size=2), 0).ok
 
@@ -111,18 +111,18 @@ def test_a_policy_keeps_its_numbers(name: str, tmp_path: Path) -> None:
         ("Efficient-Large-Model/Sana_600M_1024px_diffusers", {"resolution": 1024}, (32, 32, 32)),
     ],
 )
-def test_what_a_latent_stands_for(name: str, pixels: dict[str, int], latents: tuple[int, ...]) -> None:
+def test_latents_of_published_models(name: str, pixels: dict[str, int], latents: tuple[int, ...]) -> None:
     workload = load(TrainingSpec.of(name), "t4")
     assert workload.shape == pixels
     assert tuple(next(iter(workload.make_batch(1, None).values())).shape[1:]) == latents
 
 
-def test_every_known_diffusion_model_has_a_batch() -> None:
+def test_every_known_diffusion_model_has_a_kind_of_batch() -> None:
     assert {model.kind for model in known_models().values() if model.family == "diffusion"} <= set(KINDS)
 
 
-def test_what_is_checked_does_not_depend_on_what_memory_held(tmp_path: Path) -> None:
-    """The loss is against a target that is the same each time."""
+def test_loss_of_a_check_has_a_fixed_target(tmp_path: Path) -> None:
+    """The target must not be uninitialized memory."""
     config, _ = TINY["SanaTransformer2DModel"]
     workload = load(TrainingSpec.of(written(tmp_path, "SanaTransformer2DModel", config), resolution=64), "t4")
     prediction = torch.full((2, 3), 2.0, requires_grad=True)
@@ -137,13 +137,13 @@ def test_what_is_checked_does_not_depend_on_what_memory_held(tmp_path: Path) -> 
         ({"frames": 9}, "9 frames: the batches of .*, of kind 'diffusion transformer', hold no videos"),
     ],
 )
-def test_what_no_latent_holds(asked: dict[str, int], says: str, tmp_path: Path) -> None:
+def test_invalid_resolution_or_frames_are_refused(asked: dict[str, int], says: str, tmp_path: Path) -> None:
     config, _ = TINY["SanaTransformer2DModel"]
     with pytest.raises(UserError, match=says):
         load(TrainingSpec.of(written(tmp_path, "SanaTransformer2DModel", config), **asked), "t4")
 
 
-def test_a_model_of_images_that_are_no_squares(tmp_path: Path) -> None:
+def test_model_of_rectangular_images(tmp_path: Path) -> None:
     config = {
         "sample_size": [8, 4], "block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1,
         "down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2,

@@ -1,4 +1,4 @@
-"""A Trainer's step as a workload: on rows chosen by length, in train mode; predicted as the tracker measures it."""
+"""Workload.from_trainer: rows chosen by length, train mode, and predictions that equal the measured step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = Dataset.from_list([{"input_ids": [1] * length, "labels": [1] * length} fo
 
 
 @pytest.mark.parametrize("policy", ["none", "save:attention+matmul", "pointwise,head"])
-def test_predicted_beside_measured(policy: str, tmp_path: Path) -> None:
+def test_predicted_peaks_equal_the_measured_ones(policy: str, tmp_path: Path) -> None:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
     )
@@ -50,8 +50,8 @@ def test_predicted_beside_measured(policy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", [pytest.param("none", marks=pytest.mark.slow), "full", "head"])
-def test_an_estimate_is_what_a_trainer_under_mixed_precision_takes(policy: str, tmp_path: Path) -> None:
-    """`ckpt-ft estimate CONFIG --mixed-precision bf16` beside the highest step that ACCallback measured."""
+def test_estimate_equals_a_trainers_step_under_mixed_precision(policy: str, tmp_path: Path) -> None:
+    """`ckpt-ft estimate CONFIG --mixed-precision bf16`, compared with the highest step that ACCallback measures."""
     config = LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, vocab_size=512
     )
@@ -66,7 +66,7 @@ def test_an_estimate_is_what_a_trainer_under_mixed_precision_takes(policy: str, 
         save_strategy="no", logging_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=[{"input_ids": x, "labels": x} for x in ids])
-    # A verified step holds 8 bytes per saved tensor.
+    # a verified step keeps 8 bytes per saved tensor
     callback = ACCallback(ACArguments(ac_policy=policy, ac_report="json", ac_verify="never")).attach(trainer)
     trainer.train()
     assert callback.report is not None
@@ -78,7 +78,7 @@ def test_an_estimate_is_what_a_trainer_under_mixed_precision_takes(policy: str, 
     assert planned.trace(4).peak_allocated == pytest.approx(measured, rel=1e-3)  # and a row of the data
 
 
-def test_the_largest_batch_is_kept_in_outline() -> None:
+def test_shapes_of_the_largest_batch_are_kept() -> None:
     batch = LargestBatch()
     batch.note((torch.ones(2, 3),), {"labels": torch.ones(4, dtype=torch.long), "flag": True})
     batch.note((torch.ones(1, 3),), {"labels": torch.ones(1, dtype=torch.long), "flag": False})
@@ -89,7 +89,7 @@ def test_the_largest_batch_is_kept_in_outline() -> None:
     assert torch.equal(kwargs["labels"], torch.ones(4, dtype=torch.long))
 
 
-def test_an_outlined_batch_comes_back_in_the_containers_that_it_came_in() -> None:
+def test_rebuilt_batch_has_the_original_containers() -> None:
     batch = LargestBatch()
     batch.note((Pair(torch.ones(2), [torch.ones(3)]),), {"more": {"x": (torch.ones(1), None)}})
     (pair,), kwargs = batch.rebuilt()
@@ -100,14 +100,14 @@ def test_an_outlined_batch_comes_back_in_the_containers_that_it_came_in() -> Non
 
 
 class Pair(NamedTuple):
-    """What a model of one's own may be given."""
+    """An argument that a user-defined model may have."""
 
     first: torch.Tensor
     others: list[torch.Tensor]
 
 
 class Recorder(nn.Module):
-    """Keeps what it is given."""
+    """Stores the batch that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def workload_of(model: nn.Module, args: TrainingArguments, rows: Any = ROWS) -> 
     return Workload.from_trainer(Trainer(model, args, train_dataset=rows, data_collator=PadCollator(0)))
 
 
-def test_batches_hold_the_longest_and_padding(tmp_path: Path) -> None:
+def test_batches_have_the_longest_row_and_padding(tmp_path: Path) -> None:
     args = TrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, remove_unused_columns=False, train_sampling_strategy="group_by_length"
     )
@@ -138,7 +138,7 @@ def test_batches_hold_the_longest_and_padding(tmp_path: Path) -> None:
     assert model.batch["input_ids"].shape == (2, 32)
 
 
-def test_images_have_none(tmp_path: Path) -> None:
+def test_image_dataset_has_no_lengths(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     assert workload_of(Recorder(), args, [{"pixel_values": torch.zeros(3)}]).lengths is None
 
@@ -151,8 +151,8 @@ def tiny() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def test_a_loaded_model_is_traced_as_it_will_be_trained(tmp_path: Path) -> None:
-    """`from_pretrained` gives a model in eval mode, in which no policy recomputes anything."""
+def test_model_in_eval_mode_is_traced_in_train_mode(tmp_path: Path) -> None:
+    """`from_pretrained` returns a model in eval mode, in which policies recompute nothing."""
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     peaks = {}
     for training in (True, False):
@@ -166,8 +166,8 @@ def test_a_loaded_model_is_traced_as_it_will_be_trained(tmp_path: Path) -> None:
     assert (peaks[False, "none"], peaks[False, "full"]) == (peaks[True, "none"], peaks[True, "full"])
 
 
-def test_speed_and_bytes_under_accumulation(tmp_path: Path) -> None:
-    """All micro-batches count in a step's seconds, though a third and later ones are not run."""
+def test_seconds_and_bytes_of_gradient_accumulation(tmp_path: Path) -> None:
+    """The seconds include all micro-batches, although only two are traced."""
     seconds, peaks = {}, {}
     for accumulation in (1, 2, 4, 32):
         args = TrainingArguments(str(tmp_path), use_cpu=True, gradient_accumulation_steps=accumulation)
@@ -178,12 +178,12 @@ def test_speed_and_bytes_under_accumulation(tmp_path: Path) -> None:
     assert one > 0
     assert seconds[4] == pytest.approx(seconds[2] + 2 * (seconds[2] - seconds[1]), rel=0.05)
     assert seconds[32] == pytest.approx(seconds[2] + 30 / 2 * one)
-    batch = 16 * 32 * 8 * 3  # ids, labels, mask: a Trainer fetches all of a step's micro-batches first
+    batch = 16 * 32 * 8 * 3  # ids, labels, mask: a Trainer loads all micro-batches of a step first
     assert peaks[32] - peaks[4] == 28 * batch
 
 
 def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A loss with a temporary of its own; a Trainer hands it the number of labels."""
+    """A loss with a temporary tensor; a Trainer passes it the number of labels."""
     logits = outputs.logits.float()
     return -(logits.exp() / logits.exp().sum(-1, keepdim=True)).log().mean() * len(labels) / num_items_in_batch
 
@@ -205,7 +205,7 @@ FAST = [
         for cell in product((False, True), ("none", "full"))
     ],
 )
-def test_the_trainers_own_loss_is_in_the_plan_and_in_the_prediction(
+def test_custom_loss_of_the_trainer_is_planned_and_predicted(
     policy: str, flags: dict[str, Any], loss: Any, bf16: bool, tmp_path: Path
 ) -> None:
     config = LlamaConfig(
@@ -234,7 +234,7 @@ def test_the_trainers_own_loss_is_in_the_plan_and_in_the_prediction(
     assert workload.trace(4).peak_allocated == pytest.approx(rank.peak(), rel=2e-3)
 
 
-def test_a_reference_model_is_measured_as_parameters(tmp_path: Path) -> None:
+def test_reference_model_counts_as_parameters(tmp_path: Path) -> None:
     class WithReference(Trainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -242,8 +242,8 @@ def test_a_reference_model_is_measured_as_parameters(tmp_path: Path) -> None:
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             with torch.no_grad():
-                aside = self.reference(**inputs).logits
-            return (model(**inputs).logits - aside).square().mean() + 1
+                reference_logits = self.reference(**inputs).logits
+            return (model(**inputs).logits - reference_logits).square().mean() + 1
 
     args = TrainingArguments(
         str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
@@ -259,8 +259,10 @@ def test_a_reference_model_is_measured_as_parameters(tmp_path: Path) -> None:
     assert rank.predicted.allocated == pytest.approx(rank.peak(), rel=1e-3)
 
 
-def test_an_evaluation_between_steps_is_a_phase(tmp_path: Path) -> None:
-    """Batches of 8 rows, a Trainer's default, beside one in training: the logits of the evaluation are the peak."""
+def test_evaluation_between_steps_is_a_phase(tmp_path: Path) -> None:
+    """Evaluation has batches of 8 rows, a Trainer's default, and training has 1: the evaluation's logits are the
+    peak.
+    """
     config = LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, vocab_size=4000
     )
@@ -280,8 +282,8 @@ def test_an_evaluation_between_steps_is_a_phase(tmp_path: Path) -> None:
     assert evaluation > workload.trace(1).peak_allocated
 
 
-def test_the_graph_of_a_micro_batch_ends_with_its_backward() -> None:
-    """PEFT's DoRA makes parameters in forward, whose gradients live as long as the graph does."""
+def test_graph_of_a_micro_batch_is_freed_after_its_backward() -> None:
+    """PEFT's DoRA creates parameters in forward, whose gradients live as long as the graph."""
     model, graphs = nn.Linear(4, 1), []
 
     def compute_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Images among text: the model's own processor decides their tokens, and the tower runs on what it gives."""
+"""Images in text: the model's own processor decides the number of their tokens, and the vision tower is traced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def asked(seq_length: int = 64, **more: Any) -> TrainingSpec:
 
 
 @pytest.mark.parametrize("name", SEEING)
-def test_the_processors_rules_decide_the_tokens_and_the_tower_runs(name: str, tmp_path: Path) -> None:
+def test_processor_decides_the_image_tokens_and_the_tower_runs(name: str, tmp_path: Path) -> None:
     tokens = SEEING[name][2]
     where = written(tmp_path, name, FEW_PIXELS)
     length = 64 if tokens < 28 else 256
@@ -52,31 +52,32 @@ def test_the_processors_rules_decide_the_tokens_and_the_tower_runs(name: str, tm
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
-def test_a_policy_keeps_the_numbers_of_a_batch_with_images(name: str, tmp_path: Path) -> None:
+def test_policy_keeps_the_numbers_of_a_batch_with_images(name: str, tmp_path: Path) -> None:
     assert check_model(asked().edit(model=written(tmp_path, name, FEW_PIXELS), policy="full", batch_size=2), 0).ok
 
 
 @pytest.mark.parametrize(
     ("name", "size", "tokens"),
     [
-        ("Qwen/Qwen2.5-VL-3B-Instruct", (1024, 1024), 37 * 37),  # under the class's own limit of pixels 35 x 35
-        ("Qwen/Qwen2-VL-2B-Instruct", (1280, 720), 46 * 26),  # 1288 x 728 pixels in steps of 28
+        # without the class's own pixel limit of 35 x 35 tokens
+        ("Qwen/Qwen2.5-VL-3B-Instruct", (1024, 1024), 37 * 37),
+        ("Qwen/Qwen2-VL-2B-Instruct", (1280, 720), 46 * 26),  # 1288 x 728 pixels, in steps of 28
         ("google/gemma-3-4b-pt", (1024, 1024), 256),
         ("llava-hf/llava-1.5-7b-hf", (640, 480), 576),
         ("google/paligemma-3b-pt-224", (640, 480), 256),
     ],
 )
-def test_tokens_of_published_models(name: str, size: tuple[int, int], tokens: int) -> None:
+def test_image_tokens_of_published_models(name: str, size: tuple[int, int], tokens: int) -> None:
     config = read_config(name)
     kind = getattr(transformers, config["architectures"][0])
     model = SimpleNamespace(config=kind.config_class(**config), forward=kind.forward)
     seen = images_of_row(model, read_processor(name), TrainingSpec.of(images=2, image_size=size))
     assert seen.image_tokens == 2 * tokens
-    assert 2 * tokens < seen.length < 2 * tokens + 12  # where one begins and ends, and text
+    assert 2 * tokens < seen.length < 2 * tokens + 12  # start and end tokens, and text
 
 
-def test_pixels_come_as_the_processor_makes_them(tmp_path: Path) -> None:
-    """In float32, whatever the weights are; a row's patches one after another."""
+def test_pixel_values_have_the_processors_shape_and_dtype(tmp_path: Path) -> None:
+    """They are float32 whatever the weights are, and a row's patches follow each other."""
     batch = load(asked(dtype="bfloat16").edit(model=written(tmp_path, "qwen2_vl", FEW_PIXELS)), "cpu").make_batch(
         2, None
     )
@@ -85,14 +86,14 @@ def test_pixels_come_as_the_processor_makes_them(tmp_path: Path) -> None:
     assert batch["mm_token_type_ids"].sum(1).tolist() == [16, 16]
 
 
-def test_a_budget_of_pixels_makes_images_smaller(tmp_path: Path) -> None:
+def test_max_pixels_makes_images_smaller(tmp_path: Path) -> None:
     where = written(tmp_path, "qwen2_vl", FEW_PIXELS)
     assert load(asked(max_pixels=4 * 784).edit(model=where), "cpu").shape["image_tokens"] == 2 * 2  # 28 x 56 pixels
     (tmp_path / "other").mkdir()
     where = written(tmp_path / "other", "idefics3")
     assert (
         load(asked(256, longest_side=64).edit(model=where), "cpu").shape["image_tokens"] == 2 * 5 * 4
-    )  # 64 x 38: 2 x 2 tiles
+    )  # 64 x 38 pixels: 2 x 2 tiles
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_a_budget_of_pixels_makes_images_smaller(tmp_path: Path) -> None:
         ({"images": 80, "image_size": (100, 60)}, "sequence length 512: 80 images"),
     ],
 )
-def test_images_that_do_not_fit_are_one_line(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_images_that_do_not_fit_the_length_are_one_line(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=says) as refused:
         load(TrainingSpec.of(written(tmp_path, "qwen2_vl", FEW_PIXELS), **settings), "cpu")
     assert "\n" not in str(refused.value)
@@ -122,12 +123,12 @@ def test_images_that_do_not_fit_are_one_line(settings: dict[str, Any], says: str
         ("stable-diffusion-v1-5/stable-diffusion-v1-5", "images 1: the batches of .* hold no images among text"),
     ],
 )
-def test_images_for_a_model_that_sees_none_are_refused(name: str, says: str) -> None:
+def test_images_for_a_text_model_are_refused(name: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         load(TrainingSpec.of(name, images=1), "t4")
 
 
-def test_adapters_of_the_tower_find_layers_that_have_numbers_for_names(tmp_path: Path) -> None:
+def test_adapters_of_the_vision_tower_include_numbered_layers(tmp_path: Path) -> None:
     asked = TrainingSpec.of(images=1, image_size=(100, 60), lora_r=4, train_towers="vision")
     model = load(asked.edit(model=written(tmp_path, "qwen2_5_vl", FEW_PIXELS)), "cpu").model
     adapted = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
@@ -137,7 +138,7 @@ def test_adapters_of_the_tower_find_layers_that_have_numbers_for_names(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
-def test_packed_rows_have_their_images_each(name: str, tmp_path: Path) -> None:
+def test_packed_rows_have_the_images_of_each_sample(name: str, tmp_path: Path) -> None:
     tokens, own = SEEING[name][2], asked(301, rows="packed")
     workload = load(own.edit(model=written(tmp_path, name, FEW_PIXELS)), "cpu")
     batch, row = workload.make_batch(3, None), load(asked(150).edit(model=str(tmp_path)), "cpu").make_batch(3, None)
@@ -153,13 +154,13 @@ def test_packed_rows_have_their_images_each(name: str, tmp_path: Path) -> None:
     assert workload.trace(1).peak_allocated > load(asked(301).edit(model=str(tmp_path)), "cpu").trace(1).peak_allocated
 
 
-def test_packed_images_of_a_model_that_mixes_them_up_are_refused(tmp_path: Path) -> None:
+def test_packing_is_refused_if_the_model_mixes_rows_with_images(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="packing: a gemma3 is not known to keep packed rows apart"):
         load(asked(rows="packed").edit(model=written(tmp_path, "gemma3")), "cpu")
 
 
 @pytest.mark.skipif(is_torchvision_available(), reason="needs a machine without torchvision")
-def test_a_library_that_a_processor_needs_is_named(tmp_path: Path) -> None:
+def test_library_that_a_processor_needs_is_named(tmp_path: Path) -> None:
     config = {**MISTRAL3, "architectures": ["Mistral3ForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="2 images: PixtralProcessor requires the Torchvision library: install it, or"):

@@ -1,4 +1,4 @@
-"""The models that need no Hub: every name leads to a configuration, and that makes a model of the published size."""
+"""Models known without the Hub: every name has a configuration, which builds a model of the published size."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def built(model: KnownModel) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers about itself
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers warns about itself
 @pytest.mark.parametrize("family", [path.stem for path in sorted(CONFIGS.glob("*.json"))])
-def test_a_model_has_as_many_parameters_as_its_publisher_counts(family: str) -> None:
-    """Of 7,615,616,512 each one; of a model card's 32B to its last digit."""
+def test_number_of_parameters_equals_the_published_one(family: str) -> None:
+    """Exact for a published 7,615,616,512; within the last digit for a model card's 32B."""
     for model in known_models().values():
         if model.family == family:
             counted, said = sum(p.numel() for p in built(model).parameters()), model.parameters
@@ -44,7 +44,7 @@ def test_a_model_has_as_many_parameters_as_its_publisher_counts(family: str) -> 
                 assert abs(counted / UNITS[said[-1]] - float(said[:-1])) <= 10**-digits, model.name
 
 
-def test_fifty_models_and_more_by_any_name() -> None:
+def test_known_models_are_found_by_any_name() -> None:
     assert len(known_models()) >= 120
     assert len(names()) >= 220
     for name, model in names().items():
@@ -65,19 +65,19 @@ def test_fifty_models_and_more_by_any_name() -> None:
         ("flux.1-dev", "black-forest-labs/FLUX.1-dev"),
     ],
 )
-def test_names_as_people_type_them(typed: str, name: str) -> None:
+def test_model_is_found_by_the_names_that_users_type(typed: str, name: str) -> None:
     found = find_model(typed)
     assert found is not None
     assert found.name == name
 
 
-def test_someone_elses_model_of_a_known_name_is_not_taken_for_it() -> None:
+def test_model_of_another_owner_is_not_a_known_model() -> None:
     assert find_model("someone/Llama-3.1-8B") is None
     assert hub_id("someone/Llama-3.1-8B") == "someone/Llama-3.1-8B"
-    assert hub_id("llama-3.1-8b-instruct") == "meta-llama/Llama-3.1-8B-Instruct"  # whose weights `check` loads
+    assert hub_id("llama-3.1-8b-instruct") == "meta-llama/Llama-3.1-8B-Instruct"  # `check` loads its weights
 
 
-def test_the_recipes_configurations_name_known_models() -> None:
+def test_recipe_files_name_known_models() -> None:
     keys = ("model_name_or_path", "pretrained_model_name_or_path")
     named = [yaml.safe_load(path.read_text()) for path in sorted(RECIPES.rglob("*.yaml"))]
     models = [config[key] for config in named for key in keys if key in config]
@@ -85,8 +85,8 @@ def test_the_recipes_configurations_name_known_models() -> None:
     assert [name for name in models if find_model(name) is None] == []
 
 
-def test_a_head_that_the_checkpoint_has_is_no_embedding() -> None:
-    """Flan-T5's configuration says untied; its class would tie."""
+def test_untied_head_of_a_checkpoint_is_not_tied() -> None:
+    """Flan-T5's configuration says untied, although its class ties by default."""
     model = load(TrainingSpec.of("google/flan-t5-small", seq_length=8), "t4").model
     assert model.lm_head.weight is not model.shared.weight
     assert load(TrainingSpec.of("google-t5/t5-small", seq_length=8), "t4").model.lm_head.weight.shape == (32128, 512)

@@ -1,4 +1,4 @@
-"""VAE and text encoders of a pipeline, by its own files or by those of published ones."""
+"""VAE and text encoders of a pipeline, from its own files or from published configurations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckpt_ft.workloads.diffusion_models import (
 from ckpt_ft.workloads.load import load
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
-# As the files of weights on the Hub have them.
+# counts of the weight files on the Hub
 VAE, VAE_16, CLIP_L, CLIP_H, CLIP_G, T5 = 83653863, 83819683, 123060480, 340387840, 694659840, 4762310656
 
 
@@ -39,7 +39,7 @@ VAE, VAE_16, CLIP_L, CLIP_H, CLIP_G, T5 = 83653863, 83819683, 123060480, 3403878
         ),
     ],
 )
-def test_published_parts(config: dict[str, Any], parameters: list[int]) -> None:
+def test_parameters_of_published_parts(config: dict[str, Any], parameters: list[int]) -> None:
     found = part_configs("mine", config)
     built = [build_vae("mine", found["vae"])]
     built += [build_text_encoder("mine", found[part], torch.float32) for part in TEXT_ENCODERS if part in found]
@@ -47,7 +47,7 @@ def test_published_parts(config: dict[str, Any], parameters: list[int]) -> None:
 
 
 def test_text_encoders_and_vae_of_sdxl() -> None:
-    """All of the weights are there; SDXL reads the first text encoder before its last layer, which is not trained."""
+    """All weights are counted. SDXL reads the first text encoder before its last layer, which is not trained."""
     workload = load(TrainingSpec.of(SDXL, lora_r=4, train_text_encoder=True, encode_each_step=True), "t4")
     assert isinstance(workload.model, TextAndUNet)
     trained = {name for name, p in workload.model.named_parameters() if p.requires_grad}
@@ -56,7 +56,7 @@ def test_text_encoders_and_vae_of_sdxl() -> None:
     assert [sum(p.numel() for p in model.parameters()) for model in workload.auxiliary_models] == [VAE]
 
 
-def test_an_inpainting_unet_is_cached_nowhere(tmp_path: Path) -> None:
+def test_inpainting_unet_encodes_in_each_step(tmp_path: Path) -> None:
     config = {"_class_name": "UNet2DConditionModel", "in_channels": 9, "out_channels": 4, "cross_attention_dim": 768}
     assert inpaints(config)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -71,8 +71,10 @@ def write(folder: Path, **config: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_a_unets_own_pipeline_says_what_a_latent_and_a_prompt_are(tmp_path: Path) -> None:
-    """Three levels of a VAE make 4 x 4 pixels of a latent; without its files they are 8 x 8, and prompts have 77."""
+def test_pipeline_files_decide_latent_size_and_prompt_length(tmp_path: Path) -> None:
+    """A VAE of three levels has 4 x 4 pixels per latent; without its files a latent has 8 x 8, and prompts have 77
+    tokens.
+    """
     tiny = {"block_out_channels": [32, 32], "sample_size": 8, "cross_attention_dim": 16}
     down, up = ["CrossAttnDownBlock2D", "DownBlock2D"], ["UpBlock2D", "CrossAttnUpBlock2D"]
     write(tmp_path / "unet", _class_name="UNet2DConditionModel", down_block_types=down, up_block_types=up, **tiny)
@@ -84,7 +86,7 @@ def test_a_unets_own_pipeline_says_what_a_latent_and_a_prompt_are(tmp_path: Path
 
     assert (sizes(), sizes(resolution=64)) == ((64, 8, 77), (64, 8, 77))
     write(tmp_path / "vae", block_out_channels=[8, 8, 8])
-    assert sizes() == (64, 8, 77)  # where one is at hand without the other
+    assert sizes() == (64, 8, 77)  # one file without the other is ignored
     write(tmp_path / "text_encoder", max_position_embeddings=12)
     assert (sizes(), sizes(resolution=64)) == ((32, 8, 12), (64, 16, 12))
     (tmp_path / "vae" / "config.json").write_text(json.dumps({"block_out_channels": [8] * 999}))
@@ -103,7 +105,7 @@ def test_a_unets_own_pipeline_says_what_a_latent_and_a_prompt_are(tmp_path: Path
         ("gpt2", {"encode_each_step": True}, "gpt2, of kind 'language model', has no images to encode"),
     ],
 )
-def test_what_has_no_such_parts(name: str, asked: dict[str, Any], says: str) -> None:
+def test_missing_pipeline_parts_are_refused(name: str, asked: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         load(TrainingSpec.of(name, **asked), "t4")
     with pytest.raises(UserError, match="train text encoder: it has no effect without LoRA rank"):

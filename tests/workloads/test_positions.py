@@ -1,4 +1,4 @@
-"""Sequences beyond the positions that a model was trained on: rotary models run them, tables of positions end."""
+"""Sequences longer than the trained positions: rotary models run them, position tables limit the length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZES = {
     "vocab_size": 80, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-# Kinds of positions: rotary; learned; a precomputed table; ALiBi; none.
+# Kinds of positions: rotary, learned, a precomputed table, ALiBi, none.
 _UNLIMITED = [
     ("llama", "LlamaForCausalLM", {}),
     ("qwen3", "Qwen3ForCausalLM", {"head_dim": 8}),
@@ -43,7 +43,7 @@ def _written(directory: Path, kind: str, named: str, more: dict[str, Any]) -> st
 
 
 @pytest.mark.parametrize(("kind", "named", "more"), _UNLIMITED)
-def test_models_without_a_table_of_positions_run_at_any_length(
+def test_model_without_a_position_table_runs_at_any_length(
     kind: str, named: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     workload = load(TrainingSpec.of(_written(tmp_path, kind, named, more), seq_length=200), "cpu")
@@ -62,8 +62,8 @@ def test_models_without_a_table_of_positions_run_at_any_length(
     )
 
 
-def test_eager_attention_ends_where_the_scores_of_a_layer_fit_no_more(tmp_path: Path) -> None:
-    """A T4 has 14.56 GiB: 2 heads x n x n in float32 are more from n = 44,210 on."""
+def test_eager_attention_is_limited_by_the_scores_of_a_layer(tmp_path: Path) -> None:
+    """A T4 has 14.56 GiB; two heads of n x n scores in float32 exceed it from n = 44,210 on."""
     model = _written(tmp_path, "llama", "LlamaForCausalLM", {})
     load(TrainingSpec.of(model, seq_length=44_000, attn_implementation="eager"), "t4")
     load(TrainingSpec.of(model, seq_length=45_000, attn_implementation="sdpa"), "t4")
@@ -73,7 +73,7 @@ def test_eager_attention_ends_where_the_scores_of_a_layer_fit_no_more(tmp_path: 
 
 
 @pytest.mark.parametrize(("kind", "named", "more"), _LIMITED)
-def test_a_table_of_positions_is_a_limit(kind: str, named: str, more: dict[str, Any], tmp_path: Path) -> None:
+def test_position_table_limits_the_length(kind: str, named: str, more: dict[str, Any], tmp_path: Path) -> None:
     model = _written(tmp_path, kind, named, more)
     load(TrainingSpec.of(model, seq_length=64), "cpu")
     with pytest.raises(UserError, match="sequence length 65: .* has 64 positions"):
@@ -82,7 +82,7 @@ def test_a_table_of_positions_is_a_limit(kind: str, named: str, more: dict[str, 
         load(TrainingSpec.of(model, seq_length=64, rope_scaling="yarn"), "cpu")
 
 
-def test_the_trace_of_stretched_positions_is_of_the_configuration_that_trains(tmp_path: Path) -> None:
+def test_trace_has_the_scaled_positions(tmp_path: Path) -> None:
     model = _written(tmp_path, *_UNLIMITED[0])
     plain, scaled = (
         load(TrainingSpec.of(model, seq_length=256, rope_scaling=kind), "cpu") for kind in ("none", "yarn")
@@ -92,11 +92,11 @@ def test_the_trace_of_stretched_positions_is_of_the_configuration_that_trains(tm
         "rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
     }  # fmt: skip
     assert scaled.notes[0].endswith("trained on 64 positions; rope_scaling yarn with factor 4")
-    # cos and sin are scaled by YaRN's factor of attention, whatever it is: the same operators run
+    # YaRN's attention factor scales cos and sin for any length, so the operators are the same
     assert [op.name for op in plain.trace(1).ops] == [op.name for op in scaled.trace(1).ops]
 
 
-def test_the_layers_of_a_sliding_window_are_not_stretched() -> None:
+def test_sliding_window_layers_are_not_scaled() -> None:
     config = AutoConfig.for_model("gemma3_text", max_position_embeddings=64)
     stretch_positions(config, "linear", 128)
     assert config.rope_parameters["sliding_attention"]["rope_type"] == "default"

@@ -1,4 +1,4 @@
-"""A checkpoint's quantization_config decides: packed bytes, what is unpacked, what is refused."""
+"""A checkpoint's quantization_config decides the packed bytes, what is unpacked and what is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 320,
 }  # fmt: skip
-N = 2 * (4 * 256 * 256 + 3 * 256 * 512)  # packed weights
+N = 2 * (4 * 256 * 256 + 3 * 256 * 512)  # number of packed weights
 ROWS, COLUMNS = 2 * (4 * 256 + 2 * 512 + 256), 2 * (4 * 256 + 2 * 256 + 512)
 REST = 2 * (2 * 320 * 256 + 5 * 256)  # bytes of embeddings, head and norms in bfloat16
 LORA = TrainingSpec.of(lora_r=8, dtype="bfloat16", device="cpu", seq_length=32)
@@ -33,7 +33,7 @@ def checkpoint(path: Path, quantisation: Any) -> str:
 
 
 def frozen(path: Path, quantisation: Any, spec: TrainingSpec = LORA) -> int:
-    """Bytes of the base: everything but the adapters and the rotary frequencies."""
+    """Returns the bytes of the base: everything except adapters and rotary frequencies."""
     model = load(spec.edit(model=checkpoint(path, quantisation))).model
     held = [*model.named_parameters(), *model.named_buffers()]
     return sum(t.nbytes for name, t in held if "lora" not in name and "inv_freq" not in name)
@@ -69,7 +69,7 @@ def test_bytes_of_a_quantised_base(tmp_path: Path, quantisation: Any, nbytes: in
     assert frozen(tmp_path, quantisation) == REST + nbytes
 
 
-def test_layers_that_the_configuration_leaves_stay_whole(tmp_path: Path) -> None:
+def test_layers_excluded_from_quantisation_are_not_packed(tmp_path: Path) -> None:
     quantisation = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     left = frozen(tmp_path, {**quantisation, "modules_to_not_convert": ["lm_head", "down_proj"]})
     n = 256 * 512
@@ -91,14 +91,16 @@ def test_layers_that_the_configuration_leaves_stay_whole(tmp_path: Path) -> None
         ("gptq", {}, "quantization_config is an object with a quant_method"),
     ],
 )  # fmt: skip
-def test_what_is_refused(tmp_path: Path, quantisation: Any, changes: dict[str, Any], says: str) -> None:
+def test_unsupported_quantisation_is_refused(
+    tmp_path: Path, quantisation: Any, changes: dict[str, Any], says: str
+) -> None:
     spec = LORA.edit(model=checkpoint(tmp_path, quantisation))
     with pytest.raises(UserError) as refused:
         load(spec.edit(**changes))
     assert says in str(refused.value)
 
 
-def test_experts_that_a_method_packs_are_refused(tmp_path: Path) -> None:
+def test_packed_experts_are_refused(tmp_path: Path) -> None:
     config = {
         **SIZES, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -109,10 +111,10 @@ def test_experts_that_a_method_packs_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", PACKINGS)
-def test_what_a_step_unpacks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over two layers: each unpacked weight, or one at a time.
+def test_peak_of_unpacked_weights(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers: all unpacked weights at once, or one at a time.
 
-    What a half-precision matmul allocates inside is left out, because it differs between CPUs (AMX packs the weight).
+    Memory inside a half-precision matmul is left out, because it differs between CPUs (AMX packs the weight).
     """
     monkeypatch.setattr(cpu_kernels, "takes_scratch", lambda func, args: False)
     size, rows = 1024, 8
@@ -129,15 +131,16 @@ def test_what_a_step_unpacks(method: str, monkeypatch: pytest.MonkeyPatch) -> No
     trace = trace_step(nn.Sequential(*layers), step, device="cpu")
     base = sum(t.nbytes for layer in layers for t in (layer.weight, *layer.buffers()))
     peak = trace.peak_allocated - base
-    float32 = 4 * unpacked if method == "torchao float8" else 0  # the codes and their product, beside one weight
+    # the codes and their product, in addition to one weight
+    float32 = 4 * unpacked if method == "torchao float8" else 0
     expected = 2 * unpacked + float32 if PACKINGS[method].saves_weight else unpacked
     assert peak == pytest.approx(expected, abs=unpacked // 8)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-def test_torchaos_layers_are_those_of_the_table(tmp_path: Path, kind: str) -> None:
-    """The live layers, which PEFT wraps, against the estimate of the same checkpoint."""
+def test_torchaos_layers_have_the_estimates_peak(tmp_path: Path, kind: str) -> None:
+    """Compares live layers wrapped by PEFT with the estimate of the same checkpoint."""
     quantization = pytest.importorskip("torchao.quantization")
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""A workload's trace, in which alike blocks run once, is the one in which every block runs: of each kind of model."""
+"""A workload's trace with skipped blocks equals the trace in which every block runs, for each kind of model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trace_models import sorted_events
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.fake import skipped_blocks
@@ -63,24 +64,11 @@ CASES: dict[str, tuple[dict[str, Any], str, TrainingSpec]] = {
 }
 
 
-def rows(trace: StepTrace) -> list[int]:
-    """Events; frees in a row sorted: autocast drops its cache of weights in the order of a hash map of addresses."""
-    told: list[int] = []
-    freed: list[int] = []
-    for event in [*trace.events, len(trace.storages)]:
-        if event < 0:
-            freed.append(event)
-        else:
-            told += [*sorted(freed), event]
-            freed = []
-    return told
-
-
 SLOW = ("unet", "flux", "llama", "bart")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
-def test_a_workloads_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spliced_trace_of_every_kind_of_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, policy, settings = CASES[name]
     assert spliced(config, policy, settings, tmp_path, monkeypatch)
 
@@ -112,9 +100,10 @@ SDXL = {**UNET, "transformer_layers_per_block": [1, 7], "down_block_types": UNET
 _IMAGES_LORA = TrainingSpec.of(dtype="bfloat16", lora_r=2, optimizer="adamw")
 _LORA = _IMAGES_LORA.edit(seq_length=16)
 POLICIES = ("none", "full", "save:attention", "pointwise", "full,offload", "head", "segments:3")
-MATMULS = tuple("save:matmul" if policy == "save:attention" else policy for policy in POLICIES)  # for its attention
+# its attention is a matmul
+MATMULS = tuple("save:matmul" if policy == "save:attention" else policy for policy in POLICIES)
 STAGED = ("none", "full", "save:attention", "pointwise", "full,offload", "sqrt", "stages")
-# and of each series how many units it has, of how many blocks
+# and the units of each run, and the number of blocks per unit
 PERIODIC: dict[str, tuple[dict[str, Any], TrainingSpec, tuple[str, ...], list[tuple[int, int]]]] = {
     "gemma 3": (GEMMA3, _LORA, POLICIES, [(6, 3)]),
     "gemma 2": (GEMMA2, _LORA.edit(lora_r=0), MATMULS, [(6, 2)]),
@@ -132,24 +121,24 @@ _QUICK = (("gemma 2", "none"), ("qwen2.5-vl", "none"), ("gemma 3", "full"), ("sd
         for policy in policies
     ],
 )
-def test_blocks_of_several_kinds_in_turn(
+def test_spliced_trace_of_blocks_of_alternating_kinds(
     name: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, settings, _, units = PERIODIC[name]
     found = spliced(config, policy, settings, tmp_path, monkeypatch)
     if (name, policy) in _QUICK:
         assert found == units
-    elif policy not in ("sqrt", "segments:3"):  # in which the first block of each segment is a kind of its own
+    elif policy not in ("sqrt", "segments:3"):  # the first block of each segment is a kind of its own
         assert found
-        assert set(found) <= set(units)  # a checkpoint's block that learned something in its first run is another kind
+        assert set(found) <= set(units)  # a block that learned something in its first run is another kind
 
 
 def spliced(
     config: dict[str, Any], policy: str, settings: TrainingSpec, where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, int]]:
-    """Hold the trace of a workload, in which blocks are skipped, against that in which all run.
+    """Asserts that the trace with skipped blocks equals the one in which all run.
 
-    Returns how many units each series of the last step has, and of how many blocks.
+    Returns (number of units, blocks per unit) for each run of the last step.
     """
     (where / "config.json").write_text(json.dumps(config))
     workload = load(settings.edit(model=str(where / "config.json")), find_gpu("a100-40gb"))
@@ -168,14 +157,14 @@ def spliced(
     every = workload.with_metadata(every)
     assert trace.storages == every.storages
     assert trace.ops == every.ops
-    assert rows(trace) == rows(every)
+    assert sorted_events(trace) == sorted_events(every)
     assert (trace.marks, trace.notes) == (every.marks, every.notes)
     assert trace.seconds_parts == every.seconds_parts
     assert trace.peaks == every.peaks
     return found
 
 
-_AGAIN: dict[str, tuple[dict[str, Any], str, TrainingSpec]] = {
+_REPLAYED: dict[str, tuple[dict[str, Any], str, TrainingSpec]] = {
     **CASES,
     "sdxl": (SDXL, "stages", _IMAGES_LORA),
     "gemma 3": (GEMMA3, "full", _LORA),
@@ -186,35 +175,35 @@ _AGAIN: dict[str, tuple[dict[str, Any], str, TrainingSpec]] = {
 _QUICK_AGAIN = ("qlora", "amp")
 
 
-@pytest.mark.parametrize("name", [n if n in _QUICK_AGAIN else pytest.param(n, marks=pytest.mark.slow) for n in _AGAIN])
-def test_a_step_taken_from_the_one_before_is_the_one_that_runs(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, policy, settings = _AGAIN[name]
+@pytest.mark.parametrize(
+    "name", [n if n in _QUICK_AGAIN else pytest.param(n, marks=pytest.mark.slow) for n in _REPLAYED]
+)
+def test_replayed_step_equals_the_step_that_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, policy, settings = _REPLAYED[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     workload = load(
         settings.edit(model=str(tmp_path / "config.json")), "cpu" if name == "cpu" else find_gpu("a100-40gb")
     )
-    (trace,), (run,) = taken_and_run(workload, [policy], monkeypatch)
+    (trace,), (run,) = replayed_and_run(workload, [policy], monkeypatch)
     assert_same(trace, run)
 
 
 @pytest.mark.parametrize("name", ["qlora", pytest.param("sdxl", marks=pytest.mark.slow)])
-def test_the_first_step_of_several_policies_is_taken_from_the_one_that_warms_up(
+def test_first_step_of_several_policies_is_replayed_from_the_warm_up(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, _, settings = _AGAIN[name]
+    config, _, settings = _REPLAYED[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     workload = load(settings.edit(model=str(tmp_path / "config.json")), find_gpu("a100-40gb"))
     policies = ["full", "none", "pointwise"]
-    for trace, run in zip(*taken_and_run(workload, policies, monkeypatch), strict=True):
+    for trace, run in zip(*replayed_and_run(workload, policies, monkeypatch), strict=True):
         assert_same(trace, run)
 
 
-def taken_and_run(
+def replayed_and_run(
     workload: Workload, policies: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Traced], list[Traced]]:
-    """The traces of a session in which the second step is taken from the first, and of one in which it runs."""
+    """Returns the traces of two sessions: one replays the second step from the first, the other runs it."""
     taken: list[bool] = []
     replay = ReplayStep.replay
 
@@ -235,12 +224,12 @@ def assert_same(trace: Traced, run: Traced) -> None:
     assert isinstance(run, StepTrace)
     assert trace.storages == run.storages
     assert streams_in_order(trace.ops) == streams_in_order(run.ops)
-    assert rows(trace) == rows(run)
+    assert sorted_events(trace) == sorted_events(run)
     assert (trace.marks, trace.notes, trace.peaks) == (run.marks, run.notes, run.peaks)
-    assert not trace.timed or trace.seconds_parts == run.seconds_parts  # a CPU has seconds once it is calibrated
+    assert not trace.timed or trace.seconds_parts == run.seconds_parts  # a CPU has seconds only after calibration
 
 
 def streams_in_order(ops: list[Op]) -> list[Op]:
-    """`ops` with streams numbered as they appear: a step that runs makes streams of its own."""
+    """Returns `ops` with streams numbered by first appearance, because a step that runs creates new streams."""
     names: dict[str, str] = {"": ""}
     return [replace(op, stream=names.setdefault(op.stream, str(len(names)))) for op in ops]

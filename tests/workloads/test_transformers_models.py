@@ -1,4 +1,4 @@
-"""The class that a configuration names is the one that is estimated, on a batch of its own task, or it is refused."""
+"""The class named in a configuration is estimated on a batch of its own task, or refused."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ CLASSES = {
     ),
     "CLIPModel": (CLIP, "image-text model", {**IDS, "pixel_values": (2, 3, 32, 32)}),
 }
-# What else is asked for, so that a step is short.
+# arguments that make a step short
 ASKED: dict[str, dict[str, Any]] = {
     "speech recogniser": {"audio_seconds": 1},
     "audio classifier": {"audio_seconds": 1},
@@ -114,13 +114,13 @@ def written(path: Path, config: dict[str, Any], *architectures: str) -> str:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_class_that_is_named_trains_on_its_own_batch(name: str, tmp_path: Path) -> None:
-    """The estimate's weights are that class's, its step runs, and a policy keeps its numbers."""
+def test_named_class_is_traced_on_its_own_batch(name: str, tmp_path: Path) -> None:
+    """The estimate has the weights of the class, its step runs, and a policy keeps its numbers."""
     import transformers
 
     config, kind, shapes = CLASSES[name]
     file = written(tmp_path, config, name)
-    asked = {} if name == "WhisperForConditionalGeneration" else ASKED.get(kind, {})  # its windows are 30 seconds
+    asked = {} if name == "WhisperForConditionalGeneration" else ASKED.get(kind, {})  # its windows have 30 seconds
     settings = TrainingSpec.of(default_seq_length=24, **asked)
     workload = load(settings.edit(model=file), "cpu")
     assert type(workload.model).__name__ == name
@@ -150,7 +150,7 @@ def test_the_class_that_is_named_trains_on_its_own_batch(name: str, tmp_path: Pa
         (WHISPER, ["WhisperForConditionalGeneration"], "sequence length 50: .* has 40 positions"),
     ],
 )
-def test_what_has_no_known_step_is_refused_by_name(
+def test_class_without_a_known_step_is_refused_by_name(
     config: dict[str, Any], architectures: list[str], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=says) as refused:
@@ -165,11 +165,11 @@ def test_what_has_no_known_step_is_refused_by_name(
         (VIT, "ViTForImageClassification"), (GEMMA, "Gemma3ForConditionalGeneration"),
     ],
 )  # fmt: skip
-def test_without_a_name_the_model_type_decides(config: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_model_type_decides_without_architectures(config: dict[str, Any], named: str, tmp_path: Path) -> None:
     assert type(load(TrainingSpec.of(written(tmp_path, config), default_seq_length=24), "cpu").model).__name__ == named
 
 
-def test_text_for_a_model_that_sees_is_said(tmp_path: Path) -> None:
+def test_text_rows_for_a_vision_language_model_are_noted(tmp_path: Path) -> None:
     workload = load(TrainingSpec.of(written(tmp_path, GEMMA, "Gemma3ForConditionalGeneration"), seq_length=24), "cpu")
     assert workload.notes == (
         "rows are text alone: what takes pixel_values is resident and does not run; --images 1 gives rows one",
@@ -177,14 +177,14 @@ def test_text_for_a_model_that_sees_is_said(tmp_path: Path) -> None:
     assert workload.trace(1).notes[0] == workload.notes[0]
 
 
-def test_what_a_forward_asks_for_besides_is_one_line(tmp_path: Path) -> None:
+def test_missing_argument_of_forward_is_one_line(tmp_path: Path) -> None:
     cross = {"model_type": "encoder-decoder", "encoder": BERT, "decoder": {**BERT, "is_decoder": True}}
     workload = load(TrainingSpec.of(written(tmp_path, cross, "EncoderDecoderModel"), seq_length=24), "cpu")
     with pytest.raises(UserError, match="its forward refuses a batch of input_ids, labels: .*decoder_start_token_id"):
         workload.trace(1)
 
 
-def test_labels_of_a_regression_are_floats(tmp_path: Path) -> None:
+def test_regression_labels_are_floats(tmp_path: Path) -> None:
     def labels(**more: Any) -> torch.Tensor:
         file = written(tmp_path, {**BERT, **more}, "BertForSequenceClassification")
         found: torch.Tensor = load(TrainingSpec.of(file, seq_length=24), "cpu").make_batch(2, None)["labels"]
@@ -202,7 +202,7 @@ def test_labels_of_a_regression_are_floats(tmp_path: Path) -> None:
         ("HubertModel", "HubertForCTC", {"model_type": "hubert"}),
     ],
 )
-def test_a_backbone_alone_is_trained_with_the_head_of_its_type(
+def test_backbone_is_trained_with_the_head_of_its_type(
     backbone: str, trained: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
@@ -213,8 +213,8 @@ def test_a_backbone_alone_is_trained_with_the_head_of_its_type(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["t5", "gpt_oss"])
-def test_weights_are_in_the_dtypes_that_a_checkpoint_is_loaded_in(kind: str, dtype: str, tmp_path: Path) -> None:
-    """T5's `wo` and gpt-oss' norms are in float32 where float16 is asked for, and where bfloat16 is they are not."""
+def test_weights_have_the_dtypes_of_a_loaded_checkpoint(kind: str, dtype: str, tmp_path: Path) -> None:
+    """T5's `wo` and gpt-oss' norms are float32 in a float16 model, but not in a bfloat16 model."""
     sizes = {
         "t5": {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16, "decoder_start_token_id": 0},
         "gpt_oss": {
@@ -232,15 +232,15 @@ def test_weights_are_in_the_dtypes_that_a_checkpoint_is_loaded_in(kind: str, dty
     assert {found for name, found in _dtypes(loaded).items() if kept in name} == {
         torch.bfloat16 if dtype == "bfloat16" else torch.float32
     }
-    assert workload.trace(1).peak_allocated > 0  # the forward takes them so
+    assert workload.trace(1).peak_allocated > 0  # the forward accepts these dtypes
 
 
 def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
-def test_the_name_says_whose_kernels_are_not_run(tmp_path: Path) -> None:
-    """On a GPU Mamba's scan in PyTorch takes several times the memory and time of mamba-ssm's kernels."""
+def test_name_says_which_kernels_are_not_used(tmp_path: Path) -> None:
+    """On a GPU, Mamba's scan in PyTorch needs several times the memory and time of mamba-ssm's kernels."""
     sizes = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "architectures": ["MambaForCausalLM"]}))
     spec = TrainingSpec.of(str(tmp_path), seq_length=8)

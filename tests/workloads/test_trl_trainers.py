@@ -1,4 +1,4 @@
-"""`--trainer` of an estimate is the step of TRL's own trainer: what ACCallback measures of one on the CPU."""
+"""`--trainer` of an estimate gives the step of TRL's trainer, as ACCallback measures it on the CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text(tokens: int) -> str:
     return " ".join(["a"] * tokens)
 
 
-ROW: dict[str, dict[str, Any]] = {  # TRL adds the end token to what a model should answer
+ROW: dict[str, dict[str, Any]] = {  # TRL appends the end token to the answer
     "sft": {"text": text(TOKENS - 1)},
     "dpo": {"prompt": text(1), "chosen": " " + text(TOKENS - 2), "rejected": " " + text(TOKENS - 2)},
     "kto": {"prompt": text(1), "completion": " " + text(TOKENS - 2), "label": True},
@@ -48,7 +48,7 @@ ROW: dict[str, dict[str, Any]] = {  # TRL adds the end token to what a model sho
 
 
 def measured(kind: str, config: Path, out: Path, lora: bool = False, policy: str | None = None, **options: Any) -> int:
-    """The peak of a live trainer's steps, in bytes."""
+    """Returns the peak of a live trainer's steps, in bytes."""
     made: Any = AutoConfig.from_pretrained(config)
     if kind == "reward":
         made.num_labels = 1
@@ -84,7 +84,7 @@ def measured(kind: str, config: Path, out: Path, lora: bool = False, policy: str
 
 
 def predicted(kind: str, config: Path, policy: str = "none", **fields: Any) -> int:
-    """The highest peak of the step, and of the generation between steps."""
+    """Returns the higher of the peaks of the step and of the generation between steps."""
     spec = TrainingSpec.of(str(config), trainer=kind, batch_size=ROWS, seq_length=TOKENS, **fields)
     workload = load(spec, "cpu")
     apply_policy(workload.model, policy)
@@ -94,7 +94,7 @@ def predicted(kind: str, config: Path, policy: str = "none", **fields: Any) -> i
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in NAMES if kind not in ONLINE])
-def test_an_estimate_is_what_the_trainer_takes(kind: str, lora: bool, config: Path, tmp_path: Path) -> None:
+def test_estimate_equals_the_trainers_step(kind: str, lora: bool, config: Path, tmp_path: Path) -> None:
     expected = measured(kind, config, tmp_path, lora)
     fields = {"lora_r": 4, "lora_dropout": 0.0} if lora else {}
     assert predicted(kind, config, **fields) == pytest.approx(expected, rel=2e-3)
@@ -115,7 +115,7 @@ def test_an_estimate_is_what_the_trainer_takes(kind: str, lora: bool, config: Pa
         ("reward", {"center_rewards_coefficient": 0.01}, {}),
     ],
 )
-def test_fields_of_the_configurations(
+def test_trainer_settings_change_the_estimate_as_the_step(
     kind: str, live: dict[str, Any], fields: dict[str, Any], config: Path, tmp_path: Path
 ) -> None:
     expected = measured(kind, config, tmp_path, **live)
@@ -133,10 +133,12 @@ def test_fields_of_the_configurations(
         pytest.param("rloo", {"steps_per_generation": 64}, False, marks=pytest.mark.slow),
     ],
 )
-def test_trainers_that_generate(kind: str, options: dict[str, Any], lora: bool, config: Path, tmp_path: Path) -> None:
-    """With 64 steps for each generation the KV caches of 192 sequences hold the peak.
+def test_estimate_of_trainers_that_generate(
+    kind: str, options: dict[str, Any], lora: bool, config: Path, tmp_path: Path
+) -> None:
+    """With 64 steps per generation, the KV caches of 192 sequences are the peak.
 
-    The prediction has the rollouts that the step before it used, 74 KB here, which were made before the measured step.
+    The prediction includes the rollouts of the previous step, 74 KB here, which existed before the measured step.
     """
     if "steps_per_generation" in options:
         wide = {**LlamaConfig.from_pretrained(config).to_dict(), "hidden_size": 256, "head_dim": 64}
@@ -149,10 +151,10 @@ def test_trainers_that_generate(kind: str, options: dict[str, Any], lora: bool, 
     assert predicted(kind, config, trainer_args=json.dumps(options), **fields) == pytest.approx(expected, rel=close)
 
 
-def test_groups_are_whole_where_no_batch_is_given(
+def test_default_grpo_batch_has_complete_groups(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """TRL divides a batch into groups of 8 by default: with a batch of 1 the estimate was refused."""
+    """TRL divides a batch into groups of 8 by default, so the default batch of 1 becomes 8."""
     args = json.dumps({"max_completion_length": 8})
     words = ["estimate", str(config), "--trainer", "grpo", "--seq-length", "16", "--trainer-args", args, "--json"]
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words, "--dtype", "bfloat16"])
@@ -162,8 +164,8 @@ def test_groups_are_whole_where_no_batch_is_given(
     assert "batches of 8 samples" in said.err
 
 
-def test_vllm_takes_its_share_awake_or_asleep(config: Path) -> None:
-    """Awake it leaves the step less of the card, asleep it is back for the generation; a server has its own card."""
+def test_vllm_share_counts_in_training_unless_it_sleeps(config: Path) -> None:
+    """A vLLM that sleeps frees its share except during generation; a vLLM server has its own GPU."""
     card = gpu_of("t4")
     assert card is not None
     options = {"num_generations": 2, "use_vllm": True, "vllm_gpu_memory_utilization": 0.4, "max_completion_length": 8}
@@ -190,8 +192,10 @@ def test_vllm_takes_its_share_awake_or_asleep(config: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "lora"), [("sft", False), ("sft", True), ("dpo", False)])
-def test_the_routers_auxiliary_loss(kind: str, lora: bool, tmp_path: Path) -> None:
-    """TRL adds it to every mixture unless the coefficient is 0, with adapters, too; DPO's reference model has none."""
+def test_auxiliary_loss_of_routers(kind: str, lora: bool, tmp_path: Path) -> None:
+    """TRL adds it to every mixture of experts unless the coefficient is 0, also with adapters; DPO's reference has
+    none.
+    """
     from transformers import MixtralConfig
 
     sizes = {"hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -207,15 +211,15 @@ def test_the_routers_auxiliary_loss(kind: str, lora: bool, tmp_path: Path) -> No
     assert found[0.01] > found[0.0]
 
 
-def test_adapters_over_four_bits_are_bfloat16(config: Path) -> None:
-    """TRL casts them, and leaves the layers to PEFT: the query's and the value's projections."""
+def test_adapters_on_4bit_weights_are_bfloat16(config: Path) -> None:
+    """TRL casts them and lets PEFT choose the layers: query and value projections."""
     spec = TrainingSpec.of(str(config), trainer="sft", batch_size=1, seq_length=8, lora_r=4, load_in_4bit=True)
     trained = {name: p for name, p in load(spec, "cpu").model.named_parameters() if p.requires_grad}
     assert {name.split(".")[-4] for name in trained} == {"q_proj", "v_proj"}
     assert {str(p.dtype) for p in trained.values()} == {"torch.bfloat16"}
 
 
-def test_the_users_own_state_of_accelerate_stays(config: Path) -> None:
+def test_accelerate_state_of_the_user_is_restored(config: Path) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
 
@@ -225,7 +229,7 @@ def test_the_users_own_state_of_accelerate_stays(config: Path) -> None:
     assert [dict(kind._shared_state) for kind in (PartialState, AcceleratorState)] == before
 
 
-def test_refusals(config: Path) -> None:
+def test_invalid_trainer_settings_are_refused(config: Path) -> None:
     for fields, says in (
         ({"trainer": "sft", "trainer_args": "beta"}, "give JSON"),
         ({"trainer": "sft", "trainer_args": '{"beta": 1}'}, "TRL refuses these settings: TypeError"),

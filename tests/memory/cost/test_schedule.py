@@ -116,8 +116,8 @@ def test_hooks_and_dispatch_modes_cost_host_time():
     assert schedule.Host(slower=2.0).issue(op(around="mode")) == 2 * mode
     assert host.issue(op("ckpt_ft.dequantize_nf4.default")) - plain == pytest.approx(70e-6)
     assert host.issue(op("fsdp.all_gather_copy_in.default")) - plain == pytest.approx(550e-6)
-    assert schedule.Host.concurrent(find_gpu("t4")).slower == 1.7
-    assert schedule.Host.concurrent(find_gpu("h100")).slower == 1.0
+    assert schedule.Host.beside(find_gpu("t4")).slower == 1.7
+    assert schedule.Host.beside(find_gpu("h100")).slower == 1.0
 
 
 def test_collective_slows_concurrent_kernels():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from forked_ranks import run_ranks
-from two_ranks import PROCESSES, gradient_error, cases, main, peaks_of, workload
+from two_ranks import PROCESSES, cases, gradient_error, main, peaks_of, workload
 
 from ckpt_ft.spec.launch import Launch
 

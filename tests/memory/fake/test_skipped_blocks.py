@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from trace_models import adamw, language_model, training_step, vit
+from trace_models import adamw, language_model, sorted_events, training_step, vit
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.fake.step import trace_step, trace_steps
@@ -70,19 +70,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     applied = apply_policy(model, "full")
     applied.remove()
     return list(applied.found.blocks.values())
-
-
-def sorted_events(trace: StepTrace) -> list[int]:
-    """Returns the events with consecutive frees sorted, because autocast frees cached weights in address order."""
-    told: list[int] = []
-    freed: list[int] = []
-    for event in trace.events:
-        if event < 0:
-            freed.append(event)
-        else:
-            told += [*sorted(freed), event]
-            freed = []
-    return told + sorted(freed)
 
 
 def assert_same(one: StepTrace, other: StepTrace) -> None:
