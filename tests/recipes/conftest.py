@@ -1,4 +1,4 @@
-"""What tests of recipes share: the built-in samples, and the flags that keep a run small."""
+"""Fixtures of recipe tests: the built-in samples."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def llm(sample: tuple[Path, Path]) -> ModuleType:
-    """recipes/llm.py, with its built-in sample made."""
+    """recipes/llm.py, with its built-in sample in the cache."""
     return load_recipe("llm")

@@ -1,7 +1,7 @@
-"""Run a recipe under DeepSpeed on CPU ranks, once for each list of flags:
+"""Runs a recipe under DeepSpeed on CPU ranks, once per list of flags:
 `accelerate launch --config_file ... deepspeed_on_cpu.py recipes/llm.py FLAGS -- FLAGS`.
 
-accelerate looks for an accelerator before it turns DeepSpeed on, although its engine runs on gloo.
+accelerate requires an accelerator before it enables DeepSpeed, although DeepSpeed's engine runs on gloo.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 
 if __name__ == "__main__":
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)  # type: ignore[method-assign]
-    # Its collectives in shared memory are compiled at the first use, for a minute and more; gloo's are there.
+    # their compilation takes more than a minute at first use; gloo's collectives exist already
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     script, *arguments = sys.argv[1:]
     for is_separator, flags in groupby(arguments, lambda argument: argument == "--"):

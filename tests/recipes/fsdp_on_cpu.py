@@ -1,7 +1,7 @@
-"""Run a recipe under FSDP2 on CPU ranks: `torchrun ... fsdp_on_cpu.py recipes/llm.py FLAGS`.
+"""Runs a recipe under FSDP2 on CPU ranks: `torchrun ... fsdp_on_cpu.py recipes/llm.py FLAGS`.
 
-accelerate turns FSDP on for ranks with an accelerator only, although FSDP2 itself runs on gloo; here CPU ranks are
-passed off as GPU ranks where it looks. torch's ring attention gets the CPU's kernel, which it does not know.
+accelerate enables FSDP only for ranks with an accelerator, although FSDP2 runs on gloo; here CPU ranks are presented
+to it as GPU ranks. torch's ring attention gets the CPU's kernel, which it does not know.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Three runs of a recipe in one launch: left alone, stopped by a signal that only rank 1 is sent, and resumed:
-`accelerate launch ... stopped_rank.py recipes/llm.py OUT FLAGS`. Each rank leaves its exit code in OUT/code-RANK.
+"""Three runs of a recipe in one launch: undisturbed, stopped by a signal to rank 1 only, and resumed:
+`accelerate launch ... stopped_rank.py recipes/llm.py OUT FLAGS`. Each rank writes its exit code to OUT/code-RANK.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _signalled(self: Trainer, *args: Any, **kwargs: Any) -> Any:
 
 if __name__ == "__main__":
     script, out, *flags = sys.argv[1:]
-    sys.argv = [script, *flags]  # what the printed command is made of
+    sys.argv = [script, *flags]  # the printed command is made of it
     main = runpy.run_path(script)["main"]
     main([*flags, "--output_dir", f"{out}/whole"])
     Trainer.training_step = _signalled  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""recipes/diffusion_transformer.py run for real, in this process, on a tiny pipeline of every family."""
+"""recipes/diffusion_transformer.py on a tiny pipeline of every family, run in this process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ADAPTERS = "pytorch_lora_weights.safetensors"
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories of tiny pipelines."""
+    """Directories of tiny pipelines, by family."""
     root = tmp_path_factory.mktemp("transformers")
     for kind in KINDS:
         make_tiny_transformer(kind).save_pretrained(root / kind)
@@ -61,7 +61,7 @@ def recipe() -> ModuleType:
 
 
 def train(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:
-    """The losses of a run that writes to `out`."""
+    """Returns the losses of a run with output in `out`."""
     return losses_of(recipe, base, out, *SMALL, *flags)
 
 
@@ -81,10 +81,14 @@ def draw(pipeline: Any) -> np.ndarray:
     return np.asarray(images[0])
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of diffusers' DPM solver
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # warnings of diffusers' DPM solver
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_lora_result_loads(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
-    """By the pipeline's own loader, scale and all; a checkpoint holds the same and no frozen transformer."""
+def test_lora_of_a_transformer_loads_into_the_pipeline(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    """The pipeline's own loader reads it with its scale; a checkpoint has the same adapter and no frozen
+    transformer.
+    """
     flags = ["--rank", "2", "--lora_alpha", "8", "--learning_rate", "1e-1", "--checkpointing_steps", "3"]
     flags += ["--ac_policy", "full", "--ac_check"]
     assert len(train(recipe, tiny[kind], tmp_path, *flags)) == 3
@@ -102,7 +106,9 @@ def test_lora_result_loads(recipe: ModuleType, tiny: dict[str, str], tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["flux", pytest.param("sana", marks=pytest.mark.slow)])
-def test_full_result_is_a_pipeline(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
+def test_fully_trained_transformer_is_saved_as_a_pipeline(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str
+) -> None:
     train(recipe, tiny[kind], tmp_path, "--learning_rate", "1e-3", "--checkpointing_steps", "3")
     trained, base = (DiffusionPipeline.from_pretrained(place).transformer for place in (tmp_path, tiny[kind]))
     changed = [not torch.equal(one, two) for one, two in zip(trained.parameters(), base.parameters(), strict=True)]
@@ -115,8 +121,10 @@ def test_full_result_is_a_pipeline(recipe: ModuleType, tiny: dict[str, str], tmp
 @pytest.mark.parametrize(
     "flags", [pytest.param(["--rank", "2"], id="cached"), pytest.param(RANDOM, id="random", marks=pytest.mark.slow)]
 )
-def test_resuming_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str]) -> None:
-    """Bit for bit, in the middle of an epoch, and so is what is saved."""
+def test_resumed_transformer_run_has_the_same_losses(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str]
+) -> None:
+    """Bit for bit, from within an epoch; the saved weights are equal too."""
     flags = [*flags, "--max_train_steps", "5", "--checkpointing_steps", "2", "--learning_rate", "1e-2"]
     whole = train(recipe, tiny["flux"], tmp_path / "whole", *flags)
     part = tmp_path / "part"
@@ -130,17 +138,19 @@ def test_resuming_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_
 @pytest.mark.parametrize(
     ("kind", "layers", "policy"), [("sd3", 1, "save:attention+matmul"), ("flux", 2, "full,swap:4")]
 )
-def test_a_policy_changes_no_loss(recipe: ModuleType, tmp_path: Path, kind: str, layers: int, policy: str) -> None:
+def test_policy_keeps_the_losses_of_a_transformer(
+    recipe: ModuleType, tmp_path: Path, kind: str, layers: int, policy: str
+) -> None:
     base, flags = str(tmp_path / "base"), ["--rank", "2", "--lora_dropout", "0.2"]
     make_tiny_transformer(kind, layers=layers).save_pretrained(base)
     plain = train(recipe, base, tmp_path / "plain", *flags)
     assert train(recipe, base, tmp_path / "policy", *flags, "--ac_policy", policy) == plain
 
 
-def test_an_offloaded_optimizer_changes_no_loss(
+def test_offloaded_optimizer_keeps_the_losses_of_a_transformer(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU it is AdamW."""
+    """On a CPU the offloaded optimizer is AdamW."""
     monkeypatch.setattr("ckpt_ft.training.flags.require_package", lambda *args: None)
     flags = ["--max_grad_norm", "0", "--ac_report", "json"]
     plain = train(recipe, tiny["sd3"], tmp_path / "plain", *flags)
@@ -149,10 +159,10 @@ def test_an_offloaded_optimizer_changes_no_loss(
 
 
 @pytest.mark.slow
-def test_stopped_and_resumed(
+def test_stopped_and_resumed_run_has_the_same_losses(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step and a checkpoint are finished; what resumes it ends as if nothing had come."""
+    """After a signal the run finishes its step and a checkpoint; a resumed run ends like an undisturbed one."""
     flags = ["--rank", "2", "--lora_dropout", "0.2", "--use_ema"]
     whole = train(recipe, tiny["flux2"], tmp_path / "whole", *flags)
     out, calls = tmp_path / "out", []
@@ -181,8 +191,8 @@ def test_stopped_and_resumed(
         *(pytest.param(kind, ["--random_flip"], marks=pytest.mark.slow) for kind in KINDS),
     ],
 )
-def test_predicted_peak(recipe: ModuleType, tmp_path: Path, kind: str, flags: list[str]) -> None:
-    """Of the run's own step, within 0.5 % of what it took; where nothing is cached with what encodes in it."""
+def test_predicted_peak_of_a_transformer(recipe: ModuleType, tmp_path: Path, kind: str, flags: list[str]) -> None:
+    """Within 0.5 % of the run's own step, including the encoders if nothing is cached."""
     make_tiny_transformer(kind, heads=4, layers=2).save_pretrained(tmp_path / "base")
     flags = [*flags, "--train_batch_size", "8", "--max_train_samples", "16", "--ac_report", "json"]
     train(recipe, str(tmp_path / "base"), tmp_path / "out", *flags)
@@ -193,10 +203,10 @@ def test_predicted_peak(recipe: ModuleType, tmp_path: Path, kind: str, flags: li
 
 
 @pytest.mark.slow
-def test_a_plan_is_of_the_runs_own_step(
+def test_plan_uses_the_runs_own_step(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What auto plans and what a batch size is found for has the run's latents and prompts."""
+    """Plans and found batch sizes are for the run's own latents and prompts."""
     train(recipe, tiny["flux"], tmp_path / "auto", "--rank", "2", "--ac_policy", "auto", "--ac_budget", "64MiB")
     assert "--ac_policy auto:" in capsys.readouterr().out
     flags = ["--train_batch_size", "8", "--find_max_batch_size", "--ac_budget", "3MiB", "--max_train_steps", "1"]
@@ -204,7 +214,7 @@ def test_a_plan_is_of_the_runs_own_step(
     assert "out of memory)" in capsys.readouterr().out
 
 
-def test_validation_draws_and_touches_nothing(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+def test_validation_does_not_change_training(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
     flags = ["--validation_prompt", "a large red circle at the top left on white", "--validation_steps", "2"]
     losses = train(recipe, tiny["qwen"], tmp_path / "out", *flags, "--validation_inference_steps", "1", "--use_ema")
     assert losses == train(recipe, tiny["qwen"], tmp_path / "plain", "--use_ema")
@@ -214,7 +224,7 @@ def test_validation_draws_and_touches_nothing(recipe: ModuleType, tiny: dict[str
         Image.open(tmp_path / "out" / "samples.png") as sheet,
         Image.open(tmp_path / "out" / "samples" / names[0]) as row,
     ):
-        assert sheet.height == 4 * row.height  # three validations and what was asked for
+        assert sheet.height == 4 * row.height  # three validations, and a header with the prompts
 
 
 @pytest.mark.parametrize(
@@ -227,12 +237,16 @@ def test_validation_draws_and_touches_nothing(recipe: ModuleType, tiny: dict[str
         (["--weighting_scheme", "logit-normal"], "invalid choice: 'logit-normal'"),
     ],
 )
-def test_bad_input(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str], words: str) -> None:
+def test_invalid_flags_of_the_transformer_recipe_are_refused(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str], words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         train(recipe, tiny["flux"], tmp_path / "out", *flags)
 
 
-def test_pipelines_that_are_not_of_the_table(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+def test_unsupported_transformer_pipelines_are_refused(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path
+) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny["flux"], base)
     index = json.loads((base / "model_index.json").read_text())
@@ -245,8 +259,8 @@ def test_pipelines_that_are_not_of_the_table(recipe: ModuleType, tiny: dict[str,
         train(recipe, str(base), tmp_path / "out")
 
 
-def test_an_image_smaller_than_a_token(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
-    """Of the published VAEs' eight pixels a latent: a token of FLUX is sixteen wide."""
+def test_image_smaller_than_a_token_is_refused(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+    """Published VAEs have eight pixels per latent, and a token of FLUX is sixteen pixels wide."""
     base = tmp_path / "base"
     shutil.copytree(tiny["flux"], base)
     wide = diffusers.AutoencoderKL(
@@ -258,7 +272,7 @@ def test_an_image_smaller_than_a_token(recipe: ModuleType, tiny: dict[str, str],
         train(recipe, str(base), tmp_path / "out", "--resolution", "24")
 
 
-def test_exit_codes(
+def test_exit_code_of_invalid_flags(
     recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["diffusion_transformer.py", "--load_in_4bit", "--output_dir", str(tmp_path)])
@@ -275,8 +289,8 @@ PREDICTED = re.compile(r"predicted on an ([\w-]+): ([\d.]+) GiB reserved")
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if bitsandbytes were there
+def test_transformer_yaml_files_parse_and_contain_their_command(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if bitsandbytes were installed
     model, images, _, ac = parse_args(
         (TransformerArguments, ImageArguments, TransformerLoopArguments, ACArguments), ["--config", str(config)]
     )
@@ -294,10 +308,10 @@ def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_the_prediction_still_says_so(
+def test_prediction_in_the_comments_is_current(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a configuration has in its comments, of the transformer that its pipeline has."""
+    """Compares the configuration's comment with an estimate of its transformer."""
     device, amount = PREDICTED.findall(config.read_text())[0]
     words = ["ckpt-ft", "estimate", "--config", str(config), "--device", device, "--json"]
     monkeypatch.setattr(sys, "argv", words)

@@ -1,4 +1,4 @@
-"""recipes/diffusion_unet.py run for real, in this process, on tiny pipelines of every architecture."""
+"""recipes/diffusion_unet.py on tiny pipelines of every architecture, run in this process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ RANDOM = [  # everything in a step that draws random numbers
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories of tiny pipelines, their VAE's decoder left random."""
+    """Directories of tiny pipelines, by kind; the VAE's decoder is random."""
     root = tmp_path_factory.mktemp("pipelines")
     for kind in ("sd1", "sd2", "sdxl"):
         make_tiny_pipeline(kind, 0, (16, 32)).save_pretrained(root / kind)
@@ -72,12 +72,12 @@ def recipe() -> ModuleType:
 
 
 def train(recipe: ModuleType, base: str, out: Path, *flags: str, quiet: bool = True) -> list[float]:
-    """The losses of a run that writes to `out`."""
+    """Returns the losses of a run with output in `out`."""
     return losses_of(recipe, base, out, *SMALL, *(QUIET if quiet else []), *flags)
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    """Tensor by tensor: the order of a file's header is not fixed."""
+    """Compares tensor by tensor, because the order in a file's header is not fixed."""
     ours, theirs = load_file(one), load_file(other)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -93,7 +93,9 @@ def draw(pipeline: DiffusionPipeline) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
-def test_full_result_is_a_pipeline(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
+def test_fully_trained_unet_is_saved_as_a_pipeline(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str
+) -> None:
     losses = train(recipe, tiny[kind], tmp_path / "out", "--learning_rate", "1e-3", "--checkpointing_steps", "4")
     assert len(losses) == 4
     classes = {"sd1": StableDiffusionPipeline, "sd2": StableDiffusionPipeline, "sdxl": StableDiffusionXLPipeline}
@@ -104,13 +106,15 @@ def test_full_result_is_a_pipeline(recipe: ModuleType, tiny: dict[str, str], tmp
     assert torch.equal(trained.vae.encoder.conv_in.weight, base.vae.encoder.conv_in.weight)
     assert draw(trained).shape == (32, 32, 3)
     assert (draw(trained) != draw(base)).any()
-    # A checkpoint holds the U-Net as diffusers reads it.
+    # the checkpoint has the U-Net in diffusers' format
     unet = type(trained.unet).from_pretrained(tmp_path / "out" / "checkpoint-4", subfolder="unet")
     assert torch.equal(unet.conv_in.weight, trained.unet.conv_in.weight)
 
 
 @pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
-def test_lora_result_loads(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
+def test_lora_of_a_unet_loads_into_the_pipeline(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str
+) -> None:
     flags = ["--rank", "2", "--lora_alpha", "8", "--learning_rate", "1e-2", "--checkpointing_steps", "4"]
     train(recipe, tiny[kind], tmp_path / "out", *flags)
     pipeline = DiffusionPipeline.from_pretrained(tiny[kind])
@@ -126,14 +130,16 @@ def test_lora_result_loads(recipe: ModuleType, tiny: dict[str, str], tmp_path: P
     assert all(torch.equal(result[name], checkpoint[name]) for name in result)
     assert (
         sum(path.stat().st_size for path in (tmp_path / "out" / "checkpoint-4").iterdir()) < 300_000
-    )  # no frozen U-Net
+    )  # it contains no frozen U-Net
 
 
 @pytest.mark.parametrize(
     "flags", [pytest.param(["--use_ema"], id="cached", marks=pytest.mark.slow), pytest.param(RANDOM, id="random")]
 )
-def test_resuming_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str]) -> None:
-    """Bit for bit, from a checkpoint in the middle of the first or of a later epoch, and so is what is saved."""
+def test_resumed_unet_run_has_the_same_losses(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str]
+) -> None:
+    """Bit for bit, from within the first or a later epoch; the saved weights are equal too."""
     flags = [*flags, "--max_train_steps", "6", "--checkpointing_steps", "2", "--learning_rate", "1e-3"]
     flags += ["--max_train_samples", "7"]
     whole = train(recipe, tiny["sdxl"], tmp_path / "whole", *flags)
@@ -151,16 +157,18 @@ def test_resuming_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_
 
 
 @pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "save:conv+attention"])
-def test_a_policy_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, policy: str) -> None:
+def test_policy_keeps_the_losses_of_a_unet(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, policy: str
+) -> None:
     plain = train(recipe, tiny["sd2"], tmp_path / "plain", "--rank", "2", "--lora_dropout", "0.2")
     flags = ["--rank", "2", "--lora_dropout", "0.2", "--ac_policy", policy, "--ac_check"]
     assert train(recipe, tiny["sd2"], tmp_path / "policy", *flags) == plain
 
 
-def test_a_mismatch_in_the_loop_names_the_block_and_other_policies(
+def test_verification_error_in_the_loop_names_block_and_policies(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The activations read a number that is another one in backward, so only what re-runs no block passes."""
+    """Activations read a number that differs in backward, so only policies that re-run no block pass."""
     silu = torch.nn.SiLU.forward
     monkeypatch.setattr(
         torch.nn.SiLU, "forward", lambda self, x: silu(self, x) * (1 + (torch._C._current_graph_task_id() != -1))
@@ -173,7 +181,7 @@ def test_a_mismatch_in_the_loop_names_the_block_and_other_policies(
 
 
 class OutOfMemoryOnce:
-    """Session.step that runs out of memory at the end of one step."""
+    """A Session.step that runs out of memory at the end of one step."""
 
     def __init__(self, at: int) -> None:
         self.at, self.calls = at, 0
@@ -187,30 +195,30 @@ class OutOfMemoryOnce:
 @pytest.mark.parametrize(
     "at", [pytest.param(1, id="before any checkpoint", marks=pytest.mark.slow), pytest.param(4, id="after one")]
 )
-def test_out_of_memory_is_planned_again(
+def test_out_of_memory_in_the_loop_is_replanned(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """From the last checkpoint and for less memory; no loss shows it."""
+    """The run continues from the last checkpoint with less memory, and its losses are the same."""
     flags = ["--rank", "2", "--lora_dropout", "0.2", "--checkpointing_steps", "2"]
     plain = train(recipe, tiny["sd1"], tmp_path / "plain", *flags)
     planned: list[int] = []
     made: dict[int, Plan] = {}
 
-    def quick(workload: Workload, budget: str | int, **kwargs: object) -> Plan:
+    def plan_two_policies(workload: Workload, budget: str | int, **kwargs: object) -> Plan:
         planned.append(parse_bytes(budget))
         if planned[-1] not in made:
             made[planned[-1]] = plan(workload, budget, **kwargs, policies=["none", "full"])
         return made[planned[-1]]
 
-    monkeypatch.setattr("ckpt_ft.training.fit.plan", quick)
+    monkeypatch.setattr("ckpt_ft.training.fit.plan", plan_two_policies)
     step = OutOfMemoryOnce(at)
     monkeypatch.setattr(Session, "step", lambda memory: step(memory))
     flags += ["--ac_policy", "auto", "--ac_budget", "1GiB"]
     assert train(recipe, tiny["sd1"], tmp_path / "out", *flags) == plain
     assert planned[0] == GIB
     assert len(planned) == 2
-    assert planned[1] < 0.01 * GIB  # where the pick that failed would not fit
-    assert step.calls == 4 + (1 if at == 1 else 2)  # steps 3 and 4 again
+    assert planned[1] < 0.01 * GIB  # the failed pick does not fit this budget
+    assert step.calls == 4 + (1 if at == 1 else 2)  # steps 3 and 4 run again
     again = OutOfMemoryOnce(at)
     monkeypatch.setattr(Session, "step", lambda memory: again(memory))
     with pytest.raises(WorkFailed, match="out of memory: CUDA out of memory"):
@@ -218,11 +226,12 @@ def test_out_of_memory_is_planned_again(
 
 
 @pytest.mark.slow
-def test_the_largest_batch_that_fits_a_budget(
+def test_largest_batch_within_a_budget(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Five samples fit beside gradients, so that eight take two micro-batches; the trial steps leave weights and the
-    random state alone."""
+    """Five samples fit with gradients, so eight are two micro-batches; trial steps change neither weights nor random
+    state.
+    """
     flags = ["--train_batch_size", "8", "--find_max_batch_size", "--ac_budget", "10MiB"]
     found = train(recipe, tiny["sd1"], tmp_path / "found", *flags, "--max_train_steps", "1")
     said = capsys.readouterr().out
@@ -232,23 +241,25 @@ def test_the_largest_batch_that_fits_a_budget(
     assert train(recipe, tiny["sd1"], tmp_path / "plain", *flags) == found
 
 
-def test_cached_latents_train_as_uncached(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+def test_cached_latents_give_the_losses_of_uncached_ones(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path
+) -> None:
     cached = train(recipe, tiny["sd1"], tmp_path / "cached")
     plain = train(recipe, tiny["sd1"], tmp_path / "plain", "--cache_latents", "false")
     assert plain == pytest.approx(cached, rel=1e-5)
 
 
-def test_validation_reports_and_trackers(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+def test_validation_report_and_trackers(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
     prompts = ["a large red circle at the top left on white", "a small blue star at the right on black"]
     flags = ["--validation_prompt", *prompts, "--validation_steps", "2", "--validation_inference_steps", "2"]
     flags += ["--report_to", "tensorboard", "--ac_policy", "full", "--use_ema"]
     out = tmp_path / "out"
     losses = train(recipe, tiny["sd2"], out, *flags, quiet=False)
     plain = train(recipe, tiny["sd2"], tmp_path / "plain", "--use_ema")
-    assert losses == plain  # neither validation nor measuring touches what training draws
+    assert losses == plain  # neither validation nor measuring changes random draws of training
     assert sorted(path.name for path in (out / "samples").iterdir()) == [f"step-00000{n}.png" for n in (0, 2, 4)]
     with Image.open(out / "samples.png") as sheet, Image.open(out / "samples" / "step-000000.png") as row:
-        assert sheet.height == 4 * row.height  # three validations and what was asked for
+        assert sheet.height == 4 * row.height  # three validations, and a header with the prompts
     report = json.loads((out / "memory_report.json").read_text())
     assert set(report["ranks"][0]["peaks"]) == {"forward", "backward", "optimizer"}
     assert report["provenance"]["policy"] == "full"
@@ -260,7 +271,7 @@ def test_validation_reports_and_trackers(recipe: ModuleType, tiny: dict[str, str
 
 
 @pytest.mark.slow
-def test_a_validation_that_fails_costs_a_warning(
+def test_failed_validation_is_a_warning(
     recipe: ModuleType,
     tiny: dict[str, str],
     tmp_path: Path,
@@ -279,7 +290,7 @@ def test_a_validation_that_fails_costs_a_warning(
     assert said == ["validation failed; training is not affected: ValueError: no such sampler"] * 3
 
 
-def test_a_yaml_and_a_folder(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+def test_yaml_file_and_image_folder(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
     images = tmp_path / "images"
     images.mkdir()
     for number in range(4):
@@ -295,8 +306,10 @@ def test_a_yaml_and_a_folder(recipe: ModuleType, tiny: dict[str, str], tmp_path:
 
 
 @pytest.mark.slow
-def test_disk_full(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the second checkpoint is written; what went before goes on from the first."""
+def test_full_disk_in_the_unet_recipe(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing the second checkpoint fails, and the run can continue from the first."""
     import accelerate.checkpointing
 
     out = tmp_path / "out"
@@ -329,14 +342,16 @@ def test_disk_full(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, mon
         (["--lerning_rate", "1"], "did you mean '--learning_rate'"),
     ],
 )
-def test_bad_input(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str], words: str) -> None:
+def test_invalid_flags_of_the_unet_recipe_are_refused(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str], words: str
+) -> None:
     out = tmp_path / "out"
     with pytest.raises(UserError, match=words):
         train(recipe, tiny["sd1"], out, *flags)
     assert not out.exists() or {path.name for path in out.iterdir()} <= {"_run.lock"}
 
 
-def test_a_first_step_that_fails_is_one_line(
+def test_failed_first_step_of_the_loop_is_one_line(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: object, **kwargs: object) -> None:
@@ -347,7 +362,7 @@ def test_a_first_step_that_fails_is_one_line(
         train(recipe, tiny["sd1"], tmp_path / "out", "--rank", "2")
 
 
-def test_exit_codes(
+def test_exit_code_of_an_invalid_rank(
     recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["diffusion_unet.py", "--rank", "0", "--output_dir", str(tmp_path / "out")])
@@ -363,8 +378,8 @@ CONFIGS = sorted((ROOT / "recipes" / "diffusion").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if bitsandbytes were there
+def test_unet_yaml_files_parse_and_contain_their_command(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if bitsandbytes were installed
     model, images, _, ac = parse_args(
         (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments), ["--config", str(config)]
     )
@@ -379,10 +394,10 @@ def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_waited_out(
+def test_signal_is_deferred_to_the_end_of_the_loops_step(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """The step and a checkpoint are finished; what resumes it ends as if nothing had come."""
+    """The run finishes its step and a checkpoint; a resumed run ends like an undisturbed one."""
     flags = ["--rank", "2", "--lora_dropout", "0.2", "--use_ema"]
     whole = train(recipe, tiny["sd1"], tmp_path / "whole", *flags)
     out, calls = tmp_path / "out", []
@@ -414,23 +429,23 @@ ONE_THREAD = (
 
 
 def start(base: str, out: Path, *flags: str) -> subprocess.Popen[bytes]:
-    """The recipe in a process of its own, with the thread count of the runs in this one."""
+    """Starts the recipe in a new process, with the thread count of the runs in this one."""
     command = [sys.executable, "-c", ONE_THREAD, SCRIPT, "--pretrained_model_name_or_path", base, *SMALL, *QUIET]
     with (out.parent / f"{out.name}.log").open("ab") as log:
         return subprocess.Popen([*command, "--output_dir", str(out), *flags], cwd=ROOT, stdout=log, stderr=log)
 
 
-def going_on(out: Path) -> list[str]:
-    """The flags after a kill; before the first whole checkpoint the run begins anew."""
+def resume_flags(out: Path) -> list[str]:
+    """Returns the flags after a kill; without a complete checkpoint the run starts again."""
     whole = last_complete_checkpoint(str(out)) is not None
     return ["--resume_from_checkpoint", "latest"] if whole else ["--overwrite_output_dir"]
 
 
 def kill_until_done(base: str, out: Path, kills: int, flags: list[str], seed: int) -> None:
-    """Kill the run `kills` times, each after a random number of steps and a random fraction of a second; finish it."""
+    """Kills the run `kills` times, after random numbers of steps and fractions of a second, then finishes it."""
     draw = random.Random(seed)
     for _ in range(kills):
-        process = start(base, out, *flags, *going_on(out))
+        process = start(base, out, *flags, *resume_flags(out))
         before = max((line["step"] for line in read_losses(str(out))), default=0)
         until = draw.randint(1, 3)
         deadline = time.monotonic() + 300
@@ -442,14 +457,16 @@ def kill_until_done(base: str, out: Path, kills: int, flags: list[str], seed: in
         time.sleep(draw.random() * 0.2)
         process.kill()
         process.wait()
-    process = start(base, out, *flags, *going_on(out))
+    process = start(base, out, *flags, *resume_flags(out))
     assert process.wait(300) == 0, (out.parent / f"{out.name}.log").read_text()[-2000:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, 10])
-def test_killed_at_any_moment(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kills: int) -> None:
-    """Killed with signal 9 and resumed, a run makes the losses and the weights of one that was left alone."""
+def test_run_killed_at_any_moment_has_the_same_losses(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kills: int
+) -> None:
+    """A run killed by signal 9 and resumed has the losses and weights of an undisturbed run."""
     flags = ["--max_train_steps", str(6 + 4 * (kills - 1)), "--checkpointing_steps", "1"]
     flags += ["--checkpoints_total_limit", "2", "--learning_rate", "1e-3", "--rank", "2", "--lora_dropout", "0.1"]
     whole = train(recipe, tiny["sd1"], tmp_path / "whole", *flags)
@@ -463,11 +480,11 @@ def test_killed_at_any_moment(recipe: ModuleType, tiny: dict[str, str], tmp_path
 @pytest.mark.parametrize(
     ("kind", "flags"), [("sd2", []), ("sd1", ["--rank", "2"]), ("sdxl", ["--rank", "2", "--use_ema"]), ("sdxl", [])]
 )
-def test_two_processes(tiny: dict[str, str], tmp_path: Path, kind: str, flags: list[str]) -> None:
-    """They train one model on different rows with different noise, report both ranks' memory, and resume."""
+def test_two_processes_train_one_unet(tiny: dict[str, str], tmp_path: Path, kind: str, flags: list[str]) -> None:
+    """They train one model on different rows and noise, report the memory of both ranks, and resume."""
 
     def launch(out: Path, *more: str) -> list[float]:
-        # the hashes of a verified step are 1 % of so small a model with adapters
+        # the hashes of a verified step are 1 % of such a small model with adapters
         common = [*SMALL, "--checkpointing_steps", "2", "--ac_policy", "full", "--ac_verify", "never"]
         return losses_on_two_ranks(SCRIPT, tiny[kind], out, *common, *flags, *more)
 

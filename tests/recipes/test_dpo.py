@@ -1,4 +1,4 @@
-"""recipes/dpo.py run for real, in this process, on the built-in preferences."""
+"""recipes/dpo.py on the built-in preferences, run in this process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def dpo(sample: tuple[Path, Path]) -> ModuleType:
 
 
 def train(dpo: ModuleType, out: Path, *flags: str, **changed: object) -> list[float]:
-    """The losses of a run."""
+    """Returns the losses of a run."""
     small = [part for name, value in {**SMALL, **changed}.items() for part in (f"--{name}", str(value))]
     dpo.main(["--use_cpu", *small, "--output_dir", str(out), *flags])
     state = json.loads((out / "trainer_state.json").read_text())
@@ -47,9 +47,12 @@ def train(dpo: ModuleType, out: Path, *flags: str, **changed: object) -> list[fl
 
 
 @pytest.mark.parametrize("flags", [pytest.param([], id="full", marks=pytest.mark.slow), pytest.param(LORA, id="lora")])
-def test_a_policy_changes_no_loss_and_its_peak_is_predicted(dpo: ModuleType, tmp_path: Path, flags: list[str]) -> None:
+def test_policy_keeps_the_losses_of_dpo_and_its_peak_is_predicted(
+    dpo: ModuleType, tmp_path: Path, flags: list[str]
+) -> None:
     plain = train(dpo, tmp_path / "plain", *flags)
-    assert plain[0] == pytest.approx(math.log(2), abs=1e-6)  # the model is its reference, so neither answer is ahead
+    # the model equals its reference, so both answers are equally likely
+    assert plain[0] == pytest.approx(math.log(2), abs=1e-6)
     assert plain[3] != plain[0]
     assert train(dpo, tmp_path / "policy", *flags, "--ac_policy", "save:attention+matmul", "--ac_check") == plain
     report = json.loads((tmp_path / "policy" / "memory_report.json").read_text())
@@ -59,10 +62,10 @@ def test_a_policy_changes_no_loss_and_its_peak_is_predicted(dpo: ModuleType, tmp
         assert predicted[phase] == pytest.approx(measured[phase]["allocated"], rel=0.005)
 
 
-def test_swapped_weights_never_pass_through_the_device(
+def test_swapped_weights_are_never_moved_to_the_device(
     dpo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRL's trainers leave the model where it is; the callback takes the blocks out, and moves the rest."""
+    """TRL's trainers do not move the model; the callback moves everything except the swapped blocks."""
     moved: list[Any] = []
     monkeypatch.setattr(trl.DPOTrainer, "_move_model_to_device", lambda self, model, device: moved.append(device))
     assert len(train(dpo, tmp_path / "swap", *LORA, "--ac_policy", "swap:3", max_steps=1)) == 1
@@ -70,7 +73,7 @@ def test_swapped_weights_never_pass_through_the_device(
 
 
 @pytest.mark.slow
-def test_training_prefers_what_was_chosen(dpo: ModuleType, tmp_path: Path) -> None:
+def test_training_prefers_the_chosen_answer(dpo: ModuleType, tmp_path: Path) -> None:
     losses = train(dpo, tmp_path, max_steps=20, per_device_train_batch_size=8, learning_rate=1e-3)
     assert sum(losses[-5:]) / 5 < 0.5  # ln 2 = 0.69
 
@@ -87,7 +90,7 @@ def test_auto_counts_the_reference_model(
 
 
 @pytest.mark.slow
-def test_the_largest_batch_is_found_for_a_trainer_that_stands(dpo: ModuleType, tmp_path: Path) -> None:
+def test_largest_batch_is_found_for_an_existing_trainer(dpo: ModuleType, tmp_path: Path) -> None:
     losses = train(
         dpo,
         tmp_path,
@@ -104,7 +107,7 @@ def test_the_largest_batch_is_found_for_a_trainer_that_stands(dpo: ModuleType, t
 
 
 @pytest.mark.slow
-def test_a_resumed_run_repeats_the_uninterrupted_one(dpo: ModuleType, tmp_path: Path) -> None:
+def test_resumed_dpo_run_has_the_same_losses(dpo: ModuleType, tmp_path: Path) -> None:
     flags = [*LORA, "--ac_policy", "full"]
     losses = train(dpo, tmp_path / "whole", *flags, save_strategy="steps", save_steps=2)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -120,7 +123,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(dpo: ModuleType, tmp_path: 
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "row 2 has no 'rejected'"),
     ],
 )
-def test_rows_that_are_no_preferences_are_one_line(
+def test_invalid_preference_rows_are_one_line(
     dpo: ModuleType, tmp_path: Path, row: dict[str, str], message: str
 ) -> None:
     data = tmp_path / "data.jsonl"
@@ -130,7 +133,7 @@ def test_rows_that_are_no_preferences_are_one_line(
         train(dpo, tmp_path / "out", dataset_name=data)
 
 
-def test_the_built_in_preferences_set_order_against_disorder(sample: tuple[Path, Path]) -> None:
+def test_built_in_preferences_differ_in_word_order_only(sample: tuple[Path, Path]) -> None:
     _, preferences = make_preferences()
     rows = [json.loads(line) for line in Path(preferences).read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 2000
@@ -139,9 +142,9 @@ def test_the_built_in_preferences_set_order_against_disorder(sample: tuple[Path,
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("DPOArguments", "DPOConfig"), ("GRPOArguments", "GRPOConfig")])
-def test_flags_have_trls_defaults(ours: str, theirs: str) -> None:
-    """Those that TRL changes in TrainingArguments, too: its learning rate is a fiftieth."""
+def test_flags_have_the_defaults_of_trl(ours: str, theirs: str) -> None:
+    """This includes defaults that TRL changes in TrainingArguments, such as its smaller learning rate."""
     own = {field.name: field.default for field in fields(getattr(preferences, ours)) if field.init}
     library = {field.name: field.default for field in fields(getattr(trl, theirs))}
     other = {name for name, default in own.items() if name in library and default != library[name]}
-    assert other == {"bf16", "gradient_checkpointing"}  # precision is said, and the policy checkpoints
+    assert other == {"bf16", "gradient_checkpointing"}  # the user chooses the precision, and the policy checkpoints

@@ -1,4 +1,4 @@
-"""DreamBooth with both diffusion recipes, on tiny pipelines: class images, pairs of rows, peaks, checkpoints."""
+"""DreamBooth in both diffusion recipes, on tiny pipelines: class images, pairs of rows, peaks, checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ADAPTERS = "pytorch_lora_weights.safetensors"
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories of tiny pipelines."""
+    """Directories of tiny pipelines, by kind."""
     root = tmp_path_factory.mktemp("dreambooth")
     for kind in ("sd1", "sdxl"):
         make_tiny_pipeline(kind, 0, (16, 32)).save_pretrained(root / kind)
@@ -50,7 +50,7 @@ def recipes() -> dict[str, ModuleType]:
 
 @pytest.fixture
 def subject(tmp_path: Path) -> list[str]:
-    """Three images of one subject, five to be drawn of its class."""
+    """Flags for three images of one subject, and five class images to be generated."""
     (tmp_path / "subject").mkdir()
     for place, drawing in enumerate(drawings(3)):
         drawing.image(32).save(tmp_path / "subject" / f"{place}.png")
@@ -62,7 +62,7 @@ def subject(tmp_path: Path) -> list[str]:
 
 
 def train(recipes: dict[str, ModuleType], bases: dict[str, str], kind: str, out: Path, *flags: str) -> list[float]:
-    """The losses of a run that writes to `out`."""
+    """Returns the losses of a run with output in `out`."""
     forget_process()
     quiet = [] if "--ac_report" in flags else ["--ac_report", "none"]
     base = [] if "--pretrained_model_name_or_path" in flags else ["--pretrained_model_name_or_path", bases[kind]]
@@ -77,11 +77,11 @@ def pixels(path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["flux", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sd1", "sdxl"))])
-def test_class_images_are_made_once(
+def test_class_images_are_generated_once(
     recipes: dict[str, ModuleType], bases: dict[str, str], subject: list[str], tmp_path: Path, kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Only those that are missing, in batches; image i is the same whenever it is drawn, and no loss shows when."""
+    """Only missing images are generated, in batches; image i and the losses do not depend on when it is generated."""
     drawn, images = [], Sampler.images
 
     def counted(self: Sampler, *args: object, **more: object) -> list[Image.Image]:
@@ -99,17 +99,17 @@ def test_class_images_are_made_once(
     assert all((before[0] != other).any() for other in before[1:])
     for path in (files[1], files[3], files[4]):
         path.unlink()
-    again = train(recipes, bases, kind, tmp_path / "again", "--rank", "2", *subject)
+    repeated = train(recipes, bases, kind, tmp_path / "again", "--rank", "2", *subject)
     assert drawn == [2, 2, 1, 2, 1]
     assert all(abs(pixels(path) - image).max() <= 1 for path, image in zip(files, before, strict=True))
-    assert again == pytest.approx(first, rel=1e-3)
-    there = train(recipes, bases, kind, tmp_path / "there", "--rank", "2", *subject)
-    assert (there, drawn) == (again, [2, 2, 1, 2, 1])
+    assert repeated == pytest.approx(first, rel=1e-3)
+    continued = train(recipes, bases, kind, tmp_path / "there", "--rank", "2", *subject)
+    assert (continued, drawn) == (repeated, [2, 2, 1, 2, 1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "uncached"), [("sd1", True), ("flux", False)], ids=["random", "cached"])
-def test_resumes_bit_for_bit_under_any_policy(
+def test_dreambooth_run_resumes_bit_for_bit_under_any_policy(
     recipes: dict[str, ModuleType],
     bases: dict[str, str],
     subject: list[str],
@@ -131,10 +131,10 @@ def test_resumes_bit_for_bit_under_any_policy(
 
 
 @pytest.mark.parametrize("kind", ["sd1", pytest.param("flux", marks=pytest.mark.slow)])
-def test_the_prior_has_its_weight(
+def test_loss_is_linear_in_the_prior_weight(
     recipes: dict[str, ModuleType], bases: dict[str, str], subject: list[str], tmp_path: Path, kind: str
 ) -> None:
-    """The loss is the subject's alone plus the weight times the class's: linear in it, from the same noise."""
+    """The loss is the subject's plus the weight times the class's, from the same noise."""
     losses = []
     for weight in ("0", "1", "3"):
         flags = [*subject, "--prior_loss_weight", weight, "--rank", "2", "--max_train_steps", "1"]
@@ -151,11 +151,11 @@ def test_the_prior_has_its_weight(
         pytest.param("sdxl", ["--rank", "2"], marks=pytest.mark.slow),
     ],
 )
-def test_predicted_peak(
+def test_predicted_peak_of_dreambooth(
     recipes: dict[str, ModuleType], bases: dict[str, str], subject: list[str], tmp_path: Path, kind: str,
     flags: list[str],
 ) -> None:  # fmt: skip
-    """Of both halves of the batch, within 0.5 % of what the run took."""
+    """Within 0.5 % of the measured peak, for both halves of the batch."""
     flags = [*flags, *subject, "--train_batch_size", "8", "--ac_report", "json", "--ac_policy", "full"]
     train(recipes, bases, kind, tmp_path / "out", *flags)
     rank = json.loads((tmp_path / "out" / "memory_report.json").read_text())["ranks"][0]
@@ -164,30 +164,30 @@ def test_predicted_peak(
 
 
 @pytest.mark.slow
-def test_the_largest_batch_counts_both_halves(
+def test_largest_batch_of_pairs(
     recipes: dict[str, ModuleType], bases: dict[str, str], subject: list[str], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Five samples fit without a prior: two pairs take four of them."""
+    """Without a prior five samples fit, so two pairs (four samples) fit."""
     flags = ["--train_batch_size", "8", "--find_max_batch_size", "--ac_budget", "10MiB", "--max_train_steps", "1"]
     train(recipes, bases, "sd1", tmp_path / "out", *subject, *flags)
     assert "predicted 2, proved 2" in capsys.readouterr().out
 
 
-def test_memory_runs_out_while_drawing(
+def test_out_of_memory_while_generating_class_images(
     recipes: dict[str, ModuleType], bases: dict[str, str], subject: list[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Said as it is, planned again for no step; what was drawn is there."""
+    """The error names the cause, no step is replanned, and the generated images are kept."""
     images, calls = Sampler.images, []
 
-    def once(self: Sampler, *args: object, **more: object) -> list[Image.Image]:
+    def fails_on_the_second_call(self: Sampler, *args: object, **more: object) -> list[Image.Image]:
         calls.append(args)
         if len(calls) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return images(self, *args, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Sampler, "images", once)
+    monkeypatch.setattr(Sampler, "images", fails_on_the_second_call)
     with pytest.raises(WorkFailed, match="finished ones are kept: give a --sample_batch_size below 2"):
         train(recipes, bases, "sd1", tmp_path / "out", *subject, "--ac_policy", "auto", "--ac_budget", "1GiB")
     assert len(list((tmp_path / "class").iterdir())) == 2
@@ -202,7 +202,7 @@ def test_memory_runs_out_while_drawing(
         (["--dataset_name", "someone/dogs"], "two sources of images"),
     ],
 )
-def test_bad_input(
+def test_invalid_dreambooth_flags_are_refused(
     recipes: dict[str, ModuleType], bases: dict[str, str], subject: list[str], tmp_path: Path, flags: list[str],
     words: str,
 ) -> None:  # fmt: skip
@@ -210,7 +210,7 @@ def test_bad_input(
         train(recipes, bases, "sd1", tmp_path / "out", *subject, *flags)
 
 
-def test_exit_codes(
+def test_exit_code_of_a_misplaced_class_prompt(
     recipes: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["diffusion_unet.py", "--class_prompt", "a dog", "--output_dir", str(tmp_path)])
@@ -224,8 +224,10 @@ def test_exit_codes(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_prediction_still_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the configuration has in its comments."""
+def test_prediction_in_the_dreambooth_comments_is_current(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compares the configuration's comment with an estimate."""
     config = ROOT / "recipes" / "diffusion" / "sdxl_dreambooth_lora_12gb.yaml"
     device, amount = re.findall(r"predicted on an ([\w-]+): ([\d.]+) GiB reserved", config.read_text())[0]
     monkeypatch.setattr("sys.argv", ["ckpt-ft", "estimate", "--config", str(config), "--device", device, "--json"])
@@ -236,7 +238,7 @@ def test_the_prediction_still_says_so(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 @pytest.mark.slow
-def test_two_processes_draw_together(bases: dict[str, str], subject: list[str], tmp_path: Path) -> None:
+def test_two_processes_generate_class_images(bases: dict[str, str], subject: list[str], tmp_path: Path) -> None:
     script = ["recipes/diffusion_unet.py", "--pretrained_model_name_or_path", bases["sd1"], *SMALL, *subject]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]

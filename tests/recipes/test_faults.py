@@ -1,4 +1,4 @@
-"""recipes/llm.py met by faults: a report that fails, signals, a second run, a full disk, secrets in its command."""
+"""recipes/llm.py under faults: a failing report, signals, a second run, a full disk, and secrets in its command."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(llm: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing happened to."""
+    """The output of an undisturbed run."""
     return train(llm, tmp_path_factory.mktemp("whole") / "out", *QUIET)
 
 
 def at_step(number: int, do: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `do()` called within the step behind which `number` steps are made."""
+    """Calls `do()` within training step `number`."""
     step = Trainer.training_step
 
     def meets(self: Trainer, *args: object, **kwargs: object) -> torch.Tensor:
@@ -60,7 +60,7 @@ def at_step(number: int, do: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "training_step", meets)
 
 
-def test_a_report_that_fails_costs_a_warning(
+def test_failed_report_is_a_warning(
     llm: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*args: object, **kwargs: object) -> None:
@@ -80,7 +80,7 @@ def test_a_report_that_fails_costs_a_warning(
     ]  # fmt: skip
 
 
-def test_weights_are_there_before_the_report(
+def test_weights_are_saved_before_the_report(
     llm: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*args: object, **kwargs: object) -> None:
@@ -92,8 +92,8 @@ def test_weights_are_there_before_the_report(
     assert_same_weights(tmp_path / "out", whole)
 
 
-def test_a_finished_run_trains_nothing_more(llm: ModuleType, whole: Path, tmp_path: Path) -> None:
-    """Nor one that was killed after its last step, which gets its weights."""
+def test_finished_run_makes_no_more_steps(llm: ModuleType, whole: Path, tmp_path: Path) -> None:
+    """A run that was killed after its last step saves its weights."""
     out = tmp_path / "out"
     shutil.copytree(whole, out)
     (out / WEIGHTS).unlink()
@@ -106,7 +106,7 @@ def test_a_finished_run_trains_nothing_more(llm: ModuleType, whole: Path, tmp_pa
     assert (out / "train_results.json").read_bytes() == metrics
 
 
-def test_another_run_does_not_touch_it(llm: ModuleType, whole: Path, tmp_path: Path) -> None:
+def test_another_run_does_not_change_a_finished_one(llm: ModuleType, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(whole, out)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -122,7 +122,7 @@ def test_another_run_does_not_touch_it(llm: ModuleType, whole: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_waited_out(
+def test_signal_is_deferred_to_the_end_of_the_step(
     llm: ModuleType,
     whole: Path,
     tmp_path: Path,
@@ -130,7 +130,7 @@ def test_a_signal_is_waited_out(
     capfd: pytest.CaptureFixture[str],
     number: int,
 ) -> None:
-    """The step is finished and saved, the report written; what resumes it ends as if nothing had come."""
+    """The run finishes its step, a checkpoint and the report; a resumed run ends like an undisturbed one."""
     out = tmp_path / "out"
     monkeypatch.setattr("sys.argv", ["llm.py", "--hub_token", "hf_secret99", "--overwrite_output_dir", "True"])
     with monkeypatch.context() as patch:
@@ -149,24 +149,24 @@ def test_a_signal_is_waited_out(
     assert_same_weights(out, whole)
 
 
-def test_the_second_signal_stops_at_once(llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_signal_stops_at_once(llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt_ft.training.checkpoints._FORWARDED_WITHIN", -1.0)
 
-    def twice() -> None:
+    def send_two_signals() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("went on")
 
-    at_step(1, twice, monkeypatch)
+    at_step(1, send_two_signals, monkeypatch)
     with pytest.raises(Interrupted, match="stopped at once") as stopped:
         train(llm, tmp_path / "out", *QUIET)
     assert stopped.value.number == signal.SIGTERM
 
 
-def test_a_checkpoint_that_cannot_be_written(
+def test_failed_checkpoint_write_keeps_the_previous_one(
     llm: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel refuses to write past a file size: what was torn goes, and the run goes on from what stands."""
+    """The kernel refuses to write beyond a file-size limit; the partial checkpoint is deleted and the run resumes."""
     resource = pytest.importorskip("resource")
     out = tmp_path / "out"
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -185,7 +185,7 @@ def test_a_checkpoint_that_cannot_be_written(
     assert losses(out) == losses(whole)
 
 
-def test_older_checkpoints_go_once_the_new_one_is_whole(
+def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(
     llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckpt_ft.training import checkpoints
@@ -206,20 +206,20 @@ def test_older_checkpoints_go_once_the_new_one_is_whole(
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
-def test_nothing_that_a_run_leaves_names_a_secret(
+def test_output_of_a_run_contains_no_secret(
     llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: tuple[Path, Path]
 ) -> None:
     home = tmp_path / "home" / "jane"
     home.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("HF_TOKEN", "")  # put back afterwards
+    monkeypatch.setenv("HF_TOKEN", "")  # restored after the test
     out = home / "out"
     flags = ["--hub_token", "qZ81secret", "--run_name", "hf_alsoSecret1", "--output_dir", str(out)]
     flags += ["--max_steps", "1", "--report_to", "tensorboard"]
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(out / "logs"))
     monkeypatch.setattr("sys.argv", ["llm.py", *SMALL, *flags])
     llm.main()
-    assert os.environ["HF_TOKEN"] == "qZ81secret"  # where huggingface_hub looks for it
+    assert os.environ["HF_TOKEN"] == "qZ81secret"  # huggingface_hub reads it there
     left = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert {"memory_report.json", "memory_report.md", "README.md", "training_args.bin"} <= left.keys()
     assert [name for name, content in left.items() if b"qZ81secret" in content] == []
@@ -238,10 +238,10 @@ def test_nothing_that_a_run_leaves_names_a_secret(
         ("trainer_state.json", lambda content: b"null"),
     ],
 )
-def test_a_checkpoint_that_was_written_damaged(
+def test_checkpoint_that_was_damaged_before_its_manifest_is_refused(
     llm: ModuleType, whole: Path, tmp_path: Path, file: str, damage: Callable[[bytes], bytes]
 ) -> None:
-    """Its manifest names the damaged bytes, so that only reading them tells."""
+    """Its manifest has the hash of the damaged bytes, so the damage shows only when they are read."""
     out = tmp_path / "out"
     shutil.copytree(whole / "checkpoint-2", out / "checkpoint-2")
     place = out / "checkpoint-2" / file
@@ -260,7 +260,7 @@ def test_a_checkpoint_that_was_written_damaged(
         (["--lr_scheduler_kwargs", '{"a": 1}'], "training cannot begin with these flags: TypeError: .* argument 'a'"),
     ],
 )
-def test_what_fails_before_a_step_is_made_is_one_line(
+def test_failure_before_the_first_step_is_one_line(
     llm: ModuleType, tmp_path: Path, flags: list[str], says: str
 ) -> None:
     with pytest.raises(UserError, match=says) as refused:
@@ -268,8 +268,10 @@ def test_what_fails_before_a_step_is_made_is_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_step_that_fails(llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one is one line: what was given cannot be trained. A later one keeps its traceback."""
+def test_failed_first_step_is_one_line_and_later_ones_keep_their_traceback(
+    llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the first step fails, the input cannot be trained; a later failure is unexpected."""
 
     def fails() -> None:
         raise ZeroDivisionError("by\nnought")
@@ -285,7 +287,7 @@ def test_a_step_that_fails(llm: ModuleType, tmp_path: Path, monkeypatch: pytest.
         train(llm, tmp_path / "two", *QUIET)
 
 
-def test_a_checkpoint_of_other_adapters(llm: ModuleType, tmp_path: Path) -> None:
+def test_checkpoint_of_another_lora_rank_is_refused(llm: ModuleType, tmp_path: Path) -> None:
     out = train(llm, tmp_path / "out", *QUIET, "--use_peft", "--lora_r", "2", "--max_steps", "2")
     flags = ["--use_peft", "--lora_r", "4", "--max_steps", "3", "--resume_from_checkpoint", "latest"]
     with pytest.raises(UserError, match="does not fit this run; resume with the flags that it was written with"):

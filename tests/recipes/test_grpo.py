@@ -1,4 +1,4 @@
-"""recipes/grpo.py run for real, in this process, on the built-in sums."""
+"""recipes/grpo.py on the built-in sums, run in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rewards(grpo: ModuleType, out: Path, *flags: str) -> list[float]:
     return [entry["reward"] for entry in state["log_history"] if "reward" in entry]
 
 
-def test_a_policy_and_the_generation_are_in_the_report(grpo: ModuleType, tmp_path: Path) -> None:
+def test_report_has_the_generation_and_predicted_phases(grpo: ModuleType, tmp_path: Path) -> None:
     flags = ["--max_steps", "2", "--per_device_train_batch_size", "16", "--logging_steps", "1"]
     assert len(rewards(grpo, tmp_path, *flags, "--max_completion_length", "4", "--ac_policy", "full")) == 2
     (rank,) = json.loads((tmp_path / "memory_report.json").read_text())["ranks"]
@@ -37,7 +37,7 @@ def test_a_policy_and_the_generation_are_in_the_report(grpo: ModuleType, tmp_pat
 
 
 @pytest.mark.slow
-def test_it_learns_to_add(grpo: ModuleType, tmp_path: Path) -> None:
+def test_grpo_learns_to_add(grpo: ModuleType, tmp_path: Path) -> None:
     found = rewards(grpo, tmp_path)
     assert found[0] < 0.4
     assert min(found[-3:]) > 0.85
@@ -51,13 +51,15 @@ def test_it_learns_to_add(grpo: ModuleType, tmp_path: Path) -> None:
         ({"prompt": "1 + 1 =", "answer": "two"}, "row 1: the answer 'two' has no number"),
     ],
 )
-def test_rows_without_an_answer(grpo: ModuleType, row: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_rows_without_a_valid_answer_are_refused(
+    grpo: ModuleType, row: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(UserError, match=says):
         rewards(grpo, tmp_path / "out", "--dataset_name", str(tmp_path / "rows.jsonl"))
 
 
-def test_the_reward_reads_the_last_number() -> None:
+def test_reward_compares_the_last_number() -> None:
     from ckpt_ft.training.preferences import right_number
 
     said = ["so it is 1,234.", "7 or 8", [{"role": "assistant", "content": "-2"}], "none"]

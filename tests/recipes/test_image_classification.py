@@ -1,4 +1,4 @@
-"""recipes/image_classification.py run for real, in this process, on the drawn shapes and on class folders."""
+"""recipes/image_classification.py on drawn shapes and class folders, run in this process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUIET = ["--disable_tqdm", "true", "--ac_report", "none", "--eval_strategy", "no
 
 @pytest.fixture(autouse=True, scope="module")
 def _drawn_once() -> Iterator[None]:
-    """Six thousand images are drawn in a second; the data set that holds them is never changed."""
+    """Draws the shapes once for all tests, because no test changes the dataset."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt_ft.training.classification.drawn_shapes", cache(drawn_shapes))
         yield
@@ -54,7 +54,7 @@ def recipe(root: Path) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixteen drawn shapes in folders of three classes; one is grey, one has alpha."""
+    """Sixteen drawn shapes in folders of three classes; one image is grey, one has an alpha channel."""
     top = tmp_path_factory.mktemp("shapes")
     rows = [row for row in drawn_shapes(resolution=40) if row["label"] < 3][:16]
     for i, row in enumerate(rows):
@@ -75,7 +75,7 @@ def history(out: Path, key: str = "loss") -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_built_in_run_learns(recipe: ModuleType, tmp_path: Path) -> None:
+def test_built_in_classification_run_learns(recipe: ModuleType, tmp_path: Path) -> None:
     """Two of its eight epochs; chance is 1/8."""
     flags = ["--max_steps", "-1", "--num_train_epochs", "2", "--per_device_train_batch_size", "32"]
     out = train(recipe, tmp_path, *flags, "--logging_steps", "20", "--eval_strategy", "epoch")
@@ -86,12 +86,12 @@ def test_the_built_in_run_learns(recipe: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_built_in_run(recipe: ModuleType, tmp_path: Path) -> None:
+def test_complete_built_in_run_is_accurate(recipe: ModuleType, tmp_path: Path) -> None:
     recipe.main(["--use_cpu", *QUIET[:4], "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "eval_results.json").read_text())["eval_accuracy"] > 0.75
 
 
-def test_a_policy_changes_no_loss_and_no_statistics(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
+def test_policy_keeps_losses_and_batch_norm_statistics(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
     data = ["--dataset_name", str(folder)]
     plain = train(recipe, tmp_path / "plain", *data)
     expected = AutoModelForImageClassification.from_pretrained(plain).state_dict()
@@ -118,7 +118,7 @@ def small_model(kind: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "policy"), [("vit", "modules:mlp"), ("swin", "stages"), ("convnext", "stages:3+4")])
-def test_families_on_class_folders(
+def test_model_families_on_class_folders(
     recipe: ModuleType, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, policy: str
 ) -> None:
     needs("AutoImageProcessor")
@@ -137,7 +137,7 @@ def test_families_on_class_folders(
 
 
 @pytest.mark.parametrize("kind", ["vit", "swin", "convnext"])
-def test_adapters_of_every_family(recipe: ModuleType, folder: Path, tmp_path: Path, kind: str) -> None:
+def test_adapters_of_every_model_family(recipe: ModuleType, folder: Path, tmp_path: Path, kind: str) -> None:
     needs("AutoImageProcessor")
     small_model(kind).save_pretrained(tmp_path / "model")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
@@ -154,8 +154,8 @@ def test_adapters_of_every_family(recipe: ModuleType, folder: Path, tmp_path: Pa
     assert len(changed) == len(linear) // 2 > 0
 
 
-def test_an_adapter_brings_its_batch_norm_along(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
-    """Its statistics changed in training; without them base model + adapter would predict otherwise when loaded."""
+def test_adapter_includes_batch_norm_statistics(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
+    """Training changes the statistics; without them the loaded model would predict differently."""
     needs("AutoImageProcessor")
     base = train(recipe, tmp_path / "base", "--dataset_name", str(folder), "--max_steps", "1")
     flags = [
@@ -180,16 +180,16 @@ def test_an_adapter_brings_its_batch_norm_along(recipe: ModuleType, folder: Path
     assert not torch.allclose(adapted(x).logits, untrained(x).logits)
 
 
-def test_resume_gives_the_same_losses(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
-    """From the middle of the second epoch, whose crops are others than the first's."""
+def test_resumed_classification_run_has_the_same_losses(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
+    """From within the second epoch, whose crops differ from the first's."""
     flags = ["--dataset_name", str(folder), "--max_steps", "8", "--save_steps", "6", "--ac_policy", "full"]
     whole = history(train(recipe, tmp_path / "whole", *flags))
     half = train(recipe, tmp_path / "half", *flags)
-    (half / "checkpoint-8" / "trainer_state.json").unlink()  # as a killed run leaves it
+    (half / "checkpoint-8" / "trainer_state.json").unlink()  # as after a kill
     assert history(train(recipe, half, *flags, "--resume_from_checkpoint", "latest")) == whole
 
 
-def test_an_epoch_never_ends_in_a_batch_of_one(
+def test_epoch_does_not_end_with_a_batch_of_one(
     recipe: ModuleType, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--dataset_name", str(folder), "--per_device_train_batch_size", "5", "--max_steps", "-1"]
@@ -198,7 +198,7 @@ def test_an_epoch_never_ends_in_a_batch_of_one(
     assert "the last of 16 images is left out of each epoch" in capsys.readouterr().out
 
 
-def test_the_report_and_the_card(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
+def test_report_and_card_are_written(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
     out = train(
         recipe,
         tmp_path,
@@ -225,7 +225,7 @@ def test_the_report_and_the_card(recipe: ModuleType, folder: Path, tmp_path: Pat
         (["--ac_policy", "stags"], "did you mean 'stages'"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(
+def test_invalid_classification_input_is_one_line_and_exit_code_2(
     recipe: ModuleType,
     folder: Path,
     tmp_path: Path,
@@ -242,7 +242,7 @@ def test_bad_input_is_one_line_and_exit_2(
     assert message in line
 
 
-def test_a_class_folder_without_images(recipe: ModuleType, tmp_path: Path) -> None:
+def test_class_folder_without_images_is_refused(recipe: ModuleType, tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / "data" / name).mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(tmp_path / "data" / "a" / "0.png")
@@ -251,8 +251,8 @@ def test_a_class_folder_without_images(recipe: ModuleType, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["vit_large", "resnet50"])
-def test_the_yaml_files_hold_flags_only(recipe: ModuleType, root: Path, name: str, tmp_path: Path) -> None:
-    """Everything but the precision, which this machine may not have."""
+def test_vision_yaml_files_parse(recipe: ModuleType, root: Path, name: str, tmp_path: Path) -> None:
+    """With another precision, which this machine may not support."""
     precision = "--bf16" if name == "vit_large" else "--fp16"
     argv = ["--config", str(root / "recipes" / "vision" / f"{name}.yaml"), precision, "false", "--use_cpu", "true"]
     model_args, data_args, ac_args, training_args = recipe.parse([*argv, "--output_dir", str(tmp_path)])

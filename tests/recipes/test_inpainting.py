@@ -1,4 +1,4 @@
-"""Inpainting U-Nets in recipes/diffusion_unet.py, on tiny pipelines: what they are shown, saved results, peaks."""
+"""Inpainting U-Nets in recipes/diffusion_unet.py, on tiny pipelines: inputs, saved results, peaks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CLASSES = {"sd1": "StableDiffusionInpaintPipeline", "sdxl": "StableDiffusionXLIn
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories of tiny pipelines; their VAE has four channels, since the pipelines take no other number."""
+    """Directories of tiny pipelines; their VAE has four channels, as inpainting pipelines require."""
     root = tmp_path_factory.mktemp("inpainting")
     for kind, name in CLASSES.items():
         parts = make_tiny_pipeline(kind, 0, (16, 32)).components
@@ -54,25 +54,25 @@ def recipe() -> ModuleType:
 
 
 def train(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:
-    """The losses of a run that writes to `out`."""
+    """Returns the losses of a run with output in `out`."""
     quiet = [] if "--ac_report" in flags else ["--ac_report", "none"]
     return losses_of(recipe, base, out, *SMALL, *quiet, *flags)
 
 
-def test_masks() -> None:
-    """Rectangles and ellipses of every size and place, all of them white on black; the same from the same draw."""
+def test_random_masks() -> None:
+    """Masks are rectangles and ellipses of all sizes and places, white on black, and follow from the random state."""
     masks = [np.asarray(random_mask((32, 32), random.Random(seed))) for seed in range(200)]
     assert all(set(np.unique(mask)) <= {0, 255} and mask.any() for mask in masks)
     shares = [float((mask > 0).mean()) for mask in masks]
     assert min(shares) < 0.02
     assert max(shares) > 0.8
     boxed = [bool(mask[np.ix_(mask.any(1), mask.any(0))].all()) for mask in masks]
-    assert 0.4 < np.mean(boxed) < 0.75  # small ellipses are rectangles too
+    assert 0.4 < np.mean(boxed) < 0.75  # small ellipses look like rectangles
     assert all((masks[seed] == np.asarray(random_mask((32, 32), random.Random(seed)))).all() for seed in (3, 77))
 
 
-def test_what_the_unet_is_shown_by_hand() -> None:
-    """Noisy latents, the mask of each latent's first pixel, and the latents of the image with the mask grey."""
+def test_inputs_of_an_inpainting_unet() -> None:
+    """Noisy latents, the mask at each latent's first pixel, and latents of the image with a grey mask."""
     vae = make_tiny_pipeline("sd1", 0, (16,)).vae
     pixels, mask = torch.rand(2, 3, 32, 32) * 2 - 1, torch.zeros(2, 1, 32, 32)
     mask[0, :, :16], mask[1, :, :, 8:] = 1, 1
@@ -94,8 +94,8 @@ def test_what_the_unet_is_shown_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("sd1", marks=pytest.mark.slow), "sdxl"])
-def test_the_result_draws(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str) -> None:
-    """LoRA, with validation by the inpainting pipeline: what the mask leaves is the image's, what it hides changes."""
+def test_trained_inpainting_lora_draws(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str) -> None:
+    """With validation by the inpainting pipeline: the unmasked part stays, the masked part changes."""
     flags = ["--rank", "2", "--learning_rate", "1e-1", "--validation_prompt", "a red circle", "a blue star"]
     flags += ["--validation_inference_steps", "2", "--num_validation_images", "2"]
     losses = train(recipe, bases[kind], tmp_path / "out", *flags)
@@ -120,7 +120,9 @@ def test_the_result_draws(recipe: ModuleType, bases: dict[str, str], tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_whole_result_is_an_inpainting_pipeline(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
+def test_fully_trained_result_is_an_inpainting_pipeline(
+    recipe: ModuleType, bases: dict[str, str], tmp_path: Path
+) -> None:
     train(recipe, bases["sd1"], tmp_path, "--learning_rate", "1e-3", "--max_train_steps", "1")
     trained = DiffusionPipeline.from_pretrained(tmp_path)
     assert type(trained).__name__ == CLASSES["sd1"]
@@ -128,8 +130,10 @@ def test_a_whole_result_is_an_inpainting_pipeline(recipe: ModuleType, bases: dic
 
 
 @pytest.mark.slow
-def test_resumes_bit_for_bit_under_a_policy(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
-    """With all there is: text encoders, a prior whose images are drawn whole, crops at random."""
+def test_inpainting_run_resumes_bit_for_bit_under_a_policy(
+    recipe: ModuleType, bases: dict[str, str], tmp_path: Path
+) -> None:
+    """With text encoders, prior preservation and random crops together."""
     flags = ["--rank", "2", "--lora_dropout", "0.2", "--train_text_encoder", "--checkpointing_steps", "1"]
     flags += ["--no_center_crop", "--with_prior_preservation", "--class_data_dir", str(tmp_path / "class")]
     flags += ["--class_prompt", "a star", "--num_class_images", "2"]
@@ -146,8 +150,10 @@ def test_resumes_bit_for_bit_under_a_policy(recipe: ModuleType, bases: dict[str,
 
 
 @pytest.mark.parametrize("flags", [("--ac_policy", "full"), ("--rank", "2", "--train_text_encoder")])
-def test_predicted_peak(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """With what encodes images and prompts in each step: its weights, and what it takes meanwhile."""
+def test_predicted_peak_of_inpainting(
+    recipe: ModuleType, bases: dict[str, str], tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """Includes weights and activations of the encoders that run in each step."""
     sizes = ["--train_batch_size", "8", "--max_train_samples", "16", "--ac_report", "json"]
     train(recipe, bases["sd1"], tmp_path, *sizes, *flags)
     [rank] = json.loads((tmp_path / "memory_report.json").read_text())["ranks"]
@@ -155,6 +161,6 @@ def test_predicted_peak(recipe: ModuleType, bases: dict[str, str], tmp_path: Pat
     assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
 
 
-def test_masks_cannot_be_cached(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
+def test_cached_latents_are_refused_for_inpainting(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the masks of inpainting are drawn anew each time: drop it"):
         train(recipe, bases["sd1"], tmp_path, "--cache_latents", "true")

@@ -1,4 +1,4 @@
-"""recipes/llm.py run for real, in this process, on the built-in sample."""
+"""recipes/llm.py on the built-in sample, run in this process."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def train(llm: ModuleType, out: Path, *flags: str, quiet: bool = True) -> Path:
 
 
 @pytest.mark.slow
-def test_the_built_in_run_learns(llm: ModuleType, tmp_path: Path) -> None:
+def test_built_in_run_learns(llm: ModuleType, tmp_path: Path) -> None:
     out = train(
         llm, tmp_path / "out", "--max_steps", "30", "--per_device_train_batch_size", "8", "--max_length", "128"
     )
     losses = history(out)
-    assert losses[0] > 7.5  # ln 2048 = 7.62: the untrained model knows nothing
+    assert losses[0] > 7.5  # ln 2048 = 7.62 for an untrained model
     assert sum(losses[-5:]) / 5 < 6.4
 
 
-def test_a_policy_changes_no_loss(llm: ModuleType, tmp_path: Path) -> None:
+def test_policy_keeps_the_losses_of_a_language_model(llm: ModuleType, tmp_path: Path) -> None:
     flags = ["--use_peft", "--lora_r", "4", "--lora_dropout", "0.1", "--lora_target_modules", "all-linear"]
     plain = history(train(llm, tmp_path / "plain", *flags))
     assert len(plain) == 4
@@ -57,7 +57,7 @@ def test_a_policy_changes_no_loss(llm: ModuleType, tmp_path: Path) -> None:
         assert history(train(llm, tmp_path / policy, *flags, "--ac_policy", policy, "--ac_check")) == plain
 
 
-def test_an_offloaded_optimizer_changes_no_loss(
+def test_offloaded_optimizer_keeps_the_losses_of_a_language_model(
     llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU it is AdamW; a resumed run continues with it."""
@@ -69,7 +69,7 @@ def test_an_offloaded_optimizer_changes_no_loss(
     assert history(train(llm, tmp_path / "away", *away, "--resume_from_checkpoint", "latest")) == plain
 
 
-def test_weights_and_adapters_load(llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path) -> None:
+def test_saved_weights_and_adapters_load(llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path) -> None:
     full = AutoModelForCausalLM.from_pretrained(train(llm, tmp_path / "full", "--ac_policy", "full"))
     base = AutoModelForCausalLM.from_pretrained(sample[0])
     assert full.state_dict().keys() == base.state_dict().keys()
@@ -85,11 +85,11 @@ def test_weights_and_adapters_load(llm: ModuleType, sample: tuple[Path, Path], t
 
 @pytest.mark.slow  # tests/planning/test_max_length.py proves lengths by real steps
 @pytest.mark.parametrize(("policy", "longest"), [("none", 64), ("auto", 256)])
-def test_the_longest_sequence_is_proved_and_trained(
+def test_longest_sequence_is_proved_and_trained(
     llm: ModuleType, tmp_path: Path, policy: str, longest: int,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Rows are packed to the length that was found; a budget on a CPU is enforced in training, too."""
+    """Rows are packed to the found length; on a CPU, the budget is enforced in training too."""
     step, shapes = Trainer.training_step, []
 
     def noted(self: Trainer, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args: object) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_the_longest_sequence_is_proved_and_trained(
     assert shapes == [(2, longest)]
 
 
-def test_evaluation_and_the_card(llm: ModuleType, tmp_path: Path) -> None:
+def test_evaluation_and_model_card(llm: ModuleType, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"Row {i} is text."}) + "\n" for i in range(20)))
     flags = ["--dataset_name", str(data), "--eval_strategy", "steps", "--eval_steps", "2", "--test_split_size", "0.25"]
@@ -113,15 +113,15 @@ def test_evaluation_and_the_card(llm: ModuleType, tmp_path: Path) -> None:
     assert json.loads((out / "eval_results.json").read_text())["eval_loss"] < 8
     card = (out / "README.md").read_text()
     assert "library_name: transformers" in card
-    assert card.count("```text\nRow ") >= 1  # how it goes on is shown behind an arrow
+    assert card.count("```text\nRow ") >= 1  # the answer follows an arrow
     assert "## A sample" in card
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one(llm: ModuleType, tmp_path: Path) -> None:
+def test_resumed_language_model_run_has_the_same_losses(llm: ModuleType, tmp_path: Path) -> None:
     flags = ["--save_steps", "2", "--ac_policy", "save:attention"]
     losses = history(train(llm, tmp_path / "whole", *flags))
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    (tmp_path / "cut" / "checkpoint-4" / "trainer_state.json").unlink()  # as a run killed while it wrote leaves it
+    (tmp_path / "cut" / "checkpoint-4" / "trainer_state.json").unlink()  # as after a kill during writing
     assert history(train(llm, tmp_path / "cut", *flags, "--resume_from_checkpoint", "latest")) == losses
 
 
@@ -157,7 +157,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(llm: ModuleType, tmp_path: 
     ],
 )
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-def test_bad_input_is_one_line_and_exit_2(
+def test_invalid_input_of_the_llm_recipe_is_one_line_and_exit_code_2(
     llm: ModuleType, tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "columns.csv").write_text("body,other\nx,y\n")
@@ -182,12 +182,12 @@ def test_bad_input_is_one_line_and_exit_2(
     assert not list((tmp_path / "out").rglob("*.safetensors"))
 
 
-def test_a_dataset_is_asked_for_with_a_model(llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path) -> None:
+def test_dataset_is_required_with_a_model(llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--dataset_name is missing"):
         llm.main([*SMALL, *QUIET, "--output_dir", str(tmp_path), "--model_name_or_path", str(sample[0])])
 
 
-def test_out_of_memory_says_what_to_try_and_keeps_the_checkpoint(
+def test_out_of_memory_prints_suggestions_and_keeps_the_checkpoint(
     llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = Trainer.training_step
@@ -209,7 +209,7 @@ def test_out_of_memory_says_what_to_try_and_keeps_the_checkpoint(
     assert "error: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB" in said
     assert "What held the peak:\n" in said
     assert "--ac_policy full\n" in said
-    assert "--ac_policy pointwise" not in said  # keeps no less than what ran
+    assert "--ac_policy pointwise" not in said  # it saves as much as the current policy
     assert "Traceback" not in said
     monkeypatch.undo()
     flags = ["--save_steps", "2", "--ac_policy", "full", "--resume_from_checkpoint", "latest"]
@@ -219,7 +219,7 @@ def test_out_of_memory_says_what_to_try_and_keeps_the_checkpoint(
 @pytest.mark.parametrize(
     "path", sorted((Path(__file__).parents[2] / "recipes" / "llm").glob("*.yaml")), ids=lambda p: p.stem
 )
-def test_configs_parse_and_carry_their_command(llm: ModuleType, root: Path, path: Path) -> None:
+def test_llm_yaml_files_parse_and_contain_their_command(llm: ModuleType, root: Path, path: Path) -> None:
     model_args, data_args, ac_args, training_args = llm.parse(["--config", str(path), "--use_cpu"])
     assert model_args.model_name_or_path.count("/") == data_args.dataset_name.count("/") == 1
     assert ac_args.policy is not None

@@ -1,4 +1,4 @@
-"""recipes/llm.py as it is launched: by accelerate, on two ranks, under FSDP2, and killed half-way."""
+"""Launches of recipes/llm.py: by accelerate, on two ranks, under FSDP2 and DeepSpeed, and after a kill."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def two_ranks(root: Path, out: Path, *flags: str, script: str = "recipes/llm.py"
     said = finish(
         start(root, [*torchrun, *script.split(), *SMALL, "--output_dir", str(out), *flags], ACCELERATE_USE_CPU="1")
     )
-    assert said.count("Memory: policy") == 1  # printed once
+    assert said.count("Memory: policy") == 1  # printed by one rank only
     return report(out)
 
 
-def test_accelerate_launch_leaves_reports_and_a_model(root: Path, tmp_path: Path) -> None:
+def test_accelerate_launch_writes_reports_and_a_model(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     launch = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/cpu.yaml", "recipes/llm.py"]
     said = finish(start(root, [*launch, "--ac_policy", "save:attention+matmul", *SMALL, "--output_dir", str(out)]))
@@ -78,11 +78,11 @@ def test_accelerate_launch_leaves_reports_and_a_model(root: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_two_ranks_and_fsdp_report_both_and_shard_only_there(root: Path, tmp_path: Path) -> None:
+def test_reports_of_two_ranks_under_ddp_and_fsdp2(root: Path, tmp_path: Path) -> None:
     fsdp = ["--fsdp", "--fsdp_config", '{"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}']
     copied = two_ranks(root, tmp_path / "ddp", "--ac_policy", "full")
     script = "tests/recipes/fsdp_on_cpu.py recipes/llm.py"
-    automatic = ["--ac_policy", "auto", "--ac_budget", "15MiB"]  # one process's step would take 19 MiB
+    automatic = ["--ac_policy", "auto", "--ac_budget", "15MiB"]  # the step of one process would need 19 MiB
     sharded = two_ranks(root, tmp_path / "fsdp", *automatic, *fsdp, script=script)
     assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
     for ranks in (copied["ranks"], sharded["ranks"]):
@@ -94,7 +94,7 @@ def test_two_ranks_and_fsdp_report_both_and_shard_only_there(root: Path, tmp_pat
     for rank in (*copied["ranks"], *sharded["ranks"]):
         measured = max(figures["allocated"] for figures in rank["peaks"].values())
         assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=1e-3)
-    for rank in copied["ranks"]:  # Trainer's DDP looks for unused parameters, and copies the logits to do so
+    for rank in copied["ranks"]:  # Trainer's DDP searches for unused parameters and copies the logits for that
         measured_peaks = {phase: figures["allocated"] for phase, figures in rank["peaks"].items()}
         assert rank["predicted"]["peaks"] == pytest.approx(measured_peaks, rel=2e-3)
     assert measured <= 15 * 2**20
@@ -102,7 +102,7 @@ def test_two_ranks_and_fsdp_report_both_and_shard_only_there(root: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_last_checkpoint(root: Path, llm: ModuleType, tmp_path: Path) -> None:
+def test_killed_run_continues_from_its_last_checkpoint(root: Path, llm: ModuleType, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     flags = ["--use_cpu", *SMALL, "--max_steps", "30", "--save_steps", "3", "--ac_policy", "save:attention"]
     flags += ["--ac_report", "none", "--disable_tqdm", "true", "--output_dir"]
@@ -114,7 +114,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(root: Path, llm: ModuleTy
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert not (killed / "trainer_state.json").exists()  # it never came to its end
+    assert not (killed / "trainer_state.json").exists()  # it did not reach its end
     llm.main([*flags, str(killed), "--resume_from_checkpoint", "latest"])
     llm.main([*flags, str(whole)])
     assert len(losses(whole)) == 30
@@ -122,8 +122,8 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(root: Path, llm: ModuleTy
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_stops_all_at_one_step(root: Path, tmp_path: Path) -> None:
-    """None waits in a collective for one that has stopped; what resumes it ends as if nothing had come."""
+def test_signal_to_one_rank_stops_all_ranks_at_one_step(root: Path, tmp_path: Path) -> None:
+    """No rank waits in a collective for a stopped one; a resumed run ends like an undisturbed one."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -135,7 +135,8 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(root: Path, tmp_path: Path) 
     assert said.count("stopped by SIGTERM") == 1
     assert [(tmp_path / f"code-{rank}").read_text() for rank in (0, 1)] == ["143", "143"]
     stopped = json.loads((tmp_path / "stopped" / "checkpoint-3" / "trainer_state.json").read_text())
-    assert stopped["global_step"] == 3  # the signal's step is 2; the ranks hear of it a step later, without waiting
+    # the signal arrives in step 2, and the ranks learn of it one step later, without waiting
+    assert stopped["global_step"] == 3
     assert why_incomplete(tmp_path / "stopped" / "checkpoint-3") is None
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("stopped", "whole"))
@@ -182,10 +183,10 @@ def test_deepspeed_trains_and_resumes_to_the_same_weights(root: Path, tmp_path: 
         ("ulysses", ["--parallelism_config_sp_size", "2"], "deepspeed_on_cpu"),
     ],
 )
-def test_ranks_that_share_sequences_or_weights_learn_the_same(
+def test_parallel_ranks_have_the_losses_of_one_process(
     root: Path, llm: ModuleType, tmp_path: Path, config: str, size: list[str], script: str
 ) -> None:
-    """The losses are those of one process, and the peaks the predicted ones, but under DeepSpeed's engine."""
+    """Peaks equal the predictions, except under DeepSpeed's engine."""
     if config == "ulysses":
         pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]'")
     with socket.socket() as free:
@@ -209,8 +210,8 @@ def test_ranks_that_share_sequences_or_weights_learn_the_same(
 
 
 @pytest.mark.slow
-def test_ranks_that_hold_different_experts_learn_the_same(root: Path, llm: ModuleType, tmp_path: Path) -> None:
-    """The weights are those of one process with the whole batch, and each rank's peak is the predicted one."""
+def test_expert_parallel_ranks_have_the_weights_of_one_process(root: Path, llm: ModuleType, tmp_path: Path) -> None:
+    """The weights equal those of one process with the whole batch, and each rank's peak is predicted."""
     built_in, corpus = make_docstrings()
     tokenizer = AutoTokenizer.from_pretrained(built_in)
     tokenizer.save_pretrained(tmp_path / "model")
@@ -235,7 +236,8 @@ def test_ranks_that_hold_different_experts_learn_the_same(root: Path, llm: Modul
     command += ["tests/recipes/fsdp_on_cpu.py", "recipes/llm.py", *flags, "--ep_size", "2"]
     finish(start(root, [*command, "--output_dir", str(tmp_path / "two")], ACCELERATE_USE_CPU="1"))
     llm.main(["--use_cpu", *flags, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "one")])
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)  # of a batch's halves
+    # the loss of each half of the batch
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
     ours, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
     assert all(torch.allclose(ours[name], whole[name], rtol=1e-4, atol=1e-7) for name in whole)
     for rank in report(tmp_path / "two")["ranks"]:

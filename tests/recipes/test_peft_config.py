@@ -1,4 +1,4 @@
-"""`--peft_config` in every recipe: adapters of other kinds than LoRA train, are predicted, resume, load and merge."""
+"""`--peft_config` in every recipe: adapters other than LoRA are trained, predicted, resumed, loaded and merged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckpt_ft.training.merge import merge
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
-# By name: what the file says beside the modules that it adapts.
+# by name: the file's content besides the adapted modules
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"peft_type": "LORA", "r": 4},
     "dora": {"peft_type": "LORA", "r": 4, "use_dora": True},
@@ -37,11 +37,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "oft": {"peft_type": "OFT", "r": 0, "oft_block_size": 8},
     "boft": {"peft_type": "BOFT", "boft_block_size": 4},
     "hra": {"peft_type": "HRA"},
-    "vera": {"peft_type": "VERA", "r": 4},  # of which all layers share a part
+    "vera": {"peft_type": "VERA", "r": 4},  # all layers share a part of it
 }
 
 
-def some(*quick: str) -> list[Any]:
+def slow_except(*quick: str) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
 
 
@@ -52,7 +52,7 @@ def written(folder: Path, kind: str, targets: list[str]) -> str:
 
 
 def repeated(run: Callable[[Path, list[str]], list[float]], out: Path) -> list[float]:
-    """The losses of a run; one that goes on from its second step makes the same, bit for bit."""
+    """Returns the losses of a run, and asserts that a run resumed from its second step has the same, bit for bit."""
     losses = run(out, [])
     part = out.with_name(f"{out.name}-part")
     shutil.copytree(out / "checkpoint-2", part / "checkpoint-2")
@@ -64,15 +64,17 @@ def repeated(run: Callable[[Path, list[str]], list[float]], out: Path) -> list[f
 
 
 def assert_predicted(out: Path) -> None:
-    """Within 0.5 % of what was measured."""
+    """Asserts that the prediction is within 0.5 % of the measurement."""
     [rank] = json.loads((out / "memory_report.json").read_text())["ranks"]
     measured = max(peak["allocated"] for peak in rank["peaks"].values())
     assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
 
 
-@pytest.mark.filterwarnings("ignore")  # of peft about its defaults
-@pytest.mark.parametrize("kind", some("oft"))
-def test_language_model(llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # peft warns about its defaults
+@pytest.mark.parametrize("kind", slow_except("oft"))
+def test_peft_config_of_a_language_model(
+    llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path, kind: str
+) -> None:
     config = written(tmp_path, kind, ["q_proj", "v_proj"])
 
     def run(out: Path, more: list[str]) -> list[float]:
@@ -122,7 +124,7 @@ def drawn(pipeline: Any) -> np.ndarray:
         *(pytest.param("flux", kind, marks=pytest.mark.slow) for kind in ("lokr", "oft", "vera", "dora")),
     ],
 )
-def test_diffusion(tmp_path: Path, base: str, kind: str) -> None:
+def test_peft_config_of_a_diffusion_model(tmp_path: Path, base: str, kind: str) -> None:
     transformer = base == "flux"
     recipe = load_recipe("diffusion_transformer" if transformer else "diffusion_unet")
     made = make_tiny_transformer("flux", heads=4, layers=2) if transformer else make_tiny_pipeline(base, 0, (16, 32))
@@ -142,23 +144,23 @@ def test_diffusion(tmp_path: Path, base: str, kind: str) -> None:
     assert_predicted(out)
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "base")
     plain = drawn(pipeline)
-    if kind in ("dora", "rslora"):  # kinds of LoRA that a pipeline reads itself
+    if kind in ("dora", "rslora"):  # kinds of LoRA that a pipeline loads itself
         pipeline.load_lora_weights(out, weight_name=PIPELINE_LORA)
         merge(str(out), str(tmp_path / "merged"), base=str(tmp_path / "base"))
     else:
         card = (out / "README.md").read_text()
         loads = card.split("```")[1].removeprefix("python\n")
         scope: dict[str, Any] = {}
-        exec(loads, scope)  # the card's own lines
+        exec(loads, scope)  # the code in the model card
         pipeline = scope["pipe"]
-        merge(str(out), str(tmp_path / "merged"))  # which knows its base
+        merge(str(out), str(tmp_path / "merged"))  # the base is known from the adapter
     tuned = drawn(pipeline)
     assert (tuned != plain).any()
     assert np.abs(drawn(DiffusionPipeline.from_pretrained(tmp_path / "merged")) - tuned).max() <= 1
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_classifiers_head_is_trained_beside_them(tmp_path: Path) -> None:
+def test_head_of_a_classifier_is_trained_with_adapters(tmp_path: Path) -> None:
     recipe = load_recipe("image_classification")
     config = tmp_path / "loha.json"
     config.write_text('{"peft_type": "LOHA", "r": 2}')
@@ -178,7 +180,7 @@ def test_a_classifiers_head_is_trained_beside_them(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-def test_preferences(sample: tuple[Path, Path], tmp_path: Path) -> None:
+def test_peft_config_of_preference_training(sample: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("trl")
     config = written(tmp_path, "lokr", ["q_proj", "v_proj"])
     flags = ["--use_cpu", "--max_steps", "2", "--max_length", "64", "--per_device_train_batch_size", "2"]

@@ -1,4 +1,6 @@
-"""LoRA on the text encoders with their U-Net: what is trained, saved and predicted; prompts encoded in each step."""
+"""LoRA on text encoders together with their U-Net: trained and saved weights, predictions, prompts encoded per
+step.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ KINDS = ["sd1", "sdxl"]
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories of tiny pipelines."""
+    """Directories of tiny pipelines, by kind."""
     root = tmp_path_factory.mktemp("text_encoders")
     for kind in KINDS:
         make_tiny_pipeline(kind, 0, (16, 32)).save_pretrained(root / kind)
@@ -50,13 +52,13 @@ def recipe() -> ModuleType:
 
 
 def train(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:
-    """The losses of a run that writes to `out`."""
+    """Returns the losses of a run with output in `out`."""
     quiet = [] if "--ac_report" in flags else ["--ac_report", "none"]
     return losses_of(recipe, base, out, *SMALL, *quiet, *flags)
 
 
-def joint(base: str) -> Any:
-    """U-Net and text encoders with adapters that do something."""
+def unet_and_text_encoders(base: str) -> Any:
+    """Returns U-Net and text encoders with nonzero adapters."""
     args = DiffusionModelArguments(pretrained_model_name_or_path=base, rank=2, train_text_encoder=True)
     model = load_denoiser(args, family_of(args)[0], torch.float32)
     torch.manual_seed(0)
@@ -77,17 +79,20 @@ def draw(pipeline: Any) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_result_loads(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str) -> None:
-    """Every key of the file has its place in U-Net and text encoders, each part changes the image, and so does the
-    checkpoint's file, which is the same."""
+def test_lora_of_text_encoders_loads_into_the_pipeline(
+    recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    """Every key of the file belongs to the U-Net or a text encoder, each part changes the image, and the checkpoint's
+    file is equal.
+    """
     train(recipe, bases[kind], tmp_path, "--learning_rate", "1e-2", "--text_encoder_lr", "1e-1",
           "--checkpointing_steps", "3", "--lora_alpha", "4")  # fmt: skip
     saved = load_file(tmp_path / ADAPTERS)
     encoders = ["text_encoder", "text_encoder_2"][: 1 + (kind == "sdxl")]
     for name in encoders:
         assert any(key.startswith(f"{name}.text_model.encoder.layers.0.") for key in saved)
-    again = load_file(tmp_path / "checkpoint-3" / ADAPTERS)
-    assert all(torch.equal(value, again[key]) for key, value in saved.items())
+    from_checkpoint = load_file(tmp_path / "checkpoint-3" / ADAPTERS)
+    assert all(torch.equal(value, from_checkpoint[key]) for key, value in saved.items())
 
     def loaded(only: str = "") -> Any:
         pipeline = DiffusionPipeline.from_pretrained(bases[kind])
@@ -116,11 +121,11 @@ def test_the_result_loads(recipe: ModuleType, bases: dict[str, str], tmp_path: P
         ("sd1", {"train_text_encoder": True, "rank": 4}),
     ],
 )
-def test_an_estimate_is_of_the_runs_own_step(
+def test_estimate_equals_the_runs_step(
     recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str, flags: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """By the same file: text encoders that are trained, and what encodes where nothing is cached."""
+    """From the same YAML file: trained text encoders, and encoding in each step if nothing is cached."""
     sizes = {"resolution": 64, "train_batch_size": 8, "max_train_samples": 16, "max_train_steps": 2}
     base, file = tmp_path / "base", tmp_path / "run.yaml"
     shutil.copytree(bases[kind], base)
@@ -128,7 +133,7 @@ def test_an_estimate_is_of_the_runs_own_step(
         block_out_channels=(8, 8, 16, 16), down_block_types=("DownEncoderBlock2D",) * 4, norm_num_groups=4,
         up_block_types=("UpDecoderBlock2D",) * 4, latent_channels=8,
     )  # fmt: skip
-    vae.save_pretrained(base / "vae")  # a latent of 8 x 8 pixels, as those have that are known by name
+    vae.save_pretrained(base / "vae")  # a latent of 8 x 8 pixels, as known models have
     file.write_text(yaml.safe_dump({"pretrained_model_name_or_path": str(base), **sizes, **flags}))
     forget_process()
     recipe.main(["--config", str(file), "--output_dir", str(tmp_path / "out"), "--ac_report", "json"])
@@ -146,9 +151,9 @@ def test_an_estimate_is_of_the_runs_own_step(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_model_draws_as_the_pipeline(bases: dict[str, str], kind: str) -> None:
-    """What a step encodes is what the pipeline would give the U-Net."""
-    model = joint(bases[kind]).eval()
+def test_encoded_prompts_equal_the_pipelines(bases: dict[str, str], kind: str) -> None:
+    """The step passes the U-Net the same embeddings as the pipeline does."""
+    model = unet_and_text_encoders(bases[kind]).eval()
     pipeline = DiffusionPipeline.from_pretrained(bases[kind], **model.text_encoders)
     prompts = ["a red circle", "a star"]
     tokenizers = [pipeline.tokenizer, *([pipeline.tokenizer_2] if kind == "sdxl" else [])]
@@ -168,9 +173,9 @@ def test_the_model_draws_as_the_pipeline(bases: dict[str, str], kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", ["full", "save:attention", "segments:2", "full@language"])
-def test_gradients_under_a_policy(bases: dict[str, str], kind: str, policy: str) -> None:
-    """Bit-equal, in text encoders and U-Net, and every adapter that is trained has one."""
-    model = joint(bases[kind])
+def test_policies_keep_the_gradients_of_text_encoders(bases: dict[str, str], kind: str, policy: str) -> None:
+    """Bit-equal in text encoders and U-Net; every trained adapter has a gradient."""
+    model = unet_and_text_encoders(bases[kind])
     latents = Latents(model.unet.config, 2, 8, 8, 0, torch.float32)
     inputs = text_inputs(CALLED["UNet2DConditionModel"].inputs(latents), list(model.text_encoders.values()))
     torch.manual_seed(1)
@@ -187,7 +192,7 @@ def test_gradients_under_a_policy(bases: dict[str, str], kind: str, policy: str)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("sd1", marks=pytest.mark.slow), "sdxl"])
-def test_resumes_bit_for_bit_under_a_policy(
+def test_text_encoder_run_resumes_bit_for_bit_under_a_policy(
     recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str
 ) -> None:
     flags = ["--lora_dropout", "0.2", "--use_ema", "--checkpointing_steps", "1", "--proportion_empty_prompts", "0.3",
@@ -204,7 +209,9 @@ def test_resumes_bit_for_bit_under_a_policy(
 
 
 @pytest.mark.parametrize(("kind", "policy"), [pytest.param("sd1", "none", marks=pytest.mark.slow), ("sdxl", "full")])
-def test_predicted_peak(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str, policy: str) -> None:
+def test_predicted_peak_with_text_encoders(
+    recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str, policy: str
+) -> None:
     flags = ["--train_batch_size", "8", "--max_train_samples", "16", "--ac_report", "json", "--ac_policy", policy]
     train(recipe, bases[kind], tmp_path, *flags)
     rank = json.loads((tmp_path / "memory_report.json").read_text())["ranks"][0]
@@ -212,8 +219,8 @@ def test_predicted_peak(recipe: ModuleType, bases: dict[str, str], tmp_path: Pat
     assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
 
 
-def test_rates_of_their_own(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
-    """At a rate of nothing the text encoders stay, and validation draws with them."""
+def test_text_encoders_have_their_own_learning_rate(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
+    """At a rate of 0 the text encoders do not change; validation uses them."""
     flags = ["--text_encoder_lr", "0", "--validation_prompt", "a red circle", "--validation_inference_steps", "1"]
     train(recipe, bases["sd1"], tmp_path, *flags, "--learning_rate", "1e-2")
     saved = load_file(tmp_path / ADAPTERS)
@@ -230,14 +237,16 @@ def test_rates_of_their_own(recipe: ModuleType, bases: dict[str, str], tmp_path:
         ({"rank": 2, "train_text_encoder": True, "text_encoder_lr": -1.0}, "--text_encoder_lr -1.0"),
     ],
 )
-def test_flags_that_do_not_go_together(flags: dict[str, Any], words: str) -> None:
+def test_contradictory_text_encoder_flags_are_refused(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         DiffusionModelArguments(**flags)
 
 
-def test_a_checkpoint_of_another_kind(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
+def test_checkpoint_without_text_encoders_is_refused(
+    recipe: ModuleType, bases: dict[str, str], tmp_path: Path
+) -> None:
     train(recipe, bases["sd1"], tmp_path, "--checkpointing_steps", "2")
     flags = ["--train_text_encoder", "false", "--resume_from_checkpoint", str(tmp_path / "checkpoint-2")]
     with pytest.raises(UserError, match="was written with train_text_encoder True, this run has None"):
         train(recipe, bases["sd1"], tmp_path, *flags)
-    assert isinstance(joint(bases["sd1"]), TextAndUNet)
+    assert isinstance(unet_and_text_encoders(bases["sd1"]), TextAndUNet)

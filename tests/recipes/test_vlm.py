@@ -1,4 +1,4 @@
-"""recipes/vlm.py run for real, in this process, on a small part of the built-in sample."""
+"""recipes/vlm.py on a small part of the built-in sample, run in this process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LORA = ["--use_peft", "--lora_r", "4", "--lora_dropout", "0"]
 
 @pytest.fixture(scope="session")
 def drawn(_caches: None) -> tuple[Path, Path]:
-    """The built-in model's directory and a jsonl file of 48 of its questions, with their images beside it."""
+    """The built-in model's directory, and a jsonl file of 48 questions with their images."""
     model, questions = make_questions(48)
     return Path(model), Path(questions)
 
@@ -55,7 +55,7 @@ def vlm(drawn: tuple[Path, Path]) -> ModuleType:
 
 
 def train(vlm: ModuleType, out: Path, *flags: str, **changed: object) -> list[float]:
-    """The losses of a run."""
+    """Returns the losses of a run."""
     small = [part for name, value in {**SMALL, **changed}.items() for part in (f"--{name}", str(value))]
     vlm.main(["--use_cpu", *small, "--output_dir", str(out), *flags])
     state = json.loads((out / "trainer_state.json").read_text())
@@ -63,7 +63,7 @@ def train(vlm: ModuleType, out: Path, *flags: str, **changed: object) -> list[fl
 
 
 def trained(out: Path) -> set[str]:
-    """Towers that have adapters of their own."""
+    """Returns the towers with adapters."""
     keys = json.loads((out / "adapter_config.json").read_text())["target_modules"]
     return {tower for tower in ("language_model", "vision_tower") if tower in keys.replace("\\", "")}
 
@@ -77,10 +77,11 @@ def trained(out: Path) -> set[str]:
     ],
     ids=["full", "language", "vision"],
 )
-def test_a_policy_changes_no_loss_and_its_peak_is_predicted(
+def test_policy_keeps_the_losses_of_a_vlm_and_its_peak_is_predicted(
     vlm: ModuleType, tmp_path: Path, flags: list[str], policy: str
 ) -> None:
-    data = rows(tmp_path, *[row("good.png")] * 8)  # alike: the first step, without optimizer state, is not the fullest
+    # equal rows, so that the first step, without optimizer states, does not have the peak
+    data = rows(tmp_path, *[row("good.png")] * 8)
     plain = train(vlm, tmp_path / "plain", *flags, dataset_name=data)
     assert plain[3] != plain[0]
     changed = {"ac_policy": policy, "dataset_name": data}
@@ -91,7 +92,7 @@ def test_a_policy_changes_no_loss_and_its_peak_is_predicted(
         assert predicted[phase] == pytest.approx(measured[phase]["allocated"], rel=0.005)
 
 
-def test_packed_rows_are_trained_and_their_peak_is_predicted(vlm: ModuleType, tmp_path: Path) -> None:
+def test_peak_of_packed_rows_is_predicted(vlm: ModuleType, tmp_path: Path) -> None:
     data = rows(tmp_path, *[row("good.png")] * 32)
     train(vlm, tmp_path / "out", "--packing", dataset_name=data, max_length=128, per_device_train_batch_size=2)
     (rank,) = json.loads((tmp_path / "out" / "memory_report.json").read_text())["ranks"]
@@ -100,7 +101,7 @@ def test_packed_rows_are_trained_and_their_peak_is_predicted(vlm: ModuleType, tm
 
 
 @pytest.mark.slow  # three runs
-def test_adapters_of_one_tower_load_and_a_frozen_tower_keeps_nothing(
+def test_adapters_of_one_tower_load_and_the_frozen_tower_saves_nothing(
     vlm: ModuleType, drawn: tuple[Path, Path], tmp_path: Path
 ) -> None:
     kept = {}
@@ -117,10 +118,12 @@ def test_adapters_of_one_tower_load_and_a_frozen_tower_keeps_nothing(
 
 
 @pytest.mark.slow
-def test_the_built_in_run_learns_and_asks(vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a whole run answers is in docs/vlm.md."""
+def test_built_in_run_learns_and_answers_questions(
+    vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/vlm.md has the answers of a complete run."""
     losses = train(vlm, tmp_path, max_steps=30, answered=8, eval_strategy="steps", learning_rate=3e-3)
-    assert losses[0] > 5  # ln 381 = 5.94: the untrained model knows nothing
+    assert losses[0] > 5  # ln 381 = 5.94 for an untrained model
     assert sum(losses[-5:]) / 5 < 3
     results = json.loads((tmp_path / "eval_results.json").read_text())
     assert results["answers_asked"] == 3  # 5 % of 48 rows, rounded up
@@ -128,7 +131,7 @@ def test_the_built_in_run_learns_and_asks(vlm: ModuleType, tmp_path: Path, capsy
     assert f"held-out questions answered: 0 of 3 before, {results['answers_after']} after" in capsys.readouterr().out
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one(vlm: ModuleType, tmp_path: Path) -> None:
+def test_resumed_vlm_run_has_the_same_losses(vlm: ModuleType, tmp_path: Path) -> None:
     flags = [*LORA, "--ac_policy", "full@language", "--train_towers", "both"]
     losses = train(vlm, tmp_path / "whole", *flags, save_strategy="steps", save_steps=2)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -137,8 +140,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(vlm: ModuleType, tmp_path: 
     assert train(vlm, tmp_path / "cut", *flags, *again, save_strategy="steps", save_steps=2) == losses
 
 
-@pytest.mark.slow  # test_dataset_rows.py has the worst batch itself
-def test_auto_plans_on_the_worst_batch(
+@pytest.mark.slow  # test_dataset_rows.py tests the largest batch itself
+def test_auto_plans_with_the_largest_batch(
     vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckpt_ft.training.fit.plan", partial(plan, policies=["none", "full"]))
@@ -187,7 +190,7 @@ def row(image: object, content: object = "<image>What is it?", **more: object) -
         ({"messages": None, "images": []}, "row 2: expected 'messages', a list of turns"),
     ],
 )
-def test_what_is_wrong_with_a_row_is_one_line(
+def test_invalid_vlm_row_is_one_line(
     vlm: ModuleType, drawn: tuple[Path, Path], tmp_path: Path, line: object, message: str
 ) -> None:
     (tmp_path / "data").mkdir()
@@ -217,18 +220,20 @@ def test_what_is_wrong_with_a_row_is_one_line(
         ([*LORA, "--lora_target_modules", "qq"], "--lora_target_modules qq: no layer of that name"),
     ],
 )
-def test_flags_that_do_not_fit_are_one_line(vlm: ModuleType, tmp_path: Path, flags: list[str], message: str) -> None:
+def test_contradictory_vlm_flags_are_one_line(vlm: ModuleType, tmp_path: Path, flags: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         train(vlm, tmp_path / "out", *flags, dataset_name=rows(tmp_path, row("good.png")))
 
 
-def test_a_vision_tower_alone_learns_nothing_of_text(vlm: ModuleType, tmp_path: Path) -> None:
+def test_text_rows_are_refused_if_only_the_vision_tower_trains(vlm: ModuleType, tmp_path: Path) -> None:
     file = rows(tmp_path, row("good.png"), {**row("good.png", "What is it?"), "images": []})
     with pytest.raises(UserError, match="--train_towers vision: 1 of 2 rows have no image, from which that tower"):
         train(vlm, tmp_path / "out", dataset_name=file, train_towers="vision")
 
 
-def test_an_error_is_exit_code_2(vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_of_the_vlm_recipe_is_exit_code_2(
+    vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = rows(tmp_path, row("gone.png"))
     with pytest.raises(SystemExit) as stopped:
         run(lambda: train(vlm, tmp_path / "out", dataset_name=file))
@@ -236,7 +241,7 @@ def test_an_error_is_exit_code_2(vlm: ModuleType, tmp_path: Path, capsys: pytest
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_parquet_with_images_inside(vlm: ModuleType, tmp_path: Path) -> None:
+def test_parquet_file_with_images(vlm: ModuleType, tmp_path: Path) -> None:
     from datasets import Dataset, Features, List, Value
     from datasets import Image as ImageFeature
 
@@ -255,7 +260,7 @@ def test_parquet_with_images_inside(vlm: ModuleType, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_the_yaml_is_the_recipes_own(vlm: ModuleType, root: Path) -> None:
+def test_vlm_yaml_files_parse(vlm: ModuleType, root: Path) -> None:
     for file in sorted((root / "recipes" / "vlm").glob("*.yaml")):
         model_args, data_args, ac_args, _ = vlm.parse(["--config", str(file), "--use_cpu", "--bf16", "false"])
         assert model_args.train_towers == "language"
@@ -263,8 +268,8 @@ def test_the_yaml_is_the_recipes_own(vlm: ModuleType, root: Path) -> None:
         assert data_args.max_pixels == 1280 * 28 * 28
 
 
-@pytest.mark.slow  # a 7B model's step is traced twice over
-def test_the_yaml_needs_what_it_says(
+@pytest.mark.slow  # a 7B model's step is traced twice
+def test_figures_in_the_vlm_yaml_equal_the_estimate(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = root / "recipes" / "vlm" / "qwen2.5_vl_7b_lora_24gb.yaml"
@@ -280,7 +285,7 @@ def test_the_yaml_needs_what_it_says(
 
 @pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize("towers", ["language", "vision", "both"])
-def test_an_estimate_trains_what_the_recipe_trains(drawn: tuple[Path, Path], lora: int, towers: str) -> None:
+def test_estimate_trains_the_parameters_of_the_recipe(drawn: tuple[Path, Path], lora: int, towers: str) -> None:
     model = str(drawn[0])
     recipe = load_model(
         VisionLanguageModelArguments(

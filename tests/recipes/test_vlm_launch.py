@@ -1,4 +1,4 @@
-"""recipes/vlm.py on two ranks, its weights copied or sharded: the losses of one process, and the peak as predicted."""
+"""recipes/vlm.py on two ranks, under DDP and FSDP2: the losses of one process, and the predicted peak."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def vlm() -> ModuleType:
 @pytest.mark.slow  # three processes
 @pytest.mark.parametrize("trained", [[], LORA, ["--packing", "--max_length", "128"]], ids=["full", "lora", "packed"])
 @pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
-def test_two_ranks_train_as_one_process(
+def test_two_ranks_have_the_losses_of_one_process(
     vlm: ModuleType, root: Path, tmp_path: Path, launch: str, trained: list[str]
 ) -> None:
     alone = ["--use_cpu", "--per_device_train_batch_size", "4", "--ac_report", "none", "--output_dir"]
@@ -34,6 +34,7 @@ def test_two_ranks_train_as_one_process(
     script = "tests/recipes/fsdp_on_cpu.py recipes/vlm.py" if sharded else "recipes/vlm.py"
     report = two_ranks(root, tmp_path / "two", *SMALL, *trained, *sharded, script=script)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
-    for rank in report["ranks"]:  # the fullest step's; a phase's own peak may be another's, where batches differ
+    # the peak over all steps; with different batches, the peak of a phase may be in another step
+    for rank in report["ranks"]:
         measured = max(figures["allocated"] for figures in rank["peaks"].values())
         assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=1e-3)

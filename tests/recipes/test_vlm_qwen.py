@@ -1,4 +1,4 @@
-"""recipes/vlm.py on a Qwen2.5-VL: a processor without torchvision, weights that are saved by other names."""
+"""recipes/vlm.py on a Qwen2.5-VL: a processor without torchvision, and weights saved under other names."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made_of(kind: str, made: Path) -> Path:
-    """A model's directory as the Hub has it, and in it rows with two images of unlike sizes."""
+    """Creates a model's directory as on the Hub, with rows that have two images of different sizes."""
     words = make_tokenizer(["What is it? red green"], extra=list(MARKS.values()))
     words.save_pretrained(made)
     text = {
@@ -80,7 +80,7 @@ def made_of(kind: str, made: Path) -> Path:
 
 
 def train(vlm: ModuleType, qwen: Path, out: Path, *flags: str) -> list[float]:
-    """The losses of a run of two steps, with a checkpoint and an evaluation after each."""
+    """Returns the losses of a run of two steps, with a checkpoint and an evaluation after each."""
     small = [
         "--max_steps", "2", "--save_steps", "1", "--logging_steps", "1", "--per_device_train_batch_size", "2",
         "--eval_strategy", "steps", "--eval_steps", "1", "--test_split_size", "0.25", "--disable_tqdm", "true",
@@ -91,13 +91,13 @@ def train(vlm: ModuleType, qwen: Path, out: Path, *flags: str) -> list[float]:
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
 
-def test_it_is_trained_resumed_and_its_best_is_kept(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
-    """Its weights are saved by the names of the published ones, which a Trainer by itself would not read back."""
+def test_qwen_is_trained_resumed_and_its_best_checkpoint_kept(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
+    """Weights are saved under the published names, which a Trainer alone would not read back."""
     flags = ["--train_towers", "both", "--ac_policy", "full@language,full@vision", "--answered", "1"]
     flags += ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--greater_is_better", "true"]
     losses = train(vlm, qwen, tmp_path, *flags)
     saved = load_file(tmp_path / "model.safetensors")
-    assert "visual.merger.ln_q.weight" in saved  # and not as the model has it, model.visual. ...
+    assert "visual.merger.ln_q.weight" in saved  # not as in the model, model.visual...
     best = json.loads((tmp_path / "trainer_state.json").read_text())["best_model_checkpoint"]
     assert best.endswith("checkpoint-1")  # the worse one, so that it is not the last
     kept = load_file(Path(best) / "model.safetensors")
@@ -108,14 +108,14 @@ def test_it_is_trained_resumed_and_its_best_is_kept(vlm: ModuleType, qwen: Path,
     assert settings["video_processor"]["size"] == {"longest_edge": 4096, "shortest_edge": 256}
 
 
-def test_fewer_pixels_are_fewer_tokens(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
+def test_max_pixels_is_saved_in_the_processor(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
     train(vlm, qwen, tmp_path, "--use_peft", "--max_steps", "1", "--max_pixels", "1024")
     settings = json.loads((tmp_path / "processor_config.json").read_text())
     assert settings["image_processor"]["size"] == {"longest_edge": 1024, "shortest_edge": 256}
 
 
-def test_packed_rows_have_their_images_positions(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
-    """Eight rows are one batch, or one sequence with the same loss."""
+def test_packed_rows_have_the_loss_of_a_batch(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
+    """Eight rows are one batch, or one packed sequence with the same loss."""
     plain = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--eval_strategy", "no"]
     alone = train(vlm, qwen, tmp_path / "alone", *plain)
     packed = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--eval_strategy", "no", "--packing"]
@@ -123,7 +123,7 @@ def test_packed_rows_have_their_images_positions(vlm: ModuleType, qwen: Path, tm
 
 
 @pytest.mark.parametrize("kind", [pytest.param("qwen2_vl", marks=pytest.mark.slow), "qwen3_vl"])
-def test_its_kin_are_trained_resumed_and_predicted(vlm: ModuleType, tmp_path: Path, kind: str) -> None:
+def test_related_models_are_trained_resumed_and_predicted(vlm: ModuleType, tmp_path: Path, kind: str) -> None:
     (tmp_path / "model").mkdir()
     model, out = made_of(kind, tmp_path / "model"), tmp_path / "out"
     flags = ["--use_peft", "--lora_r", "4", "--train_towers", "both", "--ac_policy", "full@language"]
@@ -140,8 +140,8 @@ def test_its_kin_are_trained_resumed_and_predicted(vlm: ModuleType, tmp_path: Pa
     assert train(vlm, model, out, *flags, "--resume_from_checkpoint", "latest") == losses
 
 
-@pytest.mark.slow  # batch sizes are tried
-def test_the_largest_batch_fits(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
+@pytest.mark.slow  # it tries batch sizes
+def test_largest_batch_fits_the_budget(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
     asked = ["--train_towers", "both", "--find_max_batch_size", "--ac_budget", "12MiB", "--ac_report", "json"]
     train(vlm, qwen, tmp_path, *asked, "--ac_policy", "none")
     report = json.loads((tmp_path / "memory_report.json").read_text())
@@ -150,7 +150,7 @@ def test_the_largest_batch_fits(vlm: ModuleType, qwen: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("image", ["", "<image>"])
-def test_the_models_own_word_for_an_image_is_no_text(vlm: ModuleType, qwen: Path, tmp_path: Path, image: str) -> None:
+def test_image_token_in_a_text_is_refused(vlm: ModuleType, qwen: Path, tmp_path: Path, image: str) -> None:
     Image.new("RGB", (48, 48)).save(tmp_path / "0.png")
     turns = [{"role": "user", "content": f"{image}What is <|image_pad|>?"}, {"role": "assistant", "content": "red"}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns, "images": ["0.png"] if image else []}))
@@ -159,7 +159,7 @@ def test_the_models_own_word_for_an_image_is_no_text(vlm: ModuleType, qwen: Path
 
 
 @pytest.mark.slow
-def test_a_plan_knows_the_positions_of_packed_rows(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
+def test_plan_of_packed_rows_has_their_positions(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
     asked = ["--train_towers", "both", "--find_max_batch_size", "--ac_budget", "12MiB", "--ac_report", "json"]
     train(vlm, qwen, tmp_path, *asked, "--packing", "--max_length", "64", "--eval_strategy", "no")
     report = json.loads((tmp_path / "memory_report.json").read_text())

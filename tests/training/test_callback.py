@@ -1,4 +1,4 @@
-"""ACCallback in scripts that know nothing of it: a stock Trainer, TRL's SFTTrainer, and what it refuses."""
+"""ACCallback in ordinary scripts: a plain Trainer, TRL's SFTTrainer, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = Dataset.from_list([{"input_ids": [1 + (i * 7 + j) % 60 for j in range(12)
     lambda row: {"labels": row["input_ids"]}
 )
 
-# TRL's configs switch the library's own on, under a name that is new in transformers 5.23.
+# TRL's configs enable the library's checkpointing; transformers 5.23 renamed the argument.
 _OWN = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
 OFF = {f"{_OWN}_checkpointing": False}
 
@@ -63,7 +63,7 @@ def losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_a_stock_script_gains_a_policy_in_three_lines(tmp_path: Path) -> None:
+def test_policy_in_a_trainer_script_takes_three_lines(tmp_path: Path) -> None:
     plain = Trainer(model=tiny(), args=arguments(tmp_path / "plain"), train_dataset=ROWS)
     plain.train()
 
@@ -77,10 +77,10 @@ def test_a_stock_script_gains_a_policy_in_three_lines(tmp_path: Path) -> None:
     assert losses(trainer) == losses(plain)
     assert callback.report is not None
     assert trainer.model.state_dict().keys() == plain.model.state_dict().keys()
-    assert not any("forward" in vars(module) for module in trainer.model.modules())  # the policy is off again
+    assert not any("forward" in vars(module) for module in trainer.model.modules())  # the policy is removed again
 
 
-def test_trackers_get_the_figures_that_the_report_ends_with(tmp_path: Path) -> None:
+def test_trackers_get_the_figures_of_the_report(tmp_path: Path) -> None:
     sent: list[dict[str, float]] = []
 
     class Tracker(TrainerCallback):
@@ -97,27 +97,27 @@ def test_trackers_get_the_figures_that_the_report_ends_with(tmp_path: Path) -> N
         (rank,) = report.report.ranks
         logged = [entry["memory/backward_gib"] for entry in sent if "loss" in entry]
         assert max(logged) * 2**30 == rank.peaks["backward"]["allocated"]
-        assert "memory/backward_gib" not in sent[-1]  # the summary at the end is not a step
+        assert "memory/backward_gib" not in sent[-1]  # the final summary is no step
         peaks[policy] = rank.peaks["forward"]["allocated"]
         assert [path.name for path in (tmp_path / policy).glob("memory_report.*")] == ["memory_report.json"]
     assert peaks["full"] < 0.8 * peaks["none"]
 
 
-def test_blocks_are_rerun_while_training_and_not_before_or_after(tmp_path: Path) -> None:
+def test_blocks_are_rerun_during_training_only(tmp_path: Path) -> None:
     model = tiny()
     trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=ROWS)
     ACCallback(ACArguments(ac_policy="every:2", ac_report="none")).attach(trainer)
-    count = Mock(return_value=None)  # a variable of ours would be restored for the second run
+    count = Mock(return_value=None)  # the policy would restore a variable of ours for the second run
     for layer in model.model.layers:
         layer.input_layernorm.register_forward_pre_hook(count)
     trainer.train()
-    assert count.call_count == 3 * (3 + 2)  # three steps; of three blocks the first and the third are run twice
+    assert count.call_count == 3 * (3 + 2)  # three steps; the first and third of three blocks run twice
     count.reset_mock()
     trainer.evaluate(ROWS.select(range(4)))
     assert count.call_count == 3
 
 
-def test_the_parity_check_comes_first_and_leaves_training_as_it_was(tmp_path: Path, capsys: Any) -> None:
+def test_parity_check_runs_first_and_does_not_change_training(tmp_path: Path, capsys: Any) -> None:
     plain = Trainer(model=tiny(), args=arguments(tmp_path / "plain"), train_dataset=ROWS)
     plain.train()
     trainer = Trainer(model=tiny(), args=arguments(tmp_path / "checked"), train_dataset=ROWS)
@@ -128,7 +128,7 @@ def test_the_parity_check_comes_first_and_leaves_training_as_it_was(tmp_path: Pa
 
 
 class Scaled(torch.nn.Module):
-    """Reads a scale that a trainer sets around forward in the environment, which no policy restores."""
+    """Reads a scale from the environment, which no policy restores; the trainer sets it around forward."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Scaled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("around_loss", [True, False])
-def test_a_mismatch_tells_which_policies_pass_on_the_same_batch(
+def test_verification_error_names_policies_that_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, around_loss: bool
 ) -> None:
     monkeypatch.setenv("SCALE", "1.0")
@@ -175,7 +175,7 @@ def test_a_mismatch_tells_which_policies_pass_on_the_same_batch(
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_failed_parity_check_stops_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_parity_check_stops_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckpt_ft.checkpointing import parity
 
     row = parity.Row("loss", "1", "2", 1.0, same=False)
@@ -187,7 +187,7 @@ def test_a_failed_parity_check_stops_before_training(tmp_path: Path, monkeypatch
     assert trainer.state.global_step == 0
 
 
-def test_the_parity_check_is_refused_under_deepspeed(tmp_path: Path) -> None:
+def test_parity_check_is_refused_under_deepspeed(tmp_path: Path) -> None:
     trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
     ACCallback(ACArguments(ac_policy="full", ac_check=True)).attach(trainer)
     trainer.args.deepspeed_plugin = object()
@@ -206,10 +206,10 @@ def test_the_parity_check_is_refused_under_deepspeed(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-def test_the_librarys_own_checkpointing_gives_way_to_a_policy(
+def test_policy_replaces_the_librarys_checkpointing(
     tmp_path: Path, flag: str, attached: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """TRL's configs switch it on by default."""
+    """TRL's configs enable it by default."""
     if flag not in TrainingArguments.__dataclass_fields__:
         pytest.skip("transformers 5.23 brought the new name")
     plain = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
@@ -224,17 +224,15 @@ def test_the_librarys_own_checkpointing_gives_way_to_a_policy(
         callback.attach(trainer)
     trainer.train()
     assert losses(trainer) == losses(plain)
-    assert count.call_count == 3 * (3 + 2)  # the first and the third of three blocks are re-run, in three steps
-    assert getattr(args, flag)  # the user's own object stays as it is
+    assert count.call_count == 3 * (3 + 2)  # the first and third of three blocks are re-run, in three steps
+    assert getattr(args, flag)  # the user's arguments are unchanged
     assert f"policy 'every:2' replaces {_OWN}_checkpointing, which is switched off" in caplog.text
     with pytest.raises(UserError, match="are both on: blocks would be re-run twice"):
-        check_conflicts(args, callback.policy)  # two flags of a recipe
+        check_conflicts(args, callback.policy)  # a recipe's flags contradict each other
     check_conflicts(args, None)
 
 
-def test_fsdps_own_checkpointing_is_refused_when_launched_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpointing_of_fsdp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(tmp_path)
     check_conflicts(args, ACArguments(ac_policy="full").policy)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -247,11 +245,11 @@ def test_fsdps_own_checkpointing_is_refused_when_launched_with_it(
         memory.apply(tiny())
 
 
-def test_a_budget_holds_without_a_report(tmp_path: Path) -> None:
+def test_budget_is_enforced_without_a_report(tmp_path: Path) -> None:
     settings = ACArguments(ac_policy="auto", ac_budget="100KiB", ac_report="none")
     trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
     callback = ACCallback(settings)
-    callback.session.policy = Policy.parse("full")  # as where the planner has chosen it
+    callback.session.policy = Policy.parse("full")  # as after a plan
     callback.attach(trainer)
     with (
         pytest.raises(WorkFailed, match=r"of the limit of 100\.0 KiB set for this run"),
@@ -267,8 +265,8 @@ def test_a_budget_holds_without_a_report(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("memory_report.*"))
 
 
-def test_a_compiled_run_stays_compiled_where_steps_are_measured(tmp_path: Path) -> None:
-    """A dispatch mode makes torch.compile give up a function for ever, unless it is told to run it eagerly."""
+def test_measured_steps_do_not_uncompile_a_function(tmp_path: Path) -> None:
+    """Under a dispatch mode torch.compile gives up a function for good, unless it is told to run it eagerly."""
     compiled: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -278,7 +276,7 @@ def test_a_compiled_run_stays_compiled_where_steps_are_measured(tmp_path: Path) 
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    scale = torch.compile(doubled, backend=backend, fullgraph=True)  # as torchao's optimizers compile their step
+    scale = torch.compile(doubled, backend=backend, fullgraph=True)  # torchao's optimizers compile their step this way
     model = tiny()
     model.model.norm.register_forward_hook(lambda module, args, output: scale(output))
     trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=ROWS)
@@ -291,7 +289,7 @@ def test_a_compiled_run_stays_compiled_where_steps_are_measured(tmp_path: Path) 
     assert compiled == [1]
 
 
-class Breaks(TrainerCallback):
+class RaisesInSecondStep(TrainerCallback):
     """Raises in forward, in backward, or between steps, in the second step."""
 
     def __init__(self, model: torch.nn.Module, where: str, error: BaseException) -> None:
@@ -323,9 +321,9 @@ class Breaks(TrainerCallback):
         pytest.param("step", KeyboardInterrupt(), marks=pytest.mark.slow),
     ],
 )
-def test_an_error_in_a_measured_step_leaves_nothing_on(tmp_path: Path, where: str, error: BaseException) -> None:
+def test_error_in_a_measured_step_removes_all_hooks(tmp_path: Path, where: str, error: BaseException) -> None:
     model = tiny()
-    breaks = Breaks(model, where, error)
+    breaks = RaisesInSecondStep(model, where, error)
     trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=ROWS, callbacks=[breaks])
     callback = ACCallback(ACArguments(ac_policy="full", ac_report="json")).attach(trainer)
     with pytest.raises(type(error)):
@@ -334,7 +332,7 @@ def test_an_error_in_a_measured_step_leaves_nothing_on(tmp_path: Path, where: st
     assert not any("forward" in vars(module) for module in model.modules())
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
-    assert callback.peak_holders()  # what advice is made of
+    assert callback.peak_holders()  # used for suggestions
     callback.close()
     breaks.where = "never"
     breaks.on_step_begin = lambda *args, **kwargs: None  # type: ignore[method-assign]
@@ -342,7 +340,7 @@ def test_an_error_in_a_measured_step_leaves_nothing_on(tmp_path: Path, where: st
     assert callback.report is not None
 
 
-def test_a_loops_failed_step_is_explained_and_the_users_own_policy_stays(tmp_path: Path) -> None:
+def test_out_of_memory_in_a_loop_is_explained_and_keeps_the_users_policy(tmp_path: Path) -> None:
     from accelerate import Accelerator
 
     model = tiny()
@@ -374,15 +372,15 @@ def test_a_loops_failed_step_is_explained_and_the_users_own_policy_stays(tmp_pat
         memory.write_report(str(tmp_path), workload=lambda: Workload.of_loop(model, lambda size: step, device="cpu"))
         is not None
     )
-    assert seen == ["full", "full"]  # what was measured
+    assert seen == ["full", "full"]  # the measured steps
     assert applied_policy(model) is mine
     mine.remove()
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.slow
-def test_auto_plans_from_the_trainer_it_is_attached_to(tmp_path: Path) -> None:
-    """The plan's bytes are those that training then takes, and its data come in the order of plain training."""
+def test_auto_plans_from_the_attached_trainer(tmp_path: Path) -> None:
+    """Training has the planned bytes, and its data come in the same order as in plain training."""
     plain = Trainer(model=tiny(), args=arguments(tmp_path / "plain"), train_dataset=ROWS)
     plain.train()
     peaks, policies = {}, set()
@@ -400,7 +398,7 @@ def test_auto_plans_from_the_trainer_it_is_attached_to(tmp_path: Path) -> None:
     assert len(policies) == 2
 
 
-def test_auto_says_what_it_needs(tmp_path: Path) -> None:
+def test_auto_without_a_budget_or_attach_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
     with pytest.raises(UserError, match="a plan for the CPU needs a budget, such as 600MiB"):
         ACCallback("auto").attach(trainer)
@@ -417,7 +415,9 @@ def test_auto_says_what_it_needs(tmp_path: Path) -> None:
         (ACArguments(ac_policy="full", ac_check=True), "--ac_check"),
     ],
 )
-def test_what_looks_at_rows_is_refused_where_they_stream(settings: ACArguments, flag: str, tmp_path: Path) -> None:
+def test_settings_that_read_rows_are_refused_for_streamed_datasets(
+    settings: ACArguments, flag: str, tmp_path: Path
+) -> None:
     rows = ROWS.to_iterable_dataset()
     trainer = Trainer(model=tiny(), args=arguments(tmp_path, max_steps=1), train_dataset=rows)
     looks = f"{flag} looks at rows of the training data, and a IterableDataset has none"
@@ -430,7 +430,7 @@ def test_what_looks_at_rows_is_refused_where_they_stream(settings: ACArguments, 
         train()
 
 
-def test_cheaper_policies_keep_less() -> None:
+def test_cheaper_policies_save_less() -> None:
     assert cheaper_policies(None) == list(FALLBACK_POLICIES[1:])
     assert cheaper_policies(ACArguments(ac_policy="full").policy) == ["full,head", "full,offload,head"]
     assert cheaper_policies(ACArguments(ac_policy="every:2").policy)[0] == "full"
@@ -447,8 +447,8 @@ def test_cheaper_policies_keep_less() -> None:
         assert str(ACArguments(ac_policy=policy).policy) == policy
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # of TRL's default
-def test_sft_trainer_gains_a_policy_in_three_lines(tmp_path: Path, sample: tuple[Path, Path]) -> None:
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # warning about TRL's default
+def test_policy_in_an_sft_trainer_takes_three_lines(tmp_path: Path, sample: tuple[Path, Path]) -> None:
     trl = pytest.importorskip("trl")
     from peft import LoraConfig
 
@@ -471,7 +471,7 @@ def test_sft_trainer_gains_a_policy_in_three_lines(tmp_path: Path, sample: tuple
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_auto_plans_for_the_loss_of_trls_trainers(
+def test_auto_plans_with_the_loss_of_trl(
     kind: str, tmp_path: Path, sample: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trl = pytest.importorskip("trl")
@@ -493,8 +493,8 @@ def test_auto_plans_for_the_loss_of_trls_trainers(
     assert len(losses(trainer)) == 1
 
 
-def test_what_a_grpo_trainer_takes_is_predicted(tmp_path: Path, sample: tuple[Path, Path]) -> None:
-    """Its reference model is on the device and in no loss; batches are made of what the model says."""
+def test_peak_of_a_grpo_trainer_is_predicted(tmp_path: Path, sample: tuple[Path, Path]) -> None:
+    """Its reference model is on the device but not in the loss, and batches contain what the model generates."""
     trl = pytest.importorskip("trl")
     fields = {"max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "report_to": []}
     sizes = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 8, "beta": 0.1}
@@ -514,14 +514,15 @@ def test_what_a_grpo_trainer_takes_is_predicted(tmp_path: Path, sample: tuple[Pa
     trainer.train()
     rank = json.loads((tmp_path / "memory_report.json").read_text())["ranks"][0]
     weights = sum(p.nbytes for p in trainer.model.parameters())
-    assert rank["peaks"]["optimizer"]["allocated"] >= 5 * weights  # its own, the reference, gradients, Adam's two
+    # its own weights, the reference, gradients, Adam's two moments
+    assert rank["peaks"]["optimizer"]["allocated"] >= 5 * weights
     for phase in ("forward", "backward", "optimizer"):
         assert rank["predicted"]["peaks"][phase] == pytest.approx(rank["peaks"][phase]["allocated"], rel=1e-3), phase
     assert callback.applied is None
 
 
 def predicted_and_measured(out: Path, **kwargs: Any) -> tuple[int, int]:
-    """Peak bytes of a Trainer's step with the arguments `kwargs`."""
+    """Returns the predicted and measured peak bytes of a Trainer's step with the arguments `kwargs`."""
     trainer = Trainer(model=tiny(), args=arguments(out, **kwargs), train_dataset=ROWS)
     callback = ACCallback(ACArguments(ac_report="json")).attach(trainer)
     trainer.train()
@@ -531,8 +532,8 @@ def predicted_and_measured(out: Path, **kwargs: Any) -> tuple[int, int]:
     return rank.predicted.allocated, max(peak["allocated"] for peak in rank.peaks.values())
 
 
-def test_micro_batches_of_unlike_length_are_predicted_one_by_one(tmp_path: Path) -> None:
-    """The longest one comes first, where no gradients are: a step of two such would need 21 KiB more."""
+def test_micro_batches_of_different_lengths_are_predicted_separately(tmp_path: Path) -> None:
+    """The longest comes first, when there are no gradients; two of that length would need 21 KiB more."""
     model = tiny()
     rows = Dataset.from_list([{"input_ids": [5] * n, "labels": [5] * n} for n in (48, 12, 48, 12, 48, 12)])
     args = arguments(
@@ -545,16 +546,16 @@ def test_micro_batches_of_unlike_length_are_predicted_one_by_one(tmp_path: Path)
     (rank,) = callback.report.ranks
     assert rank.predicted is not None
     assert rank.predicted.allocated == pytest.approx(rank.peak(), abs=64)
-    assert Workload.from_trainer(trainer).trace(1).peak_allocated > 1.02 * rank.peak()  # of two long ones
+    assert Workload.from_trainer(trainer).trace(1).peak_allocated > 1.02 * rank.peak()  # with two long ones
 
 
 @pytest.mark.parametrize("optim", ["adagrad", "rmsprop", "adafactor"])
-def test_an_optimizer_is_predicted_as_its_constructor_left_it(tmp_path: Path, optim: str) -> None:
+def test_optimizer_is_predicted_with_its_constructor_arguments(tmp_path: Path, optim: str) -> None:
     predicted, measured = predicted_and_measured(tmp_path, optim=optim)
     assert predicted == pytest.approx(measured, abs=64)
 
 
-@pytest.mark.filterwarnings("ignore")  # of those libraries
+@pytest.mark.filterwarnings("ignore")  # warnings of those libraries
 @pytest.mark.parametrize(
     ("optim", "package"),
     [
@@ -565,14 +566,14 @@ def test_an_optimizer_is_predicted_as_its_constructor_left_it(tmp_path: Path, op
     ],
 )  # fmt: skip
 def test_optimizers_of_other_libraries_are_predicted(tmp_path: Path, optim: str, package: str) -> None:
-    """They keep arguments of their constructor outside the groups, or step in backward, or hold the model."""
+    """They keep constructor arguments outside their groups, step in backward, or hold the model."""
     pytest.importorskip(package)
     predicted, measured = predicted_and_measured(tmp_path, optim=optim, optim_target_modules=["mlp"])
     assert predicted == pytest.approx(measured, rel=2e-3)
 
 
-def test_an_optimizer_whose_arguments_are_lost_is_predicted(tmp_path: Path) -> None:
-    """Its constructor needs a rate, keeps a number outside its groups, and a dict by parameter."""
+def test_optimizer_with_unknown_constructor_arguments_is_predicted(tmp_path: Path) -> None:
+    """Its constructor requires a learning rate, and it keeps a number outside its groups and a dict by parameter."""
 
     class Momentum(torch.optim.Optimizer):
         def __init__(self, params: Any, lr: float, /, copies: int) -> None:
@@ -603,7 +604,7 @@ def test_an_optimizer_whose_arguments_are_lost_is_predicted(tmp_path: Path) -> N
 
 
 class GrokAdamW(torch.optim.Optimizer):
-    """Keeps its states in its groups, on the host, as grokadamw's `_update_group` does."""
+    """Keeps its states in its groups on the host, as grokadamw's `_update_group` does."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-3})
@@ -619,7 +620,7 @@ class GrokAdamW(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("rows", ["equal", "unlike"])
-def test_states_in_the_groups_of_an_optimizer_are_counted(tmp_path: Path, rows: str) -> None:
+def test_optimizer_states_in_the_groups_are_counted(tmp_path: Path, rows: str) -> None:
     model, data = tiny(), ROWS
     if rows == "unlike":
         data = Dataset.from_list([{"input_ids": [5] * n, "labels": [5] * n} for n in (12, 40, 9, 31) * 4])
@@ -639,10 +640,12 @@ def test_states_in_the_groups_of_an_optimizer_are_counted(tmp_path: Path, rows: 
         assert rank.predicted.peaks[phase] == pytest.approx(measured["allocated"], rel=2e-3), phase
 
 
-def test_phases_are_compared_with_the_step_that_is_predicted(tmp_path: Path) -> None:
-    """The first step is the highest, as GaLore's, which decomposes gradients; later ones begin with states."""
+def test_predicted_phases_are_those_of_the_predicted_step(tmp_path: Path) -> None:
+    """The first step has the highest peak, like GaLore's, which decomposes gradients; later steps start with
+    states.
+    """
 
-    class Starting(torch.optim.Optimizer):
+    class AllocatesAtStart(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {"lr": 1e-3})
 
@@ -654,7 +657,10 @@ def test_phases_are_compared_with_the_step_that_is_predicted(tmp_path: Path) -> 
 
     model = tiny()
     trainer = Trainer(
-        model=model, args=arguments(tmp_path), train_dataset=ROWS, optimizers=(Starting(model.parameters()), None)
+        model=model,
+        args=arguments(tmp_path),
+        train_dataset=ROWS,
+        optimizers=(AllocatesAtStart(model.parameters()), None),
     )
     callback = ACCallback(ACArguments(ac_report="md")).attach(trainer)
     trainer.train()
@@ -668,8 +674,8 @@ def test_phases_are_compared_with_the_step_that_is_predicted(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("steps", [3, 9])
-def test_steps_of_a_schedule_free_optimizer_are_counted_on(tmp_path: Path, steps: int) -> None:
-    """RAdam makes its denominators from the sixth step on."""
+def test_steps_of_a_schedule_free_optimizer_continue_in_the_trace(tmp_path: Path, steps: int) -> None:
+    """RAdam computes its denominators from the sixth step on."""
 
     class ScheduleFree(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
@@ -697,7 +703,7 @@ def test_steps_of_a_schedule_free_optimizer_are_counted_on(tmp_path: Path, steps
     assert later == pytest.approx(rank.predicted.peaks["optimizer"] + (weights if steps == 3 else 0), rel=5e-3)
 
 
-def test_states_that_wait_on_the_host_are_not_on_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_states_on_the_host_are_not_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
     optimizer = GrokAdamW(model.parameters())
     trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=ROWS, optimizers=(optimizer, None))
@@ -710,7 +716,7 @@ def test_states_that_wait_on_the_host_are_not_on_the_card(tmp_path: Path, monkey
     assert on_card.peaks["optimizer"] >= sum(8 * p.numel() for p in model.parameters()) + 5 * largest
 
 
-def test_an_optimizer_of_torchao_is_its_layout(tmp_path: Path) -> None:
+def test_torchao_optimizer_has_its_layout(tmp_path: Path) -> None:
     kind = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})
     model = tiny()
     trainer = Trainer(
@@ -720,8 +726,8 @@ def test_an_optimizer_of_torchao_is_its_layout(tmp_path: Path) -> None:
     assert made.layout is LAYOUTS["ao_adamw_8bit"]
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's own imports
-def test_a_compiled_loss_of_a_trainer_is_traced_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of torch's own imports
+def test_compiled_loss_of_a_trainer_is_traced_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1).float(), labels.flatten())
 
@@ -732,11 +738,11 @@ def test_a_compiled_loss_of_a_trainer_is_traced_compiled(tmp_path: Path, monkeyp
         traces.append(Workload.from_trainer(trainer).trace(1))
     fused = [{op.name for op in trace.ops if op.name.startswith("triton_")} for trace in traces]
     assert not fused[0]
-    assert len(fused[1]) >= 2  # at least one in each half
+    assert len(fused[1]) >= 2  # at least one in forward and one in backward
 
 
-def test_what_the_loss_holds_counts_after_the_backward(tmp_path: Path) -> None:
-    """As DoRA's transposed weights of GPT-2: gradients of parameters that only the graph of the loss holds."""
+def test_gradients_held_by_the_loss_count_after_backward(tmp_path: Path) -> None:
+    """DoRA of GPT-2 creates transposed weights in forward; only the loss's graph holds them and their gradients."""
 
     class Transposed(torch.nn.Module):
         def __init__(self) -> None:
@@ -757,7 +763,7 @@ def test_what_the_loss_holds_counts_after_the_backward(tmp_path: Path) -> None:
     assert rank.predicted.peaks["optimizer"] == pytest.approx(rank.peaks["optimizer"]["allocated"], abs=512)
 
 
-def test_an_error_of_a_trace_is_told_in_words(tmp_path: Path) -> None:
+def test_failed_trace_is_a_note(tmp_path: Path) -> None:
     def broken() -> Workload:
         raise KeyError(140059639035008)
 
@@ -767,7 +773,7 @@ def test_an_error_of_a_trace_is_told_in_words(tmp_path: Path) -> None:
     assert notes == [f"no prediction: the step cannot be traced: {__name__}.broken raised KeyError: 140059639035008"]
 
 
-def test_a_setting_that_is_not_modelled_costs_the_prediction_and_not_the_run(tmp_path: Path) -> None:
+def test_unmodelled_setting_skips_the_prediction_only(tmp_path: Path) -> None:
     args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager")
     trainer = Trainer(model=tiny(), args=args, train_dataset=ROWS)
     callback = ACCallback(ACArguments(ac_report="json")).attach(trainer)
@@ -791,10 +797,10 @@ def test_a_setting_that_is_not_modelled_costs_the_prediction_and_not_the_run(tmp
         ({"BACKEND": "aot_eager"}, "compiled by AOT_EAGER, and only Inductor's"),
     ],
 )
-def test_what_a_launch_compiles_is_predicted_or_refused(
+def test_dynamo_settings_of_a_launch_are_predicted_or_refused(
     launched: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`accelerate launch --dynamo_backend inductor` sets variables, and no argument of the Trainer."""
+    """`accelerate launch --dynamo_backend inductor` sets environment variables and no Trainer argument."""
     for name, value in {"BACKEND": "inductor", **launched}.items():
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
@@ -807,7 +813,9 @@ def test_what_a_launch_compiles_is_predicted_or_refused(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_auto_plans_the_eager_step_of_a_compiled_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_of_an_unsupported_compile_backend_plans_the_eager_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager")
     trainer = Trainer(model=tiny(), args=args, train_dataset=ROWS)
     callback = ACCallback(ACArguments(ac_policy="auto", ac_budget="1GiB", ac_report="none")).attach(trainer)

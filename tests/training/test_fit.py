@@ -1,4 +1,4 @@
-"""What recipes ask the planner: the flags it settles, the report's lines, and going on after memory ran out."""
+"""Plans of recipes: the flags that they decide, lines of the report, and continuing after out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def trainer(tmp_path: Path, **more: Any) -> Trainer:
 
 
 def fit(tmp_path: Path, settings: ACArguments, **more: Any) -> Fitted:
-    """What a callback with `settings` fits a trainer to."""
+    """Returns what a callback with `settings` plans for a trainer."""
     fitted = ACCallback(settings).attach(trainer(tmp_path, **more)).fitted
     assert fitted is not None
     return fitted
@@ -62,7 +62,7 @@ def fit(tmp_path: Path, settings: ACArguments, **more: Any) -> Fitted:
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
-    """A model with a plan for 3 MiB, which several tests read: a plan takes seconds."""
+    """A model with a plan for 3 MiB, shared by several tests because a plan takes seconds."""
     settings = ACArguments(ac_policy="auto", ac_budget="3MiB")
     return fit(tmp_path_factory.mktemp("fitted"), settings, per_device_train_batch_size=8)
 
@@ -86,7 +86,7 @@ def test_auto_becomes_a_policy_that_fits(fitted: Fitted) -> None:
 
 
 @pytest.mark.slow
-def test_the_effective_batch_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_found_batch_keeps_the_effective_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ACArguments(ac_policy="full", ac_budget="3MiB", find_max_batch_size=True)
     given = trainer(tmp_path, per_device_train_batch_size=64)
     before = given.args
@@ -103,8 +103,8 @@ def test_the_effective_batch_stays(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_the_batch_that_is_found_fits_as_one_of_several(tmp_path: Path) -> None:
-    """Gradients live from one micro-batch to the next: a budget that four samples alone just fit holds fewer then."""
+def test_found_batch_fits_as_a_micro_batch(tmp_path: Path) -> None:
+    """Gradients live across micro-batches, so a budget that just fits four samples alone fits fewer then."""
     alone = Workload.from_trainer(trainer(tmp_path))
     limit = alone.trace(4).peak_allocated
     settings = ACArguments(ac_policy="none", ac_budget=f"{limit / 0.95 + 1:.0f}B", find_max_batch_size=True)
@@ -115,12 +115,12 @@ def test_the_batch_that_is_found_fits_as_one_of_several(tmp_path: Path) -> None:
     assert fitted.workload.trace(3).peak_allocated <= limit
 
 
-def test_a_plan_is_taken_as_a_file(fitted: Fitted, tmp_path: Path) -> None:
+def test_plan_file_is_a_policy(fitted: Fitted, tmp_path: Path) -> None:
     assert fitted.plan is not None
     path = tmp_path / "plan.json"
     path.write_text(fitted.plan.to_json())
     settings = ACArguments(ac_policy=str(path))
-    path.unlink()  # it was read once, when the flags were
+    path.unlink()  # it was read once, with the flags
     assert settings.policy == Policy.parse(fitted.plan.best.policy)
     attached = ACCallback(settings).attach(trainer(tmp_path))
     assert attached.policy == settings.policy
@@ -133,7 +133,7 @@ def test_a_plan_is_taken_as_a_file(fitted: Fitted, tmp_path: Path) -> None:
 
 
 class Failing:
-    """A trainer whose first runs run out of memory."""
+    """A trainer whose first runs raise out-of-memory errors."""
 
     def __init__(self, failures: int, at_step: int) -> None:
         self.failures, self.state = failures, SimpleNamespace(global_step=at_step)
@@ -148,7 +148,7 @@ class Failing:
 
 
 class Planned(Session):
-    """Remembers its plans."""
+    """Records its plans."""
 
     def __init__(self, fitted: Fitted) -> None:
         super().__init__(fitted)
@@ -162,8 +162,8 @@ class Planned(Session):
 
 
 @pytest.mark.slow
-def test_out_of_memory_is_planned_again(tmp_path: Path) -> None:
-    """The pick that failed is not tried again, nor one that needs as much."""
+def test_out_of_memory_makes_a_smaller_plan(tmp_path: Path) -> None:
+    """Neither the failed pick nor one with as much memory is tried again."""
     settings = ACArguments(ac_policy="auto", ac_budget="5MiB")
     session = Planned(fit(tmp_path, settings))
     directory = RunDirectory(str(tmp_path / "out"), lora=False)
@@ -186,8 +186,10 @@ def test_out_of_memory_is_planned_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("on_oom", "at_step"), [("stop", 0), ("replan", 3)])
-def test_or_not(on_oom: str, at_step: int, fitted: Fitted, tmp_path: Path) -> None:
-    """Asked to stop; or steps were made and no checkpoint holds them."""
+def test_out_of_memory_is_raised_if_it_cannot_be_replanned(
+    on_oom: str, at_step: int, fitted: Fitted, tmp_path: Path
+) -> None:
+    """The user asked to stop, or steps were made that no checkpoint contains."""
     session = Planned(replace(fitted, settings=replace(fitted.settings, ac_on_oom=on_oom)))
     directory = RunDirectory(str(tmp_path), lora=False)
     with pytest.raises(torch.OutOfMemoryError):
@@ -195,7 +197,7 @@ def test_or_not(on_oom: str, at_step: int, fitted: Fitted, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_next_attempt_keeps_the_batch_that_was_found(tmp_path: Path) -> None:
+def test_next_attempt_keeps_the_found_batch(tmp_path: Path) -> None:
     settings = ACArguments(ac_policy="auto", ac_budget="3MiB", find_max_batch_size=True)
     fitted = fit(tmp_path, settings, per_device_train_batch_size=64)
     assert fitted.plan is not None
@@ -209,15 +211,13 @@ def test_the_next_attempt_keeps_the_batch_that_was_found(tmp_path: Path) -> None
     assert second.budget is not None
     assert second.budget < 3 * MIB
     assert first.settings == settings
-    assert not hasattr(second, "fitted")  # which holds the model
+    assert not hasattr(second, "fitted")  # it would keep the model alive
 
 
-def test_a_model_that_zero3_has_partitioned_is_planned_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not where the launch is not predicted: then it would be planned for one process, which has no whole model."""
+def test_model_partitioned_by_zero3_is_planned_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the launch is not predicted, this is refused: a plan for one process would need the whole model."""
     given, whole = trainer(tmp_path), trainer(tmp_path)
-    for parameter in given.model.parameters():  # what deepspeed.zero.Init leaves
+    for parameter in given.model.parameters():  # as deepspeed.zero.Init leaves them
         parameter.ds_id, parameter.data = 0, torch.empty(0)
     settings = ACArguments(ac_policy="full", ac_budget="3MiB", find_max_batch_size=True)
     zero3 = Launch("zero3", 2, zero=ZeroOptions(reduce_bucket_size=1000, prefetch_bucket_size=1000))
@@ -237,7 +237,7 @@ def launch_of_deepspeed(*_: Any, **__: Any) -> None:
     raise UserError("what DeepSpeed's engine has made of model and optimizer is not traced")
 
 
-def test_bad_flags() -> None:
+def test_invalid_planning_flags_are_refused() -> None:
     with pytest.raises(UserError, match="--ac_on_oom retry: choose one of replan, stop"):
         ACArguments(ac_on_oom="retry")
     with pytest.raises(UserError, match="for --ac_policy auto or --find_max_batch_size"):
@@ -257,10 +257,10 @@ def test_bad_flags() -> None:
         ),
     ],
 )
-def test_what_offloading_the_optimizer_goes_without(
+def test_settings_that_optimizer_offload_excludes(
     given: tuple[Any, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchao copies a gradient to the host as soon as it is computed: what changes it later has no effect."""
+    """torchao copies a gradient to the host when it is computed, so later changes of it have no effect."""
     monkeypatch.setattr("ckpt_ft.training.flags.require_package", lambda *args: None)
     with pytest.raises(UserError, match=re.escape(message)):
         check_offloaded(*given)
@@ -269,7 +269,7 @@ def test_what_offloading_the_optimizer_goes_without(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gradients", [False, True])
-def test_torchaos_offloaded_adamw_trains_as_adamw(gradients: bool) -> None:
+def test_offloaded_adamw_trains_like_adamw(gradients: bool) -> None:
     pytest.importorskip("torchao")
     ours, plain = (torch.nn.Linear(256, 256, device="cuda") for _ in range(2))
     plain.load_state_dict(ours.state_dict())
@@ -285,7 +285,7 @@ def test_torchaos_offloaded_adamw_trains_as_adamw(gradients: bool) -> None:
     assert torch.allclose(ours.weight, plain.weight, atol=1e-5)
 
 
-def test_without_a_gpu_the_offloaded_optimizer_is_adamw() -> None:
+def test_offloaded_adamw_without_a_gpu_is_adamw() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     layer = torch.nn.Linear(64, 64)

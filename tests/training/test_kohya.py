@@ -1,4 +1,4 @@
-"""A U-Net's LoRA under kohya's names: every key is read back, and the pipeline draws as with the file it came from."""
+"""A U-Net's LoRA under kohya's names: every key is converted, and the pipeline's output is unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {"sd2": StableDiffusionPipeline, "sdxl": StableDiffusionXLPipeline}
 
 
 def saved(pipeline: Any, place: Path, text: bool = False, **settings: Any) -> int:
-    """Random LoRA of rank 4 on the attention, as the recipe saves it; how many layers have one."""
+    """Saves a random LoRA of rank 4 on attention as the recipe does; returns the number of adapted layers."""
     parts = {"unet": ["to_q", "to_out.0"], **({"text_encoder": ["q_proj", "out_proj"]} if text else {})}
     layers: dict[str, Any] = {}
     for name, targets in parts.items():
@@ -41,7 +41,7 @@ def saved(pipeline: Any, place: Path, text: bool = False, **settings: Any) -> in
 
 
 def noise(base: Path, lora: Path | None = None) -> torch.Tensor:
-    """What the U-Net makes of zeros, under a LoRA."""
+    """Returns the U-Net's output for zeros under a LoRA."""
     pipeline = DiffusionPipeline.from_pretrained(base)
     if lora is not None:
         pipeline.load_lora_weights(lora, weight_name=PIPELINE_LORA)
@@ -65,7 +65,7 @@ def noise(base: Path, lora: Path | None = None) -> torch.Tensor:
     ("kind", "settings"),
     [("sd2", {"lora_alpha": 12}), ("sdxl", {"lora_alpha": 6, "use_rslora": True})],
 )
-def test_every_key_comes_back(
+def test_every_key_is_converted(
     tmp_path: Path, kind: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = make_tiny_pipeline(kind, 0, (16, 32))
@@ -84,7 +84,7 @@ def test_every_key_comes_back(
     assert (found - noise(tmp_path / "base")).abs().max() > 1e-3
 
 
-def test_what_has_no_such_names(tmp_path: Path) -> None:
+def test_weights_without_kohya_names_are_refused(tmp_path: Path) -> None:
     out = str(tmp_path / "out.safetensors")
     with pytest.raises(UserError, match="holds no pytorch_lora_weights.safetensors; give the output_dir"):
         to_kohya(str(tmp_path), out)

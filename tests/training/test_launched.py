@@ -1,4 +1,4 @@
-"""Which launch a process finds itself in, and what several processes are refused."""
+"""The launch of the current process, and refusals under several processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def arguments(tmp_path: Path, **more: Any) -> TrainingArguments:
 
 
 def accelerator(precision: str = "no", handler: Any = None, **plugins: Any) -> Any:
-    """The accelerator of one of four processes, as a Trainer makes it."""
+    """Returns the accelerator of one of four processes, as a Trainer creates it."""
     return SimpleNamespace(
         num_processes=4, mixed_precision=precision, ddp_handler=handler, parallelism_config=None,
         state=SimpleNamespace(**plugins),
@@ -51,7 +51,7 @@ def test_one_process_is_no_launch(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("second_of_four")
-def test_what_accelerate_launch_passes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_accelerate_launch_become_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = {"processes": 4, "machines": 2, "rank": 1}
     for asked, found in ((None, True), (False, False)):
         args = arguments(tmp_path, ddp_find_unused_parameters=asked)
@@ -76,7 +76,7 @@ def test_what_accelerate_launch_passes_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("second_of_four")
-def test_a_model_that_transformers_divides_says_how() -> None:
+def test_distributed_config_of_a_model_becomes_a_launch() -> None:
     where = {"processes": 4, "machines": 2, "rank": 1}
 
     def launch(precision: str = "no", **config: Any) -> Launch | None:
@@ -96,7 +96,7 @@ def test_a_model_that_transformers_divides_says_how() -> None:
             launch(precision, fsdp_size=4, ep_size=2, **other)
 
 
-def test_a_shard_that_is_loaded_as_a_view_frees_its_whole_weight() -> None:
+def test_shard_loaded_as_a_view_frees_the_complete_weight() -> None:
     model = nn.Linear(3, 8)
     whole = model.weight.detach().clone()
     with rank_of(2) as mesh:
@@ -110,7 +110,7 @@ def test_a_shard_that_is_loaded_as_a_view_frees_its_whole_weight() -> None:
 
 
 @pytest.mark.usefixtures("second_of_four")
-def test_under_deepspeed_what_is_to_come_is_modelled_and_what_is_there_is_not() -> None:
+def test_deepspeed_launch_is_modelled_before_the_engine_exists() -> None:
     zero = {"stage": 2, "reduce_bucket_size": 1000, "offload_optimizer": {"device": "none"}}
     ours = accelerator(deepspeed_plugin=SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": zero}))
     ahead = launch_of(ours, prepared=False)
@@ -122,9 +122,7 @@ def test_under_deepspeed_what_is_to_come_is_modelled_and_what_is_there_is_not() 
         launch_of(ours)
 
 
-def test_the_precision_is_the_launcher_s_where_the_arguments_say_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precision_of_the_launcher_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert precision_of(arguments(tmp_path)) == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert precision_of(arguments(tmp_path)) == "bf16"
@@ -134,7 +132,7 @@ def test_the_precision_is_the_launcher_s_where_the_arguments_say_none(
 
 
 @pytest.mark.usefixtures("second_of_four")
-def test_several_processes_are_not_replanned(tmp_path: Path) -> None:
+def test_replanning_on_several_processes_is_refused(tmp_path: Path) -> None:
     settings = ACArguments(ac_policy="auto", ac_budget="1GiB", ac_on_oom="replan")
     args = arguments(tmp_path)
     with pytest.raises(UserError, match="--ac_on_oom replan on 4 processes: one runs out of memory while the others"):
@@ -143,8 +141,8 @@ def test_several_processes_are_not_replanned(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("second_of_four")
-def test_a_model_that_is_to_be_sharded_is_not_proved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its largest batch is predicted, for the launch, and nothing runs."""
+def test_largest_batch_of_a_sharded_model_is_predicted_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step runs before the model is sharded."""
     monkeypatch.setattr(fit, "found_by_main", lambda find: find())
     settings = ACArguments(ac_policy="full", ac_budget="3MiB", find_max_batch_size=True)
     args = arguments(tmp_path, per_device_train_batch_size=64)
@@ -154,7 +152,7 @@ def test_a_model_that_is_to_be_sharded_is_not_proved_whole(tmp_path: Path, monke
     assert not fitted.largest.trials
     apply_policy(workload.model, "full")
     below, above = (fitted.workload.trace(fitted.largest.batch + more).peak_allocated for more in (0, 4))
-    assert below <= 0.95 * 3 * 2**20 < above  # a twentieth of a CPU's budget is the loop's
+    assert below <= 0.95 * 3 * 2**20 < above  # 5 % of a CPU's budget is left for the loop
 
 
 def trainer(args: TrainingArguments, width: int, layers: int, vocabulary: int) -> Trainer:

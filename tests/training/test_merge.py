@@ -1,4 +1,4 @@
-"""Adapters merged into full weights: the numbers of the adapted model, without peft."""
+"""Adapters merged into base weights give the adapted model's numbers without peft."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_random_lora(model: torch.nn.Module, targets: list[str]) -> torch.nn.Mod
     return adapted.eval()
 
 
-def test_a_language_model_gives_the_adapted_ones_logits(sample: tuple[Path, Path], tmp_path: Path) -> None:
+def test_merged_language_model_has_the_adapted_logits(sample: tuple[Path, Path], tmp_path: Path) -> None:
     ids = torch.arange(64).view(2, 32)
     base = AutoModelForCausalLM.from_pretrained(sample[0])
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_a_language_model_gives_the_adapted_ones_logits(sample: tuple[Path, Path
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").pad_token == "<|pad|>"  # the base's
 
 
-def test_the_adapters_own_tokenizer_is_kept_or_the_merge_is_refused(
+def test_tokenizer_of_the_adapter_is_kept(
     sample: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_random_lora(AutoModelForCausalLM.from_pretrained(sample[0]), ["q_proj"]).save_pretrained(tmp_path / "adapter")
@@ -64,7 +64,7 @@ def test_the_adapters_own_tokenizer_is_kept_or_the_merge_is_refused(
     assert "merged without a tokenizer or processor: " in caplog.text
 
 
-def test_a_pipeline_gives_the_adapted_ones_noise(tmp_path: Path) -> None:
+def test_merged_pipeline_has_the_adapted_noise(tmp_path: Path) -> None:
     from diffusers import StableDiffusionPipeline
     from diffusers.training_utils import _collate_lora_metadata
     from tiny_unets import make_tiny_pipeline
@@ -76,7 +76,7 @@ def test_a_pipeline_gives_the_adapted_ones_noise(tmp_path: Path) -> None:
     pipeline.unet.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q"], init_lora_weights=False))
     with torch.no_grad():
         wanted = pipeline.unet.eval()(*inputs).sample
-    about = _collate_lora_metadata({"unet": pipeline.unet})  # as the recipe has it
+    about = _collate_lora_metadata({"unet": pipeline.unet})  # as the recipe stores it
     StableDiffusionPipeline.save_lora_weights(tmp_path / "lora", get_peft_model_state_dict(pipeline.unet), **about)
 
     with pytest.raises(UserError, match="does not name its base; give the pipeline with --base"):
@@ -96,7 +96,7 @@ def test_a_pipeline_gives_the_adapted_ones_noise(tmp_path: Path) -> None:
         assert torch.allclose(merged(*inputs).sample, wanted, atol=1e-5)
 
 
-def test_what_cannot_be_merged_is_one_line(sample: tuple[Path, Path], tmp_path: Path) -> None:
+def test_invalid_adapter_or_output_is_one_line(sample: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     (tmp_path / "nameless").mkdir()
@@ -116,7 +116,7 @@ def test_what_cannot_be_merged_is_one_line(sample: tuple[Path, Path], tmp_path: 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`base` and, beside it, an `adapter` of every kind of tensor: DoRA's magnitudes, a module that is saved whole."""
+    """A `base`, and an `adapter` with every kind of tensor: DoRA's magnitudes, and a module saved completely."""
     folder = tmp_path_factory.mktemp("tuned")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 61}
     LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(folder / "shallow")
@@ -130,7 +130,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damaged(tuned: Path, out: Path, weights: Any = None, **settings: object) -> str:
-    """A copy of the adapter; `weights`, bytes or what makes new tensors of the old ones."""
+    """Returns a copy of the adapter; `weights` are bytes, or a function of its tensors."""
     shutil.copytree(tuned / "adapter", out)
     config, file = out / "adapter_config.json", out / "adapter_model.safetensors"
     config.write_text(json.dumps(json.loads(config.read_text()) | settings))
@@ -156,8 +156,8 @@ def without_half(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ({"target_modules": "((("}, "unterminated subpattern"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # all that peft says
-def test_half_an_adapter_is_not_merged(
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # peft's only message about it
+def test_incomplete_adapter_is_not_merged(
     tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], says: str
 ) -> None:
     monkeypatch.chdir(tuned)
@@ -168,5 +168,5 @@ def test_half_an_adapter_is_not_merged(
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
-def test_every_tensor_of_an_adapter_has_its_place(tuned: Path, tmp_path: Path) -> None:
+def test_complete_adapter_is_merged(tuned: Path, tmp_path: Path) -> None:
     assert merge(str(tuned / "adapter"), str(tmp_path / "merged")).is_dir()

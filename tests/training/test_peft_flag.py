@@ -1,4 +1,4 @@
-"""The flag `--peft_config`: what can be told of it before anything is loaded."""
+"""The flag `--peft_config`: checks before anything is loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def file(folder: Path, **content: Any) -> str:
     ],
 )
 @pytest.mark.parametrize("kind", [ModelArguments, DiffusionModelArguments, TransformerArguments])
-def test_what_it_cannot_be(tmp_path: Path, content: dict[str, Any], says: str, kind: Any) -> None:
+def test_invalid_peft_config_is_refused(tmp_path: Path, content: dict[str, Any], says: str, kind: Any) -> None:
     with pytest.raises(UserError, match=says) as refused:
         kind(peft_config=file(tmp_path, **content))
     assert "--peft_config" in str(refused.value)
@@ -49,13 +49,15 @@ def test_what_it_cannot_be(tmp_path: Path, content: dict[str, Any], says: str, k
         (TransformerArguments, {"lora_target_modules": ["to_q"]}, "--lora_target_modules"),
     ],
 )
-def test_flags_of_lora_beside_it(tmp_path: Path, kind: Any, flags: dict[str, Any], named: str) -> None:
+def test_lora_flags_with_a_peft_config_are_refused(
+    tmp_path: Path, kind: Any, flags: dict[str, Any], named: str
+) -> None:
     with pytest.raises(UserError, match=f"{named} describe two different adapters: give one or the other"):
         kind(peft_config=file(tmp_path, peft_type="LOKR"), **flags)
 
 
-def test_what_a_recipe_adds(tmp_path: Path) -> None:
-    """A directory of an adapter will do; what it was saved with is not trained with."""
+def test_recipe_completes_a_peft_config(tmp_path: Path) -> None:
+    """A saved adapter's directory is accepted; entries about its saved weights are ignored."""
     file(tmp_path, peft_type="LOHA", modules_to_save=["a"], inference_mode=True, base_model_name_or_path="gone")
     config: Any = adapter_of(str(tmp_path), lambda asked: asked or ["q"], ["head"], "CAUSAL_LM")
     assert config.target_modules == {"q"}

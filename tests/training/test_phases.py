@@ -1,4 +1,4 @@
-"""Phases of a live run besides the training step: predicted as ACCallback measures them on the CPU."""
+"""Phases of a run outside training steps (loading, evaluation, generation, saving): predictions equal measurements."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_a_weight_at_a_time_is_whole_while_a_model_is_loaded_and_saved(launch: str, tmp_path: Path) -> None:
-    """The embedding of 700 x 64 is the largest; with FSDP2 each of 8 cards holds up to 88 rows."""
+def test_largest_weight_is_complete_during_loading_and_saving(launch: str, tmp_path: Path) -> None:
+    """The embedding of 700 x 64 is the largest weight; under FSDP2 each of 8 GPUs holds at most 88 of its rows."""
     LlamaConfig(num_attention_heads=4, architectures=["LlamaForCausalLM"], **SIZES).save_pretrained(tmp_path)
     spec = TrainingSpec.of(str(tmp_path), seq_length=24, device="a100-80gb", **LAUNCHES[launch])
     found = estimate(spec)
@@ -87,8 +87,8 @@ def test_a_weight_at_a_time_is_whole_while_a_model_is_loaded_and_saved(launch: s
     assert found.peak_allocated == max(found.peaks.values()) == trace.peak_allocated
 
 
-def test_logits_for_metrics_are_kept(tmp_path: Path) -> None:
-    """In three batches of 8, 8 and 5 rows: the last concatenation holds the peak of the run."""
+def test_logits_kept_for_metrics_are_the_peak(tmp_path: Path) -> None:
+    """In batches of 8, 8 and 5 rows, the last concatenation is the peak of the run."""
     model = llama(tmp_path)
     trainer = Trainer(model, TrainingArguments(str(tmp_path), **ARGUMENTS), None, ROWS, ROWS, **METRICS)
     rank = reported(trainer)
@@ -108,8 +108,8 @@ def test_logits_for_metrics_are_kept(tmp_path: Path) -> None:
         pytest.param({"eval_do_concat_batches": False}, marks=pytest.mark.slow),
     ],
 )
-def test_batches_of_an_evaluation_are_unlike(options: dict[str, Any], tmp_path: Path) -> None:
-    """The longest batch is neither the first nor the last; the predictions before it are short."""
+def test_evaluation_batches_of_different_lengths(options: dict[str, Any], tmp_path: Path) -> None:
+    """The longest batch is neither the first nor the last, and the predictions before it are short."""
     lengths = [16] * 8 + [160] * 4 + [16] * 12
     rows = Dataset.from_list([{"input_ids": [1] * tokens, "labels": [1] * tokens} for tokens in lengths])
     args = TrainingArguments(str(tmp_path), **{**ARGUMENTS, "per_device_eval_batch_size": 4, **options})
@@ -136,7 +136,7 @@ def test_batches_of_an_evaluation_are_unlike(options: dict[str, Any], tmp_path: 
         {"no metrics": True},
     ],
 )
-def test_settings_of_the_evaluation(options: dict[str, Any], tmp_path: Path) -> None:
+def test_evaluation_settings_change_the_predicted_peak(options: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {} if options.pop("no metrics", False) else METRICS
     if options.pop("preprocess", False):
         given = {**METRICS, "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
@@ -145,7 +145,7 @@ def test_settings_of_the_evaluation(options: dict[str, Any], tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_text_that_is_generated_for_metrics(tmp_path: Path) -> None:
+def test_evaluation_with_generation(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
     args = Seq2SeqTrainingArguments(
@@ -165,7 +165,7 @@ def test_text_that_is_generated_for_metrics(tmp_path: Path) -> None:
     ],
 )
 def test_generation_is_measured_and_predicted(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Completions, and their log-probabilities; the evaluation generates, too."""
+    """Completions and their log-probabilities; the evaluation generates too."""
     trl = pytest.importorskip("trl")
     options, cached = dict(options), options.get("use_cache", True)
     options.pop("use_cache", None)

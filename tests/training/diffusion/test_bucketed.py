@@ -1,4 +1,6 @@
-"""Images in aspect-ratio buckets: their framing, cache and order, and a run whose peak is the largest one's."""
+"""Images in aspect-ratio buckets: scaling and cropping, cache, order, and a run whose peak is that of the largest
+bucket.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ SIZES = [(64, 64), (80, 48), (48, 80)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Seven pictures of colours, one of them on its side."""
+    """Seven pictures of different colours, one with an EXIF rotation."""
     folder = tmp_path_factory.mktemp("images")
     for number, shape in enumerate(SHAPES):
         image = Image.new("RGB", shape, (30 * number, 0, 255 - 30 * number))
@@ -55,8 +57,8 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {kind: str(root / kind) for kind in ("sdxl", "flux")}
 
 
-def test_an_image_fills_its_size() -> None:
-    """Scaled until it covers the size, cut in the middle; the time ids say how."""
+def test_image_is_scaled_and_cropped_to_its_size() -> None:
+    """It is scaled until it covers the size and cropped in the middle; the time ids record both."""
     picture = Image.new("RGB", (200, 100))
     picture.paste((255, 255, 255), (100, 0, 200, 100))
     pixels, ids = framed(picture, (40, 48), ImageArguments(), random.Random(0))
@@ -69,15 +71,17 @@ def test_an_image_fills_its_size() -> None:
     assert {(draw[2].item(), draw[4].item()) for draw in draws} == {(0, 40)}
 
 
-def test_rows_are_in_the_bucket_of_their_shape(folder: Path, pipelines: dict[str, str], tmp_path: Path) -> None:
-    """The header says it; the cache has what the encoders give of each, encoded in batches of one shape."""
+def test_rows_are_in_the_bucket_nearest_to_their_shape(
+    folder: Path, pipelines: dict[str, str], tmp_path: Path
+) -> None:
+    """Sizes are read from image headers; the cache has the encoders' results, in batches of one shape."""
     args = ImageArguments(train_data_dir=str(folder))
     rows = load_captioned(args, 64)
-    assert [size_of(image) for image in rows["image"]][-1] == (40, 70)  # turned
+    assert [size_of(image) for image in rows["image"]][-1] == (40, 70)  # rotated
     base = DiffusionModelArguments(pretrained_model_name_or_path=pipelines["sdxl"])
     encoders = Encoders(base, UNET_XL, torch.device("cpu"), torch.float32)
     images = FramedImages(rows, [*SIZES, (64, 256)], args, seed=0)
-    assert images.sizes == SIZES  # the last is no image's
+    assert images.sizes == SIZES  # no image has the last size
     assert images.buckets == [[0, 3, 5], [1, 4], [2, 6]]
     cached = cache_latents(images, encoders, tmp_path, batch_size=2)
     assert len(cached) == 7
@@ -91,8 +95,10 @@ def test_rows_are_in_the_bucket_of_their_shape(folder: Path, pipelines: dict[str
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 30))
-def test_order_of_bucketed_batches(counts: list[int], batch: int, ranks: int, start: int) -> None:
-    """Of one bucket on all ranks, a function of the number; every row as often as every other."""
+def test_bucketed_batches_are_of_one_bucket_on_all_ranks(
+    counts: list[int], batch: int, ranks: int, start: int
+) -> None:
+    """The order is a function of the position, and every row appears equally often."""
     firsts = [sum(counts[:at]) for at in range(len(counts))]
     buckets = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
     of = {row: at for at, rows in enumerate(buckets) for row in rows}
@@ -113,7 +119,7 @@ def test_order_of_bucketed_batches(counts: list[int], batch: int, ranks: int, st
             for epoch, row in part:
                 seen[row].append(epoch)
     for row, of_epochs in seen.items():
-        assert len(set(of_epochs)) == len(of_epochs)  # once an epoch
+        assert len(set(of_epochs)) == len(of_epochs)  # once per epoch
         full = epochs * counts[of[row]] // (batch * ranks) * batch * ranks // counts[of[row]]
         assert len(of_epochs) in (full, full + 1)
 
@@ -136,7 +142,7 @@ def train(recipe: ModuleType, base: str, folder: Path, out: Path, *flags: str) -
         pytest.param("sdxl", "64,64;80,48;48,80", ["--random_flip"], marks=pytest.mark.slow),
     ],
 )
-def test_a_run_in_buckets(
+def test_run_in_buckets_has_the_predicted_peak_and_resumes(
     folder: Path,
     pipelines: dict[str, str],
     tmp_path: Path,
@@ -145,7 +151,7 @@ def test_a_run_in_buckets(
     buckets: str,
     more: list[str],
 ) -> None:
-    """Its peak is the largest bucket's, predicted within 0.5 %; resumed in an epoch it goes on bit for bit."""
+    """The prediction, for the largest bucket, is within 0.5 %; a run resumed within an epoch is bit-equal."""
     recipe = load_recipe("diffusion_transformer" if kind == "flux" else "diffusion_unet")
     flags = ["--aspect_ratio_buckets", buckets, "--checkpointing_steps", "2", "--ac_report", "json", *more]
     whole = train(recipe, pipelines[kind], folder, tmp_path / "whole", *flags)
@@ -154,7 +160,7 @@ def test_a_run_in_buckets(
     measured = max(peak["allocated"] for peak in rank["peaks"].values())
     if (
         "--gradient_accumulation_steps" in more
-    ):  # of a step's micro-batches any may have been the largest, for a prediction all are
+    ):  # The prediction takes all micro-batches of a step from the largest bucket; in the run, any of them may be.
         assert measured <= 1.005 * rank["predicted"]["allocated"] < 1.1 * measured
     else:
         assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
@@ -166,8 +172,8 @@ def test_a_run_in_buckets(
 
 
 @pytest.mark.slow
-def test_two_ranks_in_buckets(folder: Path, pipelines: dict[str, str], tmp_path: Path) -> None:
-    """Each step is of one bucket on both, so that both take the same; neither waits for the other at the end."""
+def test_two_ranks_take_batches_of_the_same_bucket(folder: Path, pipelines: dict[str, str], tmp_path: Path) -> None:
+    """Both ranks have the same bucket in each step, so that they take equally long."""
 
     def launch(out: Path, *more: str) -> list[float]:
         flags = ["--train_batch_size", "1", "--max_train_steps", "6", "--resolution", "64", "--rank", "2"]
@@ -180,7 +186,7 @@ def test_two_ranks_in_buckets(folder: Path, pipelines: dict[str, str], tmp_path:
     ranks = json.loads((tmp_path / "whole" / "memory_report.json").read_text())["ranks"]
     first, second = (rank["history"]["allocated"]["backward"] for rank in ranks)
     assert first == second
-    assert len(first) == 3  # steps 1, 2 and 6, of which 2 and 6 are of two buckets
+    assert len(first) == 3  # steps 1, 2 and 6; 2 and 6 have different buckets
     assert first[1] != first[2]
     for rank in ranks:
         measured = max(peak["allocated"] for peak in rank["peaks"].values())
@@ -192,7 +198,7 @@ def test_two_ranks_in_buckets(folder: Path, pipelines: dict[str, str], tmp_path:
     assert launch(part, "--resume_from_checkpoint", "latest") == whole
 
 
-def test_sizes_that_a_model_cannot_take(folder: Path, pipelines: dict[str, str], tmp_path: Path) -> None:
+def test_invalid_bucket_sizes_are_refused(folder: Path, pipelines: dict[str, str], tmp_path: Path) -> None:
     recipe = load_recipe("diffusion_transformer")
     with pytest.raises(UserError, match=r"64,66 is not in whole steps of \d+ pixels"):
         train(recipe, pipelines["flux"], folder, tmp_path / "out", "--aspect_ratio_buckets", "64,66")

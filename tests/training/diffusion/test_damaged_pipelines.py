@@ -1,4 +1,4 @@
-"""Pipelines of which a file was lost, cut or changed: one line, before anything is trained."""
+"""Pipelines with a missing, truncated or changed file are refused in one line before training."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(tiny: Path, tmp_path: Path) -> Path:
-    """The pipeline, to be damaged."""
+    """A copy of the pipeline, for damaging."""
     return Path(shutil.copytree(tiny, tmp_path / "pipeline"))
 
 
 def edit(path: Path, **values: object) -> None:
-    """Change entries of a JSON object; None takes one out."""
+    """Changes entries of a JSON object; None removes one."""
     changed = {**json.loads(path.read_text()), **values}
     path.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
 
 
-def test_an_old_configuration_leaves_out_what_has_a_default(copied: Path) -> None:
-    """That of Stable Diffusion 1.5 says nothing of conditions that came later."""
+def test_old_configuration_without_default_entries_is_read(copied: Path) -> None:
+    """Stable Diffusion 1.5's configuration has no entries for conditions that were introduced later."""
     side = json.loads((copied / "unet" / "config.json").read_text())["sample_size"]
     edit(copied / "unet" / "config.json", addition_embed_type=None)
     args = DiffusionModelArguments(pretrained_model_name_or_path=str(copied))
@@ -88,7 +88,7 @@ def test_damaged_pipelines(copied: Path, damage: Callable[[Path], object], says:
 
 
 def load(args: DiffusionModelArguments) -> None:
-    """All that the recipe reads of a pipeline before it trains, in its order."""
+    """Reads everything that the recipe reads of a pipeline before training, in the same order."""
     family, _ = family_of(args)
     Encoders(args, family, torch.device("cpu"), torch.float32)
     load_denoiser(args, family, torch.float32)
@@ -102,8 +102,7 @@ def lose_a_weight(path: Path) -> None:
     save_file({name: value for name, value in load_file(path).items() if name != "conv_in.weight"}, path)
 
 
-def test_a_pipeline_that_is_gone_when_training_ends(copied: Path, tmp_path: Path) -> None:
-    """Its U-Net was trained, and is saved."""
+def test_unet_is_saved_if_the_pipeline_is_deleted_during_training(copied: Path, tmp_path: Path) -> None:
     args = DiffusionModelArguments(pretrained_model_name_or_path=str(copied))
     unet = load_denoiser(args, UNET, torch.float32)
     shutil.rmtree(copied)
@@ -113,7 +112,7 @@ def test_a_pipeline_that_is_gone_when_training_ends(copied: Path, tmp_path: Path
     assert all(torch.equal(value, saved[name]) for name, value in unet.state_dict().items())
 
 
-def test_a_transformers_tokenizer_without_its_configuration(tmp_path: Path) -> None:
+def test_tokenizer_without_its_configuration_is_refused(tmp_path: Path) -> None:
     make_tiny_transformer("flux").save_pretrained(tmp_path)
     (tmp_path / "tokenizer_2" / "tokenizer_config.json").unlink()
     args = TransformerArguments(pretrained_model_name_or_path=str(tmp_path), max_sequence_length=8)

@@ -1,4 +1,6 @@
-"""Each family of transformers by its pipeline's rules: what is trained on is what is drawn from, under any policy."""
+"""Each family of diffusion transformers follows its pipeline: training inputs equal the pipeline's, under any
+policy.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def family(pipeline: Any) -> Family:
 
 @pytest.fixture
 def batch(pipeline: Any, family: Family) -> Batch:
-    """Two images and captions as the recipe shows them to the transformer."""
+    """Returns two images and captions as the recipe passes them to the transformer."""
     torch.manual_seed(0)
     pixels = torch.rand(2, 3, 32, 32) * 2 - 1
     with torch.no_grad():
@@ -51,13 +53,13 @@ def flow_of(pipeline: Any, family: Family, **asked: Any) -> FlowMatching:
 
 
 @pytest.mark.parametrize("rank", [None, 2], ids=["full", "lora"])
-def test_no_policy_changes_a_gradient(pipeline: Any, batch: Batch, rank: int | None) -> None:
-    """Bit for bit (`pointwise`: to 1e-6), of all weights and of adapters with dropout."""
+def test_policies_keep_the_gradients_of_transformers(pipeline: Any, batch: Batch, rank: int | None) -> None:
+    """Bit-equal (`pointwise`: to 1e-6), for all weights and for adapters with dropout."""
     model = make_tiny_transformer(kind_of(pipeline)).transformer
     args = TransformerArguments(rank=rank, lora_dropout=0.2 if rank else 0.0)
     for parameter in prepare(model, args, torch.float32).parameters():
         if rank and parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)  # an adapter begins as nothing
+            torch.nn.init.normal_(parameter, std=0.1)  # an adapter starts at zero
     for policy in POLICIES:
         parity = check_parity(model, batch, policy, loss=weighted_loss)
         assert parity.ok, (policy, parity)
@@ -67,9 +69,9 @@ def kind_of(pipeline: Any) -> str:
     return next(kind for kind, name in PIPELINES.items() if name == type(pipeline).__name__)
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of diffusers' DPM solver
-def test_drawing_calls_the_transformer_as_training_does(pipeline: Any, family: Family, batch: Batch) -> None:
-    """The same arguments, of the same shapes, and for the same latents, prompt and time the same values."""
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # warnings of diffusers' DPM solver
+def test_pipeline_calls_the_transformer_as_training_does(pipeline: Any, family: Family, batch: Batch) -> None:
+    """Arguments and shapes are the same; values too, for equal latents, prompt and time."""
     seen: list[dict[str, Any]] = []
     transformer = pipeline.transformer
     hook = transformer.register_forward_pre_hook(
@@ -86,7 +88,7 @@ def test_drawing_calls_the_transformer_as_training_does(pipeline: Any, family: F
     drawn = {name: value for name, value in seen[0].items() if value is not None and name != "return_dict"}
     with torch.no_grad():
         latents = torch.zeros(1, *flow_shape(pipeline, family))
-        # Of the samplers one does not begin at noise alone.
+        # one of the samplers does not start at pure noise
         sigma = drawn["timestep"] / 1000 if family.name == "Sana" else torch.ones(1)
         ours = family.inputs(transformer.config, latents, sigma, prompts, 1.0)
     for name, value in ours.items():
@@ -99,7 +101,7 @@ def test_drawing_calls_the_transformer_as_training_does(pipeline: Any, family: F
             else:
                 assert value == theirs
         else:
-            assert (name, value.all()) == ("encoder_hidden_states_mask", True)  # the pipeline leaves out what is full
+            assert (name, value.all()) == ("encoder_hidden_states_mask", True)  # the pipeline omits a mask of ones
     assert set(drawn) <= {"joint_attention_kwargs", "attention_kwargs"}
 
 
@@ -109,8 +111,8 @@ def flow_shape(pipeline: Any, family: Family) -> tuple[int, ...]:
         return tuple(family.latents(pipeline.vae, family.moments(pipeline.vae, pixels)).shape[1:])
 
 
-def test_a_right_prediction_leads_back_to_the_image(pipeline: Any, family: Family, batch: Batch) -> None:
-    """Latents at time s, less s of the direction, are the image's; the loss of a right prediction is nothing."""
+def test_correct_prediction_recovers_the_image(pipeline: Any, family: Family, batch: Batch) -> None:
+    """Latents at time s, minus s times the direction, are the image's; the loss of a correct prediction is zero."""
     flow, latents = flow_of(pipeline, family), torch.randn(2, *flow_shape(pipeline, family))
     noise, sigmas = torch.randn_like(latents), torch.tensor([0.25, 0.9])
     made = flow.batch(latents, noise, sigmas, prompts_of(pipeline, family))
@@ -128,8 +130,7 @@ def prompts_of(pipeline: Any, family: Family) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("scheme", "mean"), [("none", 0.676), ("logit_normal", 0.713), ("mode", 0.709)])
-def test_times_are_the_schedulers_own(scheme: str, mean: float) -> None:
-    """Drawn by diffusers' densities, then shifted as the pipeline's scheduler shifts them; weighed by its weights."""
+def test_times_follow_diffusers_densities_and_the_schedulers_shift(scheme: str, mean: float) -> None:
     draw = Draw()
     row = SimpleNamespace(latents=lambda vae, moments: moments, inputs=draw, pack=lambda latents: latents)
     args = TransformerArguments(weighting_scheme=scheme)
@@ -142,7 +143,7 @@ def test_times_are_the_schedulers_own(scheme: str, mean: float) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["sigma_sqrt", "cosmap"])
-def test_weights_are_those_of_diffusers(scheme: str) -> None:
+def test_loss_weights_equal_diffusers(scheme: str) -> None:
     row = SimpleNamespace(inputs=Draw(), pack=lambda latents: latents)
     args = TransformerArguments(weighting_scheme=scheme)
     flow = FlowMatching(row, None, None, FlowMatchEulerDiscreteScheduler(), args)  # type: ignore[arg-type]
@@ -154,7 +155,7 @@ def test_weights_are_those_of_diffusers(scheme: str) -> None:
 
 
 class Draw:
-    """An `inputs` that notes the times."""
+    """An `inputs` that stores the times."""
 
     sigmas: torch.Tensor
 
@@ -179,7 +180,9 @@ PIPELINES = dict(zip(KINDS, ["FluxPipeline", "Flux2KleinPipeline", "StableDiffus
         ({"rank": 0}, "--rank 0"),
     ],
 )
-def test_bad_flags(flags: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_transformer_flags_are_refused(
+    flags: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=words):
         TransformerArguments(**flags)

@@ -1,4 +1,4 @@
-"""The latent cache gives what the encoders would; the order of batches is a function of the position alone."""
+"""The latent cache equals the encoders' results, and the order of batches is a function of the position."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def framed(rows: int = 10, **flags: bool) -> FramedImages:
     return FramedImages(load_captioned(args, 32), [(32, 32)], args, seed=0)
 
 
-def test_the_cache_holds_what_the_encoders_give(encoders: Encoders, tmp_path: Path) -> None:
+def test_cached_latents_equal_the_encoders_results(encoders: Encoders, tmp_path: Path) -> None:
     images = framed()
     cached = cache_latents(images, encoders, tmp_path, batch_size=3)
     assert len(cached) == 10
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 10
     for index in (0, 5, 9):
         expected = encoders.encode(default_collate([images[(0, index)]]))
-        row = cached[(7, index)]  # any epoch
+        row = cached[(7, index)]  # of any epoch
         assert row.keys() == expected.keys()
         assert {"moments", "time_ids", "prompt_embeds"} <= row.keys()
         for name, value in row.items():
             torch.testing.assert_close(value, expected[name][0], rtol=1e-4, atol=1e-4)
 
 
-def test_the_cache_is_made_once_and_goes_on_where_it_was_killed(
+def test_cache_is_made_once_and_continues_after_a_kill(
     encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = framed()
@@ -63,12 +63,12 @@ def test_the_cache_is_made_once_and_goes_on_where_it_was_killed(
     monkeypatch.setattr(encoders, "encode", lambda batch: calls.append(len(batch["pixels"])) or encode(batch))
     cache_latents(images, encoders, tmp_path, batch_size=4)
     assert calls == [4]
-    assert fifth.read_bytes() == before  # with its batch, which its bits depend on
+    assert fifth.read_bytes() == before  # the whole batch is encoded again, because bits depend on it
     cache_latents(images, encoders, tmp_path, batch_size=4)
     assert calls == [4]
 
 
-def test_ranks_share_the_work(encoders: Encoders, tmp_path: Path) -> None:
+def test_ranks_encode_different_rows(encoders: Encoders, tmp_path: Path) -> None:
     images = framed()
     cache_latents(images, encoders, tmp_path, batch_size=4, rank=1, ranks=2)
     assert sorted(int(path.stem) for path in tmp_path.glob("*/*")) == [4, 5, 6, 7]
@@ -78,7 +78,7 @@ def test_ranks_share_the_work(encoders: Encoders, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_whatever_changes_the_latents_meets_another_cache(
+def test_settings_that_change_the_latents_have_their_own_cache(
     encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache_latents(framed(4), encoders, tmp_path, batch_size=4)
@@ -112,7 +112,7 @@ def test_random_framing_depends_on_the_epoch(encoders: Encoders) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.integers(0, 12))
-def test_order_of_batches(rows: int, batch: int, ranks: int, start: int) -> None:
+def test_batches_follow_from_their_position(rows: int, batch: int, ranks: int, start: int) -> None:
     def batches(rank: int, start: int, count: int) -> list[list[tuple[int, int]]]:
         return list(islice(EndlessBatches([range(rows)], batch, 0, rank, ranks, start), count))
 
@@ -124,28 +124,28 @@ def test_order_of_batches(rows: int, batch: int, ranks: int, start: int) -> None
     in_order = [key for step in zip(*taken, strict=True) for part in step for key in part]
     for epoch in range(2):
         seen = [index for of, index in in_order[epoch * rows : (epoch + 1) * rows] if of == epoch]
-        assert sorted(seen) == list(range(rows))  # every row once per epoch, over all ranks together
+        assert sorted(seen) == list(range(rows))  # every row once per epoch, over all ranks
 
 
-def test_epochs_are_shuffled_anew() -> None:
+def test_each_epoch_has_another_order() -> None:
     order = EndlessBatches([range(50)], 50, seed=0)
     first, second = islice(order, 2)
     assert [index for _, index in first] != [index for _, index in second]
 
 
-def test_loader_processes(encoders: Encoders, tmp_path: Path) -> None:
+def test_loader_processes_return_the_same_batches(encoders: Encoders, tmp_path: Path) -> None:
     cached = cache_latents(framed(), encoders, tmp_path, batch_size=4)
     loaders = [
         DataLoader(cached, batch_sampler=EndlessBatches([range(10)], 4, seed=0), num_workers=workers)
         for workers in (0, 1)
     ]
-    here, there = (list(islice(loader, 4)) for loader in loaders)
-    for one, other in zip(here, there, strict=True):
+    in_process, in_workers = (list(islice(loader, 4)) for loader in loaders)
+    for one, other in zip(in_process, in_workers, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("size", [0, 0.5])
-def test_a_damaged_cache_is_made_again(
+def test_damaged_cached_file_is_encoded_again_with_a_warning(
     encoders: Encoders, tmp_path: Path, caplog: pytest.LogCaptureFixture, size: float
 ) -> None:
     images = framed(4)
@@ -157,7 +157,7 @@ def test_a_damaged_cache_is_made_again(
     assert file.read_bytes() == whole
 
 
-def test_latents_that_are_no_numbers_are_not_kept(
+def test_nan_or_infinite_latents_are_not_cached(
     encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = encoders.encode

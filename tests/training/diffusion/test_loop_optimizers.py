@@ -1,4 +1,6 @@
-"""Optimizers by name in the diffusion loop: what they hold is what a trace says, and a resumed run repeats itself."""
+"""Optimizers chosen by name in the diffusion loop: predicted states are exact, and resumed runs have the same
+losses.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ def asked(name: str) -> LoopArguments:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", NAMES)
-def test_state_is_predicted_to_the_byte(name: str, lora: bool) -> None:
-    """LoRA's second halves begin as zeros, of which Prodigy keeps none."""
+def test_optimizer_states_are_predicted_exactly(name: str, lora: bool) -> None:
+    """LoRA's B matrices start as zeros, for which Prodigy keeps no state."""
     args = asked(name)
     model: nn.Module = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 48))
     if lora:
@@ -56,7 +58,7 @@ def test_state_is_predicted_to_the_byte(name: str, lora: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["adafactor", pytest.param("prodigy", marks=pytest.mark.slow)])
-def test_resuming_changes_no_loss(name: str, tmp_path: Path) -> None:
+def test_resumed_run_with_a_named_optimizer_has_the_same_losses(name: str, tmp_path: Path) -> None:
     args = asked(name)
     make_tiny_pipeline("sd2", 0, (16, 32)).save_pretrained(tmp_path / "base")
     recipe = load_recipe("diffusion_unet")
@@ -95,7 +97,7 @@ def test_resuming_changes_no_loss(name: str, tmp_path: Path) -> None:
         run(part, "--optimizer", "adamw", "--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2"))
 
 
-def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_optimizer_flags_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
     with pytest.raises(UserError, match="--optimizer prodigy needs prodigyopt, .*: pip install prodigyopt"):
         LoopArguments(optimizer="prodigy")

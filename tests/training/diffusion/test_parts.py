@@ -1,4 +1,4 @@
-"""The parts of the diffusion recipe by themselves: loss weights, noise, dropped prompts, adapters."""
+"""Parts of the diffusion recipe: loss weights, noise, dropped prompts, adapters."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> DiffusionModelArguments:
 
 
 def denoising(scheduler: DDPMScheduler, **flags: float) -> Denoising:
-    """An objective whose latents are what it is given as moments."""
+    """Returns an objective that takes its latents directly from the moments."""
     family: Any = replace(UNET, latents=lambda vae, moments: moments)
     return Denoising(family, None, None, scheduler, DiffusionModelArguments(**flags))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
-def test_targets_rebuild_the_latents(kind: str) -> None:
-    """From the noisy latents and a right prediction the clean ones follow, by each parametrisation's formula."""
+def test_correct_prediction_recovers_the_latents(kind: str) -> None:
+    """The clean latents follow from the noisy ones and a correct prediction, by each parametrisation's formula."""
     scheduler = DDPMScheduler(prediction_type=kind)
     latents = torch.randn(6, 4, 8, 8)
     batch = denoising(scheduler)({"moments": latents, "prompt_embeds": torch.zeros(6, 3, 2)})
@@ -45,7 +45,7 @@ def test_targets_rebuild_the_latents(kind: str) -> None:
     alpha = scheduler.alphas_cumprod[inputs["timestep"]].view(-1, 1, 1, 1)
     if kind == "epsilon":
         rebuilt = (inputs["sample"] - (1 - alpha).sqrt() * target) / alpha.sqrt()
-        close = inputs["timestep"] < 800  # dividing by almost nothing after that
+        close = inputs["timestep"] < 800  # later times divide by almost zero
         torch.testing.assert_close(rebuilt[close], latents[close], atol=1e-3, rtol=1e-3)
     else:
         rebuilt = alpha.sqrt() * inputs["sample"] - (1 - alpha).sqrt() * target
@@ -63,8 +63,8 @@ def test_noise_offset_is_constant_over_an_image() -> None:
     assert 0.85 < means[1] < 1.15
 
 
-def test_min_snr_weights() -> None:
-    """The weights as the paper's table gives them, from the schedule's own signal to noise ratios."""
+def test_min_snr_weights_equal_the_papers() -> None:
+    """The weights follow the paper's table, from the schedule's signal-to-noise ratios."""
     times = torch.tensor([1, 300, 700, 990])
     prediction, latents, noise = torch.randn(3, 4, 2, 3, 3)
     prompts = {"prompt_embeds": torch.zeros(1)}
@@ -83,7 +83,7 @@ def test_min_snr_weights() -> None:
         torch.testing.assert_close(plain, errors.mean(), atol=1e-2, rtol=1e-2)
 
 
-def test_dropped_prompts() -> None:
+def test_share_of_dropped_prompts() -> None:
     encoded = {
         "prompt_embeds": torch.ones(4000, 3, 2),
         "pooled_prompt_embeds": torch.ones(4000, 5),
@@ -104,7 +104,7 @@ def trained_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-def test_weights_go_round(tiny: DiffusionModelArguments, tmp_path: Path, rank: int | None) -> None:
+def test_saved_weights_load_again(tiny: DiffusionModelArguments, tmp_path: Path, rank: int | None) -> None:
     args = copy.copy(tiny)
     args.rank, args.lora_alpha = rank, None if rank is None else 7
     unets = []
@@ -131,7 +131,7 @@ def test_lora_trains_adapters_only(tiny: DiffusionModelArguments) -> None:
     assert unet.conv_in.weight.dtype == torch.bfloat16
 
 
-def test_averaged_puts_back(tiny: DiffusionModelArguments) -> None:
+def test_averaged_weights_are_replaced_again(tiny: DiffusionModelArguments) -> None:
     parameters = [torch.nn.Parameter(torch.ones(3))]
     ema = EMAModel(parameters)
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_averaged_puts_back(tiny: DiffusionModelArguments) -> None:
         assert parameters[0].tolist() == [5, 5, 5]
 
 
-def test_pipelines_that_cannot_be_trained(tiny: DiffusionModelArguments, tmp_path: Path) -> None:
+def test_unsupported_pipelines_are_refused(tiny: DiffusionModelArguments, tmp_path: Path) -> None:
     def args(path: Path) -> DiffusionModelArguments:
         return DiffusionModelArguments(pretrained_model_name_or_path=str(path))
 

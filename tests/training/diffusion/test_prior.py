@@ -1,4 +1,4 @@
-"""Prior preservation: pairs of rows, and a loss of both halves."""
+"""Prior preservation: pairs of subject and class images, and the loss of both halves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt_ft.training.diffusion.workload import Denoising, weighted_loss
 
 
 class Rows:
-    """As many as they are told, each its own key."""
+    """A dataset of `count` rows; each row is its own key."""
 
     def __init__(self, count: int) -> None:
         self.count, self.sizes = count, [(32, 32)]
@@ -28,9 +28,10 @@ class Rows:
         return key
 
 
-def test_pairs() -> None:
-    """Three of the subject beside five of the class: an epoch has each pair of places once, the fewer begun anew, and
-    what is shown twice in an epoch is framed anew."""
+def test_pairs_repeat_the_shorter_half() -> None:
+    """With three subject and five class images, an epoch has five pairs. The three start again, and an image that
+    appears twice in an epoch is cropped again.
+    """
     pairs = Pairs(Rows(8), 3)  # type: ignore[arg-type]
     assert len(pairs) == 5
     rows: Any = pairs.__getitems__([(0, index) for index in range(5)])
@@ -42,8 +43,10 @@ def test_pairs() -> None:
 
 
 @pytest.mark.parametrize("snr_gamma", [None, 5.0])
-def test_the_loss_of_both_halves_by_hand(snr_gamma: float | None) -> None:
-    """As diffusers' scripts have it: the halves' means, the class's times its weight; Min-SNR on the subject alone."""
+def test_denoising_loss_of_both_halves(snr_gamma: float | None) -> None:
+    """As in diffusers' scripts: mean of each half, the class's times its weight; Min-SNR applies to the subject
+    only.
+    """
     scheduler, args = DDPMScheduler(), DiffusionModelArguments(snr_gamma=snr_gamma)
     prediction, latents, noise = torch.randn(3, 6, 4, 8, 8)
     times = torch.tensor([10, 500, 900, 20, 400, 800])
@@ -62,7 +65,7 @@ def test_the_loss_of_both_halves_by_hand(snr_gamma: float | None) -> None:
     torch.testing.assert_close(alone, (errors[:3] * weights).mean())
 
 
-def test_the_flow_loss_of_both_halves_by_hand() -> None:
+def test_flow_matching_loss_of_both_halves() -> None:
     batch = {
         "inputs": {"hidden_states": torch.randn(4, 5, 2)},
         "target": torch.randn(4, 5, 2),

@@ -1,4 +1,4 @@
-"""Published fine-tuning of FLUX.2-klein-4B through the recipe's own step: benchmarks/data/flux2_klein_peft.json."""
+"""Published fine-tuning of FLUX.2-klein-4B with the recipe's own step: benchmarks/data/flux2_klein_peft.json."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ckpt_ft.workloads.workload import Batch, Forward, optimizer_step
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["lora default", "lora rank64", "full-finetuning default"])
-def test_published_rows(name: str) -> None:
-    """Reserved bytes within 3 %, as the promise is for what was published of one GPU."""
+def test_reserved_bytes_of_published_runs(name: str) -> None:
+    """Within 3 %, which is the project's target for published runs on one GPU."""
     row = published()[name]
     times = SimpleNamespace(sigmas=torch.linspace(1, 0.001, 1000), config=SimpleNamespace(num_train_timesteps=1000))
     family, config = FAMILIES["Flux2KleinPipeline"], SimpleNamespace(guidance_embeds=False)

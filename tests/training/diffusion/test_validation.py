@@ -1,4 +1,4 @@
-"""ImageLoader of what a run has learned: whole or not there, and all of them on one sheet."""
+"""Validation images: each file is complete or missing, and one sheet shows all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def size(path: Path) -> tuple[int, int]:
         return image.size
 
 
-def test_steps_are_rows_of_one_sheet(tmp_path: Path) -> None:
+def test_each_validation_is_a_row_of_the_sheet(tmp_path: Path) -> None:
     pictures = validation(tmp_path / "samples", images=2)
     model: Any = None
     for step in (0, 10):
@@ -40,11 +40,11 @@ def test_steps_are_rows_of_one_sheet(tmp_path: Path) -> None:
     row = size(tmp_path / "samples" / "step-000010.png")
     assert row == (2 * (96 + 4) + 4, 96 + 2 * 4)
     assert size(tmp_path / "samples.png") == (72 + row[0], 2 * row[1])
-    pictures.run(model, ACCELERATOR, 0)  # another run in the same place
+    pictures.run(model, ACCELERATOR, 0)  # another run with the same output
     assert not (tmp_path / "samples" / "step-000010.png").exists()
 
 
-def test_a_picture_that_is_cut_short_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_image_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = validation(tmp_path, images=1)
     model: Any = None
     pictures.run(model, ACCELERATOR, 0)

@@ -1,4 +1,4 @@
-"""Captioned images: what is read, how it is framed, and what is said about bad ones."""
+"""Captioned images: sources, cropping, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(path: Path, entries: list[Any], images: int = 2) -> Path:
 GOOD = [{"file_name": "0.png", "text": "red"}, {"file_name": "1.png", "text": "also red"}]
 
 
-def test_a_folder(tmp_path: Path) -> None:
+def test_folder_with_a_metadata_file(tmp_path: Path) -> None:
     rows = load_captioned(ImageArguments(train_data_dir=str(folder(tmp_path / "a", GOOD))), 32)
     assert list(rows["text"]) == ["red", "also red"]
     assert rows[1]["image"]["path"] == str(tmp_path / "a" / "1.png")
@@ -39,7 +39,7 @@ def test_a_folder(tmp_path: Path) -> None:
     assert len(first) == 1
 
 
-def test_shapes_are_drawn_as_far_as_they_are_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_needed_shapes_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     draw = Drawing.image
     monkeypatch.setattr(Drawing, "image", lambda self, size: (drawn.append(self.caption), draw(self, size))[1])
@@ -49,14 +49,14 @@ def test_shapes_are_drawn_as_far_as_they_are_trained_on(monkeypatch: pytest.Monk
     assert len(load_captioned(ImageArguments(max_train_samples=COMBINATIONS + 1), 8)) == COMBINATIONS
 
 
-def test_captions_beside_the_images(tmp_path: Path) -> None:
-    """As kohya's scripts have them, in folders below as well; each image has one."""
+def test_captions_in_text_files(tmp_path: Path) -> None:
+    """As for kohya's scripts, also in subfolders; each image needs a caption."""
     for name, caption in (("b.png", " a red\n"), ("a.jpg", "blé"), ("more/c.png", "green")):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         Image.new("RGB", (40, 40)).save(path)
         path.with_suffix(".txt").write_text(caption, encoding="utf-8")
-    (tmp_path / "._b.png").write_bytes(b"macOS")  # beside each file that was copied from a Mac
+    (tmp_path / "._b.png").write_bytes(b"macOS")  # macOS creates such a file beside each copied file
     args = ImageArguments(train_data_dir=str(tmp_path))
     rows = load_captioned(args, 32)
     assert [Path(image["path"]).name for image in rows["image"]] == ["a.jpg", "b.png", "c.png"]
@@ -69,14 +69,14 @@ def test_captions_beside_the_images(tmp_path: Path) -> None:
             load_captioned(args, 32)
 
 
-def test_a_dataset_whose_files_are_damaged(tmp_path: Path) -> None:
+def test_damaged_dataset_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"image": "1.png", "text": "red"}\n{"image": broken\n')
     says = "(JSON parse error|Expected object)"
     with pytest.raises(UserError, match=f"--dataset_name {tmp_path}: {says}"):
         load_captioned(ImageArguments(dataset_name=str(tmp_path)), 32)
 
 
-def test_a_dataset_with_other_columns(tmp_path: Path) -> None:
+def test_columns_of_a_dataset_are_mapped(tmp_path: Path) -> None:
     from datasets import Image as ImageFeature
 
     rows = Dataset.from_dict({"photo": [Image.new("RGB", (8, 8))] * 3, "says": ["a", "b", "c"], "more": [1, 2, 3]})
@@ -105,12 +105,12 @@ def test_a_dataset_with_other_columns(tmp_path: Path) -> None:
         (["9" * 5000], "line 1 is not JSON"),
     ],
 )
-def test_bad_listings(tmp_path: Path, entries: list[Any], words: str) -> None:
+def test_invalid_metadata_is_refused(tmp_path: Path, entries: list[Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         load_captioned(ImageArguments(train_data_dir=str(folder(tmp_path / "a", entries))), 32)
 
 
-def test_a_listing_in_latin_1(tmp_path: Path) -> None:
+def test_metadata_in_latin_1_is_refused(tmp_path: Path) -> None:
     path = folder(tmp_path / "a", GOOD)
     (path / "metadata.jsonl").write_bytes('{"file_name": "0.png", "text": "caf\u00e9"}'.encode("latin-1"))
     with pytest.raises(UserError, match="line 1 is not JSON in UTF-8"):
@@ -131,7 +131,7 @@ def test_bad_images_are_named_or_skipped(tmp_path: Path, capsys: pytest.CaptureF
     assert all(f"{name} " in said for name in names)
 
 
-def test_folders_of_kohya(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kohya_folders_set_repeats_and_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, captions in (("3_sks dog", ("a dog on grass", None)), ("1_cat", ("a cat",)), ("2024", ("a year",))):
         (tmp_path / name).mkdir()
         for number, caption in enumerate(captions):
@@ -149,7 +149,7 @@ def test_folders_of_kohya(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         load_captioned(args, 8)
 
 
-def test_no_folder_and_no_listing(tmp_path: Path) -> None:
+def test_missing_folder_or_captions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such directory"):
         load_captioned(ImageArguments(train_data_dir=str(tmp_path / "none")), 32)
     with pytest.raises(UserError, match="neither a metadata.jsonl nor .txt files"):
@@ -157,29 +157,30 @@ def test_no_folder_and_no_listing(tmp_path: Path) -> None:
 
 
 def halves() -> Image.Image:
-    """40 wide, 20 high; left half white, right half black."""
+    """An image of 40 x 20 pixels: the left half is white, the right half black."""
     image = Image.new("RGB", (40, 20), (255, 255, 255))
     image.paste((0, 0, 0), (20, 0, 40, 20))
     return image
 
 
-def test_framing() -> None:
+def test_image_is_scaled_and_centre_cropped() -> None:
     pixels, ids = framed(halves(), (16, 16), ImageArguments(), random.Random(0))
     assert pixels.shape == (3, 16, 16)
     assert pixels[:, :, 0].mean() > 0.9
     assert pixels[:, :, -1].mean() < -0.9
-    assert ids.tolist() == [20, 40, 0, 8, 16, 16]  # original height and width, crop's top and left, target
+    # original height and width, top and left of the crop, target height and width
+    assert ids.tolist() == [20, 40, 0, 8, 16, 16]
 
 
-def test_random_framing() -> None:
+def test_random_crop_and_flip() -> None:
     args = ImageArguments(center_crop=False, random_flip=True)
     assert args.cache_latents is False
     draws = [framed(halves(), (16, 16), args, random.Random(seed)) for seed in range(40)]
-    assert len({int(ids[3]) for _, ids in draws}) > 12  # of the 17 places a crop can start at
+    assert len({int(ids[3]) for _, ids in draws}) > 12  # a crop can start at 17 positions
     mirrored = [bool(pixels[..., 0].mean() < pixels[..., -1].mean()) for pixels, _ in draws]
     assert 8 < sum(mirrored) < 32
-    again = framed(halves(), (16, 16), args, random.Random(3))
-    assert torch.equal(again[0], draws[3][0])
+    repeated = framed(halves(), (16, 16), args, random.Random(3))
+    assert torch.equal(repeated[0], draws[3][0])
 
 
 @pytest.mark.parametrize(
@@ -198,6 +199,6 @@ def test_random_framing() -> None:
         (lambda: DiffusionModelArguments(snr_gamma=0.0), "--snr_gamma"),
     ],
 )
-def test_bad_flags(make: Any, words: str) -> None:
+def test_invalid_image_flags_are_refused(make: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         make()

@@ -1,4 +1,4 @@
-"""What a classifier is shown, which classifier it is, and BatchNorm's needs."""
+"""Inputs of a classifier, loading of classifiers, and requirements of BatchNorm."""
 
 from __future__ import annotations
 
@@ -53,31 +53,31 @@ def saved_vit(path: Path) -> str:
     return str(path)
 
 
-def test_crops_depend_on_seed_epoch_and_row_alone() -> None:
+def test_crops_depend_on_seed_epoch_and_row_only() -> None:
     rows = shapes()
     one, other = (ImageRows(rows, processor(), 32, min_crop=0.3, seed=1) for _ in range(2))
-    other[3]  # what was drawn before plays no part
+    other[3]  # earlier draws have no effect
     assert torch.equal(one[0]["pixel_values"], other[0]["pixel_values"])
     other.epoch.fill_(1)
     assert not torch.equal(one[0]["pixel_values"], other[0]["pixel_values"])
     assert not torch.equal(one[0]["pixel_values"], ImageRows(rows, processor(), 32, 0.3, seed=2)[0]["pixel_values"])
 
 
-def test_pixels_are_the_image_normalised() -> None:
+def test_pixels_are_normalised() -> None:
     shown = ImageRows(shapes(), processor(64), None)[0]["pixel_values"]
     assert shown.shape == (3, 64, 64)
     corner = drawn_shapes(4, resolution=64)[0]["image"].getpixel((0, 0))
     assert shown[:, 0, 0].tolist() == pytest.approx([channel / 127.5 - 1 for channel in corner], abs=1e-6)
 
 
-def test_another_resolution_keeps_proportions() -> None:
+def test_resize_keeps_the_aspect_ratio() -> None:
     wide = ImageRows([], processor(), 32).pixels(Image.linear_gradient("L").resize((64, 32)).convert("RGB"))
     assert wide.shape == (3, 32, 32)
     assert wide[0, 0, 0] == pytest.approx(-1, abs=0.05)
 
 
 @pytest.mark.parametrize("size", [(64, 48), (1, 1), (300, 2)])
-def test_a_crop_is_inside_and_no_smaller_than_asked(size: tuple[int, int]) -> None:
+def test_random_crop_is_inside_and_large_enough(size: tuple[int, int]) -> None:
     draw = random.Random(0)
     for _ in range(50):
         crop = random_crop(Image.new("RGB", size), 0.5, draw)
@@ -88,7 +88,7 @@ def test_a_crop_is_inside_and_no_smaller_than_asked(size: tuple[int, int]) -> No
             assert 0.72 < crop.width / crop.height < 1.39
 
 
-def test_batches() -> None:
+def test_collated_batch() -> None:
     rows = ImageRows(shapes(), processor(), 32)
     batch = collate([rows[i] for i in range(4)], interpolate_pos_encoding=True)
     assert batch["pixel_values"].shape == (4, 3, 32, 32)
@@ -97,7 +97,7 @@ def test_batches() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_pretrained_head_of_another_size_is_made_anew(tmp_path: Path) -> None:
+def test_pretrained_head_of_another_size_is_replaced(tmp_path: Path) -> None:
     model = load_classifier(ModelArguments(model_name_or_path=saved_vit(tmp_path)), NAMES)
     kept = ViTForImageClassification.from_pretrained(tmp_path)
     assert model.config.id2label == {0: "ant", 1: "bee", 2: "cat"}
@@ -114,7 +114,7 @@ def test_position_embeddings_are_interpolated(tmp_path: Path, capsys: pytest.Cap
     assert position_arguments(load_classifier(ModelArguments(), NAMES), 48) == {}
 
 
-def test_what_lora_trains() -> None:
+def test_lora_trains_adapters_head_and_batch_norm() -> None:
     model = load_classifier(ModelArguments(use_peft=True, lora_r=2), NAMES)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert {name.split(".")[-3] for name in trained if "lora_" in name} == {"lora_A", "lora_B"}
@@ -126,7 +126,7 @@ def test_what_lora_trains() -> None:
     assert any("normalization.modules_to_save" in name for name in trained)
 
 
-def test_sizes_of_processors(tmp_path: Path) -> None:
+def test_resolution_of_processors(tmp_path: Path) -> None:
     from transformers import ConvNextImageProcessor
 
     assert own_resolution(load_processor(ModelArguments())) == 32
@@ -137,7 +137,7 @@ def arguments(tmp_path: Path, **flags: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **flags)
 
 
-def test_batch_norm_gets_no_batch_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_of_one_with_batch_norm_is_avoided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = load_classifier(ModelArguments(), NAMES)
     with pytest.raises(UserError, match="--per_device_train_batch_size 1: ResNetForImageClassification has BatchNorm"):
         check_batch_norm(model, arguments(tmp_path, per_device_train_batch_size=1), 10)
@@ -148,13 +148,13 @@ def test_batch_norm_gets_no_batch_of_one(tmp_path: Path, capsys: pytest.CaptureF
     assert "the last of 9 images is left out of each epoch" in capsys.readouterr().out
 
 
-def test_no_batch_norm_no_such_need(tmp_path: Path) -> None:
+def test_batch_of_one_without_batch_norm_is_allowed(tmp_path: Path) -> None:
     model = load_classifier(ModelArguments(model_name_or_path=saved_vit(tmp_path)), [str(i) for i in range(5)])
     args = arguments(tmp_path, per_device_train_batch_size=1)
     assert not check_batch_norm(model, args, 9).dataloader_drop_last
 
 
 @pytest.mark.parametrize("loader", [lambda args: load_classifier(args, NAMES), load_processor])
-def test_a_model_that_cannot_be_loaded(tmp_path: Path, loader: Any) -> None:
+def test_model_that_cannot_be_loaded_is_refused(tmp_path: Path, loader: Any) -> None:
     with pytest.raises(UserError, match=f"model {tmp_path}"):
         loader(ModelArguments(model_name_or_path=str(tmp_path)))

@@ -1,4 +1,4 @@
-"""DreamBooth's folders: which images there are, which are missing, and what is said about bad flags."""
+"""DreamBooth folders: found and missing images, and invalid flags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prior(path: Path, images: int = 4, prompt: str = "a dog") -> ImageArguments:
     )
 
 
-def test_a_folder_of_one_subject(tmp_path: Path) -> None:
+def test_images_of_a_subject_folder(tmp_path: Path) -> None:
     place = folder(tmp_path / "subject", "b.png", "a.jpg", ".half.png")
     folder(tmp_path / "subject" / "class", "other.png")
     (tmp_path / "subject" / "notes.txt").write_text("not an image")
@@ -43,8 +43,8 @@ def test_a_folder_of_one_subject(tmp_path: Path) -> None:
     assert len(load_captioned(args, 32)) == 1
 
 
-def test_only_what_is_missing_is_drawn(tmp_path: Path) -> None:
-    """Gaps are filled, whoever made them; images of one's own count; of more than enough the first are taken."""
+def test_only_missing_class_images_are_generated(tmp_path: Path) -> None:
+    """Gaps are filled whoever made the images, the user's images count, and of too many images the first are used."""
     asked = prior(tmp_path / "class")
     assert list(missing_class_images(asked)) == [0, 1, 2, 3]
     for number in (0, 2):
@@ -60,7 +60,7 @@ def test_only_what_is_missing_is_drawn(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_images_of_another_prompt(tmp_path: Path) -> None:
+def test_class_images_of_another_prompt_are_refused(tmp_path: Path) -> None:
     missing_class_images(prior(tmp_path))
     save_class_image(Image.new("RGB", (8, 8)), prior(tmp_path, prompt="a café"), tmp_path / "class-00000.png")
     assert len(missing_class_images(prior(tmp_path, prompt="a café"))) == 3
@@ -68,18 +68,16 @@ def test_images_of_another_prompt(tmp_path: Path) -> None:
         missing_class_images(prior(tmp_path))
 
 
-def test_a_class_image_of_too_many_pixels_is_named_when_the_rows_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_large_class_image_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder(tmp_path / "class", "class-00000.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    there = prior(tmp_path / "class", images=1)
-    assert missing_class_images(there) == {}
+    settings = prior(tmp_path / "class", images=1)
+    assert missing_class_images(settings) == {}
     with pytest.raises(UserError, match="class-00000.png cannot be read .*960 pixels.*exceeds limit"):
-        load_class_images(there)
+        load_class_images(settings)
 
 
-def test_a_class_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_class_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--class_data_dir .*file cannot be made \(.*File exists"):
         missing_class_images(prior(tmp_path / "file"))
@@ -114,12 +112,12 @@ CLASS = {"with_prior_preservation": True, "class_data_dir": "class", "class_prom
         ),
     ],
 )
-def test_flags_that_do_not_go_together(flags: dict[str, Any], words: str) -> None:
+def test_contradictory_dreambooth_flags_are_refused(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         ImageArguments(**flags)
 
 
-def test_a_subject_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_subject_images_are_refused(tmp_path: Path) -> None:
     def load(place: str) -> None:
         load_captioned(ImageArguments(instance_data_dir=place, instance_prompt="sks"), 32)
 

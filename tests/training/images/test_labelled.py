@@ -1,4 +1,4 @@
-"""Labelled images from folders, columns and drawn shapes; labels; one clear line for what cannot be trained on."""
+"""Labelled images from folders, columns and drawn shapes; labels; one line for unusable data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt_ft.training.images import open_image, to_rgb
 
 
 def folder(root: Path, **counts: int) -> Path:
-    """Class folders with so many images each."""
+    """Creates class folders with that many images each."""
     for name, count in counts.items():
         (root / name).mkdir(parents=True)
         for i in range(count):
@@ -30,7 +30,7 @@ def load(path: Path | None, evaluate: bool = False, **flags: Any) -> tuple[Datas
     return load_images(VisionArguments(dataset_name=str(path) if path else None, **flags), evaluate=evaluate, seed=0)
 
 
-def test_class_folders(tmp_path: Path) -> None:
+def test_class_folders_become_labels(tmp_path: Path) -> None:
     train, test, names = load(folder(tmp_path, dog=3, cat=2))
     assert names == ["cat", "dog"]
     assert train["label"] == [0, 0, 1, 1, 1]
@@ -38,7 +38,7 @@ def test_class_folders(tmp_path: Path) -> None:
     assert open_image(train[4]["image"]).getpixel((0, 0)) == (80, 0, 0)
 
 
-def test_folders_of_splits_and_a_share_held_out(tmp_path: Path) -> None:
+def test_split_folders_and_held_out_share(tmp_path: Path) -> None:
     folder(tmp_path / "train", a=4, b=4)
     folder(tmp_path / "validation", b=2)
     train, test, _ = load(tmp_path, evaluate=True, dataset_test_split="validation")
@@ -47,7 +47,7 @@ def test_folders_of_splits_and_a_share_held_out(tmp_path: Path) -> None:
     assert (len(train), test and len(test)) == (6, 2)
 
 
-def test_drawn_shapes_and_their_test_set_do_not_overlap() -> None:
+def test_drawn_shapes_do_not_overlap_with_their_test_set() -> None:
     train, test, names = load(None, evaluate=True)
     assert len(names) == 8
     assert test is not None
@@ -56,7 +56,7 @@ def test_drawn_shapes_and_their_test_set_do_not_overlap() -> None:
     assert not any(row["bytes"] in seen for row in test["image"])
 
 
-def test_a_sample_is_not_the_first_class_alone(tmp_path: Path) -> None:
+def test_sample_has_all_classes(tmp_path: Path) -> None:
     train, _, _ = load(folder(tmp_path, a=30, b=30), max_train_samples=20)
     assert len(train) == 20
     assert 4 < sum(train["label"]) < 16
@@ -70,7 +70,7 @@ def test_a_sample_is_not_the_first_class_alone(tmp_path: Path) -> None:
         ([1, 0, 1], ClassLabel(names=["x", "y", "z"]), ["x", "y", "z"], [1, 0, 1]),
     ],
 )
-def test_labels_become_positions(
+def test_labels_become_class_indices(
     monkeypatch: pytest.MonkeyPatch, values: Any, feature: Any, names: list[str], labels: list[int]
 ) -> None:
     hub(monkeypatch, values, feature)
@@ -79,7 +79,7 @@ def test_labels_become_positions(
     assert train["label"] == labels
 
 
-def test_a_class_without_images_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_without_images_is_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     hub(monkeypatch, [0, 1], ClassLabel(names=["x", "y", "z"]))
     _, _, names = load(Path("owner/rows"))
     assert names == ["x", "y", "z"]
@@ -87,7 +87,7 @@ def test_a_class_without_images_is_said(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, labels: Any, feature: Any, image: str = "image") -> None:
-    """A Hub dataset of these labels."""
+    """Makes load_dataset return a dataset with these labels."""
     features = Features({image: ImageFeature(), "label": feature})
     rows = Dataset.from_dict({image: [Image.new("RGB", (8, 8))] * len(labels), "label": labels}, features=features)
     monkeypatch.setattr("datasets.load_dataset", lambda name, config, split: rows)
@@ -102,21 +102,21 @@ def hub(monkeypatch: pytest.MonkeyPatch, labels: Any, feature: Any, image: str =
         ([1, 1], ClassLabel(names=["x", "y"]), "every training image is of class 'y'"),
     ],
 )
-def test_labels_that_cannot_be(monkeypatch: pytest.MonkeyPatch, labels: Any, feature: Any, message: str) -> None:
+def test_unusable_labels_are_refused(monkeypatch: pytest.MonkeyPatch, labels: Any, feature: Any, message: str) -> None:
     hub(monkeypatch, labels, feature)
     with pytest.raises(UserError) as error:
         load(Path("owner/rows"))
     assert message in str(error.value)
 
 
-def test_a_test_set_of_other_classes(tmp_path: Path) -> None:
+def test_test_set_with_other_classes_is_refused(tmp_path: Path) -> None:
     folder(tmp_path / "train", a=2, b=2)
     folder(tmp_path / "test", c=1)
     with pytest.raises(UserError, match=r"row 1 has class 'c', but there are 2 classes to train on \(a, b\)"):
         load(tmp_path, evaluate=True)
 
 
-def test_columns_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_column_names(monkeypatch: pytest.MonkeyPatch) -> None:
     hub(monkeypatch, [0, 1], ClassLabel(names=["x", "y"]), image="img")
     train, _, _ = load(Path("owner/rows"), image_column="img")
     assert train.column_names == ["image", "label"]
@@ -124,7 +124,7 @@ def test_columns_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
         load(Path("owner/rows"))
 
 
-def test_folders_that_cannot_be(tmp_path: Path) -> None:
+def test_unusable_folders_are_refused(tmp_path: Path) -> None:
     folder(tmp_path / "one", a=1, b=0)
     with pytest.raises(UserError, match="no images in class folder b; add some, or remove it"):
         load(tmp_path / "one")
@@ -137,7 +137,7 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
 
 
-def test_images_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_images_are_refused_or_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder(tmp_path, a=2, b=2)
     (tmp_path / "a" / "empty.png").touch()
     (tmp_path / "a" / "text.png").write_text("no image")
@@ -154,7 +154,7 @@ def test_images_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.count("skipped: ") == 3
 
 
-def test_an_image_cut_short_after_it_was_read(tmp_path: Path) -> None:
+def test_image_truncated_during_training_is_named(tmp_path: Path) -> None:
     train, _, _ = load(folder(tmp_path, a=1, b=1))
     file = tmp_path / "b" / "0.png"
     file.write_bytes(file.read_bytes()[:-30])
@@ -162,7 +162,7 @@ def test_an_image_cut_short_after_it_was_read(tmp_path: Path) -> None:
         open_image(train[1]["image"])
 
 
-def test_other_images_become_rgb_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_converted_to_rgb_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder(tmp_path, a=1, b=1)
     Image.new("L", (8, 8), 7).save(tmp_path / "a" / "grey.png")
     Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(tmp_path / "a" / "none.png")
@@ -175,12 +175,12 @@ def test_other_images_become_rgb_and_that_is_said(tmp_path: Path, capsys: pytest
     assert pictures[2].getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_sixteen_bits_are_cut_to_eight() -> None:
+def test_16_bit_images_are_scaled_to_8_bits() -> None:
     deep = Image.fromarray(np.array([[0, 256, 65535]], dtype=np.uint16))
     assert [to_rgb(deep).getpixel((x, 0)) for x in range(3)] == [(0, 0, 0), (1, 1, 1), (255, 255, 255)]
 
 
-def test_accuracy() -> None:
+def test_accuracy_and_balanced_accuracy() -> None:
     found = accuracy(EvalPrediction(predictions=np.array([0, 0, 0, 1]), label_ids=np.array([0, 0, 0, 2])))
     assert found == {"accuracy": 0.75, "balanced_accuracy": 0.5}
 
@@ -188,6 +188,6 @@ def test_accuracy() -> None:
 @pytest.mark.parametrize(
     "flags", [{"test_split_size": 1.0}, {"max_train_samples": 1}, {"resolution": 4}, {"min_crop": 0.0}]
 )
-def test_flags_that_cannot_be(flags: dict[str, Any]) -> None:
+def test_invalid_classification_flags_are_refused(flags: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"--{next(iter(flags))}"):
         VisionArguments(**flags)

@@ -1,4 +1,4 @@
-"""The model card: what it says of memory, and what a card or an upload that fails costs."""
+"""The model card: its memory section, and failures of writing or uploading it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPORT = SimpleNamespace(to_markdown=lambda: "# Memory\n\npeak 3 GiB\n")
 
 
 class Pushing:
-    """What of a Trainer a card needs."""
+    """The parts of a Trainer that writing a card needs."""
 
     hub_model_id = "me/model"
 
@@ -39,19 +39,19 @@ def card(trainer: Any, report: Any = REPORT) -> None:
     write_model_card(trainer, report)
 
 
-def test_the_report_is_a_section_of_it(tmp_path: Path) -> None:
+def test_report_is_a_section_of_the_card(tmp_path: Path) -> None:
     card(Pushing(tmp_path))
     assert (tmp_path / "README.md").read_text() == "# model\n\n## Memory\n\npeak 3 GiB\n"
 
 
-def test_a_card_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_card_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ckpt_ft"):
         card(Pushing(tmp_path, fails=UnicodeEncodeError("ascii", "\u00b7", 0, 1, "ordinal not in range(128)")))
     [said] = [record.message for record in caplog.records]
     assert said.startswith("writing the model card failed; training is not affected: UnicodeEncodeError: ")
 
 
-def test_an_upload_that_fails_is_one_line_that_says_where_the_weights_are(tmp_path: Path) -> None:
+def test_failed_upload_names_the_local_weights(tmp_path: Path) -> None:
     with pytest.raises(WorkFailed) as failed:
         card(Pushing(tmp_path, push=True, fails=ConnectionError("no route\nto host")))
     assert str(failed.value) == (
@@ -60,7 +60,7 @@ def test_an_upload_that_fails_is_one_line_that_says_where_the_weights_are(tmp_pa
     )
 
 
-def test_the_section_is_uploaded_behind_the_trainers_own_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_section_is_uploaded_after_the_trainers_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
     monkeypatch.setattr(
         "huggingface_hub.upload_file", lambda path_or_fileobj, **where: sent.append(path_or_fileobj.read_text())
@@ -70,7 +70,7 @@ def test_the_section_is_uploaded_behind_the_trainers_own_card(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("inside", ["a\n`````\n<img src=x>", "a\n``````````\nb", "```", "plain"])
-def test_no_line_of_an_answer_ends_its_block(inside: str, tmp_path: Path) -> None:
+def test_answer_cannot_end_its_code_block(inside: str, tmp_path: Path) -> None:
     write_model_card(Pushing(tmp_path), None, answers=[Answer(inside, "so")])
     lines = (tmp_path / "README.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.endswith("`text"))
@@ -80,7 +80,7 @@ def test_no_line_of_an_answer_ends_its_block(inside: str, tmp_path: Path) -> Non
     assert not any(fence in line for line in lines[start + 1 : -1])
 
 
-def test_secrets_of_the_command_are_not_in_the_card(tmp_path: Path) -> None:
+def test_card_has_no_secrets_of_the_command(tmp_path: Path) -> None:
     report = SimpleNamespace(
         to_markdown=lambda: "# Memory\n\nMade by `llm.py --run_name https://a:b@c@h/x?token=T1`\n"
     )

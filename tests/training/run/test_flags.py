@@ -1,4 +1,4 @@
-"""Flags that nothing can be trained with: one line, before anything is loaded or written."""
+"""Flags with which no training is possible are refused in one line, before anything is loaded or written."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from ckpt_ft.training.trainer import check_best_metric
         ),
     ],
 )
-def test_a_trainer(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_trainer_flag_is_refused(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(RunArguments, ["--use_cpu", "--output_dir", "out", *flags], says, monkeypatch)
 
 
@@ -70,7 +70,7 @@ def test_a_trainer(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch)
         (["--report_to", "nope"], "--report_to nope: not installed; installed trackers: "),
     ],
 )
-def test_the_loop(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_loop_flag_is_refused(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(LoopArguments, flags, says, monkeypatch)
 
 
@@ -99,12 +99,14 @@ def test_the_loop(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) 
         (VisionArguments, ["--resolution", "100000"], "--resolution 100000: it should be less than or equal to 16384"),
     ],
 )
-def test_what_else_is_no_number(kind: type, flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_and_infinity_are_refused(
+    kind: type, flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert_refused(kind, flags, says, monkeypatch)
 
 
-def test_the_metric_of_the_best_model() -> None:
-    """Before an evaluation is waited for that does not give it."""
+def test_unknown_metric_of_the_best_model_is_refused() -> None:
+    """The run must not wait for an evaluation that never returns this metric."""
     args = SimpleNamespace(metric_for_best_model="foo")
     with pytest.raises(UserError, match="--metric_for_best_model foo: an evaluation gives loss, accuracy"):
         check_best_metric(args, ("loss", "accuracy"))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A recipe's --help: what matters first, examples as they are written, and nothing that is not so."""
+"""A recipe's --help: important flags first, examples verbatim, and no misleading defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt_ft.training.run_arguments import COMMON, Parser, RunArguments, parse_a
 from ckpt_ft.training.text import DataArguments
 
 
-def test_help_shows_what_most_runs_need(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_common_flags_only(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = (ModelArguments, DataArguments, ACArguments, RunArguments)
     with pytest.raises(SystemExit) as stop:
         parse_args(kinds, ["--help"], description="  as it\n  is written")
@@ -30,11 +30,11 @@ def test_help_shows_what_most_runs_need(capsys: pytest.CaptureFixture[str]) -> N
     assert "default: None" not in out
 
 
-def test_what_is_shown_is_there() -> None:
+def test_common_flags_exist() -> None:
     assert {*COMMON} <= {field.name for field in fields(DPOArguments)}
 
 
-def test_every_flag_is_behind_help_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_all_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         Parser([RunArguments]).parse_args(["--help-all"])
     assert "--neftune_noise_alpha" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A host that is too small for what is to wait there is refused before anything is loaded."""
+"""A host with too little memory for offloading is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512,
 }  # fmt: skip
-BLOCK = 4 * (4 * 128 * 128 + 3 * 128 * 256)  # bytes of its matrices in fp32
+BLOCK = 4 * (4 * 128 * 128 + 3 * 128 * 256)  # bytes of a block's matrices in fp32
 
 
 @pytest.fixture
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of a model without weights: what loads it fails."""
+    """Flags for a model without weights, so that loading it would fail."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(host_memory, "current_gpu", lambda: find_gpu("rtx-4090"))
     return [
@@ -35,7 +35,7 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]  # fmt: skip
 
 
-def has(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def set_free_memory(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     monkeypatch.setattr(host_memory, "_CGROUP", Path("/nowhere"))
 
@@ -50,26 +50,26 @@ def has(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["swap", "offload", "optimizer", "zero"],
 )
-def test_a_host_that_is_too_small(
+def test_too_little_host_memory_is_refused(
     more: list[str], environment: dict[str, str], least: int, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     said = host_memory.check_host_memory
     flags = [*flags, *more]
-    has(10**9, monkeypatch)
-    said(flags, "llm")  # there is room
-    has(least - 1, monkeypatch)
+    set_free_memory(10**9, monkeypatch)
+    said(flags, "llm")  # there is enough memory
+    set_free_memory(least - 1, monkeypatch)
     with pytest.raises(UserError, match=r"GiB|MiB|KiB|bytes") as error:
         said(flags, "llm")
     assert "of host memory are needed" in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_the_recipe_says_it_with_code_2(
+def test_recipe_exits_with_code_2(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    has(BLOCK, monkeypatch)
+    set_free_memory(BLOCK, monkeypatch)
     recipe = load_recipe("llm")
     with pytest.raises(SystemExit) as ended:
         run(lambda: recipe.main([*flags, "--ac_policy", "full,swap:4", "--use_peft", "--lora_r", "4"]))
@@ -79,18 +79,18 @@ def test_the_recipe_says_it_with_code_2(
     assert said.count("\n") == 1
 
 
-def test_limits_of_the_control_group_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    has(10**12, monkeypatch)
+def test_cgroup_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free_memory(10**12, monkeypatch)
     monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
     assert host_memory.free_host_bytes() == 10**12
     files: dict[str, Any] = {"memory.max": 1000, "memory.current": 700, "memory.stat": "anon 300\ninactive_file 400\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(str(text))
-    assert host_memory.free_host_bytes() == 700  # what is cached of files can be taken back
+    assert host_memory.free_host_bytes() == 700  # the file cache can be reclaimed
     (tmp_path / "memory.max").write_text("max\n")
     assert host_memory.free_host_bytes() == 10**12
 
 
-def test_a_word_that_is_no_yaml_is_text() -> None:
+def test_value_that_is_no_yaml_is_text() -> None:
     values = host_memory._values(["--dataset_name", "*", "--learning_rate", "1.0e-3", "--sep==", "--bf16"])
     assert values == {"dataset_name": "*", "learning_rate": 1e-3, "sep": "=", "bf16": True}

@@ -1,4 +1,4 @@
-"""The Hub out of reach: asked once, said in one line, and its libraries do not try again and again."""
+"""An unreachable Hub is asked once and noted in one line, and libraries do not retry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Named:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Each question whether the Hub answers, which it does not; the libraries are back online afterwards."""
+    """Records each check whether the Hub answers, which fails; afterwards the libraries are online again."""
     import datasets.config
 
     questions: list[str] = []
@@ -31,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return questions
 
 
-def test_it_is_asked_once_and_said(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_hub_is_asked_once_and_noted(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     import datasets.config
 
     for _ in range(2):
@@ -43,7 +43,7 @@ def test_it_is_asked_once_and_said(asked: list[str], capsys: pytest.CaptureFixtu
     assert datasets.config.HF_HUB_OFFLINE
 
 
-def test_what_lies_here_asks_nobody(asked: list[str], tmp_path: Path) -> None:
+def test_local_files_do_not_ask_the_hub(asked: list[str], tmp_path: Path) -> None:
     parser.read_cache_where_offline([Named(str(tmp_path)), Named()])
     assert asked == []
     assert not constants.is_offline_mode()

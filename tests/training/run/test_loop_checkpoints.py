@@ -1,4 +1,4 @@
-"""Checkpoints of a loop: whole or not there, pruned, and clear about what they cannot resume."""
+"""Checkpoints of a loop: complete or ignored, pruned, and clear errors for what cannot be resumed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
 
 
 def directory(path: Path) -> RunDirectory:
-    """The run that `path` holds, or a new one."""
+    """Returns the run in `path`, or a new one."""
     return RunDirectory(str(path), "latest" if last_complete_checkpoint(str(path)) else None, lora=False)
 
 
@@ -58,7 +58,7 @@ def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
-def test_saved_pruned_and_loaded(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_checkpoints_are_saved_pruned_and_loaded(accelerator: Accelerator, tmp_path: Path) -> None:
     model = accelerator._models[0]
     for step in (1, 2, 3, 10):
         with torch.no_grad():
@@ -72,15 +72,15 @@ def test_saved_pruned_and_loaded(accelerator: Accelerator, tmp_path: Path) -> No
         model.weight.zero_()
     assert load_checkpoint(accelerator, latest, IDENTITY)["step"] == 10
     assert (model.weight == 10).all()
-    assert torch.equal(torch.rand(3), drawn)  # the RNG is where it was when the checkpoint was written
+    assert torch.equal(torch.rand(3), drawn)  # the random state is that of the checkpoint
 
 
 @pytest.mark.parametrize("moment", ["save", "write_manifest"])
-def test_killed_while_writing(
+def test_kill_while_writing_keeps_the_last_complete_checkpoint(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     save_checkpoint(accelerator, directory(tmp_path), 1, STATE)
-    # The run went on to step 2, and was resumed from step 1: what is written replaces a complete checkpoint.
+    # The run reached step 2 and was resumed from step 1, so that writing replaces a complete checkpoint.
     save_checkpoint(accelerator, directory(tmp_path), 2, STATE)
 
     def killed(*args: Any) -> None:
@@ -96,8 +96,8 @@ def test_killed_while_writing(
     assert names(tmp_path) == ["checkpoint-1"]
 
 
-def test_killed_while_pruning(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint of which a part is deleted is not resumed, and goes with the next one."""
+def test_kill_while_pruning(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partly deleted checkpoint is not resumed, and the next pruning removes it."""
     save_checkpoint(accelerator, directory(tmp_path), 1, STATE)
     rmtree = shutil.rmtree
 
@@ -118,7 +118,9 @@ def test_killed_while_pruning(accelerator: Accelerator, tmp_path: Path, monkeypa
     assert names(tmp_path) == ["checkpoint-3"]
 
 
-def test_disk_full(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_the_last_checkpoint(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_checkpoint(accelerator, directory(tmp_path), 1, STATE)
 
     def full(output_dir: str) -> None:
@@ -132,8 +134,8 @@ def test_disk_full(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest
     assert names(tmp_path) == ["checkpoint-1"]
 
 
-def test_a_real_write_error(accelerator: Accelerator, tmp_path: Path) -> None:
-    """The kernel refuses to write past a file size, as it would past the end of the disk: what torch makes of it."""
+def test_write_error_of_the_kernel_keeps_the_last_checkpoint(accelerator: Accelerator, tmp_path: Path) -> None:
+    """The kernel refuses to write beyond a file-size limit, as on a full disk; torch raises its own error."""
     resource = pytest.importorskip("resource")
     signal = pytest.importorskip("signal")
     save_checkpoint(accelerator, directory(tmp_path), 1, STATE)
@@ -150,7 +152,7 @@ def test_a_real_write_error(accelerator: Accelerator, tmp_path: Path) -> None:
     load_checkpoint(accelerator, str(tmp_path / "checkpoint-1"), IDENTITY)
 
 
-def test_disk_full_elsewhere() -> None:
+def test_full_disk_in_other_writes() -> None:
     @explained_full_disk()
     def work(number: int) -> None:
         raise OSError(number, os.strerror(number), "losses.jsonl")
@@ -161,7 +163,7 @@ def test_disk_full_elsewhere() -> None:
         work(errno.EACCES)
 
 
-def test_what_cannot_be_resumed(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_checkpoint_of_another_run_is_refused(accelerator: Accelerator, tmp_path: Path) -> None:
     save_checkpoint(accelerator, directory(tmp_path), 1, {"identity": {"rank": 4}})
     with pytest.raises(UserError, match="was written with rank 4, this run has None"):
         load_checkpoint(accelerator, str(tmp_path / "checkpoint-1"), IDENTITY)
@@ -178,10 +180,10 @@ class Bomb:
 @pytest.mark.parametrize(
     "file", ["optimizer.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "training_state.pt"]
 )
-def test_no_checkpoint_runs_code(
+def test_checkpoint_never_runs_code(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    """Not even one whose manifest names the stranger's file."""
+    """Not even if its manifest lists the foreign file."""
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
@@ -191,12 +193,12 @@ def test_no_checkpoint_runs_code(
     with pytest.raises(UserError, match=f"{file}.*(was changed|bytes instead of|not one of its files)"):
         resume_path("latest", str(out))
     write_manifest(out / "checkpoint-1", run.run)
-    with suppress(UserError):  # of random states that cannot be read accelerate makes a line in its log
+    with suppress(UserError):  # accelerate logs unreadable random states and continues
         load_checkpoint(accelerator, str(out / "checkpoint-1"), IDENTITY)
     assert not Path("exploded").exists()
 
 
-def test_schedule_and_average_are_held_exactly(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_schedule_and_average_are_restored_exactly(accelerator: Accelerator, tmp_path: Path) -> None:
     model = accelerator._models[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1 / 3)
     schedule, ema = (
@@ -221,7 +223,7 @@ def test_schedule_and_average_are_held_exactly(accelerator: Accelerator, tmp_pat
     assert read["ema"] == held["ema"]
 
 
-def test_a_directory_of_checkpoints_with_another_name_ends_no_run(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_directory_with_another_checkpoint_name_is_ignored(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "checkpoint-best").mkdir()
     run = directory(tmp_path)
     for step in (1, 2):
@@ -229,7 +231,7 @@ def test_a_directory_of_checkpoints_with_another_name_ends_no_run(accelerator: A
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-best"]
 
 
-def test_the_loss_log_is_cut_where_a_run_resumes(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_loss_log_is_truncated_at_the_resumed_step(accelerator: Accelerator, tmp_path: Path) -> None:
     log = LossLog(accelerator, str(tmp_path), 0)
     for step in (1, 2, 3):
         for loss in (step, step + 1):

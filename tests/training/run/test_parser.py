@@ -1,4 +1,4 @@
-"""Flags and YAML: which one wins, and one clear line for everything that is wrong."""
+"""Precedence of flags and YAML files, and one line for every invalid value."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_command_line_beats_yaml_beats_builtin_beats_default(config: Path) -> No
     assert parse("--steps", "9", f"--config={config}").steps == 9
 
 
-def test_yaml_values_pass_through_the_flags_types(config: Path) -> None:
+def test_yaml_values_are_converted_to_the_flags_types(config: Path) -> None:
     flags = parse("--config", str(config))
     assert (flags.rate, flags.fast, flags.slow, flags.model_name) == (2e-5, True, False, None)
     assert flags.names == ["a", "b"]
     assert flags.options == '{"x": 1}'
 
 
-def test_builtin_gives_way_to_its_flag(config: Path) -> None:
+def test_builtin_values_are_dropped_if_the_given_flag_is_set(config: Path) -> None:
     assert parse("--model-name=m", builtin={"steps": 5}, unless="model_name").steps == 3
     assert parse("--rate", "1", builtin={"steps": 5}, unless="model_name").steps == 5
 
@@ -65,7 +65,7 @@ class Trained:
     ac_policy: str | None = None
 
 
-def test_a_flag_has_the_names_of_other_tools_too(tmp_path: Path) -> None:
+def test_flag_has_the_names_of_other_tools(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("sequence_len: 32\nmicro_batch_size: 4\n")
     flags = ["--config", str(file), "--batch-size=2", "--policy", "full", "--rank", "4"]
@@ -85,7 +85,7 @@ def test_a_flag_has_the_names_of_other_tools_too(tmp_path: Path) -> None:
         (["--config", "/nowhere.yaml"], "--config /nowhere.yaml: No such file or directory"),
     ],
 )
-def test_what_is_wrong_is_one_line(argv: list[str], message: str) -> None:
+def test_invalid_flag_is_one_line(argv: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse(*argv)
     assert str(caught.value) == message
@@ -106,7 +106,7 @@ def test_what_is_wrong_is_one_line(argv: list[str], message: str) -> None:
         ("config: other.yaml", "no flag 'config'"),
     ],
 )
-def test_a_wrong_yaml_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_yaml_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
@@ -115,7 +115,7 @@ def test_a_wrong_yaml_is_one_line(tmp_path: Path, text: str, message: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_policies_are_checked_and_made_canonical_when_parsed() -> None:
+def test_policies_are_canonical_after_parsing() -> None:
     (flags,) = parse_args([ACArguments], ["--ac_policy", "save:matmul+attention"])
     assert flags.ac_policy == "save:attention+matmul"
     assert flags.reports == ("json", "md", "html", "png")
@@ -134,7 +134,7 @@ def test_policies_are_checked_and_made_canonical_when_parsed() -> None:
         (["--ac_check"], "give one, as in --ac_policy full"),
     ],
 )
-def test_wrong_ac_flags(argv: list[str], message: str) -> None:
+def test_invalid_ac_flags_are_one_line(argv: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_args([ACArguments], argv)
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Where a run may write, and which checkpoint it goes on from."""
+"""Where a run may write, and from which checkpoint it resumes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckpt_ft.training.checkpoints import (
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Three checkpoints, of which the newest was cut off while its state was written; another has nothing yet."""
+    """Three checkpoints, of which the newest was killed while writing its state, and an empty one."""
     for step in (2, 10, 12):
         place = make_checkpoint(tmp_path, step)
     (place / "trainer_state.json").write_text('{"global_')
@@ -43,7 +43,7 @@ def make_checkpoint(output_dir: Path, step: int, run: str = "run", state: str = 
     return place
 
 
-def test_the_newest_whole_checkpoint_is_resumed(run: Path) -> None:
+def test_newest_complete_checkpoint_is_resumed(run: Path) -> None:
     assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-10")
     assert resume_path("latest", str(run)) == resume_path("True", str(run)) == str(run / "checkpoint-10")
     assert resume_path(str(run / "checkpoint-2"), str(run)) == str(run / "checkpoint-2")
@@ -51,7 +51,7 @@ def test_the_newest_whole_checkpoint_is_resumed(run: Path) -> None:
     assert resume_path("false", str(run)) is None
 
 
-def test_a_path_without_a_checkpoint_is_one_line(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_path_without_a_checkpoint_is_one_line(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     empty = str(tmp_path_factory.mktemp("empty"))
     for given in ("latest", empty):
         with pytest.raises(UserError, match=f"--resume_from_checkpoint {given}: no complete checkpoint"):
@@ -65,7 +65,7 @@ def test_a_path_without_a_checkpoint_is_one_line(run: Path, tmp_path_factory: py
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "rng_state.pth", "trainer_state.json", "manifest.json"])
 @pytest.mark.parametrize("fault", ["missing", "cut"])
-def test_a_checkpoint_that_lost_something_is_not_resumed(run: Path, file: str, fault: str) -> None:
+def test_checkpoint_with_a_missing_or_changed_file_is_not_resumed(run: Path, file: str, fault: str) -> None:
     place = run / "checkpoint-10" / file
     content = place.read_bytes()
     if fault == "missing":
@@ -77,19 +77,19 @@ def test_a_checkpoint_that_lost_something_is_not_resumed(run: Path, file: str, f
         resume_path(str(run / "checkpoint-10"), str(run))
 
 
-def test_what_a_checkpoint_does_not_name_is_refused(run: Path) -> None:
+def test_checkpoint_with_an_unlisted_file_is_refused(run: Path) -> None:
     (run / "checkpoint-10" / "custom_checkpoint_0.pkl").write_bytes(b"code")
     with pytest.raises(UserError, match=r"it contains custom_checkpoint_0\.pkl, which is not one of its files"):
         resume_path(str(run / "checkpoint-10"), str(run))
 
 
-def test_weights_alone_are_not_resumed(run: Path) -> None:
+def test_checkpoint_with_weights_only_is_refused(run: Path) -> None:
     make_checkpoint(run, 20, state="model.safetensors")
     with pytest.raises(UserError, match="checkpoint-20 has weights only"):
         resume_path("latest", str(run))
 
 
-def test_latest_is_of_this_run(run: Path) -> None:
+def test_latest_ignores_checkpoints_of_other_runs(run: Path) -> None:
     make_checkpoint(run, 30, run="another")
     assert last_complete_checkpoint(str(run), "run") == str(run / "checkpoint-10")
     assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-30")
@@ -97,7 +97,7 @@ def test_latest_is_of_this_run(run: Path) -> None:
         RunDirectory(str(run), "latest", lora=False)
 
 
-def test_a_used_directory_is_refused_with_both_ways_out(run: Path) -> None:
+def test_used_directory_is_refused_with_both_alternatives(run: Path) -> None:
     with pytest.raises(UserError) as refused:
         RunDirectory(str(run), lora=False)
     said = str(refused.value)
@@ -110,12 +110,12 @@ def test_a_used_directory_is_refused_with_both_ways_out(run: Path) -> None:
         RunDirectory(str(run), "latest", overwrite=True, lora=False)
 
 
-def test_overwriting_takes_what_runs_leave_and_nothing_else(run: Path) -> None:
+def test_overwriting_deletes_files_of_runs_only(run: Path) -> None:
     for name in ("adapter_config.json", "model-00001-of-00002.safetensors", "notes.txt"):
         (run / name).write_text("{}")
     directory = RunDirectory(str(run), overwrite=True, lora=False)
     directory.open()
-    assert (run / "checkpoint-2").is_dir()  # until the input is known to be good
+    assert (run / "checkpoint-2").is_dir()  # deleted only after the input is checked
     directory.clear()
     assert sorted(path.name for path in run.iterdir()) == ["_run.lock", "checkpoint-best", "notes.txt"]
     make_checkpoint(run, 1, directory.run)
@@ -123,7 +123,7 @@ def test_overwriting_takes_what_runs_leave_and_nothing_else(run: Path) -> None:
     assert directory.last_complete() == str(run / "checkpoint-1")
 
 
-def test_one_process_at_a_time(tmp_path: Path) -> None:
+def test_second_process_in_a_directory_is_refused(tmp_path: Path) -> None:
     script = (
         "import sys; from ckpt_ft.errors import run; from ckpt_ft.training.checkpoints import RunDirectory; "
         "run(lambda: RunDirectory(sys.argv[1], lora=False).open())"
@@ -136,8 +136,8 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     assert "Traceback" not in second.stderr
 
 
-def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
-    path = Path("/proc/ckpt_ft")  # for root too
+def test_unwritable_directory_is_refused(tmp_path: Path) -> None:
+    path = Path("/proc/ckpt_ft")  # unwritable for root too
     if not path.parent.is_dir():
         pytest.skip("needs Linux")
     with pytest.raises(UserError, match="--output_dir /proc/ckpt_ft cannot be written to"):
@@ -145,10 +145,10 @@ def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("lora", "needed"), [(False, 4 * 150 + 8 * 50), (True, 4 * 50 + 8 * 50)])
-def test_a_disk_that_is_too_full_is_said_first(
+def test_full_disk_is_reported_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool, needed: int
 ) -> None:
-    """Weights in float32 (of adapters only what is trained) and two moments of what is trained."""
+    """A checkpoint needs weights in float32 (with adapters only trained ones) and two moments of trained weights."""
     model = torch.nn.ModuleList([torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 5, bias=False)])
     model[0].requires_grad_(False)
     directory = RunDirectory(str(tmp_path), lora=lora)
@@ -160,12 +160,13 @@ def test_a_disk_that_is_too_full_is_said_first(
         directory.check_space(model, optimizer)
 
 
-def test_an_output_directory_that_is_a_file(tmp_path: Path) -> None:
+def test_output_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for given in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match="file is a file; give a directory"):
             check_output_dir(str(given))
-    with pytest.raises(UserError, match="--output_dir is empty; give a directory"):  # and not the one we are in
+    # it must not mean the current directory
+    with pytest.raises(UserError, match="--output_dir is empty; give a directory"):
         check_output_dir("")
     check_output_dir(str(tmp_path / "new" / "deep"))
     with pytest.raises(UserError, match="File name too long.*; give a directory"):
@@ -190,13 +191,13 @@ def test_lora_and_full_runs_do_not_share_a_directory(
     check_same_kind(str(tmp_path / "new"), lora)
     (tmp_path / place).mkdir(exist_ok=True)
     (tmp_path / place / file).write_text("{}")
-    check_same_kind(str(tmp_path), lora)  # as the run that wrote it
+    check_same_kind(str(tmp_path), lora)  # the same kind as the earlier run
     with pytest.raises(UserError, match=f"holds {says} .*give another directory") as error:
         check_same_kind(str(tmp_path), not lora)
     assert "\n" not in str(error.value)
 
 
-def test_a_symlink_to_a_checkpoint_that_is_gone_is_deleted(tmp_path: Path) -> None:
+def test_dangling_checkpoint_symlink_is_deleted(tmp_path: Path) -> None:
     directory = RunDirectory(str(tmp_path), lora=False)
     (tmp_path / "checkpoint-4").symlink_to(tmp_path / "gone")
     (tmp_path / "kept").mkdir()

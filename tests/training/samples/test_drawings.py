@@ -1,4 +1,4 @@
-"""The drawn shapes: every combination once, the same on each machine, with captions that say what is there."""
+"""The drawn shapes: every combination once, equal on every machine, with correct captions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ combinations = st.builds(
 )
 
 
-def test_every_combination_once() -> None:
+def test_every_combination_is_drawn_once() -> None:
     assert COMBINATIONS == 8 * 8 * 9 * 3 * 2 == 3456
     every = drawings()
     assert len({drawing.caption for drawing in every}) == len(every) == 3456
@@ -38,22 +38,23 @@ def test_every_combination_once() -> None:
     assert drawings(10) == every[:10]
 
 
-def test_no_two_pictures_alike() -> None:
+def test_all_pictures_differ() -> None:
     pictures = {drawing.image(32).tobytes() for drawing in drawings()}
     assert len(pictures) == COMBINATIONS
 
 
 @settings(max_examples=30, deadline=None)
 @given(combinations)
-def test_the_caption_is_true(drawing: Drawing) -> None:
-    """The coloured pixels lie where the caption says, and beside them there is only background."""
+def test_caption_describes_the_picture(drawing: Drawing) -> None:
+    """The coloured pixels are where the caption says, and all other pixels are background."""
     image = np.asarray(drawing.image(64)).astype(int)
     background, colour = np.array(BACKGROUNDS[drawing.background]), np.array(COLOURS[drawing.colour])
     rows, columns = np.nonzero(np.abs(image - colour).sum(2) == 0)
     assert len(rows) > 30
     x, y = POSITIONS[drawing.position]
     assert abs((columns.min() + columns.max() + 1) / 128 - x) < 0.06
-    assert abs((rows.min() + rows.max() + 1) / 128 - y) < 0.12  # triangles and hearts are not centred on their box
+    # the bounding boxes of triangles and hearts are not centred
+    assert abs((rows.min() + rows.max() + 1) / 128 - y) < 0.12
     reach = 1.3 * SIZES[drawing.size] * 64
     far = np.hypot(*(np.indices((64, 64)) + 0.5 - 64 * np.array([y, x])[:, None, None])) > reach * 1.05
     assert (image[far] == background).all()
@@ -65,7 +66,7 @@ def test_rings_have_holes() -> None:
         assert (centre == (255, 255, 255)) is hole
 
 
-def test_as_a_classification_set() -> None:
+def test_drawn_shapes_as_a_classification_dataset() -> None:
     train = drawn_shapes(100, 16)
     assert len(set(train["text"])) == len(train) == 100
     row = train[3]
@@ -75,7 +76,7 @@ def test_as_a_classification_set() -> None:
     assert drawn_shapes(100, 16)._fingerprint == train._fingerprint
 
 
-def test_contact_sheet() -> None:
+def test_contact_sheet_places_tiles_in_rows() -> None:
     red, blue = (Drawing("square", colour, "centre", "large", "white").image(8) for colour in ("red", "blue"))
     page = contact_sheet([red, blue, red], columns=2, tile=16, margin=2)
     assert page.size == (38, 38)
@@ -86,13 +87,13 @@ def test_contact_sheet() -> None:
 @pytest.mark.parametrize(
     ("count", "resolution", "words"), [(0, 32, "1 to 3456"), (3457, 32, "1 to 3456"), (5, 4, "at least 8")]
 )
-def test_impossible_sets(count: int, resolution: int, words: str) -> None:
+def test_impossible_dataset_is_refused(count: int, resolution: int, words: str) -> None:
     with pytest.raises(UserError, match=words):
         drawn_shapes(count, resolution)
 
 
-def test_a_cache_that_can_be_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that is a file, or in a directory that takes none."""
+def test_invalid_cache_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is a file, or lies in a directory that accepts none."""
     (tmp_path / "file").touch()
     for root in (tmp_path / "file" / "cache", tmp_path / "file", Path("/proc/nowhere")):
         monkeypatch.setenv("CKPT_FT_CACHE", str(root))

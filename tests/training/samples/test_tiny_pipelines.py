@@ -1,4 +1,4 @@
-"""The tiny pipelines: a VAE that can be trusted, a tokenizer that knows its words, three architectures."""
+"""The tiny pipelines: VAE, tokenizer, and three architectures."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def images() -> torch.Tensor:
     return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def test_the_encoder_projects_patches(images: torch.Tensor) -> None:
-    """What the hand-set convolutions compute is the projection they were set from, despite norms and activations."""
+def test_encoder_projects_patches(images: torch.Tensor) -> None:
+    """Despite norms and activations, the hand-set convolutions compute the projection from which they were set."""
     projection, mean = _principal_components(images)
     patches = _gather(_gather(images[:64])) - mean[None, :, None, None]
     expected = torch.einsum("lk,bkhw->blhw", projection, patches)
@@ -46,7 +46,7 @@ def test_latents_have_unit_variance(images: torch.Tensor) -> None:
 
 
 @pytest.mark.slow
-def test_the_decoder_learns(images: torch.Tensor) -> None:
+def test_decoder_learns(images: torch.Tensor) -> None:
     def error(steps: int) -> float:
         torch.manual_seed(0)
         vae = tiny_vae(steps)
@@ -57,7 +57,7 @@ def test_the_decoder_learns(images: torch.Tensor) -> None:
     assert error(30) < 0.3 * error(0)
 
 
-def test_made_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_pipeline_is_made_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[StableDiffusionPipeline] = []
 
     def make() -> StableDiffusionPipeline:
@@ -69,10 +69,10 @@ def test_made_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiny_pipeline_dir() == first
     assert len(made) == 1
     assert Path(first).parent == own_cache
-    assert [path.name for path in Path(first).parent.iterdir()] == [Path(first).name]  # nothing half-made is left
+    assert [path.name for path in Path(first).parent.iterdir()] == [Path(first).name]  # no temporary directory is left
 
 
-def test_three_architectures() -> None:
+def test_pipelines_of_three_architectures() -> None:
     before = torch.random.get_rng_state()
     sd1, sd2, sdxl = (make_tiny_pipeline(kind, 0, (16,)) for kind in ("sd1", "sd2", "sdxl"))
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -85,7 +85,7 @@ def test_three_architectures() -> None:
     assert all(torch.equal(a, b) for a, b in same)
 
 
-def test_the_tokenizer_knows_the_captions() -> None:
+def test_tokenizer_knows_the_captions() -> None:
     tokenizer = make_tiny_pipeline("sd1", 0, (16,)).tokenizer
     for drawing in drawings(50):
         ids = tokenizer(drawing.caption).input_ids
@@ -93,6 +93,6 @@ def test_the_tokenizer_knows_the_captions() -> None:
     assert tokenizer.decode(tokenizer("zebra").input_ids[1:-1]).strip() == "zebra"
 
 
-def test_the_tokenizer_is_the_same_each_time() -> None:
-    """Its trainer walks a hash map: ids that depend on that would make each machine's runs differ."""
+def test_tokenizer_is_deterministic() -> None:
+    """Its trainer iterates over a hash map; ids that depend on that order would differ between machines."""
     assert len({tiny_tokenizer().backend_tokenizer.to_str() for _ in range(4)}) == 1

@@ -1,4 +1,4 @@
-"""The sample of answers beside the card: what is given is a row's prompt, and no more."""
+"""Sample answers of the model card: the model is given the prompt of a row and nothing more."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ def rows(**columns: list[list[int]]) -> Dataset:
     return Dataset.from_dict(columns)
 
 
-def test_the_prompt_is_what_carries_no_loss() -> None:
+def test_prompt_is_the_part_without_loss() -> None:
     ids, labels = [5, 6, 7, 8, 9], [IGNORED, IGNORED, IGNORED, 8, 9]
     assert prompts_of(rows(input_ids=[ids] * 5, labels=[labels] * 5)) == [[5, 6, 7]] * SHOWN
 
 
-def test_of_packed_rows_it_is_the_first_ones() -> None:
+def test_prompt_of_packed_rows_is_the_first_rows() -> None:
     packed = rows(
         input_ids=[[5, 6, 7, 8, 9]], labels=[[IGNORED, IGNORED, 7, IGNORED, 9]], position_ids=[[0, 1, 2, 0, 1]]
     )
     assert prompts_of(packed) == [[5, 6]]
 
 
-def test_of_plain_text_it_is_the_beginning() -> None:
+def test_prompt_of_plain_text_is_its_beginning() -> None:
     long, short = list(range(40)), [1, 2, 3, 4]
     texts = rows(input_ids=[long, short], labels=[[IGNORED, *long[1:]], [IGNORED, *short[1:]]])
     assert prompts_of(texts) == [list(range(16)), [1, 2]]
 
 
-def test_the_default_length_is_the_models_positions_where_it_has_fewer(
+def test_default_length_is_reduced_to_the_models_positions(
     sample: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    small = LanguageModelArguments(model_name_or_path=str(sample[0]))  # of 512 positions
+    small = LanguageModelArguments(model_name_or_path=str(sample[0]))  # it has 512 positions
     with caplog.at_level(logging.WARNING):
         assert within_positions(small, 1024) == 512
     assert caplog.messages == ["--max_length 1024 is reduced to 512, the positions that the model has"]

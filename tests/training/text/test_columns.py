@@ -1,4 +1,4 @@
-"""ShareGPT's and Alpaca's rows become known ones, and nothing else is touched."""
+"""ShareGPT and Alpaca rows are converted, and other rows are unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def converted(row: dict[str, Any]) -> dict[str, Any]:
     return dict(known_columns(Dataset.from_list([row]), "text")[0])
 
 
-def test_sharegpt() -> None:
+def test_sharegpt_rows_are_converted() -> None:
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     roles = [("system", "s"), ("user", "q"), ("assistant", "a")]
     assert converted({"conversations": turns, "id": 1}) == {
@@ -28,7 +28,7 @@ def test_sharegpt() -> None:
     }
 
 
-def test_alpaca() -> None:
+def test_alpaca_rows_are_converted() -> None:
     row = {"instruction": "Add.", "input": "1 2", "output": "3"}
     assert converted(row) == {
         "prompt": "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n", "completion": "3"
@@ -41,13 +41,13 @@ def test_known_columns_stay() -> None:
         assert converted(row) == row
 
 
-def test_a_conversation_that_is_none_is_named_by_its_row() -> None:
+def test_invalid_conversation_is_named_by_its_row() -> None:
     rows = Dataset.from_list([{"conversations": [{"from": "robot", "value": "x"}]}])
     with pytest.raises(UserError, match="row 1: 'conversations' is a list of turns with 'from'"):
         known_columns(rows, "text")
 
 
-def test_columns_are_mapped_by_their_names(tmp_path: Path) -> None:
+def test_columns_are_mapped(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"question": "2+2?", "answer": "4", "prompt": "hidden"}))
     args = DataArguments(dataset_name=str(tmp_path / "a.jsonl"), columns="prompt=question, completion=answer")
     assert load_rows(args, evaluate=False, seed=0)[0][0] == {"prompt": "2+2?", "completion": "4"}
@@ -61,7 +61,7 @@ def test_columns_are_mapped_by_their_names(tmp_path: Path) -> None:
         ("prompt=question,prompt=answer", "a column is named twice"),
     ],
 )
-def test_a_wrong_mapping_is_one_line(columns: str, said: str) -> None:
+def test_invalid_mapping_is_one_line(columns: str, said: str) -> None:
     rows = Dataset.from_list([{"question": "a", "answer": "b"}])
     with pytest.raises(UserError, match=re.escape(said)):
         DataArguments(columns=columns).renamed(rows)

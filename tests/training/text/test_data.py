@@ -1,4 +1,4 @@
-"""Rows from files: what is read, how it is split, and one line naming what is wrong."""
+"""Rows from files: formats, splits, and one line that names an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_local_format_gives_the_same_rows(tmp_path: Path) -> None:
         assert load(name)[0].to_list() == rows
 
 
-def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:
+def test_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
     name = write(tmp_path / "a.txt", "".join(f"{i}\n" for i in range(50)))
     train, test = load(name, evaluate=True, test_split_size=0.2)
     assert len(test) == 10
@@ -55,14 +55,14 @@ def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:
         ("g.xlsx", "x", "cannot read '.xlsx' files (.json, .jsonl, .csv, .parquet, .txt)"),
     ],
 )
-def test_a_broken_file_is_one_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_damaged_file_is_one_line(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         load(write(tmp_path / name, text))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_dataset_or_split_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone.jsonl: no such file"):
         load(str(tmp_path / "gone.jsonl"))
     with pytest.raises(UserError, match=r"dataset no/such \(neither a local path nor"):
@@ -73,7 +73,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         load_rows(DataArguments(), evaluate=False, seed=0)
 
 
-def test_lengths_and_shares_are_checked() -> None:
+def test_invalid_lengths_and_shares_are_refused() -> None:
     with pytest.raises(UserError, match="--max_length 0: it should be greater than or equal to 2"):
         DataArguments(max_length=0)
     with pytest.raises(UserError, match="--test_split_size 1.5"):
@@ -82,14 +82,14 @@ def test_lengths_and_shares_are_checked() -> None:
         DataArguments(dataset_num_proc=-1)
 
 
-def test_something_is_left_to_train_on(tmp_path: Path) -> None:
+def test_split_that_leaves_no_training_row_is_refused(tmp_path: Path) -> None:
     name = write(tmp_path / "a.txt", "one\ntwo\nthree\n")
     assert [len(rows) for rows in load(name, evaluate=True, test_split_size=0.6)] == [1, 2]
     with pytest.raises(UserError, match="--test_split_size 0.7: of the 3 rows of .* none is left to train on"):
         load(name, evaluate=True, test_split_size=0.7)
 
 
-def test_the_sample_is_made_once_and_is_the_same_each_time(sample: tuple[Path, Path]) -> None:
+def test_sample_is_made_once_and_is_deterministic(sample: tuple[Path, Path]) -> None:
     model, corpus = sample
     before = corpus.stat().st_mtime_ns
     assert make_docstrings() == (str(model), str(corpus))

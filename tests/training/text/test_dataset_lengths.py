@@ -1,4 +1,4 @@
-"""Lengths read from datasets."""
+"""Row lengths of datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exactly the completion, the assistant's turns or the text are learned, and packing changes no number."""
+"""Only completions, assistant turns or plain text are learned, and packing does not change the loss."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def learned(row, tokenizer) -> str:  # type: ignore[no-untyped-def]
     return tokenizer.decode([label for label in row["labels"] if label != IGNORED])
 
 
-def test_loss_is_on_the_completion_alone(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_loss_is_on_the_completion_only(tokenizer) -> None:  # type: ignore[no-untyped-def]
     (row,) = encode([{"prompt": "What is a list?\n", "completion": "A sequence."}], tokenizer)
     assert tokenizer.decode(row["input_ids"]) == "What is a list?\nA sequence.<|end|>"
     assert learned(row, tokenizer) == "A sequence.<|end|>"
 
 
-def test_loss_is_on_all_of_a_text_but_its_first_token(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_loss_of_plain_text_excludes_its_first_token(tokenizer) -> None:  # type: ignore[no-untyped-def]
     (row,) = encode([{"body": "Lists are mutable."}], tokenizer, dataset_text_field="body")
     assert row["labels"] == [IGNORED, *row["input_ids"][1:]]
     assert row["input_ids"][-1] == tokenizer.eos_token_id
@@ -55,20 +55,20 @@ def test_loss_is_on_the_assistants_turns(tokenizer) -> None:  # type: ignore[no-
     assert learned(row, tokenizer) == "A mutable sequence.<|end|>\nAn immutable one.<|end|>\n"
 
 
-def test_a_conversation_may_be_a_prompt(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_prompt_may_be_a_conversation(tokenizer) -> None:  # type: ignore[no-untyped-def]
     (row,) = encode([{"prompt": [ASK, ANSWER, MORE], "completion": [LAST]}], tokenizer)
     assert learned(row, tokenizer) == "An immutable one.<|end|>\n"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(sample: tuple[Path, Path]) -> None:
+def test_template_that_rewrites_earlier_turns_is_refused(sample: tuple[Path, Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(sample[0])
     tokenizer.chat_template = "{% for m in messages %}[{{ loop.revindex }}]{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="row 1: the chat template renders turn 2 differently"):
         encode([{"messages": [ASK, ANSWER, MORE, LAST]}], tokenizer)
 
 
-def test_a_template_that_marks_the_answers_says_what_is_learned(sample: tuple[Path, Path]) -> None:
-    """Also where it rewrites earlier turns: this one drops all but the first word of them."""
+def test_generation_marks_of_a_template_decide_what_is_learned(sample: tuple[Path, Path]) -> None:
+    """Also if the template rewrites earlier turns: this one keeps only their first word."""
     tokenizer = AutoTokenizer.from_pretrained(sample[0])
     answer = "{% generation %}{{ m.content if loop.last else m.content.split()[0] }}<|end|>{% endgeneration %}"
     tokenizer.chat_template = (
@@ -83,12 +83,12 @@ def test_a_template_that_marks_the_answers_says_what_is_learned(sample: tuple[Pa
     assert learned(row, tokenizer) == "An immutable one.<|end|>"
 
 
-def test_a_row_is_named_by_its_number_before_the_split(tokenizer, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_error_names_the_row_number_before_the_split(tokenizer, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     rows = [{"text": f"row {number}"} if number != 7 else {"text": None} for number in range(1, 11)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = DataArguments(dataset_name=str(path), test_split_size=0.2)
-    for seed in (0, 1):  # in one of both orders, at least, it is not the seventh of its part
+    for seed in (0, 1):  # in one of both orders, it is not the seventh row of its part
         train, test = load_rows(args, evaluate=True, seed=seed)
         assert test is not None
         bad = train if None in train["text"] else test
@@ -96,7 +96,7 @@ def test_a_row_is_named_by_its_number_before_the_split(tokenizer, tmp_path: Path
             encode_rows(bad, tokenizer, args)
 
 
-def test_rows_that_are_cut_or_left_out_are_counted(tokenizer, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+def test_truncated_and_dropped_rows_are_counted(tokenizer, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     rows = [{"prompt": "x " * 50, "completion": "lost"}, {"prompt": "Hi. ", "completion": "kept " * 50}]
     encode([*rows, {"prompt": "Hi. ", "completion": "short"}, rows[1]], tokenizer, max_length=20)
     words = "of 4 rows, 2 are cut and 1 are left out because they have no token to learn"
@@ -105,8 +105,8 @@ def test_rows_that_are_cut_or_left_out_are_counted(tokenizer, caplog: pytest.Log
     assert len(caplog.messages) == 1
 
 
-def test_a_row_that_the_template_fails_on_is_one_line(tokenizer, sample: tuple[Path, Path]) -> None:  # type: ignore[no-untyped-def]
-    """Most published templates join strings; parts of a message are a list, which they cannot join."""
+def test_template_error_is_one_line(tokenizer, sample: tuple[Path, Path]) -> None:  # type: ignore[no-untyped-def]
+    """Most published templates join strings, which fails if the parts of a message are a list."""
     joining = AutoTokenizer.from_pretrained(sample[0])
     joining.chat_template = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
     parts = [{"role": role, "content": [{"type": "text", "text": "Hi."}]} for role in ("user", "assistant")]
@@ -115,7 +115,7 @@ def test_a_row_that_the_template_fails_on_is_one_line(tokenizer, sample: tuple[P
             encode([{"messages": row}], joining)
 
 
-def test_parts_of_a_message_are_not_learned_with_their_brackets(sample: tuple[Path, Path]) -> None:
+def test_message_parts_are_not_learned_as_python_lists(sample: tuple[Path, Path]) -> None:
     trimming = AutoTokenizer.from_pretrained(sample[0])
     trimming.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
     parts = [{"role": role, "content": [{"type": "text", "text": "Hi."}]} for role in ("user", "assistant")]
@@ -129,7 +129,7 @@ def test_parts_of_a_message_are_not_learned_with_their_brackets(sample: tuple[Pa
     assert learned(row, trimming) == " Hi.\n"
 
 
-def test_what_is_too_long_is_cut_and_what_then_teaches_nothing_is_left_out(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_long_rows_are_truncated_and_rows_without_loss_dropped(tokenizer) -> None:  # type: ignore[no-untyped-def]
     rows = [{"prompt": "x " * 50, "completion": "lost"}, {"prompt": "Hi. ", "completion": "kept " * 50}]
     (row,) = encode(rows, tokenizer, max_length=20)
     assert len(row["input_ids"]) == 20
@@ -151,7 +151,7 @@ def test_what_is_too_long_is_cut_and_what_then_teaches_nothing_is_left_out(token
         ([{"prompt": [{"role": "user", "content": "x"}], "completion": "y"}], "row 1: 'completion' is str after a"),
     ],
 )
-def test_a_wrong_row_is_one_line(tokenizer, rows, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_row_is_one_line(tokenizer, rows, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError) as caught:
         encode(rows, tokenizer)
     assert message in str(caught.value)
@@ -169,7 +169,7 @@ def test_packing_loses_no_token_and_splits_no_row(lengths: list[int]) -> None:
         starts = [at for at, position in enumerate(positions) if position == 0]
         rows += [tokens[a:b] for a, b in zip(starts, [*starts[1:], len(tokens)], strict=True)]
     assert sorted(rows) == sorted(ids)
-    # Two sequences that would fit into one were never left apart: so at most one is half empty.
+    # Any two sequences that fit into one are packed together, so at most one is at most half full.
     assert sum(len(tokens) <= 8 for tokens in packed["input_ids"]) <= 1
 
 
@@ -196,7 +196,7 @@ def test_packed_rows_give_the_same_loss_and_gradients(sample, tokenizer, attenti
     torch.testing.assert_close(packed_grad, plain_grad, rtol=1e-4, atol=1e-8)
 
 
-def test_rows_that_cannot_be_encoded_are_left_out_if_asked(tokenizer, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_rows_are_skipped_on_request(tokenizer, capsys) -> None:  # type: ignore[no-untyped-def]
     rows = [{"text": "One."}, {"text": None}, {"text": "Three."}]
     with pytest.raises(UserError, match="row 2: 'text' is NoneType"):
         encode(rows, tokenizer)

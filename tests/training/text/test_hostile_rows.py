@@ -1,4 +1,4 @@
-"""Files of rows that nobody should have written: one line that names the place, never a crash."""
+"""Malformed files of rows are refused in one line that names the place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read(path: Path) -> list[str]:
         ("a.json", b"null", "line 1 is a JSON NoneType"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_malformed_file_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, says: str
 ) -> None:
     monkeypatch.setattr(text, "LONGEST", 2000 if b"a" * 3000 in content else text.LONGEST)
@@ -57,14 +57,14 @@ def test_what_is_wrong_is_one_line(
         ("a.json", ROW + ROW),
     ],
 )
-def test_good_rows_pass(tmp_path: Path, name: str, content: bytes) -> None:
+def test_valid_files_are_read(tmp_path: Path, name: str, content: bytes) -> None:
     if content.startswith(b"\xef\xbb\xbf") and is_older("datasets", "5.2"):
         pytest.skip("an older datasets, which takes no byte order mark")
     (tmp_path / name).write_bytes(content)
     assert read(tmp_path / name) == ["a", "a"]
 
 
-def test_bad_lines_are_left_out_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_lines_are_skipped_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_bytes(ROW + b"[1]\n\n{oops\n" + ROW + b'{"text": {}}')
     args = DataArguments(dataset_name=str(tmp_path / "a.jsonl"), skip_bad_rows=True, test_split_size=0.5)
     rows, held_out = load_rows(args, evaluate=True, seed=0)

@@ -1,4 +1,4 @@
-"""Packed rows stay apart, or packing is refused."""
+"""Packed rows do not attend to each other, or packing is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt_ft.training.text import check_rows_apart
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "phi", "mixtral", "qwen3_moe"])
-def test_rows_that_stay_apart_are_packed(kind: str) -> None:
+def test_packing_is_allowed_if_rows_do_not_attend_to_each_other(kind: str) -> None:
     model = make(kind, "dropout")
     check_rows_apart(model)
     assert model.training
@@ -22,12 +22,12 @@ def test_rows_that_stay_apart_are_packed(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["opt", "mamba", "jamba"])
 @pytest.mark.parametrize("variant", ["plain", "lora"])
-def test_rows_that_would_see_one_another_are_not(kind: str, variant: str) -> None:
+def test_packing_is_refused_if_rows_attend_to_each_other(kind: str, variant: str) -> None:
     with pytest.raises(UserError, match=f"--packing: in a {kind} packed rows see one another"):
         check_rows_apart(make(kind, variant))
 
 
-def test_a_model_that_cannot_be_asked_is_said(
+def test_packing_is_refused_if_the_model_cannot_run(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = make("gpt2", "plain")
@@ -38,7 +38,7 @@ def test_a_model_that_cannot_be_asked_is_said(
     monkeypatch.setattr(model, "forward", broken)
     with pytest.raises(UserError, match="--packing: a gpt2 cannot be run to see .*: RuntimeError: CUDA error"):
         check_rows_apart(model)
-    next(model.parameters()).ds_id = 0  # as ZeRO-3 marks what it has partitioned
+    next(model.parameters()).ds_id = 0  # ZeRO-3 marks partitioned parameters this way
     with caplog.at_level(logging.WARNING, "ckpt_ft"):
         check_rows_apart(model)
     assert caplog.messages == ["--packing: whether packed rows of a gpt2 see one another cannot be tried here"]

@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision's cross-attention: what each token sees follows the row, however it is cut and padded."""
+"""Llama 3.2 Vision's cross-attention: each token sees the images of its row, after truncation and padding too."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def model(processor: Any) -> Any:
     torch.manual_seed(0)
     made = AutoModelForImageTextToText.from_config(config).eval()
     for name, parameter in made.named_parameters():
-        if name.endswith("gate"):  # shut in a new model
+        if name.endswith("gate"):  # gates are closed in a new model
             torch.nn.init.constant_(parameter, 1.0)
-    torch.nn.init.normal_(made.model.multi_modal_projector.weight)  # what is seen counts
+    torch.nn.init.normal_(made.model.multi_modal_projector.weight)  # so that images matter
     return made
 
 
@@ -57,7 +57,7 @@ def rows_of(processor: Any, folder: Path, *talks: list[dict[str, str]], max_leng
 
 @pytest.mark.parametrize("max_length", [512, 18])
 @torch.no_grad()
-def test_a_batch_sees_what_each_row_sees_alone(processor: Any, model: Any, max_length: int, tmp_path: Path) -> None:
+def test_batch_equals_its_single_rows(processor: Any, model: Any, max_length: int, tmp_path: Path) -> None:
     rows = rows_of(processor, tmp_path, [ASKED, SHORT], [ASKED, LONG], max_length=max_length)
     collate = collator_of(model, 0)
     batch = collate([rows[0], rows[1]])
@@ -73,8 +73,8 @@ def test_a_batch_sees_what_each_row_sees_alone(processor: Any, model: Any, max_l
         assert not torch.allclose(other, logits, atol=1e-3)
 
 
-def test_a_second_image_does_not_begin_the_text_anew(processor: Any, model: Any, tmp_path: Path) -> None:
-    """The processor puts the beginning's token into each text that lacks it, also into a later turn's."""
+def test_second_image_adds_no_start_token(processor: Any, model: Any, tmp_path: Path) -> None:
+    """The processor adds a start token to each text without one, also to a later turn's."""
     row = rows_of(processor, tmp_path, [ASKED, SHORT, ASKED, LONG])[0]
     words = processor.tokenizer
     turns = "<|user|>\n<|image|>What is it?<|end|>\n<|assistant|>\n"
@@ -87,7 +87,7 @@ def test_a_second_image_does_not_begin_the_text_anew(processor: Any, model: Any,
     assert mask[:, 1].sum(-1).nonzero().min() == at[1]
 
 
-def test_rows_with_and_without_an_image_are_refused(processor: Any, tmp_path: Path) -> None:
+def test_mixed_rows_with_and_without_images_are_refused(processor: Any, tmp_path: Path) -> None:
     assert len(rows_of(processor, tmp_path, [BLIND, SHORT], [BLIND, LONG])) == 2
     with pytest.raises(UserError, match="1 of 2 rows have no image: this model reads images by cross-attention"):
         rows_of(processor, tmp_path, [ASKED, SHORT], [BLIND, LONG])

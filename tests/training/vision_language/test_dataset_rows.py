@@ -1,4 +1,4 @@
-"""A dataset with images as the planner sees it: the largest images and the longest text set the peak."""
+"""A dataset with images in a plan: the largest images and the longest text set the peak."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model(_caches: None) -> str:
 
 
 def write(folder: Path, *rows: tuple[int, str]) -> str:
-    """A file of rows (width of the image, question)."""
+    """Writes a file of rows, each given as (width of the image, question)."""
     lines = []
     for at, (width, question) in enumerate(rows):
         Image.new("RGB", (width, 48)).save(folder / f"{at}.png")
@@ -32,7 +32,7 @@ def write(folder: Path, *rows: tuple[int, str]) -> str:
     return str(file)
 
 
-def test_the_worst_batch_has_the_longest_row_and_the_largest_images(model: str, tmp_path: Path) -> None:
+def test_largest_batch_has_the_longest_row_and_largest_images(model: str, tmp_path: Path) -> None:
     words = "why " * 60
     rows = rows_with_images(write(tmp_path, (48, "a?"), (96, "a?"), (48, words), (48, "a?")), model, 512)
     assert rows is not None
@@ -45,17 +45,17 @@ def test_the_worst_batch_has_the_longest_row_and_the_largest_images(model: str, 
     assert usual["image_sizes"].tolist() == [[48, 48]] * 3
     shorter = workload.trace_of([workload.step(3, rows.lengths.tokens[0])] * 2)
     assert workload.trace(3).peak_allocated > shorter.peak_allocated
-    assert workload.notes == ()  # nothing of images that do not run
+    assert workload.notes == ()  # no note about images that are not traced
 
 
-def test_rows_of_text_alone_are_left_to_the_tokenizer(model: str, tmp_path: Path) -> None:
+def test_text_only_dataset_has_no_image_rows(model: str, tmp_path: Path) -> None:
     file = tmp_path / "text.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
     assert rows_with_images(str(file), model, 512) is None
 
 
-def test_a_patch_has_one_side_or_two(model: str) -> None:
-    """InternVL's configurations say height and width."""
+def test_patch_size_is_a_number_or_a_pair(model: str) -> None:
+    """InternVL's configurations have height and width."""
     assert patch_size(read_config(model)) == 12
     assert patch_size({"vision_config": {"patch_size": [16, 14]}}) == 14
     assert patch_size({"vision_config": {}}) == patch_size({}) == 1

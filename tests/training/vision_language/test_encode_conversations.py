@@ -1,4 +1,6 @@
-"""Conversations through the processors of several families: tokens, labels and pixels that their models take."""
+"""Conversations with images in the processors of several families: tokens, labels and pixels that the models
+accept.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ def encoded(processor: Any, folder: Path, max_length: int = 512, **changed: Any)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_familys_model_takes_what_its_processor_made(family: str, tmp_path: Path) -> None:
+def test_model_of_each_family_accepts_the_encoded_rows(family: str, tmp_path: Path) -> None:
     needs_processor(family)
     processor, own = FAMILIES[family]()
     if processor.chat_template is None:
@@ -124,18 +126,17 @@ def test_each_familys_model_takes_what_its_processor_made(family: str, tmp_path:
     assert model.get_submodule("model").get_input_embeddings().weight.grad is not None
 
 
-def test_what_does_not_fit_is_left_out_and_nothing_left_is_an_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_that_do_not_fit_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     processor, _ = llava()
     processor.chat_template = IMAGE_CHAT_TEMPLATE
-    assert len(encoded(processor, tmp_path, max_length=35)) == 2  # two images of 16 tokens and their questions do not
+    # two images of 16 tokens and their questions do not fit
+    assert len(encoded(processor, tmp_path, max_length=35)) == 2
     assert "--max_length 35: of 3 rows, 0 are cut and 1 are left out" in caplog.text
     with pytest.raises(UserError, match="none of the 3 rows"):
         encoded(processor, tmp_path, max_length=3)
 
 
-def test_a_row_is_named_by_its_number_before_the_split(tmp_path: Path) -> None:
+def test_error_names_the_conversation_number_before_the_split(tmp_path: Path) -> None:
     lines = []
     for number in range(1, 11):
         turns = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "red"}]
@@ -153,7 +154,7 @@ def test_a_row_is_named_by_its_number_before_the_split(tmp_path: Path) -> None:
         encode_conversations(bad, processor, ImageLoader(folder), args)
 
 
-def test_an_image_is_its_bytes_or_a_path() -> None:
+def test_image_is_bytes_or_a_path() -> None:
     turns = [{"role": "user", "content": "<image>What is it?"}]
     for image in ({"bytes": b"\x89PNG"}, {"path": "a.png"}, "a.png"):
         (cell,) = conversation({"messages": turns, "images": [image]}, "row 1").images
@@ -163,7 +164,7 @@ def test_an_image_is_its_bytes_or_a_path() -> None:
             conversation({"messages": turns, "images": [image]}, "row 1")
 
 
-def test_smaller_tensors_are_padded_with_zeros() -> None:
+def test_smaller_image_tensors_are_padded_with_zeros() -> None:
     one, two = torch.ones(1, 2, 3), torch.ones(2, 4, 1)
     both = concatenated([one, two])
     assert both.shape == (3, 4, 3)

@@ -1,4 +1,4 @@
-"""Rows are encoded anew where a file of theirs has changed, although they name the same files."""
+"""Rows are encoded again if one of their image files has changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def draw(path: Path, width: int) -> None:
     Image.new("RGB", (width, 48), "red").save(path)
 
 
-def test_an_image_that_has_changed_or_gone_is_read_anew(tmp_path: Path) -> None:
+def test_changed_or_deleted_image_is_read_again(tmp_path: Path) -> None:
     for at in range(2):
         draw(tmp_path / f"{at}.png", 48)
     turns = [{"role": "user", "content": "<image>Which colour is it?"}, ANSWER]
@@ -36,15 +36,15 @@ def test_an_image_that_has_changed_or_gone_is_read_anew(tmp_path: Path) -> None:
     first = lengths()
     assert first == lengths()
     draw(tmp_path / "1.png", 96)
-    again = lengths()
-    assert again[0] == first[0]
-    assert again[1] > first[1]  # of two tiles
+    reread = lengths()
+    assert reread[0] == first[0]
+    assert reread[1] > first[1]  # two tiles
     (tmp_path / "0.png").unlink()
     with pytest.raises(UserError, match="row 1: image .*0.png does not exist"):
         lengths()
 
 
-def test_it_is_another_with_each_image_of_the_folder(tmp_path: Path) -> None:
+def test_digest_changes_with_each_image_of_the_folder(tmp_path: Path) -> None:
     path = tmp_path / "below" / "é 画.png"
     path.parent.mkdir()
     before = image_files_digest(tmp_path)
@@ -55,4 +55,4 @@ def test_it_is_another_with_each_image_of_the_folder(tmp_path: Path) -> None:
     assert len({before, one, image_files_digest(tmp_path)}) == 3
     (tmp_path / "rows.jsonl").write_text("{}")
     assert image_files_digest(tmp_path) not in (before, one)
-    assert image_files_digest(None) == image_files_digest(None)  # images inside the dataset are part of its rows
+    assert image_files_digest(None) == image_files_digest(None)  # images inside a dataset are part of its rows

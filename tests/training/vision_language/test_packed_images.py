@@ -1,4 +1,4 @@
-"""Packed rows of images and text are computed as they are alone, in each family that is let through."""
+"""Packed rows of images and text are computed as single rows, in each family for which packing is allowed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def made(config: dict[str, Any], attention: str = "sdpa") -> Any:
 
 
 def row(model: Any, images: int, words: int) -> dict[str, Any]:
-    """An encoded row: some images of noise, then words."""
+    """Returns an encoded row: images of noise, then words."""
     ids, seen = torch.randint(20, 64, (words,)).tolist(), None
     if images:
         seen = images_of_row(model, {}, TrainingSpec.of(images=images, image_size=(100, 60), seq_length=512))
@@ -65,7 +65,7 @@ def loss_and_gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torc
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", PACKED)
-def test_loss_and_gradients_are_those_of_the_rows_alone(family: str, attention: str) -> None:
+def test_loss_and_gradients_equal_those_of_single_rows(family: str, attention: str) -> None:
     needs_processor(family)
     model = made(PACKED[family], attention)
     rows = [row(model, 1, 5), row(model, 2, 7), row(model, 0, 9), row(model, 1, 4)]
@@ -86,7 +86,7 @@ def test_loss_and_gradients_are_those_of_the_rows_alone(family: str, attention: 
 @pytest.mark.parametrize(
     "text", sorted(PACKABLE - {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text"})
 )
-def test_each_language_model_keeps_rows_apart(text: str) -> None:
+def test_packed_rows_do_not_attend_to_each_other_in_any_language_model(text: str) -> None:
     model = made({**LLAVA, "text_config": {"model_type": text, **TEXT, "pad_token_id": 0, "eos_token_id": 2}})
     rows = [row(model, 1, 5), row(model, 0, 9)]
     together = collator_of(model, 0, packing=True)
@@ -95,25 +95,25 @@ def test_each_language_model_keeps_rows_apart(text: str) -> None:
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
 
 
-def test_the_tables_name_nothing_that_is_not_held_here() -> None:
+def test_every_packable_family_is_tested() -> None:
     assert {config["model_type"] for config in PACKED.values()} == PACKABLE_WITH_IMAGES
 
 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (GEMMA, "packing: a gemma3 is not known to keep packed rows apart"),  # its sliding mask of images
+        (GEMMA, "packing: a gemma3 is not known to keep packed rows apart"),  # its sliding-window mask for images
         (MLLAMA, "packing: a mllama is not known"),
         ({**LLAVA, "text_config": {"model_type": "lfm2", **TEXT}}, "packing: the lfm2 in this llava is not known"),
     ],
 )
-def test_others_are_refused_in_one_line(config: dict[str, Any], says: str) -> None:
+def test_packing_of_other_families_is_one_line(config: dict[str, Any], says: str) -> None:
     with torch.device("meta"), pytest.raises(UserError, match=says) as refused:
         collator_of(made(config), 0, packing=True)
     assert "\n" not in str(refused.value)
 
 
-def test_for_flash_attention_a_batch_is_one_sequence() -> None:
+def test_packed_batch_for_flash_attention_is_one_sequence() -> None:
     model = made(PACKED["qwen2_vl"])
     sequences = packed([row(model, 1, 5), row(model, 1, 7), row(model, 0, 9)], 24)
     several = collator_of(model, 0, packing=True)(sequences)
