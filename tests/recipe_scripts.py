@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+
+import torch
+from safetensors.torch import load_file
 
 from ckpt_ft.training.diffusion.loop import read_losses
 
@@ -29,6 +34,25 @@ def forget_process() -> None:
 
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
+
+
+def history(out: Path, key: str = "loss") -> list[float]:
+    """Returns the values of `key` in the Trainer's log of the run in `out`."""
+    state = json.loads((out / "trainer_state.json").read_text())
+    return [entry[key] for entry in state["log_history"] if key in entry]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Compares two files tensor by tensor, because the order in a file's header is not fixed."""
+    ours, theirs = load_file(one), load_file(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
 
 
 def losses_of(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-from recipe_scripts import load_recipe, losses_of
+from recipe_scripts import assert_same_weights, load_recipe, losses_of
 from safetensors.torch import load_file
 from tiny_transformers import KINDS, make_tiny_transformer
 
@@ -63,12 +63,6 @@ def recipe() -> ModuleType:
 def train(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:
     """Returns the losses of a run with output in `out`."""
     return losses_of(recipe, base, out, *SMALL, *flags)
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    ours, theirs = load_file(one), load_file(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def draw(pipeline: Any) -> np.ndarray:

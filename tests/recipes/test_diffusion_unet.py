@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
-from recipe_scripts import losses_of, losses_on_two_ranks
+from recipe_scripts import assert_same_weights, load_recipe, losses_of, losses_on_two_ranks
 from safetensors.torch import load_file
 from tiny_unets import make_tiny_pipeline
 
@@ -63,24 +62,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("recipes_diffusion_unet", ROOT / "recipes" / "diffusion_unet.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_recipe("diffusion_unet")
 
 
 def train(recipe: ModuleType, base: str, out: Path, *flags: str, quiet: bool = True) -> list[float]:
     """Returns the losses of a run with output in `out`."""
     return losses_of(recipe, base, out, *SMALL, *(QUIET if quiet else []), *flags)
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    """Compares tensor by tensor, because the order in a file's header is not fixed."""
-    ours, theirs = load_file(one), load_file(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def draw(pipeline: DiffusionPipeline) -> np.ndarray:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from recipe_scripts import load_recipe
+from recipe_scripts import history, load_recipe
 from transformers import AutoModelForCausalLM
 
 from ckpt_ft.errors import UserError
@@ -42,8 +42,7 @@ def train(dpo: ModuleType, out: Path, *flags: str, **changed: object) -> list[fl
     """Returns the losses of a run."""
     small = [part for name, value in {**SMALL, **changed}.items() for part in (f"--{name}", str(value))]
     dpo.main(["--use_cpu", *small, "--output_dir", str(out), *flags])
-    state = json.loads((out / "trainer_state.json").read_text())
-    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    return history(out)
 
 
 @pytest.mark.parametrize("flags", [pytest.param([], id="full", marks=pytest.mark.slow), pytest.param(LORA, id="lora")])

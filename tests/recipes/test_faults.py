@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from recipe_scripts import assert_same_weights, history
 from transformers import Trainer
 
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
@@ -29,17 +29,6 @@ WEIGHTS = "model.safetensors"
 def train(llm: ModuleType, out: Path, *flags: str) -> Path:
     llm.main([*SMALL, "--output_dir", str(out), *flags])
     return out
-
-
-def losses(out: Path) -> list[float]:
-    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in log if "loss" in entry]
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    ours, theirs = load_file(one / WEIGHTS), load_file(other / WEIGHTS)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +61,7 @@ def test_failed_report_is_a_warning(
     (out / "memory_report.md").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "ckpt_ft"):
         train(llm, out)
-    assert_same_weights(out, whole)
+    assert_same_weights(out / WEIGHTS, whole / WEIGHTS)
     assert (out / "memory_report.json").is_file()
     said = [record.message for record in caplog.records if record.name == "ckpt_ft.training.session"]
     assert [line.partition(" failed")[0] for line in said] == [
@@ -89,7 +78,7 @@ def test_weights_are_saved_before_the_report(
     monkeypatch.setattr(MemoryReport, "print", killed)
     with pytest.raises(KeyboardInterrupt):
         train(llm, tmp_path / "out")
-    assert_same_weights(tmp_path / "out", whole)
+    assert_same_weights(tmp_path / "out" / WEIGHTS, whole / WEIGHTS)
 
 
 def test_finished_run_makes_no_more_steps(llm: ModuleType, whole: Path, tmp_path: Path) -> None:
@@ -101,8 +90,8 @@ def test_finished_run_makes_no_more_steps(llm: ModuleType, whole: Path, tmp_path
     for _ in range(2):
         train(llm, out, *QUIET, "--resume_from_checkpoint", "latest")
         assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 4
-        assert_same_weights(out, whole)
-        assert_same_weights(out, out / "checkpoint-4")
+        assert_same_weights(out / WEIGHTS, whole / WEIGHTS)
+        assert_same_weights(out / WEIGHTS, out / "checkpoint-4" / WEIGHTS)
     assert (out / "train_results.json").read_bytes() == metrics
 
 
@@ -145,8 +134,8 @@ def test_signal_is_deferred_to_the_end_of_the_step(
     assert not (out / WEIGHTS).exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     train(llm, out, *QUIET, "--resume_from_checkpoint", "latest")
-    assert losses(out) == losses(whole)
-    assert_same_weights(out, whole)
+    assert history(out) == history(whole)
+    assert_same_weights(out / WEIGHTS, whole / WEIGHTS)
 
 
 def test_second_signal_stops_at_once(llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +171,7 @@ def test_failed_checkpoint_write_keeps_the_previous_one(
     assert "\n" not in str(failed.value)
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-2"]
     train(llm, out, *QUIET, "--resume_from_checkpoint", "latest")
-    assert losses(out) == losses(whole)
+    assert history(out) == history(whole)
 
 
 def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(

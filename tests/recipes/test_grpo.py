@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from recipe_scripts import load_recipe
+from recipe_scripts import history, load_recipe
 
 from ckpt_ft.errors import UserError
 
@@ -24,8 +24,7 @@ def grpo(sample: tuple[Path, Path]) -> ModuleType:
 
 def rewards(grpo: ModuleType, out: Path, *flags: str) -> list[float]:
     grpo.main([*FLAGS, "--output_dir", str(out), *flags])
-    state = json.loads((out / "trainer_state.json").read_text())
-    return [entry["reward"] for entry in state["log_history"] if "reward" in entry]
+    return history(out, "reward")
 
 
 def test_report_has_the_generation_and_predicted_phases(grpo: ModuleType, tmp_path: Path) -> None:

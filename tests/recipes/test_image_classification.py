@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from functools import cache
@@ -14,6 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from PIL import Image
+from recipe_scripts import history, load_recipe
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -43,13 +43,8 @@ def _drawn_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def recipe(root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("recipes_vision", root / "recipes" / "image_classification.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def recipe() -> ModuleType:
+    return load_recipe("image_classification")
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +62,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(recipe: ModuleType, out: Path, *flags: str, quiet: bool = True) -> Path:
     recipe.main([*SMALL, *(QUIET if quiet else []), "--output_dir", str(out), *flags])
     return out
-
-
-def history(out: Path, key: str = "loss") -> list[float]:
-    state = json.loads((out / "trainer_state.json").read_text())
-    return [entry[key] for entry in state["log_history"] if key in entry]
 
 
 @pytest.mark.slow

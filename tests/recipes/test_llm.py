@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from peft import PeftModel
+from recipe_scripts import history
 from transformers import AutoModelForCausalLM, Trainer
 
 from ckpt_ft.errors import UserError, run
@@ -27,11 +28,6 @@ SMALL = [
     "1",
 ]
 QUIET = ["--disable_tqdm", "true", "--ac_report", "none"]
-
-
-def history(out: Path, key: str = "loss") -> list[float]:
-    state = json.loads((out / "trainer_state.json").read_text())
-    return [entry[key] for entry in state["log_history"] if key in entry]
 
 
 def train(llm: ModuleType, out: Path, *flags: str, quiet: bool = True) -> Path:

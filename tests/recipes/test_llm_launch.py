@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from recipe_scripts import free_port, history
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
@@ -43,19 +43,8 @@ def report(out: Path) -> dict[str, Any]:
     return json.loads((out / "memory_report.json").read_text())
 
 
-def losses(out: Path) -> list[float]:
-    return [
-        entry["loss"]
-        for entry in json.loads((out / "trainer_state.json").read_text())["log_history"]
-        if "loss" in entry
-    ]
-
-
 def two_ranks(root: Path, out: Path, *flags: str, script: str = "recipes/llm.py") -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    torchrun = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(port)]
+    torchrun = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", free_port()]
     said = finish(
         start(root, [*torchrun, *script.split(), *SMALL, "--output_dir", str(out), *flags], ACCELERATE_USE_CPU="1")
     )
@@ -84,7 +73,7 @@ def test_reports_of_two_ranks_under_ddp_and_fsdp2(root: Path, tmp_path: Path) ->
     script = "tests/recipes/fsdp_on_cpu.py recipes/llm.py"
     automatic = ["--ac_policy", "auto", "--ac_budget", "15MiB"]  # the step of one process would need 19 MiB
     sharded = two_ranks(root, tmp_path / "fsdp", *automatic, *fsdp, script=script)
-    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
+    assert history(tmp_path / "fsdp") == pytest.approx(history(tmp_path / "ddp"), rel=1e-5)
     for ranks in (copied["ranks"], sharded["ranks"]):
         assert [rank["rank"] for rank in ranks] == [0, 1]
         assert all(rank["peaks"]["backward"]["allocated"] > 2**20 for rank in ranks)
@@ -117,18 +106,15 @@ def test_killed_run_continues_from_its_last_checkpoint(root: Path, llm: ModuleTy
     assert not (killed / "trainer_state.json").exists()  # it did not reach its end
     llm.main([*flags, str(killed), "--resume_from_checkpoint", "latest"])
     llm.main([*flags, str(whole)])
-    assert len(losses(whole)) == 30
-    assert losses(killed) == losses(whole)
+    assert len(history(whole)) == 30
+    assert history(killed) == history(whole)
 
 
 @pytest.mark.slow
 def test_signal_to_one_rank_stops_all_ranks_at_one_step(root: Path, tmp_path: Path) -> None:
     """No rank waits in a collective for a stopped one; a resumed run ends like an undisturbed one."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     launch = [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port)]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", free_port()]
     flags = [*SMALL, "--max_steps", "6", "--save_steps", "100", "--disable_tqdm", "true", "--ac_report", "none"]
     command = [*launch, "tests/recipes/stopped_rank.py", "recipes/llm.py", str(tmp_path), *flags]
     said = finish(start(root, command, ACCELERATE_USE_CPU="1"))
@@ -138,18 +124,15 @@ def test_signal_to_one_rank_stops_all_ranks_at_one_step(root: Path, tmp_path: Pa
     # the signal arrives in step 2, and the ranks learn of it one step later, without waiting
     assert stopped["global_step"] == 3
     assert why_incomplete(tmp_path / "stopped" / "checkpoint-3") is None
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert history(tmp_path / "stopped") == history(tmp_path / "whole")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("stopped", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def under_deepspeed(root: Path, stage: int, *runs: list[str]) -> subprocess.Popen[str]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     config = f"accelerate_configs/deepspeed_zero{stage}.yaml"
     command = [str(BIN / "accelerate"), "launch", "--config_file", config, "--num_processes", "2"]
-    command += ["--mixed_precision", "no", "--main_process_port", str(port)]
+    command += ["--mixed_precision", "no", "--main_process_port", free_port()]
     command += ["tests/recipes/deepspeed_on_cpu.py", "recipes/llm.py"]
     flags = [*SMALL, "--max_steps", "4", "--disable_tqdm", "true", "--ac_report", "json"]
     for run in runs:
@@ -167,7 +150,7 @@ def test_deepspeed_trains_and_resumes_to_the_same_weights(root: Path, tmp_path: 
     runs = [["--output_dir", str(outs["plain"])], [*policy, str(outs["treated"])]]
     runs.append([*policy, str(outs["resumed"]), *resume])
     finish(under_deepspeed(root, stage, *runs))
-    assert all(len(losses(out)) == 4 for out in outs.values())
+    assert all(len(history(out)) == 4 for out in outs.values())
     plain, *others = (AutoModelForCausalLM.from_pretrained(out).state_dict() for out in outs.values())
     assert len(plain) > 10
     for other in others:
@@ -189,11 +172,8 @@ def test_parallel_ranks_have_the_losses_of_one_process(
     """Peaks equal the predictions, except under DeepSpeed's engine."""
     if config == "ulysses":
         pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]'")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     command = [str(BIN / "accelerate"), "launch", "--config_file", f"accelerate_configs/{config}.yaml", *size]
-    command += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", str(port)]
+    command += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", free_port()]
     flags = [*SMALL, "--ac_policy", "full,head", "--packing", "false", "--save_only_model", "true", "--output_dir"]
     flags = ["--disable_tqdm", "true", "--ac_report", "json", *flags]
     gloo = {} if config == "ulysses" else {"ACCELERATE_USE_CPU": "1"}
@@ -201,8 +181,8 @@ def test_parallel_ranks_have_the_losses_of_one_process(
     said = finish(start(root, [*command, *flags, str(tmp_path / "two")], **gloo))
     assert said.count("--find_max_length: longest sequence in 2.00 GiB: predicted 64 tokens") == 1
     llm.main(["--use_cpu", *flags, str(tmp_path / "one")])
-    assert len(losses(tmp_path / "one")) == 3
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert len(history(tmp_path / "one")) == 3
+    assert history(tmp_path / "two") == pytest.approx(history(tmp_path / "one"), rel=1e-5)
     if config != "ulysses":
         for rank in report(tmp_path / "two")["ranks"]:
             measured = max(figures["allocated"] for figures in rank["peaks"].values())
@@ -229,15 +209,12 @@ def test_expert_parallel_ranks_have_the_weights_of_one_process(root: Path, llm: 
         "false",
     ]
     flags += ["--ac_policy", "full,head", "--save_only_model", "true", "--disable_tqdm", "true", "--ac_report", "json"]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(port)]
+    command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", free_port()]
     command += ["tests/recipes/fsdp_on_cpu.py", "recipes/llm.py", *flags, "--ep_size", "2"]
     finish(start(root, [*command, "--output_dir", str(tmp_path / "two")], ACCELERATE_USE_CPU="1"))
     llm.main(["--use_cpu", *flags, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "one")])
     # the loss of each half of the batch
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+    assert history(tmp_path / "two") == pytest.approx(history(tmp_path / "one"), rel=1e-3)
     ours, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
     assert all(torch.allclose(ours[name], whole[name], rtol=1e-4, atol=1e-7) for name in whole)
     for rank in report(tmp_path / "two")["ranks"]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from peft import PeftModel
-from recipe_scripts import forget_process, load_recipe
+from recipe_scripts import forget_process, history, load_recipe
 from tiny_transformers import make_tiny_transformer
 from tiny_unets import make_tiny_pipeline
 from transformers import AutoModelForCausalLM
@@ -90,8 +90,7 @@ def test_peft_config_of_a_language_model(
         ]
         flags += ["--use_cpu", "--save_steps", "2", "--disable_tqdm", "true", "--ac_report", "json", "--peft_config"]
         llm.main([*flags, config, "--learning_rate", "1e-2", "--output_dir", str(out), *more])
-        state = json.loads((out / "trainer_state.json").read_text())
-        return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+        return history(out)
 
     out = tmp_path / "out"
     repeated(run, out)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from PIL import Image
-from recipe_scripts import load_recipe
+from recipe_scripts import history, load_recipe
 from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -58,8 +58,7 @@ def train(vlm: ModuleType, out: Path, *flags: str, **changed: object) -> list[fl
     """Returns the losses of a run."""
     small = [part for name, value in {**SMALL, **changed}.items() for part in (f"--{name}", str(value))]
     vlm.main(["--use_cpu", *small, "--output_dir", str(out), *flags])
-    state = json.loads((out / "trainer_state.json").read_text())
-    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    return history(out)
 
 
 def trained(out: Path) -> set[str]:

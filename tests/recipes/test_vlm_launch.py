@@ -6,8 +6,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from recipe_scripts import load_recipe
-from test_llm_launch import losses, two_ranks
+from recipe_scripts import history, load_recipe
+from test_llm_launch import two_ranks
 
 BLOCKS = '{"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "SiglipEncoderLayer"]}'
 SMALL = [
@@ -33,7 +33,7 @@ def test_two_ranks_have_the_losses_of_one_process(
     sharded = ["--fsdp", "--fsdp_config", BLOCKS] if launch == "fsdp2" else []
     script = "tests/recipes/fsdp_on_cpu.py recipes/vlm.py" if sharded else "recipes/vlm.py"
     report = two_ranks(root, tmp_path / "two", *SMALL, *trained, *sharded, script=script)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    assert history(tmp_path / "two") == pytest.approx(history(tmp_path / "one"), rel=1e-6)
     # the peak over all steps; with different batches, the peak of a phase may be in another step
     for rank in report["ranks"]:
         measured = max(figures["allocated"] for figures in rank["peaks"].values())

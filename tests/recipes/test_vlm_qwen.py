@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from PIL import Image
-from recipe_scripts import load_recipe
+from recipe_scripts import history, load_recipe
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
@@ -87,8 +87,7 @@ def train(vlm: ModuleType, qwen: Path, out: Path, *flags: str) -> list[float]:
     ]  # fmt: skip
     data = ["--model_name_or_path", str(qwen), "--dataset_name", str(qwen / "rows.jsonl")]
     vlm.main(["--use_cpu", *data, *small, "--output_dir", str(out), "--ac_report", "none", *flags])
-    state = json.loads((out / "trainer_state.json").read_text())
-    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    return history(out)
 
 
 def test_qwen_is_trained_resumed_and_its_best_checkpoint_kept(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
