@@ -53,11 +53,6 @@ LORAS: dict[str, dict[str, Any]] = {
 KNOWN = (*sorted({kind.value for kind in PeftType} - {"XLORA"}), *LORAS)  # X-LoRA combines existing adapters
 
 
-def quick_or_slow(*quick: str) -> list[Any]:
-    """Returns every kind as a parameter of a test; those not named are slow."""
-    return [pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in KNOWN]
-
-
 def adapted(kind: str, dtype: torch.dtype = torch.float32, layers: int = 3) -> tuple[nn.Module, dict[str, Tensor]]:
     """Returns a tiny Llama with adapters after initialization, where many would do nothing, and a batch."""
     if kind == "ADAMSS":

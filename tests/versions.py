@@ -1,8 +1,10 @@
-"""Skips and conditions for older versions of libraries."""
+"""Skips, marks and conditions of tests, most of them for older versions of libraries."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 import transformers
@@ -12,6 +14,11 @@ from packaging.version import Version
 def is_older(library: str, than: str) -> bool:
     """Whether the installed library is older than a version; its pre-releases and builds count as that version."""
     return Version(Version(version(library)).base_version) < Version(than)
+
+
+def slow_except(every: Iterable[str], *quick: str) -> list[Any]:
+    """Returns all names as parameters of a test; those not in `quick` are slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in every]
 
 
 def needs_processor(family: str) -> None:

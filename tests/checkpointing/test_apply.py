@@ -8,13 +8,12 @@ import pickle
 import time
 import warnings
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from language_models import batch, differing, make, numbers
+from tiny_models import OperatorCounts
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_ft import apply_policy
 from ckpt_ft.checkpointing.apply import applied_policy
@@ -25,20 +24,8 @@ LAYERS = 4
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
-class Count(TorchDispatchMode):
-    """Counts the calls of each operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def calls(model: nn.Module) -> Counter[str]:
-    with Count() as count:
+    with OperatorCounts() as count:
         model(**batch()).loss.backward()
     return count.calls
 
@@ -205,7 +192,7 @@ def test_policies_of_a_decoder_in_eval_mode() -> None:
         assert model(**batch()).logits is not None
         counted = []
         for given in (batch(), uncached):
-            with Count() as count:
+            with OperatorCounts() as count:
                 model(**given).loss.backward()
             counted.append((count.calls[ATTENTION], count.calls["aten.rsqrt.default"]))
         seen[policy] = counted
@@ -219,7 +206,7 @@ def test_policies_of_a_decoder_in_eval_mode() -> None:
 def test_no_operator_is_added_without_gradients() -> None:
     model = make("llama").eval()
     apply_policy(model, "save:attention+matmul")
-    with torch.no_grad(), Count() as count:
+    with torch.no_grad(), OperatorCounts() as count:
         model(batch()["input_ids"])
     assert count.calls[ATTENTION] == LAYERS
 
@@ -309,10 +296,10 @@ def test_blocks_in_a_dict_with_numbers_as_keys_are_found() -> None:
 def test_segments_of_a_plain_stack_of_layers() -> None:
     stack = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
     x = torch.randn(4, 8, requires_grad=True)
-    with Count() as plain:
+    with OperatorCounts() as plain:
         stack(x).sum().backward()
     assert apply_policy(stack, "segments:2").covered == [str(i) for i in range(8)]
-    with Count() as count:
+    with OperatorCounts() as count:
         stack(x).sum().backward()
     # in each segment of four, no operator saves the last layer's output, so three layers are re-run
     assert count.calls["aten.addmm.default"] - plain.calls["aten.addmm.default"] == 2 * 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from forked_ranks import run_ranks
+from tiny_models import OperatorCounts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.spawn import spawn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from vision_models import UNet, assert_same, batches
 
@@ -206,9 +205,9 @@ def test_large_buffer_first_written_in_a_later_call_is_one_error() -> None:
     model = make(lambda: Refreshed(columns=2**17))
     apply_policy(model, "full")
     at_step(model, 0)
-    with Clones() as clones:
+    with OperatorCounts() as clones:
         at_step(model, 1)
-    assert clones.count["aten.clone.default"] == 6 + 13  # the copies that this file makes
+    assert clones.calls["aten.clone.default"] == 6 + 13  # the copies that this file makes
     with pytest.raises(
         UserError, match=r"forward modified buffer 'level' of Refreshed \(2.0 MiB\) and did not in its"
     ):
@@ -329,16 +328,6 @@ def test_buffers_under_autocast() -> None:
     assert_same(found, expected)
 
 
-class Clones(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("training", "copies"), [(True, 3 * 3 * 2), (False, 0)])
 def test_only_written_buffers_are_copied(training: bool, copies: int) -> None:
     """Three buffers of three norms are copied, before the first and before the second run; a constant buffer never."""
@@ -347,11 +336,11 @@ def test_only_written_buffers_are_copied(training: bool, copies: int) -> None:
         block.register_buffer("constant", torch.zeros(1000))
     apply_policy(model, "full")
     after_steps(model, steps=1)
-    with Clones() as clones:
+    with OperatorCounts() as clones:
         after_steps(model, steps=1)
     in_report = len(list(model.buffers()))  # after_steps makes these
-    assert clones.count["aten.clone.default"] - in_report == copies
-    assert clones.count["aten.equal.default"] == 0
+    assert clones.calls["aten.clone.default"] - in_report == copies
+    assert clones.calls["aten.equal.default"] == 0
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2", "save:conv"])
@@ -363,9 +352,9 @@ def test_fake_step_copies_as_many_buffers_as_a_real_one(policy: str) -> None:
             apply_policy(model, policy)
             x = torch.randn(4, 4, 8, 8)
             model(x).backward()
-            with Clones() as clones:
+            with OperatorCounts() as clones:
                 model(x).backward()
-        counts.append(clones.count["aten.clone.default"])
+        counts.append(clones.calls["aten.clone.default"])
     assert counts[0] == counts[1] > 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import gradients
 from torch import nn
 from torch.func import functional_call
 from vision_models import assert_same
@@ -45,10 +46,6 @@ class Net(nn.Module):
 def loss_of(model: nn.Module, call: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
     torch.manual_seed(1)
     return (call or model)(torch.ones(2, 4).cumsum(-1)).square().sum()
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

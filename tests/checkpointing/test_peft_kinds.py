@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from peft_kinds import LORA, adapted, quick_or_slow
+from peft_kinds import KNOWN, LORA, adapted
 from transformers import LlamaConfig, LlamaForCausalLM
+from versions import slow_except
 
 from ckpt_ft.checkpointing.parity import check_parity
 from ckpt_ft.errors import UserError
@@ -23,7 +24,7 @@ REFUSED = {"CARTRIDGE": RE_RUN, "PREFIX_TUNING": RE_RUN, "CPT": ("head",)}
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns about its defaults
 
 
-@pytest.mark.parametrize("kind", quick_or_slow("FROD", "SHIRA", "POLY", "alora"))
+@pytest.mark.parametrize("kind", slow_except(KNOWN, "FROD", "SHIRA", "POLY", "alora"))
 def test_policy_keeps_the_numbers_of_every_adapter(kind: str) -> None:
     """Some adapters have sparse tensors, or hooks that PEFT removes before backward."""
     model, batch = adapted(kind)

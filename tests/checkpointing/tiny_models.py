@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers as hf
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Case = tuple[nn.Module, dict[str, Any]]
 
@@ -153,3 +155,15 @@ def loss_of(output: Any) -> torch.Tensor:
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns gradients by parameter name."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+class OperatorCounts(TorchDispatchMode):
+    """Counts the calls of each operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))

@@ -18,6 +18,7 @@ from recipe_scripts import forget_process, history, load_recipe
 from tiny_transformers import make_tiny_transformer
 from tiny_unets import make_tiny_pipeline
 from transformers import AutoModelForCausalLM
+from versions import slow_except
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.checkpoints import PIPELINE_LORA
@@ -39,10 +40,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "hra": {"peft_type": "HRA"},
     "vera": {"peft_type": "VERA", "r": 4},  # all layers share a part of it
 }
-
-
-def slow_except(*quick: str) -> list[Any]:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
 
 
 def written(folder: Path, kind: str, targets: list[str]) -> str:
@@ -71,7 +68,7 @@ def assert_predicted(out: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # peft warns about its defaults
-@pytest.mark.parametrize("kind", slow_except("oft"))
+@pytest.mark.parametrize("kind", slow_except(KINDS, "oft"))
 def test_peft_config_of_a_language_model(
     llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path, kind: str
 ) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft_kinds import adapted, quick_or_slow
+from peft_kinds import KNOWN, adapted
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from trace_models import adamw, training_step
+from versions import slow_except
 
 from ckpt_ft.memory.fake.step import trace_step
 
@@ -36,7 +37,7 @@ def peak_of_a_second_step(step, model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", quick_or_slow("FROD", "SHIRA", "SHADOW", "HIRA"))
+@pytest.mark.parametrize("kind", slow_except(KNOWN, "FROD", "SHIRA", "SHADOW", "HIRA"))
 def test_peak_with_adapters_equals_the_profilers(kind: str, dtype: torch.dtype) -> None:
     model, batch = adapted(kind, dtype)
     step = training_step(lambda model: model(**batch).loss)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from trace_models import adamw, language_model, sorted_events, training_step, vit
+from versions import slow_except
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.fake.step import trace_step, trace_steps
@@ -80,11 +81,6 @@ def assert_same(one: StepTrace, other: StepTrace) -> None:
     assert (one.peaks, one.at_peak, one.peak_reserved) == (other.peaks, other.at_peak, other.peak_reserved)
     if one.device != "cpu":
         assert one.seconds == other.seconds
-
-
-def slow_except(every: Iterable[str], *fast: str) -> list[Any]:
-    """Returns all names as parameters; those not in `fast` are slow tests."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in every]
 
 
 # Blocks that differ are traced one by one: jamba's kinds alternate; T5's first block of each stack has its own bias.
