@@ -1,10 +1,10 @@
-"""How far `trace_step` is from published measurements: every row beside ours, signed errors, medians, a picture.
+"""Compares `trace_step` with published measurements: every row, signed errors, medians, and a plot.
 
     python benchmarks/accuracy.py                     # prints, and writes docs/accuracy.md and README's table
     python benchmarks/accuracy.py --only t4 flux2     # prints these
     python benchmarks/accuracy.py --rows 3            # the first rows of each table, writes nothing
 
-Nothing is downloaded and nothing runs: models lie on the meta device. About 20 minutes of one CPU core.
+Nothing is downloaded and nothing runs: models are on the meta device. It takes about 20 minutes of one CPU core.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ PICTURE = "img/accuracy_seconds.png"
 
 @dataclass
 class Group:
-    """The rows of one table: their columns, and of each its seconds, published and predicted.
+    """The rows of one table, with published and predicted seconds of each.
 
-    unseen: no rule was chosen or changed with these rows in view. A string says of which figures this holds.
-    target: of the seconds' errors, median and worst.
+    unseen: whether no rule was chosen or changed with knowledge of these rows; a string names the figures concerned.
+    target: median and worst error of the seconds.
     """
 
     title: str
@@ -64,7 +64,7 @@ class Group:
     errors: dict[str, list[float]] = field(default_factory=dict)  # column -> signed errors
 
     def add(self, name: str, cells: Sequence[str], published: float, predicted: float, **errors: float) -> None:
-        """One row; `errors` are those of its other columns, and 0 `published` seconds are none."""
+        """Adds a row; `errors` are those of its other columns, and `published` is 0 if no seconds were published."""
         said = ["", f"{predicted:.4g}", ""]
         if published:
             errors["seconds"] = predicted / published - 1
@@ -93,7 +93,9 @@ def median_and_worst(errors: Iterable[float]) -> str:
 
 
 def summary(groups: Iterable[Group], vision: str) -> str:
-    """A row for each table, which rows were seen, and the targets. `vision`: path of the page with timm's rows."""
+    """Returns a row for each table, which rows were unseen, and the targets. `vision` is the path of the page with
+    timm's rows.
+    """
     lines = []
     for group in groups:
         bytes_ = [
@@ -113,7 +115,7 @@ def summary(groups: Iterable[Group], vision: str) -> str:
 
 
 def _seconds(errors: dict[str, list[float]], target: tuple[float, float] | None) -> tuple[str, str]:
-    """The errors of the seconds, and their target with whether they meet it."""
+    """Returns the errors of the seconds, and the target with whether it is met."""
     signed = errors.get("seconds", [])
     if not signed or target is None:
         return median_and_worst(signed) if signed else "", ""
@@ -129,7 +131,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's: of the ranks, where equal values share the mean of theirs."""
+    """Spearman's rank correlation; equal values share the mean of their ranks."""
     ranks = ([sum((x < y) + (x <= y) for x in values) for y in values] for values in (a, b))
     return statistics.correlation(*ranks)
 
@@ -162,7 +164,7 @@ def flux2(most: int | None) -> Group:
 
 
 def figures(most: int | None) -> Group:
-    """ResNet-50 on a T4; twelve blocks on an A100, of which no seconds were published."""
+    """ResNet-50 on a T4, and twelve blocks on an A100, for which no seconds were published."""
     group = Group(
         "ResNet-50 on a T4, twelve blocks on an A100",
         prose.FIGURES,
@@ -195,7 +197,7 @@ def sharded(most: int | None) -> Group:
 
 
 def many_gpus(most: int | None) -> Group:
-    """Llama 2 and 3 under FSDP2 on 64 A100 and 128 H100, of most of which no bytes were published."""
+    """Llama 2 and 3 under FSDP2 on 64 A100 and 128 H100; for most of them no bytes were published."""
     header = (
         "model, GPUs, batch x tokens, checkpointing",
         "reserved GiB: published",
@@ -253,7 +255,7 @@ def blocks(most: int | None) -> Group:
 
 
 def mixtures(most: int | None) -> Group:
-    """Qwen3-30B-A3B under FSDP2 on eight H200, GLM-4.7-Flash in 4 bits on one card."""
+    """Qwen3-30B-A3B under FSDP2 on eight H200, and GLM-4.7-Flash in 4 bits on one GPU."""
     header = ("row", "reserved GiB: published", "predicted", "error")
     group = Group("Mixtures of experts", prose.EXPERTS, header)
     for name, (gib, seconds, trace) in islice(experts.ROWS.items(), most):
@@ -264,7 +266,7 @@ def mixtures(most: int | None) -> Group:
     return group
 
 
-# name, GiB, seconds of a step (0: not published), model, tokens, policy, and what else differs
+# name, GiB, seconds of a step (0: not published), model, tokens, policy, and other settings
 LONG: tuple[tuple[str, float, float, str, int, str, dict[str, Any]], ...] = (
     ("Qwen3-4B, 98,304 tokens, chunked loss", 59.9, 0.0, "Qwen/Qwen3-4B", 98304, "full,head", {}),
     ("the same, inputs of blocks in host memory", 48.8, 0.0, "Qwen/Qwen3-4B", 98304, "full,head,offload", {}),
@@ -277,7 +279,7 @@ LONG: tuple[tuple[str, float, float, str, int, str, dict[str, Any]], ...] = (
 
 
 def long(most: int | None) -> Group:
-    """TRL's long runs, on one card and with context parallelism, and torchtitan's with tensor parallelism."""
+    """TRL's long runs on one GPU and with context parallelism, and torchtitan's with tensor parallelism."""
     header = ("run", "allocated GiB: published", "predicted", "error")
     group = Group("Long sequences", prose.LONG, header)
     for name, gib, seconds, model, length, policy, more in islice(LONG, most):
@@ -311,7 +313,7 @@ def host(most: int | None) -> Group:
 
 
 def longest(most: int | None, blind: bool = False) -> Group:
-    """The longest sequences of Llama-3.1-8B that ALST published; no seconds were."""
+    """The longest sequences of Llama-3.1-8B that ALST published, without seconds."""
     beside = "first predicted" if blind else "at the published bytes"
     header = ("run", "tokens: published", "predicted to fit", "error", beside, "error")
     title, text = ("Longest sequences, blind", prose.LONGEST_BLIND) if blind else ("Longest sequences", prose.LONGEST)
@@ -327,7 +329,7 @@ def longest(most: int | None, blind: bool = False) -> Group:
 
 
 def fp32(most: int | None) -> Group:
-    """BERT and GPT-2 in fp32 on four cards, of which no bytes were published."""
+    """BERT and GPT-2 in fp32 on four GPUs, for which no bytes were published."""
     group = Group(
         "Forward and backward in fp32 on four cards", prose.FP32, ("model, card, rows x tokens",), target=(5, 12)
     )

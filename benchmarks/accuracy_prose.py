@@ -1,4 +1,4 @@
-"""The text around the tables of docs/accuracy.md: where the rows come from, and what explains the remaining errors."""
+"""The text of docs/accuracy.md around its tables: sources of the rows, and explanations of the remaining errors."""
 
 MADE = """\
 Made by `python benchmarks/accuracy.py` with {versions}, on a CPU.

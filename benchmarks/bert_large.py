@@ -1,4 +1,4 @@
-"""Training steps of BERT-large on a V100 of 16 GB, beside those that Hugging Face's documentation publishes.
+"""Training steps of BERT-large on a V100 of 16 GB, compared with those in Hugging Face's documentation.
 
     python benchmarks/bert_large.py       # 20 seconds
 
@@ -6,9 +6,9 @@ huggingface.co/docs/transformers/v4.21.0/perf_train_gpu_one: `bert-large-uncased
 512 tokens, an epoch of 512 rows by the Trainer in January 2022; its transformers.AdamW takes one parameter at a time.
 Published are the epoch's seconds and the device's memory by NVML after it.
 
-Two things were otherwise then, and are so in `traced` unless `as_then` is False: PyTorch 1.10 saved the input of a
+Two things were different then, and are so in `traced` unless `as_then` is False: PyTorch 1.10 saved the input of a
 softmax besides its result (derivatives.yaml; since 1.11 only its dtype), and transformers 4.15 added a mask in float32
-to the scores also where no row is padded.
+to the scores even if no row was padded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ckpt_ft.units import MIB
 from ckpt_ft.workloads.optimizers import make_optimizer
 
 CARD, STEPS = "v100-16gb", 128
-CONTEXT = 1341  # MiB of the device: a process with one small tensor, whose segment has 2, held 1,343
+CONTEXT = 1341  # MiB of the device: a process with one small tensor, whose segment has 2, uses 1,343
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ ROWS = (
 
 
 class AdamW(torch.optim.Optimizer):
-    """The update of transformers.AdamW 4.15: a temporary tensor for each parameter."""
+    """The update of transformers.AdamW 4.15, with a temporary tensor per parameter."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 5e-5})
@@ -85,7 +85,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax that keeps its input for the backward pass, as PyTorch 1.10 did."""
+    """Softmax that saves its input for the backward pass, as PyTorch 1.10 did."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, dim: int) -> Tensor:
@@ -103,13 +103,13 @@ class _Softmax(torch.autograd.Function):
 def _optimizer(name: str) -> Callable[[nn.Module], Any]:
     if name == "adamw_hf":
         return lambda model: AdamW(model.parameters())
-    if name == "adamw_8bit":  # made by hand, without the Trainer's exception for embeddings
+    if name == "adamw_8bit":  # created directly, without the Trainer's exception for embeddings
         return lambda model: Tabulated(model, replace(LAYOUTS[name], whole_embeddings=False), on_cpu=False)
     return lambda model: make_optimizer(model, name)
 
 
 def traced(row: Row, as_then: bool = True) -> StepTrace:
-    """The row's step; with the mask and the softmax of 2022, or those of today."""
+    """Traces the row's step with the mask and softmax of 2022, or those of today."""
     sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
     with torch.device("meta"):
         model = BertForSequenceClassification(BertConfig(**sizes, attn_implementation="eager")).train()
@@ -139,7 +139,7 @@ def traced(row: Row, as_then: bool = True) -> StepTrace:
 
 
 def device_mib(trace: StepTrace) -> float:
-    """MiB of the device, as NVML has them."""
+    """Returns the MiB of the device that NVML reports."""
     return trace.peak_reserved / MIB + CONTEXT
 
 

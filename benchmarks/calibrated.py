@@ -4,7 +4,7 @@
     python benchmarks/calibrated.py           # prints, and writes its section of docs/planning.md; two minutes
     python benchmarks/calibrated.py --no-write
 
-A step is forward, backward and AdamW. The measured seconds are the least of several steps. Both clocks are those of
+A step is forward, backward and AdamW. The measured seconds are the minimum of several steps. Both clocks are those of
 `calibrate`: with one thread, the CPU time of the process.
 The exit code is 1 if a step is predicted more than 25 % off.
 """
@@ -31,7 +31,7 @@ from ckpt_ft.memory.gpus import calibrated
 from ckpt_ft.memory.measure.calibrate import timer
 
 Batch = dict[str, Tensor]
-MOST = 0.25  # by which a prediction may be off
+MOST = 0.25  # allowed relative error of a prediction
 
 
 def text(rows: int, tokens: int, **more: Any) -> Batch:
@@ -132,7 +132,7 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch], bool]] = { 
 
 
 def seconds(make: Callable[[], nn.Module], batch: Batch, autocast: bool) -> tuple[float, float]:
-    """Measured and predicted seconds of a step."""
+    """Returns the measured and predicted seconds of a step."""
     torch.manual_seed(0)
     model = make().train()
 

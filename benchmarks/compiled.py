@@ -1,4 +1,4 @@
-"""Compiled steps beside published ones: torchtitan's are in sharded.py, these are torchao's ViT and prime-rl's Qwen3.
+"""Compiled steps compared with published ones: torchao's ViT and prime-rl's Qwen3; torchtitan's are in sharded.py.
 
     python benchmarks/compiled.py
 
@@ -29,7 +29,7 @@ QWEN = (("Qwen/Qwen3-0.6B", 8192, 1, "a6000", 31.215, 2.458), ("Qwen/Qwen3-4B", 
 
 
 class Block(nn.Module):
-    """A block of timm's ViT: queries, keys and values from one layer."""
+    """A block of timm's ViT, with one layer for queries, keys and values."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ViT(nn.Module):
 
 
 def vit(optimizer: str = "adamw_fused") -> StepTrace:
-    """torchao's step, with the `optimizer` of this name."""
+    """Traces torchao's step with the named `optimizer`."""
     with torch.device("meta"):
         model = ViT().train()
 

@@ -39,7 +39,7 @@ from ckpt_ft.workloads.workload import update
 
 
 def prime_rl() -> StepTrace:
-    """The step of one of the eight ranks."""
+    """Traces the step of one of the eight ranks."""
     launch = Launch("fsdp2", 8, mixed_precision="bf16")
     spec = TrainingSpec.of(
         "Qwen/Qwen3-30B-A3B", seq_length=16384, mixed_precision="bf16", attn_implementation="flash_attention_2",
@@ -59,7 +59,7 @@ def prime_rl() -> StepTrace:
     return replace(workload, loop=lambda samples, length: step).trace_of([step] * 2)
 
 
-# What of the example's file (axolotl, examples/glm47-flash/qlora.yaml) the answer depends on.
+# The settings of the example's file (axolotl, examples/glm47-flash/qlora.yaml) that affect the estimate.
 FILE: dict[str, Any] = {
     "base_model": "zai-org/GLM-4.7-Flash", "load_in_4bit": True, "quantize_moe_experts": True, "val_set_size": 0.1,
     "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"], "adapter": "qlora", "lora_r": 32,

@@ -1,4 +1,4 @@
-"""Kill recipes at random moments, resume them, and compare with runs that were left alone.
+"""Kills recipes at random moments, resumes them, and compares the result with undisturbed runs.
 
     python benchmarks/faults.py [--recipes llm vlm] [--kills 50] [--signal KILL]
 
@@ -35,8 +35,8 @@ from ckpt_ft.training.checkpoints import checkpoints, last_complete_checkpoint, 
 from ckpt_ft.training.diffusion.loop import read_losses
 
 ROOT = Path(__file__).parents[1]
-STARTING = 5.0  # seconds: data, a model, a checkpoint that is read
-# Each run is forked from a process that has the libraries: they take longer to import than the run does.
+STARTING = 5.0  # seconds to load data, a model and a checkpoint
+# Runs are forked from a process that has imported the libraries, because imports take longer than a run.
 FORKED = multiprocessing.get_context("forkserver")
 LIBRARIES = [
     "ckpt_ft.training.fit",
@@ -83,7 +83,7 @@ RECIPES = {
 
 @dataclass
 class Chain:
-    """What happened to one recipe; `lost`, `torn` and `unequal` must stay empty."""
+    """Results of one recipe; `lost`, `torn` and `unequal` must stay empty."""
 
     recipe: str
     kills: int = 0
@@ -123,7 +123,7 @@ class Started:
 
     @property
     def step(self) -> int:
-        """The last step that it has made: the loop writes each down, a Trainer prints each."""
+        """The last completed step: the loop logs each step, a Trainer prints each."""
         steps = [line["step"] for line in read_losses(str(self.out)) if line["step"] > self.resumed]
         said = log_of(self.out).read_bytes()[self.printed :].count(b"{'loss'")
         return self.resumed + max(len(steps), said)
@@ -134,13 +134,14 @@ def log_of(out: Path) -> Path:
 
 
 def start(recipe: str, out: Path, steps: int) -> Started:
-    """The recipe from its last whole checkpoint, where it has one."""
+    """Starts the recipe from its last complete checkpoint, if there is one."""
     flags = [flag.replace("{steps}", str(steps)) for flag in RECIPES[recipe]]
     latest = last_complete_checkpoint(str(out))
     if latest:
         flags += ["--resume_from_checkpoint", "latest"]
     elif checkpoints(out):
-        flags.append("--overwrite_output_dir")  # the first one was torn: there is nothing to go on from
+        # the first checkpoint was incomplete, so there is nothing to resume from
+        flags.append("--overwrite_output_dir")
     argv = [f"recipes/{recipe}.py", *flags, "--ac_report", "none", "--output_dir", str(out)]
     log_of(out).touch()
     printed = log_of(out).stat().st_size
@@ -150,7 +151,7 @@ def start(recipe: str, out: Path, steps: int) -> Started:
 
 
 def run_recipe(argv: list[str], log: Path) -> None:
-    """In a process of its own: what `python argv` does, into `log`."""
+    """Runs `python argv` in a new process with its output in `log`."""
     with log.open("ab") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
@@ -165,7 +166,7 @@ def step_of(checkpoint: str | None) -> int:
 
 
 def finish(recipe: str, out: Path, steps: int) -> None:
-    """Run it to its end. Raises WorkFailed where it fails."""
+    """Runs the recipe to its end. Raises WorkFailed if it fails."""
     process = start(recipe, out, steps).process
     process.join()
     require(process.exitcode, out)
@@ -177,12 +178,12 @@ def require(code: int | None, out: Path) -> None:
 
 
 def listing(out: Path) -> set[str]:
-    """The names in the output directory and in its checkpoints, hidden ones included."""
+    """Returns the names in the output directory and in its checkpoints, including hidden ones."""
     return {str(path) for pattern in ("*", "*checkpoint-*/*") for path in out.glob(pattern)}
 
 
 def kill_once(run: Started, within: bool, number: int, draw: random.Random) -> bool:
-    """Wait for a random moment, of a write or of any, and kill; False if the run ended before."""
+    """Waits for a random moment (during a write, or any) and kills; False if the run ended before."""
     if not within and draw.random() < 0.2:
         until = time.monotonic() + draw.uniform(0, STARTING)
         while run.running and time.monotonic() < until:
@@ -206,13 +207,13 @@ def kill_once(run: Started, within: bool, number: int, draw: random.Random) -> b
 
 
 def left_half(run: Started) -> bool:
-    """Whether the run left a checkpoint without a manifest, or under a hidden name."""
+    """Whether the run left a checkpoint without a manifest or under a hidden name."""
     torn = [path for path in checkpoints(run.out) if read_manifest(path) is None]
     return any(path.stat().st_mtime > run.at for path in [*torn, *run.out.glob(".*checkpoint-*")])
 
 
 def reads(checkpoint: Path) -> bool:
-    """Whether every file of a checkpoint can be read to its end: a judge that knows nothing of manifests."""
+    """Whether every file of a checkpoint can be read completely, checked without its manifest."""
     try:
         for path in checkpoint.rglob("*"):
             if path.suffix == ".json":
@@ -227,13 +228,13 @@ def reads(checkpoint: Path) -> bool:
 
 
 def losses(out: Path) -> dict[int, float]:
-    """Of every step, from the loop's log or the Trainer's state."""
+    """Returns the loss of every step, from the loop's log or the Trainer's state."""
     entries = read_losses(str(out)) or json.loads((out / "trainer_state.json").read_text())["log_history"]
     return {int(entry["step"]): entry["loss"] for entry in entries if "loss" in entry}
 
 
 def unequal(one: Path, other: Path) -> list[str]:
-    """What differs between two finished runs: "losses", or files of weights."""
+    """Returns the differences between two finished runs: "losses", or names of weight files."""
     found = [] if losses(one) == losses(other) else ["losses"]
     weights = sorted(path.relative_to(one) for path in one.glob("*.safetensors"))
     assert weights, "a finished run has weights"
@@ -245,7 +246,7 @@ def unequal(one: Path, other: Path) -> list[str]:
 
 
 def chain(recipe: str, kills: int, seed: int, number: int, root: Path) -> Chain:
-    """Kill `recipe` `kills` times, finish it, and compare it with one that was left alone."""
+    """Kills `recipe` `kills` times, finishes it, and compares it with an undisturbed run."""
     steps, out, whole = 6 + 10 * kills, root / f"{recipe}-killed", root / f"{recipe}-whole"
     finish(recipe, whole, steps)
     draw, done = random.Random(seed), Chain(recipe)

@@ -1,8 +1,8 @@
-"""The two published workloads besides the T4 rows: a ResNet-50 on a T4 and twelve toy blocks on an A100.
+"""Two published workloads: a ResNet-50 on a T4 and twelve toy blocks on an A100.
 
-Each function yields (name, published megabytes of 1e6 bytes, traced megabytes, trace). What was published leaves
-open, and the figures answer: the ResNet's loop never zeroed its gradients, and of the toy models that were trained
-before, the gradients were still there and the optimizers were not.
+Each function yields (name, published megabytes of 1e6 bytes, traced megabytes, trace). The publications leave two
+things open, which the figures show: the ResNet's loop never zeroed its gradients, and of the toy models trained
+earlier, the gradients still existed and the optimizers did not.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def resnet() -> Iterator[Row]:
 
 
 class ToyBlock(nn.Module):
-    """Attention and MLP, each after a norm; `recompute` names those that are checkpointed, with their norm."""
+    """Attention and MLP, each after a norm; `recompute` names the checkpointed ones (with their norm)."""
 
     def __init__(self, recompute: str, weights: bool = True) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class ToyBlock(nn.Module):
 
 
 def toy(recompute: str, every: int = 1, weights: bool = True) -> nn.Module:
-    """Twelve blocks; the first is never checkpointed, then every `every`-th is."""
+    """Twelve blocks; the first is never checkpointed, of the others every `every`-th is."""
     return nn.Sequential(*(ToyBlock(recompute if i and i % every == 0 else "", weights) for i in range(12)))
 
 
@@ -130,11 +130,13 @@ TOYS: list[tuple[str, float, Callable[[], nn.Module]]] = [
     ("all blocks, flash", 1691, lambda: toy("block", weights=False)),
     ("every other block, flash", 1987, lambda: toy("block", every=2, weights=False)),
 ]
-CELLS = (4, 6, 9)  # so many models were alive when a figure up to here was measured
+CELLS = (4, 6, 9)  # number of models alive when the figures up to here were measured
 
 
 def twelve_blocks() -> Iterator[Row]:
-    """Twelve blocks, bf16, batch 1, 4096 tokens, width 512, AdamW, on an A100-40GB; the models of a cell all alive."""
+    """Twelve blocks, bf16, batch 1, 4096 tokens, width 512, AdamW, on an A100-40GB; all models of a cell stay
+    alive.
+    """
     for at, (name, published, _) in enumerate(TOYS):
         with torch.device("meta"):
             alive = next(cell for cell in CELLS if at < cell)

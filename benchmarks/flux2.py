@@ -1,7 +1,7 @@
-"""Fine-tuning steps of FLUX.2-klein-4B under 31 methods, traced as they were published.
+"""Traces of published fine-tuning steps of FLUX.2-klein-4B with 31 methods.
 
-The rows are benchmarks/data/flux2_klein_peft.json, its README says the loop. Nothing is downloaded: the transformer is
-built from its published sizes on the meta device and the adapters from the row's configuration.
+The rows are benchmarks/data/flux2_klein_peft.json, whose README describes the loop. Nothing is downloaded: the
+transformer is built from its published sizes on the meta device and the adapters from the row's configuration.
 """
 
 from __future__ import annotations
@@ -24,29 +24,33 @@ from ckpt_ft.workloads.adapters import Valueless, store_sizes
 
 ROWS = Path(__file__).resolve().parent / "data" / "flux2_klein_peft.json"
 BATCH, LATENTS, TEXT, IMAGES = 2, (128, 32, 32), (512, 7680), 14
-STRETCHES, STRETCHES_WHOLE = 8, 3  # evaluated every 100 of 750 steps, or of 300 where all weights are trained
-_RESULTS = ("rank_pattern",)  # of a configuration: what AdaLoRA had pruned by the end
+STRETCHES, STRETCHES_WHOLE = 8, 3  # evaluated every 100 of 750 steps, or of 300 with full fine-tuning
+_RESULTS = ("rank_pattern",)  # number of ranks that AdaLoRA had pruned at the end
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """Name of the method -> its row."""
+    """Returns the rows by name of the method."""
     rows: dict[str, dict[str, Any]] = json.loads(ROWS.read_text(encoding="utf-8"))
     return {name.replace("--flux2-klein-", " "): row for name, row in rows.items()}
 
 
 class Run(nn.Module):
-    """What lies on the card: a DINOv2-base that judges images, the transformer with adapters, a loop's variables."""
+    """What is on the GPU: a DINOv2-base that judges images, the transformer with adapters, and the loop's
+    variables.
+    """
 
     def __init__(self, transformer: nn.Module) -> None:
         super().__init__()
         with torch.device("meta"):
             self.evaluator = Dinov2Model(Dinov2Config(image_size=518, patch_size=14)).eval().requires_grad_(False)
         self.transformer = transformer
-        self.now = SimpleNamespace()  # what a step's variables hold until the next one assigns to them
+        self.now = SimpleNamespace()  # variables of a step that live until the next one assigns to them
 
 
 def build(row: dict[str, Any]) -> Run:
-    """The transformer in bf16 on the meta device, its adapters as PEFT casts them, each block checkpointed."""
+    """Returns the transformer in bf16 on the meta device, with adapters as PEFT casts them, each block
+    checkpointed.
+    """
     with torch.device("meta"), Valueless():
         model: nn.Module = Flux2Transformer2DModel(
             num_layers=5, num_single_layers=20, num_attention_heads=24, attention_head_dim=128,
@@ -61,7 +65,7 @@ def build(row: dict[str, Any]) -> Run:
 
 
 def step(run: Any, optimizer: torch.optim.Optimizer) -> None:
-    """One step of the published loop, its data cached on the GPU."""
+    """One step of the published loop, with data cached on the GPU."""
     now = run.now
     rows = torch.zeros(BATCH, dtype=torch.long)
     now.latents = CACHE["latents"].index_select(0, rows)
@@ -92,7 +96,7 @@ def step(run: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def unpack(tokens: Tensor, ids: Tensor) -> Tensor:
-    """Tokens (B, 1024, 128) put to their places: (B, 128, 32, 32)."""
+    """Returns tokens (B, 1024, 128) in their spatial order: (B, 128, 32, 32)."""
     images = []
     for data, position in zip(tokens, ids, strict=True):
         flat = position[:, 1].long() * 32 + position[:, 2].long()
@@ -110,7 +114,7 @@ CACHE = {
 
 
 def trace(row: dict[str, Any]) -> StepTrace:
-    """The row's third step, traced for its card; the second is like it."""
+    """Traces the row's third step for its GPU; the second is the same."""
     run = build(row)
     try:
         return trace_steps(run, [step] * 3, make_optimizer=adamw, device="l40s")
@@ -119,7 +123,7 @@ def trace(row: dict[str, Any]) -> StepTrace:
 
 
 def reserved_by_run(row: dict[str, Any], trace: StepTrace) -> int:
-    """Bytes that the published run of so many steps reserves, its cache emptied after each evaluation."""
+    """Returns the reserved bytes of the published run, with the cache emptied after each evaluation."""
     return long_run.peak_reserved(trace, STRETCHES if row["peft_config"] else STRETCHES_WHOLE)
 
 

@@ -1,4 +1,4 @@
-"""The founding documents' experiments: predicted by the trace, tracked on the CPU, measured where there is CUDA.
+"""The founding documents' experiments: predicted by the trace, tracked on the CPU, and measured if there is CUDA.
 
     python benchmarks/founding.py --all                  # runs every experiment and writes docs/founding.md, offline
     python benchmarks/founding.py --only homework traps  # prints these
@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # for siblings that import one another
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for modules that import one another
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -41,7 +41,7 @@ HOW_TO_READ = (
     "there is a difference between two settings and says nothing about the trace."
 )
 
-# In the order of the page: (where pictures go, whether at toy size) -> its section.
+# In the order of the page: (folder of pictures, whether at toy size) -> a section.
 EXPERIMENTS: dict[str, Callable[[Path, bool], Section]] = {
     "breakdown": stacks.breakdown,
     "timeline": stacks.timeline,
@@ -61,7 +61,7 @@ EXPERIMENTS: dict[str, Callable[[Path, bool], Section]] = {
 
 
 def seed_table(figures: list[Figure]) -> str:
-    """Every published figure with ours and the signed error, or the reason why there is none."""
+    """Returns every published figure with ours and the signed error, or the reason why there is none."""
     lines = ["| published by | figure | published | ours | error | |", "| --- | --- | ---: | ---: | ---: | --- |"]
     for figure in figures:
         ours = "" if figure.ours is None else f"{_number(figure)} ({figure.kind})"
@@ -79,7 +79,7 @@ def _number(figure: Figure) -> str:
 
 
 def made_by(command: str, minutes: float) -> str:
-    """Command, versions and machine, as one line."""
+    """Returns command, versions and machine as one line."""
     versions = provenance()["versions"]
     named = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers") if name in versions)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
@@ -88,7 +88,7 @@ def made_by(command: str, minutes: float) -> str:
 
 
 def page(sections: list[Section], minutes: float) -> str:
-    """docs/founding.md."""
+    """Returns docs/founding.md."""
     figures = [figure for section in sections for figure in section.figures]
     parts = [
         "# The founding documents, reproduced",
@@ -116,7 +116,7 @@ def main() -> int:
     for name in arguments.only:
         if name not in EXPERIMENTS:
             raise UserError(f"--only {name}: no such experiment ({', '.join(EXPERIMENTS)})")
-    warnings.simplefilter("ignore")  # deliberate traps warn
+    warnings.simplefilter("ignore")  # the deliberate errors warn
     images = arguments.output.parent / "img"
     images.mkdir(parents=True, exist_ok=True)
     sections, began = [], time.perf_counter()

@@ -1,4 +1,4 @@
-"""Peak memory of single operators, plain, fused and tiled: traced, beside Liger's published measurements.
+"""Peak memory of single operators, plain, fused and tiled: traces compared with Liger's published measurements.
 
     python benchmarks/fused_kernels.py    # prints every row and writes the table of docs/fused_kernels.md
 
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """The published rows of the operators that are modelled."""
+    """Returns the published rows of modelled operators."""
     found = []
     with ROWS.open() as file:
         for row in csv.DictReader(file):
@@ -66,7 +66,7 @@ def rows() -> list[Row]:
 
 
 def predicted(row: Row, made: Any = None) -> float:
-    """The peak of the row's operator in MiB, or of another one in its place."""
+    """Returns the peak of the row's operator in MiB, or of another operator in its place."""
     if made is None:
         made = operator_of(row)
     steps = 0
@@ -77,7 +77,7 @@ def predicted(row: Row, made: Any = None) -> float:
         if steps == 1 and row.operator not in NO_MATMUL:
             small = torch.zeros(8, 8, requires_grad=True)
             product = (small @ small).sum()
-            if row.operator != "rope":  # only cos and sin are computed by a matmul
+            if row.operator != "rope":  # only cos and sin come from a matmul
                 product.backward()
         model.run(backward=row.mode != "forward")
 
@@ -85,7 +85,7 @@ def predicted(row: Row, made: Any = None) -> float:
 
 
 def operator_of(row: Row) -> Any:
-    """What the row measured, on the meta device."""
+    """Returns the operator that the row measured, on the meta device."""
     with torch.device("meta"):
         kind = row.operator.removeprefix("tiled_")
         made: Any = OPERATORS[kind](row.config, row.provider == "liger")
@@ -97,7 +97,7 @@ def operator_of(row: Row) -> Any:
 
 
 class Operator(nn.Module):
-    """An operator with its input `x`, and with the gradient `dy` of its output unless each iteration draws it."""
+    """An operator with its input `x`, and the gradient `dy` of its output unless each iteration draws it."""
 
     def __init__(self, x: Tensor, layer: nn.Module, call: Forward, dy: Tensor | None = None) -> None:
         super().__init__()
@@ -142,13 +142,13 @@ def _gated(config: dict[str, Any], fused: bool) -> nn.Module:
 
 
 def tiled_by_deepspeed(pieces: int) -> Forward:
-    """DeepSpeed's own tiled MLP, as the script calls it."""
+    """Calls DeepSpeed's own tiled MLP as the script does."""
     mlp: Any = import_module("deepspeed.runtime.sequence_parallel.ulysses_sp").TiledMLP
     return lambda layer, x: mlp.apply(LlamaMLP.forward, layer, x, pieces, list(layer.parameters()))
 
 
 def tiled_by_policy(row: Row) -> float:
-    """The peak in MiB of the row's operator under the policy `tile`, whose gradients add up in fp32."""
+    """Returns the peak in MiB of the row's operator under the policy `tile`, which sums gradients in fp32."""
     with torch.device("meta"):
         made: Any = _gated(row.config, False)
     Tiled(made.layer, row.config["num_shards"])
@@ -173,7 +173,7 @@ def _fused_linear_cross_entropy(config: dict[str, Any], fused: bool) -> nn.Modul
     x = torch.empty(config["BT"], config["H"], dtype=torch.bfloat16)
     head: Any = nn.Linear(config["H"], config["V"], bias=False, dtype=torch.bfloat16)
     head.register_buffer("target", torch.zeros(config["BT"], dtype=torch.long, device="cpu"))
-    head.other = nn.Parameter(torch.empty_like(head.weight))  # the script builds both providers' heads
+    head.other = nn.Parameter(torch.empty_like(head.weight))  # the script creates the heads of both providers
 
     def call(head: Any, x: Tensor) -> Tensor:
         if fused:
@@ -205,7 +205,7 @@ class _Rope(nn.Module):
 
 
 class RMSNorm021(liger.RMSNorm):
-    """Sums the gradient of the weight from a tensor as large as the input, in the weight's dtype."""
+    """Sums the weight's gradient from a tensor as large as the input, in the weight's dtype, as version 0.2.1 did."""
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -216,7 +216,7 @@ class RMSNorm021(liger.RMSNorm):
 
 
 class Loss042(liger.FusedLinearCrossEntropy):
-    """Casts each chunk of logits to float32 and back, and scales it."""
+    """Casts each chunk of logits to float32 and back and scales it, as version 0.4.2 did."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, *args: Any) -> Tensor:
@@ -260,7 +260,9 @@ START = "<!-- benchmarks/fused_kernels.py writes the rest of this page -->"
 
 
 def table(found: list[tuple[Row, float]]) -> str:
-    """The rows in Markdown: for each operator, kernel and mode the largest size, and the worst error of all sizes."""
+    """Returns a Markdown table: for each operator, kernel and mode the largest size and the worst error of all
+    sizes.
+    """
     groups: dict[Any, list[tuple[Row, float]]] = {}
     for row, mib in found:
         groups.setdefault((row.operator, row.provider, row.mode, row.gpu, row.version), []).append((row, mib))
@@ -283,7 +285,7 @@ DeepSpeed's, whose sums are in the weights' dtype:"""
 
 
 def tiles(found: list[tuple[Row, float]]) -> str:
-    """The rows of DeepSpeed's tiled MLP beside the policy `tile`, in Markdown."""
+    """Returns a Markdown table of DeepSpeed's tiled MLP and the policy `tile`."""
     lines = [
         "| operator | pass | tokens of a row | DeepSpeed: measured MiB | `tile`: predicted | |",
         "|---|---|---:|---:|---:|---:|",

@@ -1,10 +1,10 @@
-"""One command that holds every claim against one CUDA GPU: offline, each case in its own process, in under 8 minutes.
+"""Checks every claim on one CUDA GPU: offline, each case in its own process, in under 8 minutes.
 
     python benchmarks/gpu.py                 # JSON, Markdown and pictures in benchmarks/results/
     python benchmarks/gpu.py --dry-run       # the same code on the CPU at toy size; its figures mean nothing
 
-Models are random weights of known configurations. An out-of-memory error is a result; what the time does not reach is
-recorded as not reached. Without diffusers the U-Nets are skipped, and the page says so.
+Models have random weights and known configurations. An out-of-memory error is a result; a case for which no
+time is left is recorded as not reached. Without diffusers the U-Nets are skipped, and the page says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # libraries ask on import: CUDA itself must not answer
+# libraries ask for CUDA on import, which this process must not initialize
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 
@@ -49,12 +50,12 @@ from ckpt_ft.memory.measure.report import provenance
 
 HERE = Path(__file__).resolve().parent
 CASE_LIMIT = 60.0  # seconds that one case may take
-TESTS_RESERVE = 60.0  # seconds kept for the tests marked gpu
+TESTS_RESERVE = 60.0  # seconds reserved for the tests marked gpu
 PLAN_ROWS = 5
 
 
 class Session:
-    """One run: cases in order of what they tell, until the time is used up."""
+    """One run of all cases, the most informative first, until the time is used up."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.dry, self.began, self.limit = arguments.dry_run, time.perf_counter(), 60 * arguments.minutes
@@ -70,11 +71,11 @@ class Session:
 
     @property
     def left(self) -> float:
-        """Seconds left for cases."""
+        """Returns the seconds left for cases."""
         return self.limit - TESTS_RESERVE * (not self.dry) - (time.perf_counter() - self.began)
 
     def run(self) -> dict[str, Any]:
-        """All but the suite's tests, as the JSON holds it."""
+        """Runs everything except the suite's tests; returns the content of the JSON file."""
         self._steps()
         self._largest_batches()
         plan = self._plan()
@@ -92,18 +93,18 @@ class Session:
         return {**results, "claims": verdicts(results)}
 
     def with_tests(self, results: dict[str, Any]) -> dict[str, Any]:
-        """`results` with the outcome of the tests marked gpu, run in what is left of the time."""
+        """Returns `results` with the outcome of the tests marked gpu, run in the remaining time."""
         results = {**results, "tests": self._tests(), "seconds": time.perf_counter() - self.began}
         return {**results, "claims": verdicts(results)}
 
     def _ordered(self) -> list[tuple[Spec, str]]:
-        """Each workload's telling policies first, then the others."""
+        """Returns each workload's most informative policies first, then the others."""
         everything = [(spec, policy) for spec in self.specs for policy in spec.policies]
         telling = [pair for pair in everything if pair[1] in (*CORE, "save:attention+matmul+conv", "stages")]
         return telling + [pair for pair in everything if pair not in telling]
 
     def _steps(self) -> None:
-        """Predictions run beside the measurements, on other cores; the GPU has one case at a time."""
+        """Runs predictions on other cores while the GPU measures one case at a time."""
         jobs = self._ordered()
         with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4))) as pool:
             predictions: list[Future[Outcome]] = [
@@ -147,7 +148,7 @@ class Session:
                 self._say(self.cases[-1])
 
     def _plan(self) -> list[dict[str, Any]]:
-        """The planner's rows for the first workload, each measured at its batch."""
+        """Measures the planner's rows for the first workload, each at its batch size."""
         spec = self.specs[0]
         made = self._timed(work.make_plan, spec, self.gpu, self.budget, ["none", "full"] if self.dry else None)
         rows: list[dict[str, Any]] = (made.value or [])[: 1 if self.dry else PLAN_ROWS]
@@ -173,13 +174,13 @@ class Session:
         return rows
 
     def _timed(self, function: Any, *arguments: Any) -> Outcome:
-        """A call within what is left of the time."""
+        """Calls a function within the remaining time."""
         if self.left <= 0:
             return Outcome("not reached", None, "out of time", 0.0)
         return call(function, *arguments, limit=min(2 * CASE_LIMIT, self.left))
 
     def _tests(self) -> dict[str, Any]:
-        """The suite's tests marked gpu."""
+        """Runs the suite's tests marked gpu."""
         if self.dry:
             return {"message": "dry run: no GPU"}
         limit = max(TESTS_RESERVE / 2, self.limit - (time.perf_counter() - self.began))
@@ -200,11 +201,11 @@ class Session:
 
 
 def _device() -> dict[str, Any]:
-    """The GPU, asked in another process: this one never touches CUDA."""
+    """Returns the GPU, asked in another process because this one never initializes CUDA."""
     if not torch.cuda.device_count():
         raise UserError("no CUDA device here; --dry-run runs the same code on the CPU at toy size")
     found = call(work.device_facts, limit=CASE_LIMIT)
-    if not found.value:  # CUDA does not survive a fork from a process that has touched it
+    if not found.value:  # CUDA does not survive a fork of a process that has initialized it
         isolated.start_method = "spawn"
         found = call(work.device_facts, limit=CASE_LIMIT)
     if not found.value:
@@ -214,7 +215,7 @@ def _device() -> dict[str, Any]:
 
 
 def write(results: dict[str, Any], folder: Path) -> Path:
-    """JSON, Markdown and, with matplotlib, pictures; returns the Markdown's path."""
+    """Writes JSON, Markdown and, with matplotlib, pictures; returns the Markdown's path."""
     folder.mkdir(parents=True, exist_ok=True)
     name = (
         "dry-run" if results["dry_run"] else re.sub(r"[^a-z0-9]+", "-", results["device"]["name"].lower()).strip("-")
@@ -235,7 +236,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="default: benchmarks/results; of a dry run: out/gpu-dry-run")
     arguments = parser.parse_args()
     if arguments.dry_run:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any process that could find one is started
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any process that could find a GPU is started
     default = HERE.parent / "out" / "gpu-dry-run" if arguments.dry_run else HERE / "results"
     session = Session(arguments)
     results = session.run()

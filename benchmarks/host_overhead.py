@@ -1,4 +1,4 @@
-"""What a policy costs the host: forward + backward of models whose kernels cost nothing, one thread.
+"""Host time of policies: forward and backward of models whose kernels take almost no time, in one thread.
 
     python benchmarks/host_overhead.py [--repeats 25] [--models llama qwen3 unet vit] [--json FILE]
     python benchmarks/host_overhead.py --fsdp2    # forward and backward of the Llama, whole and sharded
@@ -96,7 +96,7 @@ def _keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def library_checkpointing(model: nn.Module, selective: bool) -> None:
-    """The library's own switch with torch's own checkpoint, full or selective."""
+    """Enables the library's own checkpointing with torch's checkpoint, full or selective."""
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if selective:
         kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
@@ -118,7 +118,7 @@ VARIANTS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def measure(name: str, repeats: int) -> dict[str, float]:
-    """Median milliseconds of forward + backward by variant."""
+    """Returns the median milliseconds of forward + backward by variant."""
     runs: dict[str, tuple[nn.Module, Step]] = {}
     for variant, treat in VARIANTS.items():
         torch.manual_seed(0)
@@ -131,13 +131,13 @@ def measure(name: str, repeats: int) -> dict[str, float]:
             model.zero_grad()
             start = time.process_time()
             step(model).backward()
-            if repeat >= 3:  # the first ones warm up
+            if repeat >= 3:  # the first ones are warm-up
                 times[variant].append((time.process_time() - start) * 1e3)
     return {variant: statistics.median(values) for variant, values in times.items()}
 
 
 def measure_sharded(repeats: int) -> dict[str, tuple[float, float]]:
-    """Median milliseconds of forward and of backward, whole and with each block sharded, without other processes."""
+    """Returns the median milliseconds of forward and of backward, whole and with sharded blocks, in one process."""
     from torch.distributed.fsdp import fully_shard
 
     from ckpt_ft.memory.distributed.group import rank_of
@@ -176,7 +176,7 @@ def table(name: str, medians: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--models", nargs="+", default=list(MODELS))

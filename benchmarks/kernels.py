@@ -1,4 +1,4 @@
-"""How far the seconds of single kernels are from published timings: by card and kind, median, 90th percentile, worst.
+"""Errors of predicted seconds of single kernels by GPU and kind: median, 90th percentile, worst.
 
 python benchmarks/kernels.py             # benchmarks/data/kernel_latencies_fp32.csv and hf_op_latencies.csv
 python benchmarks/kernels.py --worst 5   # and the worst shapes of each
@@ -28,12 +28,12 @@ from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record.events import Op
 
 DATA = Path(__file__).resolve().parent / "data"
-# Seconds that a published timing holds beside the kernel. Two events stand around one call, and the card is idle when
-# it begins: it waits while the host issues the call, which takes longer for a module, and for a Linear with its bias,
-# whose kernel cuBLASLt searches for. On a card that is busy nothing of it is seen.
+# Seconds that a published timing includes besides the kernel. Two events are recorded around one call, and the GPU is
+# idle when it starts: it waits while the host issues the call, which takes longer for a module, and for a Linear with
+# a bias, for which cuBLASLt searches a kernel. On a busy GPU this time does not show.
 CALL = {"linear": 32e-6, "bmm": 19e-6, "ln": 24e-6, "softmax": 15e-6}
 ELEMENTWISE_CALL = 12e-6
-LOAD = 0.02  # seconds: kernels that are as long were timed under load, since each was repeated
+LOAD = 0.02  # seconds: longer kernels were timed under load, because each was repeated
 PCIE = {"a100-80gb-pcie": ("a100-80gb", 1935e9), "a100-40gb-pcie": ("a100-40gb", 1555e9)}
 aten = torch.ops.aten
 UNARY = {"relu": aten.relu, "tanh": aten.tanh, "gelu": aten.gelu}
@@ -41,7 +41,7 @@ BINARY = {"add": aten.add, "mul": aten.mul, "div": aten.div, "pow": aten.pow}
 
 
 def card(name: str, under_load: bool) -> GPU:
-    """The GPU of a row; the PCIe cards have a memory of their own."""
+    """Returns the GPU of a row; PCIe cards have their own memory."""
     known, bandwidth = PCIE.get(name, (name, 0.0))
     gpu = find_gpu(known) if under_load else replace(find_gpu(known), sustained=1.0)
     return replace(gpu, bandwidth=bandwidth) if bandwidth else gpu
@@ -74,7 +74,7 @@ def meta(*shape: int) -> Tensor:
 
 
 def predicted(row: dict[str, str]) -> float:
-    """Seconds of a row's call."""
+    """Returns the predicted seconds of a row's call."""
     func, args, out = call(row)
     flops, nbytes, dtype, kernels, shape, _ = measure(func, args, {}, out)
     op = Op(str(func), flops, nbytes, dtype, "", "", 0, kernels, shape=shape)
@@ -84,7 +84,7 @@ def predicted(row: dict[str, str]) -> float:
 
 
 def rows() -> Iterator[dict[str, str]]:
-    """The published rows of single kernels, each shape once."""
+    """Returns the published rows of single kernels, each shape once."""
     seen = set()
     with (DATA / "kernel_latencies_fp32.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -100,7 +100,7 @@ Errors = dict[tuple[str, str], list[tuple[float, dict[str, str]]]]
 
 
 def errors() -> Errors:
-    """(kind, card) -> signed errors with their rows, the smallest first."""
+    """Returns, for each (kind, GPU), signed errors with their rows, the smallest first."""
     found: Errors = defaultdict(list)
     for row in rows():
         error = predicted(row) / (float(row["latency_ms"]) / 1e3) - 1
@@ -109,7 +109,7 @@ def errors() -> Errors:
 
 
 def table(found: Errors) -> str:
-    """The Markdown table of what `errors` found."""
+    """Returns the Markdown table of `errors`."""
     lines = ["| " + " | ".join(line) + " |" for line in (HEADER, ("---", "---", *["---:"] * 5))]
     for (kind, gpu), pairs in found.items():
         signed = [error for error, _ in pairs]
@@ -120,7 +120,7 @@ def table(found: Errors) -> str:
 
 
 def under_load(found: Errors) -> str:
-    """The median errors of matmuls on T4 and L4 that ran for longer than `LOAD`, as a sentence says them."""
+    """Returns a sentence with the median errors of matmuls on T4 and L4 that ran longer than `LOAD`."""
     said = []
     for (kind, gpu), pairs in found.items():
         long = [abs(error) for error, row in pairs if float(row["latency_ms"]) > LOAD * 1e3]

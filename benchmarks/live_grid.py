@@ -1,4 +1,4 @@
-"""ACCallback's prediction against its measurement, over random combinations of real Trainer runs on the CPU.
+"""Compares ACCallback's prediction with its measurement in random combinations of real Trainer runs on the CPU.
 
     python benchmarks/live_grid.py --runs 200 --seed 11 --save benchmarks/results/live_grid.jsonl
 
@@ -63,7 +63,7 @@ POLICIES = (None, None, "full", "pointwise", "save:attention+matmul", "full,head
 
 
 def draw(chance: random.Random) -> dict[str, Any]:
-    """A random combination that the Trainer takes."""
+    """Draws a random combination that the Trainer accepts."""
     known = [name for package, names in OPTIMIZERS.items() if not package or find_spec(package) for name in names]
     kind, optim = chance.choice(list(MODELS)), chance.choice(known)
     whole = optim.endswith("layerwise") or optim == "lomo" or optim.startswith(("galore", "apollo"))
@@ -85,7 +85,7 @@ def draw(chance: random.Random) -> dict[str, Any]:
 
 
 def run(drawn: dict[str, Any]) -> tuple[int, int | None, list[str]]:
-    """(measured bytes, predicted bytes, notes) of a run."""
+    """Returns (measured bytes, predicted bytes, notes) of a run."""
     torch.manual_seed(0)
     kind = drawn["trainer"]
     config = AutoConfig.for_model(drawn["model"], **SIZES, **MODELS[drawn["model"]], pad_token_id=0)
@@ -101,7 +101,7 @@ def run(drawn: dict[str, Any]) -> tuple[int, int | None, list[str]]:
         adapter = IA3Config(task_type=task, target_modules="all-linear", feedforward_modules=[])
     elif drawn["adapter"] != "none":
         dora = drawn["adapter"] == "dora"
-        dropout = 0.0 if drawn["model"] == "mixtral" else 0.05  # PEFT adapts fused experts without
+        dropout = 0.0 if drawn["model"] == "mixtral" else 0.05  # PEFT adapts fused experts without dropout
         adapter = LoraConfig(task_type=task, r=8, target_modules="all-linear", use_dora=dora, lora_dropout=dropout)
     with tempfile.TemporaryDirectory() as out:
         options: dict[str, Any] = {
@@ -145,7 +145,7 @@ def run(drawn: dict[str, Any]) -> tuple[int, int | None, list[str]]:
 
 
 def _rows(drawn: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of `drawn["length"]` tokens, or of a tenth of them to all."""
+    """Returns rows of `drawn["length"]` tokens, or of lengths between a tenth of them and all."""
     found = []
     for row in range(32):
         length = drawn["length"]
@@ -163,7 +163,7 @@ def _rows(drawn: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Rows as a batch with a mask, and without one if they have one length."""
+    """Returns rows as a batch, with a mask if their lengths differ."""
     longest = max(len(row["input_ids"]) for row in rows)
     filled = {
         name: torch.tensor([[*row[name], *[value] * (longest - len(row[name]))] for row in rows])
@@ -214,7 +214,7 @@ def main() -> None:
 
 
 def _error(row: dict[str, Any]) -> float:
-    """How far the prediction is from the measurement, in percent."""
+    """Returns the error of the prediction in percent of the measurement."""
     return abs(row["predicted"] / row["measured"] - 1) * 100
 
 

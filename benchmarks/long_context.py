@@ -1,4 +1,4 @@
-"""Predicted peak against length under each rung of the ladder, for docs/long_context.md.
+"""Predicted peak by sequence length with each combination of policies and GPUs, for docs/long_context.md.
 
     python benchmarks/long_context.py    # prints the table, writes docs/img/long_context.png; minutes of one CPU core
 
@@ -27,7 +27,7 @@ CARD = 80  # GB
 
 
 def peak(rung: str, length: int) -> tuple[float, float]:
-    """GiB allocated at the peak of one GPU, and seconds of a step."""
+    """Returns the GiB allocated at the peak of one GPU, and the seconds of a step."""
     policy, gpus = RUNGS[rung]
     ring = {"launch": Launch("fsdp2", gpus, mixed_precision="bf16", cp=gpus), "mixed_precision": "bf16"}
     spec = TrainingSpec.of(
@@ -39,7 +39,7 @@ def peak(rung: str, length: int) -> tuple[float, float]:
 
 
 def draw(peaks: dict[str, list[float]]) -> None:
-    """Peak against length, log-log, with the card's memory."""
+    """Plots peak against length, log-log, with the GPU's memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -63,7 +63,7 @@ def draw(peaks: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    """Trace, print and draw."""
+    """Traces, prints and plots."""
     warnings.filterwarnings("ignore")
     peaks: dict[str, list[float]] = {}
     print("| policy | " + " | ".join(f"{length:,}" for length in LENGTHS) + " | s, longest |")

@@ -1,7 +1,7 @@
-"""What a long run reserves: the last step of a trace again and again, the allocator's cache emptied now and then.
+"""Reserved bytes of a long run: the last step of a trace repeated, with the allocator's cache emptied at times.
 
-`torch.cuda.empty_cache()` gives back segments without a live block. What is live then (gradients, moments, what a
-loop's variables hold) keeps the others, and the next step does not find them as the first one did: from there on a
+`torch.cuda.empty_cache()` releases segments without a live block. Blocks that are live then (gradients, moments, a
+loop's variables) keep the others, and the next step finds another layout than the first one did: from then on a
 run reserves up to 4 % more than before, or less.
 """
 
@@ -14,7 +14,7 @@ from ckpt_ft.memory.allocator.caching_allocator import Block, CachingAllocator
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.record.trace import StepTrace
 
-STEPS = 6  # of a stretch: from then on its layout repeats
+STEPS = 6  # steps per stretch, after which the layout repeats
 
 
 def peak_reserved(trace: StepTrace, stretches: int) -> int:
@@ -24,7 +24,7 @@ def peak_reserved(trace: StepTrace, stretches: int) -> int:
     """
     starts = [at for at, name in trace.marks if name == "step"] + [len(trace.events)]
     before, last = (trace.events[start:stop] for start, stop in list(pairwise(starts))[-2:])
-    heirs = dict(zip(_made(before), _made(last), strict=True))  # of what a step leaves, that which the next one leaves
+    heirs = dict(zip(_made(before), _made(last), strict=True))  # from what a step leaves to what the next one leaves
     sizes = [storage.nbytes for storage in trace.storages]
     assert all(sizes[old] == sizes[new] for old, new in heirs.items()), "the last two steps differ"
     allocator = CachingAllocator(AllocatorSettings.parse(trace.alloc_conf))
@@ -38,7 +38,7 @@ def peak_reserved(trace: StepTrace, stretches: int) -> int:
                 allocator.free(live.pop(~event))
 
     run(trace.events)
-    most = allocator.reserved  # without a limit nothing is ever given back
+    most = allocator.reserved  # without a limit, nothing is ever released
     for _ in range(1, stretches):
         allocator.empty_cache()
         for _ in range(STEPS):

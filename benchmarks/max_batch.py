@@ -1,4 +1,4 @@
-"""Largest batches, predicted: the tutorial's table on an A100-80GB, ResNet-50's on a T4, and finders side by side.
+"""Predicted largest batches: the tutorial's table on an A100-80GB, ResNet-50's on a T4, and a comparison of finders.
 
     python benchmarks/max_batch.py [table] [t4] [finders]
 
@@ -35,12 +35,12 @@ TABLE = {
     "Llama-2-7B, LoRA 16, 1024 tokens": ("meta-llama/Llama-2-7b-hf", TrainingSpec.of(**LORA)),
     "ViT-L/16": ("google/vit-large-patch16-224", TrainingSpec.of(mixed_precision="bf16")),
 }
-MOST = 2048  # the largest batch that the table looks at
+MOST = 2048  # upper limit of the table's search
 FOUND_ON_T4 = {"none": "177", "stages:3+4": "205", "full": "256 (the most that was tried)"}
 
 
 def table() -> None:
-    """The pick's own row says what it takes; `none` and `full` are planned for alone, up to `MOST`."""
+    """`none` and `full` are planned separately, up to `MOST`; the pick's row shows its policy."""
     gpu = find_gpu("a100-80gb")
     print("| model | none | full | pick | samples/s: full | pick |\n|---|---:|---:|---|---:|---:|")
     for title, (name, settings) in TABLE.items():

@@ -1,4 +1,4 @@
-"""How far the seconds of single operators of Hugging Face's models are from published timings, kind by kind.
+"""Errors of predicted seconds of single operators of Hugging Face's models against published timings, by kind.
 
     python benchmarks/operators.py
 
@@ -30,11 +30,11 @@ from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 
 ROWS = Path(__file__).resolve().parent / "data" / "hf_op_latencies.csv"
-BENCH = 6e-6  # seconds: what do_bench's two events add to a kernel between them
+BENCH = 6e-6  # seconds that do_bench's two events add to a kernel between them
 
 
 class RMSNorm(nn.Module):
-    """As transformers writes it: in fp32, one op after the other."""
+    """The norm of transformers: in fp32, one operator after another."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class GatedMLP(nn.Module):
 
 
 class Rope(nn.Module):
-    """Rotary positions of queries and keys, which are transposed views as attention makes them."""
+    """Rotary positions of queries and keys, which are transposed views as in attention."""
 
     def __init__(self, size: int, tokens: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Rope(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross entropy, of logits or behind a linear layer."""
+    """Cross entropy of logits, or after a linear layer."""
 
     def __init__(self, size: int, vocabulary: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Loss(nn.Module):
 
 
 def module(row: dict[str, str]) -> tuple[nn.Module, tuple[int, ...], torch.dtype]:
-    """What a row timed, the shape of its input and its dtype."""
+    """Returns the module that a row timed, the shape of its input and its dtype."""
     config = json.loads(row["config"])
     name, _, value = row["x"].partition("=")
     named = {("rope", "H"): "hidden_size", ("rope", "T"): "seq_len"}.get((row["op"], name), name)
@@ -108,7 +108,7 @@ def module(row: dict[str, str]) -> tuple[nn.Module, tuple[int, ...], torch.dtype
 
 
 def predicted(row: dict[str, str]) -> float:
-    """Seconds of a row's passes."""
+    """Returns the predicted seconds of a row's passes."""
     built, shape, dtype = module(row)
     x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     given = torch.zeros(shape, dtype=torch.long) if row["op"] == "embedding" else nn.Parameter(x)
@@ -117,7 +117,7 @@ def predicted(row: dict[str, str]) -> float:
         out = model(given)
         results = out if isinstance(out, tuple) else (out,)
         gradients = None if results[0].dim() == 0 else [torch.ones_like(o) for o in results]
-        if isinstance(model, Rope):  # its script asks for them, and adds them to nothing
+        if isinstance(model, Rope):  # its script requests them and adds them to nothing
             torch.autograd.grad(results, model.turned, gradients)
         else:
             torch.autograd.backward(results, gradients)
@@ -133,7 +133,7 @@ HEADER = ("operator", "pass", "card", "rows", "median error", "worst", "bias")
 
 
 def table() -> str:
-    """The Markdown table of all rows."""
+    """Returns the Markdown table of all rows."""
     found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     with ROWS.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):

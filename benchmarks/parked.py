@@ -1,4 +1,4 @@
-"""Steps whose states, weights or activations wait in host memory, or whose states are small, beside published ones.
+"""Steps with states, weights or activations in host memory, or with small states, compared with published ones.
 
     python benchmarks/parked.py
 
@@ -34,7 +34,7 @@ from ckpt_ft.workloads.load import load
 
 @dataclass(frozen=True)
 class Row:
-    """A published run beside its prediction, in `unit`s of bytes."""
+    """A published run and its prediction, in units of `unit` bytes."""
 
     name: str
     published: float
@@ -47,7 +47,7 @@ class Row:
         return self.predicted / self.published - 1
 
 
-# card, tokens, GiB of the device, policy, whether with Liger's kernels
+# GPU, tokens, GiB of the device, policy, whether with Liger's kernels
 _ALST = (
     ("h100", 32_000, 71.91, "full", False),
     ("h200", 65_000, 137.36, "full", False),
@@ -55,8 +55,8 @@ _ALST = (
     ("h200", 650_000, 126.81, "full,offload", True),
     ("h200", 1_200_000, 136.15, "full,offload,tile:32", True),
 )
-# card, GPUs that share the sequence, longest published, policy, with Liger; then GiB of the device there, or the
-# length that was predicted before the published one was compared
+# GPU, GPUs that share the sequence, longest published, policy, whether with Liger; then the published GiB of the
+# device, or the length that was predicted before the published one was known
 _LONGEST = (
     ("h200", 1, 65_000, "full", False, 137.36),
     ("h200", 1, 300_000, "full", True, 134.96),
@@ -75,7 +75,7 @@ _VIT = (("adamw_fused", 12.23), ("adamw_8bit", 8.32), ("ao_adamw_8bit", 8.33), (
 
 
 def rows() -> Iterator[Row]:
-    """Every published run beside its prediction."""
+    """Returns every published run with its prediction."""
     for card, tokens, device, policy, liger in _ALST:
         launch = Launch("zero3", 1, mixed_precision="bf16").with_offload("all")
         found = _estimate("meta-llama/Llama-3.1-8B", card, tokens, policy, launch, use_liger_kernel=liger)
@@ -109,11 +109,11 @@ class Longest:
 
 
 def longest(blind: bool) -> Iterator[Longest]:
-    """ALST's longest sequences of Llama-3.1-8B, of which bytes are published, or those that were predicted blind."""
+    """ALST's longest sequences of Llama-3.1-8B, with published bytes, or those that were predicted blind."""
     for card, gpus, published, policy, liger, known in _LONGEST_BLIND if blind else _LONGEST:
         launch = Launch("zero3", gpus, mixed_precision="bf16", sp=gpus)
         launch = launch.with_offload("all" if gpus == 1 else "optimizer")
-        launch = replace(launch, zero=replace(launch.zero, seq_parallel_reduce="bf16"))  # as its configurations say
+        launch = replace(launch, zero=replace(launch.zero, seq_parallel_reduce="bf16"))  # as in its configurations
         spec = _spec("meta-llama/Llama-3.1-8B", card, 16, policy, launch, use_liger_kernel=liger)
         if policy == "full,tile:32":
             spec = spec.edit(attn_implementation="sdpa")
@@ -132,7 +132,7 @@ def _estimate(model: str, card: str, tokens: int, policy: str, launch: Launch, *
 
 
 def _spec(model: str, card: str, tokens: int, policy: str, launch: Launch, **more: Any) -> TrainingSpec:
-    os.environ["OMP_NUM_THREADS"] = "1"  # as `accelerate launch` sets it: the seconds of Adam on the host
+    os.environ["OMP_NUM_THREADS"] = "1"  # the default of `accelerate launch`, for the seconds of Adam on the host
     return TrainingSpec.of(
         model, dtype="bfloat16", mixed_precision="bf16", seq_length=tokens, policy=policy, device=card, launch=launch,
         attn_implementation="flash_attention_2", alloc_conf="expandable_segments:True", rope_scaling="none", **more

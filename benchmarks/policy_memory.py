@@ -1,4 +1,4 @@
-"""What each policy keeps between forward and backward, and the step's peak: predicted by the trace, no GPU needed.
+"""Bytes that each policy keeps between forward and backward, and the step's peak, predicted without a GPU.
 
     python benchmarks/policy_memory.py [--device a100-80gb] [--models NAME ...] [--json FILE]
 
@@ -41,7 +41,7 @@ HEAD_POLICIES = ("full,head", "pointwise,head")  # for language models
 
 
 def measure(name: str, device: str) -> dict[str, dict[str, int]]:
-    """Bytes kept and peak bytes by policy."""
+    """Returns kept bytes and peak bytes by policy."""
     model_id, batch, settings = WORKLOADS[name]
     workload = load(TrainingSpec.of(model_id, **settings), "t4")
     policies = POLICIES + (HEAD_POLICIES if workload.kind == "language model" else ())
@@ -55,13 +55,13 @@ def measure(name: str, device: str) -> dict[str, dict[str, int]]:
 
 
 def kept_bytes(trace: StepTrace) -> int:
-    """Bytes of activations that are alive when the measured step's backward begins."""
+    """Returns the bytes of activations that are alive when the measured step's backward begins."""
     begins = next(at for at, name in trace.marks if name == "backward" and at >= trace.start)
     return sum(s.nbytes for s, _ in trace.live_at(begins - 1) if s.category == "activations")
 
 
 def table(name: str, rows: dict[str, dict[str, int]]) -> str:
-    """A Markdown table of one workload."""
+    """Returns a Markdown table of one workload."""
     model_id, batch, settings = WORKLOADS[name]
     lines = [f"{name}: `{model_id}`, batch {batch}, {settings or 'fp32'}", ""]
     lines += ["| policy | kept GiB | / none | peak GiB | / none |", "|---|---|---|---|---|"]
@@ -72,7 +72,7 @@ def table(name: str, rows: dict[str, dict[str, int]]) -> str:
 
 
 def main() -> None:
-    """Trace and print."""
+    """Traces and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="a100-80gb")
     parser.add_argument("--models", nargs="+", default=list(WORKLOADS))

@@ -1,11 +1,11 @@
-"""prime-rl's benchmark steps beside their traces: Qwen3 under FSDP2, every block checkpointed and compiled.
+"""prime-rl's benchmark steps compared with their traces: Qwen3 under FSDP2, every block checkpointed and compiled.
 
     python benchmarks/prime_rl.py
 
 prime-rl (its repository, benchmarks/baselines and benchmarks/scripts/run_single_benchmark.py, January 2026): fp32
 parameters, gradients and Adam states, bf16 computation, two micro-batches of one row, FlashAttention-2 on an A6000 and
 FlashAttention-3 on an H100, expandable segments. `sft` computes the loss of each token from fp32 logits; its loop
-deletes the name of the logits before the backward, but the dictionary that they are in stays. `rl` computes the loss
+deletes the name of the logits before the backward, but a dictionary still contains them. `rl` computes the loss
 in chunks; here it is that of ordinary training under the policy `head`, without what reinforcement learning adds.
 """
 

@@ -1,9 +1,9 @@
-"""ResNet-50 under the four strategies of the founding case study: peak memory, time, largest batch, a loop with AMP.
+"""ResNet-50 with the four strategies of the founding case study: peak memory, time, largest batch, a loop with AMP.
 
     python benchmarks/resnet50.py              # prints, and writes its section of docs/vision.md; about two minutes
     python benchmarks/resnet50.py --no-write
 
-Predicted for a T4 by `trace_step`, beside what was published for one; measured too where there is CUDA. MB is 10**6
+Predictions for a T4 by `trace_step`, compared with published figures, and measurements if there is CUDA. MB is 10**6
 bytes, as published.
 """
 
@@ -52,7 +52,7 @@ def resnet50(classes: int = 1000) -> nn.Module:
 
 
 def plain_step(batch: int, drop_gradients: bool = False) -> Step:
-    """Forward and backward in fp32 and nothing else: without an optimizer, gradients stay from step to step."""
+    """Returns a step of forward and backward in fp32; without an optimizer, gradients stay from step to step."""
 
     def step(model: nn.Module, optimizer: None) -> None:
         device = "cuda" if next(model.parameters()).is_cuda else "cpu"
@@ -102,7 +102,7 @@ def percent(value: float) -> str:
 
 
 def peaks() -> str:
-    """The four strategies: peak, what it saves, seconds."""
+    """The four strategies: peak, saving, seconds."""
     header = ["strategy", "policy", "published MB", "predicted MB", "error", "dropped MB", "error"]
     header += ["saved, published", "saved, predicted", "published ms", "predicted ms", "ratio"]
     here = {policy: measured(policy) for policy in PUBLISHED}

@@ -1,4 +1,4 @@
-"""Sharded steps: one rank's trace against published FSDP2 runs, and how Llama's memory divides over GPUs.
+"""Sharded steps: one rank's trace compared with published FSDP2 runs, and Llama's memory on 1 to 64 GPUs.
 
 python benchmarks/sharded.py --published    # the rows of benchmarks/data/fsdp2_*.csv
 python benchmarks/sharded.py --scaling --write    # Llama-3.1-8B and -70B, all weights and LoRA, on 1 to 64 GPUs
@@ -32,14 +32,14 @@ COMPILED, PARALLEL = DATA / "fsdp2_compiled.csv", DATA / "fsdp2_parallel.csv"
 POLICIES = {"selective op": "save:attention+matmul/2", "selective layer": "every:2", "none": "none", "full": "full"}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "distributed.md"
 BEGIN, END = "<!-- benchmarks/sharded.py --scaling --write -->", "<!-- to here -->"
-REACHED = 0.9  # of a network's rate (memory/cost/collectives.py)
-# torchtitan's H100; torchao's rows do not say, by the same authors
+REACHED = 0.9  # share of a network's rate (memory/cost/collectives.py)
+# torchtitan's H100; torchao's rows, by the same authors, do not name theirs
 CARDS = {"H100": "h100-500w", "H200": "h200", "A100": "a100-80gb"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published run; `reserved` in GiB, where it was published, `seconds` of a step."""
+    """A published run; `reserved` in GiB, if published, and `seconds` of a step."""
 
     model: str
     gpus: int
@@ -64,7 +64,7 @@ class Row:
 
 
 def published(rows: Path) -> Iterator[tuple[Row, StepTrace]]:
-    """Each row of a file beside the trace of torchtitan's own model and loop."""
+    """Returns each row of a file with the trace of torchtitan's own model and loop."""
     with rows.open(encoding="utf-8") as file:
         for cells in csv.DictReader(file):
             batch, tokens, gpus = int(cells["batch_per_gpu"].split()[0]), int(cells["seq"]), int(cells["gpus"])
@@ -86,7 +86,7 @@ def published(rows: Path) -> Iterator[tuple[Row, StepTrace]]:
 
 
 def print_published() -> None:
-    """The rows of all files, a line each."""
+    """Prints the rows of all files, one per line."""
     print("| model, GPUs | batch x tokens | checkpointing | after forward | reserved GiB: published |", end="")
     print(" predicted | tokens/s/GPU: published | predicted |\n|---|---|---|---|---:|---:|---:|---:|")
     for row, trace in (row for file in (EIGHT, MANY, COMPILED, PARALLEL) for row in published(file)):
@@ -101,7 +101,7 @@ def print_published() -> None:
 
 
 def scaling(write: bool) -> None:
-    """FSDP2 as accelerate wraps it, bf16, one row of 4,096 tokens on each H100, `full`; machines of eight."""
+    """FSDP2 as accelerate wraps it, bf16, one row of 4,096 tokens per H100, `full`; machines of eight GPUs."""
     rows = [
         "| model | trained | GPUs | reserved on each | of it parameters and states | tokens/s/GPU | tokens/s |",
         "|---|---|---:|---:|---:|---:|---:|",

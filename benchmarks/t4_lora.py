@@ -1,6 +1,6 @@
-"""LoRA steps on a Tesla T4, traced as they were published.
+"""Traces of published LoRA steps on a Tesla T4.
 
-The rows are benchmarks/data/t4_lora_steps.csv, its README says the loop.
+The rows are benchmarks/data/t4_lora_steps.csv, whose README describes the loop.
 Models are built from the numbers of the rows, on the meta device, offline.
 """
 
@@ -26,7 +26,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 def published() -> list[dict[str, str]]:
-    """The rows of the CSV."""
+    """Returns the rows of the CSV."""
     with ROWS.open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -34,7 +34,7 @@ def published() -> list[dict[str, str]]:
 def efficient_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Any:
-    """SDPA pinned to the memory-efficient kernel, keys and values repeated to the number of query heads."""
+    """SDPA with the memory-efficient kernel only; keys and values are repeated for all query heads."""
     groups = query.size(1) // key.size(1)
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -50,7 +50,7 @@ AttentionMaskInterface.register("sdpa_efficient", sdpa_mask)
 
 
 def build(row: dict[str, str]) -> nn.Module:
-    """The row's model with its adapters, on the meta device."""
+    """Returns the row's model with its adapters, on the meta device."""
     theirs = {"num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_heads"}
     ours = (
         "hidden_size",
@@ -84,7 +84,7 @@ def build(row: dict[str, str]) -> nn.Module:
 
 
 def trace(row: dict[str, str]) -> StepTrace:
-    """The row's step, traced for its card."""
+    """Traces the row's step for its GPU."""
     model = build(row)
     shape = int(row["batch_size"]), int(row["seq_len"])
     batch = torch.zeros(shape, dtype=torch.long)
@@ -102,7 +102,7 @@ def trace(row: dict[str, str]) -> StepTrace:
 
 
 def errors(row: dict[str, str], trace: StepTrace) -> dict[str, float]:
-    """Signed relative errors: predicted over published, less one."""
+    """Returns signed relative errors: predicted over published, minus one."""
     have = {"peak_allocated": trace.peak_allocated, "peak_reserved": trace.peak_reserved}
     have |= {f"peak_{phase}": trace.peaks[phase] for phase in PHASES}
     found = {name: have[name] / MIB / float(row[f"{name}_mib"]) - 1 for name in have}
@@ -110,6 +110,6 @@ def errors(row: dict[str, str], trace: StepTrace) -> dict[str, float]:
 
 
 def label(row: dict[str, str]) -> str:
-    """One row's name."""
+    """Returns the name of one row."""
     weights = "nf4" if row["quantization"] == "nf4" else "fp16"
     return f"{row['model_id'].split('/')[1]} {weights} {row['attention']} {row['batch_size']}x{row['seq_len']}"

@@ -1,4 +1,4 @@
-"""Seconds of training steps of timm's models on an RTX 3090, beside those that timm publishes.
+"""Predicted seconds of training steps of timm's models on an RTX 3090, compared with timm's published ones.
 
     pip install --target DIR --no-deps timm==0.6.7 torchvision     # the models as they were when they were timed
     PYTHONPATH=DIR python benchmarks/timm_steps.py                  # half an hour of one core
@@ -63,7 +63,7 @@ predicted 26 to 43 % too fast; a factor of 5 is a rule now.
 
 
 def seen(model: str) -> bool:
-    """Whether rules may be chosen with this model's rows in view: half of the models, by their names."""
+    """Whether rules may be chosen with knowledge of this model's rows: true for half of the models, by name."""
     return _hash(model) % 2 == 0
 
 
@@ -73,7 +73,7 @@ def _hash(model: str) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One published step, and its prediction."""
+    """A published step and its prediction."""
 
     model: str
     layout: str
@@ -87,7 +87,9 @@ class Row:
 
 
 def build(name: str) -> nn.Module:
-    """The model on "meta", or on the CPU if it needs values. Raises RuntimeError if this timm does not have it."""
+    """Returns the model on "meta", or on the CPU if it needs values. Raises RuntimeError if this timm does not have
+    it.
+    """
     import timm  # type: ignore[import-not-found]
 
     linspace = torch.linspace
@@ -98,7 +100,7 @@ def build(name: str) -> nn.Module:
     with torch.device("meta"), patch.object(torch, "linspace", on_cpu):
         try:
             return timm.create_model(name).train()
-        except NotImplementedError:  # positions that a buffer is computed from
+        except NotImplementedError:  # positions that are computed from a buffer
             pass
     return timm.create_model(name).train()
 
@@ -110,7 +112,7 @@ def is_grouped(model: nn.Module) -> bool:
 
 
 def seconds(model: nn.Module, batch: int, side: int, last: bool) -> float:
-    """The predicted seconds of one step; `last`: in channels last."""
+    """Returns the predicted seconds of one step; `last`: in channels last."""
     order = torch.channels_last if last else torch.contiguous_format
     images = torch.empty(batch, 3, side, side, device="meta").to(memory_format=order)
     labels = torch.zeros(batch, dtype=torch.long, device="meta")
@@ -131,7 +133,9 @@ def seconds(model: nn.Module, batch: int, side: int, last: bool) -> float:
 
 
 def rows(only: str, models: int | None) -> Iterator[Row]:
-    """The published steps whose model has `only` in its name, traced; of so many `models`, in the order of hashes."""
+    """Returns traces of the published steps whose model has `only` in its name, for `models` models in the order of
+    hashes.
+    """
     import timm
 
     if timm.__version__ != TIMM:
@@ -164,7 +168,7 @@ def write(found: Iterable[Row]) -> None:
 
 
 def results() -> list[Row]:
-    """The rows of `RESULTS`."""
+    """Returns the rows of `RESULTS`."""
     with RESULTS.open(encoding="utf-8") as file:
         return [
             Row(
@@ -175,7 +179,7 @@ def results() -> list[Row]:
 
 
 def summary(found: list[Row]) -> str:
-    """Errors by layout, kind of convolution and half."""
+    """Returns errors by layout, kind of convolution and half."""
     lines = []
     for layout, order in (("nchw", "channels first"), ("nhwc", "channels last")):
         for grouped in (False, True):
@@ -189,7 +193,7 @@ def summary(found: list[Row]) -> str:
 
 
 def halves(found: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of the models that rules were chosen with, and the others."""
+    """Returns the rows of the models with which rules were chosen, and the others."""
     split: dict[str, list[Row]] = {"seen": [], "unseen": []}
     for row in found:
         split["seen" if seen(row.model) else "unseen"].append(row)
@@ -197,7 +201,7 @@ def halves(found: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def figures(some: list[Row]) -> list[str]:
-    """Count, median, absolute median, share within 25 %, worst."""
+    """Returns count, median, absolute median, share within 25 %, worst."""
     errors = [abs(row.error) for row in some]
     worst = max(some, key=lambda row: abs(row.error))
     within = sum(error <= 0.25 for error in errors) / len(errors)

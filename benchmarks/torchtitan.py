@@ -1,4 +1,4 @@
-"""torchtitan's Llama 2 and 3, as its published runs had it, and their step under FSDP2.
+"""torchtitan's Llama 2 and 3 as in its published runs, and their step under FSDP2.
 
 Unlike transformers' it repeats key and value heads before attention, turns queries and keys as complex numbers, and
 has norms of its own in fp32 (github.com/pytorch/torchtitan, torchtitan/models/llama/model.py of February 2025).
@@ -34,7 +34,7 @@ class Shape:
     blocks: int
     vocabulary: int
     length: int
-    fused_norms: bool = False  # in one kernel, as its configurations for 64 A100 had them in 2024
+    fused_norms: bool = False  # one fused kernel, as in its configurations for 64 A100 in 2024
 
     @property
     def head(self) -> int:
@@ -76,7 +76,7 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def repeated(x: Tensor, times: int) -> Tensor:
-    """Each key or value head as often as there are queries to it."""
+    """Repeats each key or value head for all of its queries."""
     if times == 1:
         return x
     batch, tokens, heads, size = x.shape
@@ -162,7 +162,7 @@ def float8_layers(model: nn.Module) -> list[Float8Linear]:
 
 @torch.no_grad()
 def agree_on_scales(layers: list[Float8Linear]) -> None:
-    """The scales of all weights by one all-reduce (torchao: precompute_float8_dynamic_scale_for_fsdp)."""
+    """Computes the scales of all weights by one all-reduce (torchao: precompute_float8_dynamic_scale_for_fsdp)."""
     largest: Any = torch.stack(torch._foreach_norm([layer.weight for layer in layers], math.inf)).clamp(1e-12)
     scales = (torch.finfo(E4M3).max / largest.to(torch.float64)).to_local().to(torch.float32)
     for number, layer in enumerate(layers):
@@ -170,7 +170,7 @@ def agree_on_scales(layers: list[Float8Linear]) -> None:
 
 
 def divide(model: Any, mesh: DeviceMesh) -> None:
-    """Its plan of tensor parallelism (torchtitan/models/llama3/infra/parallelize.py), with a divided loss."""
+    """Applies its plan of tensor parallelism (torchtitan/models/llama3/infra/parallelize.py), with a sharded loss."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -226,7 +226,7 @@ def trace(
         *others, last = model.layers.values()
         for block in (*others, last):
             fully_shard(block, mesh=rows, mp_policy=precision, reshard_after_forward=not keeps and block is not last)
-        fully_shard(model, mesh=rows, mp_policy=precision, reshard_after_forward=False)  # the PyTorch of then did so
+        fully_shard(model, mesh=rows, mp_policy=precision, reshard_after_forward=False)  # as in PyTorch at that time
         return torch.optim.AdamW(model.parameters(), fused=True)
 
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def trace(
         ids = torch.zeros(batch, tokens, dtype=torch.long)
         labels = ids.clone()
         optimizer.zero_grad()
-        # what the PyTorch of these runs took on Hopper
+        # the attention backend of these runs' PyTorch on Hopper
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), loss_parallel() if tp > 1 else nullcontext():
             logits = model(ids)
             loss = compute_loss(logits, labels)

@@ -1,4 +1,4 @@
-"""How long a trace takes, beside `torch.distributed._tools.MemTracker` on the same step in the same process.
+"""Time of a trace, compared with `torch.distributed._tools.MemTracker` on the same step in the same process.
 
 python benchmarks/trace_speed.py            # Llama-7B and SDXL's U-Net, AdamW, two steps; real sizes, no weights
 python benchmarks/trace_speed.py --plans    # and whole plans
@@ -38,7 +38,7 @@ Step = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
 def llama_7b(lora: bool = False) -> tuple[nn.Module, Step]:
-    """Llama-7B in bfloat16, all of it trained or LoRA on q, k, v and o; batch 1, 2048 tokens."""
+    """Llama-7B in bfloat16, fully trained or with LoRA on q, k, v and o; batch 1, 2048 tokens."""
     config = AutoConfig.for_model("llama", num_hidden_layers=32, use_cache=False)
     adapters = LoraConfig(r=16, task_type="CAUSAL_LM", target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     with torch.device("meta"):
@@ -55,7 +55,7 @@ def llama_7b(lora: bool = False) -> tuple[nn.Module, Step]:
 
 
 def sdxl_unet() -> tuple[nn.Module, Step]:
-    """SDXL's U-Net in bfloat16, all of it trained; batch 1, 1024 pixels."""
+    """SDXL's U-Net in bfloat16, fully trained; batch 1, 1024 pixels."""
     from diffusers import UNet2DConditionModel
 
     with torch.device("meta"):
@@ -91,7 +91,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def with_mem_tracker(model: nn.Module, step: Step) -> None:
-    """Two steps under torch's own tracker, on fake tensors."""
+    """Runs two steps under torch's own tracker on fake tensors."""
     with FakeTensorMode() as mode, restored(model), faked_model(model, Fakes(mode)):
         optimizer = adamw(model)
         tracker = MemTracker()
@@ -99,18 +99,18 @@ def with_mem_tracker(model: nn.Module, step: Step) -> None:
         with tracker:
             for _ in range(2):
                 step(model, optimizer)
-                tracker.reset_mod_stats()  # it takes no second step otherwise
+                tracker.reset_mod_stats()  # otherwise it makes no second step
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of CPU and of wall that `call` takes in this process."""
+    """Returns the CPU and wall seconds of `call` in this process."""
     begin = time.process_time(), time.perf_counter()
     call()
     return time.process_time() - begin[0], time.perf_counter() - begin[1]
 
 
 def timed_command(words: Sequence[str]) -> tuple[float, float]:
-    """The same of a command in a process of its own, with all that it starts."""
+    """Returns the CPU and wall seconds of a command in its own process, including all processes that it starts."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
     after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - begin
@@ -122,7 +122,7 @@ def show(what: str, times: tuple[float, float], more: str = "") -> None:
 
 
 def traces(names: Sequence[str], alone: bool) -> None:
-    """Two steps of each model: alike blocks once, every block, and torch's own tracker."""
+    """Times two steps of each model: with skipped blocks, with every block, and under torch's own tracker."""
     for name in names:
         model, step = MODELS[name]()
         options: Any = {"make_optimizer": adamw, "device": "a100-80gb"}
@@ -133,7 +133,7 @@ def traces(names: Sequence[str], alone: bool) -> None:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
         show(f"{name}, two steps, alike blocks once", once)
         show(f"{name}, two steps, every block", every, f"; the process held {memory:.2f} GiB at most")
-        if not alone and all(p.requires_grad for p in model.parameters()):  # MemTracker fails on frozen ones
+        if not alone and all(p.requires_grad for p in model.parameters()):  # MemTracker fails on frozen parameters
             theirs = timed(lambda: with_mem_tracker(model, step))  # noqa: B023
             show(f"{name}, two steps, MemTracker", theirs, f"; {theirs[0] / once[0]:.0f} times as long")
 

@@ -1,4 +1,4 @@
-"""Diffusion U-Nets under every policy: peak, what is kept after forward, seconds, and the largest batch of two cards.
+"""Diffusion U-Nets under every policy: peak, bytes kept after forward, seconds, and the largest batch on two GPUs.
 
     python benchmarks/unet_policies.py                                 # all; writes docs/unet_policies.md and its plot
     python benchmarks/unet_policies.py --no-write --models sdxl --methods lora --policies none pointwise
@@ -40,7 +40,7 @@ POLICIES = (
     "none", "pointwise", "modules:mlp", "modules:mlp,pointwise", "modules:attention,pointwise", "every:2,pointwise",
     "save:attention+matmul+conv", "save:attention+conv", "every:2", "full", "stages",
 )  # fmt: skip
-LARGEST = ("none", "modules:mlp,pointwise", "full")  # whose largest batch is asked for
+LARGEST = ("none", "modules:mlp,pointwise", "full")  # GPUs for the largest batch
 BATCH, DEVICE, CARDS = 4, "a100-80gb", ("rtx-4090", "a100-80gb")
 PAGE = Path(__file__).parents[1] / "docs" / "unet_policies.md"
 PLOT = PAGE.parent / "img" / "unet_frontier.png"
@@ -48,7 +48,7 @@ PLOT = PAGE.parent / "img" / "unet_frontier.png"
 
 @dataclass(frozen=True)
 class Result:
-    """One policy on one model: bytes and seconds, predicted."""
+    """Predicted bytes and seconds of one policy on one model."""
 
     model: str
     method: str
@@ -121,7 +121,7 @@ def page(groups: list[list[Result]], batch: int) -> str:
 
 
 def plot(groups: list[list[Result]]) -> None:
-    """Kept activations against step time, each relative to no policy: one panel a model and method."""
+    """Plots kept activations against step time, each relative to no policy; one panel per model and method."""
     from matplotlib.figure import Figure
 
     across = min(2, len(groups))
@@ -158,7 +158,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = make_parser().parse_args()
-    warnings.simplefilter("ignore", FutureWarning)  # libraries about each other
+    warnings.simplefilter("ignore", FutureWarning)  # warnings of libraries about each other
     groups = []
     for model in args.models:
         for method in args.methods:

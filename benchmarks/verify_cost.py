@@ -1,4 +1,4 @@
-"""What a verified step costs: CPU time of forward and backward, verified and not.
+"""Cost of verification: CPU time of forward and backward with and without it.
 
     python benchmarks/verify_cost.py [--repeats 4]
     python benchmarks/verify_cost.py --cards a100-80gb h100 rtx-4090    # predicted for GPUs, under `full`
@@ -37,7 +37,7 @@ def llama() -> torch.nn.Module:
 
 
 def measure(policy: str, repeats: int) -> dict[str, float]:
-    """CPU seconds of a step by `verify=`: "never" and "always"."""
+    """Returns the CPU seconds of a step by `verify=`: "never" and "always"."""
     ids = torch.randint(0, 1000, (4, 256))
     models = {verify: llama() for verify in ("never", "always")}
     seconds: dict[str, list[float]] = {verify: [] for verify in models}
@@ -48,13 +48,15 @@ def measure(policy: str, repeats: int) -> dict[str, float]:
             model.zero_grad()
             start = time.process_time()
             model(input_ids=ids, labels=ids).loss.backward()
-            if repeat:  # the first warms up
+            if repeat:  # the first is warm-up
                 seconds[verify].append(time.process_time() - start)
     return {verify: min(found) for verify, found in seconds.items()}
 
 
 def predict(name: str, batch: int, length: int, card: str) -> tuple[int, float, float]:
-    """Bytes that a plain step saves, seconds of the step under `full`, and those of the hashes."""
+    """Returns the bytes that a plain step saves, the seconds of the step under `full`, and the seconds of the
+    hashes.
+    """
     gpu = find_gpu(card)
     spec = TrainingSpec.of(name, dtype="bfloat16", seq_length=length, attn_implementation="flash_attention_2")
     workload = load(spec, gpu)
@@ -64,7 +66,7 @@ def predict(name: str, batch: int, length: int, card: str) -> tuple[int, float, 
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--cards", nargs="*", default=[])

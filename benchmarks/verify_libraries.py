@@ -1,4 +1,4 @@
-"""Trains tiny models of transformers, diffusers and timm plain and under policies with each step verified.
+"""Trains tiny models of transformers, diffusers and timm without and with policies, each step verified.
 
     python benchmarks/verify_libraries.py [--library transformers diffusers timm] [--models llama bert ...]
         [--policies full pointwise ...] [--json FILE] [--seconds 600]
@@ -46,7 +46,7 @@ TASKS = (  # the first that a type of model has is trained
 )  # fmt: skip
 MOST_PARAMETERS, MOST_PARAMETERS_OF_TIMM, SECONDS = 5_000_000, 40_000_000, 120
 
-# How `shrunk` sets an integer by its name: the first pattern that matches decides.
+# How `shrunk` sets an integer by its name; the first matching pattern decides.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"^(vocab_size|.*vocab_size)$", 99),
     (r"(pad|unk|mask|cls|sep)_token_id", 0),
@@ -73,7 +73,7 @@ SIZES: tuple[tuple[str, int], ...] = (
 )  # fmt: skip
 
 
-VARIANTS: tuple[dict[str, int], ...] = (  # tried one after the other
+VARIANTS: tuple[dict[str, int], ...] = (  # tried one after another
     {},
     {"head_dim": 16},
     {"head_dim": 32, "hidden_size": 64},
@@ -85,7 +85,7 @@ VARIANTS: tuple[dict[str, int], ...] = (  # tried one after the other
 
 
 def sized(name: str, value: int) -> int:
-    """The small value of a setting; a value that is smaller already stays."""
+    """Returns the small value of a setting; a value that is smaller already stays."""
     for pattern, small in SIZES:
         if re.search(pattern, name):
             return small if "token_id" in name else min(value, small)
@@ -93,7 +93,7 @@ def sized(name: str, value: int) -> int:
 
 
 def shrunk(config: Any) -> dict[str, Any]:
-    """The settings of a small configuration, for its class, from one with the defaults."""
+    """Returns the settings of a small configuration for its class, from one with the defaults."""
     settings: dict[str, Any] = {}
     for name, value in vars(config).items():
         if isinstance(value, transformers.PretrainedConfig):
@@ -117,7 +117,7 @@ def shrunk(config: Any) -> dict[str, Any]:
 
 
 def families() -> dict[str, str]:
-    """Types of models by name with the class that is trained, of the installed transformers."""
+    """Returns types of models by name with the class that is trained, of the installed transformers."""
     found: dict[str, str] = {}
     for task in TASKS:
         for name, classes in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
@@ -126,7 +126,7 @@ def families() -> dict[str, str]:
 
 
 def transformers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A small model of a type and the inputs of its step."""
+    """Returns a small model of a type and the inputs of its step."""
     kind = getattr(transformers, families()[name])
     default = transformers.AutoConfig.for_model(name)
     errors = []
@@ -135,11 +135,11 @@ def transformers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
         try:
             known = {key: value for key, value in other.items() if key in settings}
             config = type(default)(**settings | known | TRANSFORMERS.get(name, {}))
-            config.use_cache = False  # a KV cache lays keys out anew, and a checkpointed block has none
+            config.use_cache = False  # a KV cache changes the layout of keys, and a checkpointed block has none
             model, inputs = made(kind, config), model_inputs(kind, config)
             loss_of(model(**inputs)).backward()
             return model, inputs
-        except Exception as error:  # of any library's kind: the next rule
+        except Exception as error:  # any error of the library: the next rule is tried
             errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
     raise ValueError(errors[0])
 
@@ -159,7 +159,7 @@ def made(kind: Any, *args: Any, most: int = MOST_PARAMETERS, **kwargs: Any) -> n
 
 
 def model_inputs(kind: Any, config: Any) -> dict[str, Any]:
-    """Inputs of a class of transformers by its name and the names of its arguments."""
+    """Returns inputs of a class of transformers from its name and its argument names."""
     torch.manual_seed(1)
     ids = torch.randint(3, 99, (2, 16))
     size = getattr(config, "image_size", None) or 32
@@ -210,7 +210,7 @@ BLOCKS = {"down_block_types": slice(0, 2), "up_block_types": slice(-2, None)}  #
 
 
 def diffusers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A small model of a class of diffusers and inputs by the names of its arguments."""
+    """Returns a small model of a class of diffusers, and inputs from its argument names."""
     import diffusers
 
     kind = getattr(diffusers, name)
@@ -235,7 +235,7 @@ def diffusers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     for drop in ((), ("axes_dims_rope", "axes_dim_rope", "patch_size", "in_channels", "out_channels")):
         try:
             model = made(kind, **{key: value for key, value in settings.items() if key not in drop})
-        except Exception as error:  # the next rule
+        except Exception as error:  # the next rule is tried
             errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
             continue
         for inputs in diffusers_inputs(model):
@@ -243,13 +243,13 @@ def diffusers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
                 torch.manual_seed(0)
                 loss_of(model(**inputs)).backward()
                 return model, inputs
-            except Exception as error:  # other shapes
+            except Exception as error:  # other shapes are tried
                 errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
     raise ValueError(errors[-1] if errors else "no settings")
 
 
 def diffusers_inputs(model: Any) -> Iterator[dict[str, Any]]:
-    """Inputs as images, as videos and as packed tokens."""
+    """Yields inputs as images, as videos and as packed tokens."""
     torch.manual_seed(1)
     config = model.config
     channels = config.get("in_channels") or 4
@@ -296,7 +296,7 @@ NEEDED = {
 
 
 def diffusers_names() -> list[str]:
-    """U-Nets, transformers, autoencoders and ControlNets of the installed diffusers."""
+    """Returns U-Nets, transformers, autoencoders and ControlNets of the installed diffusers."""
     import diffusers
 
     pattern = r"(UNet.*Model|Transformer\w*Model|Transformer\w*|^Autoencoder\w+|^VQModel|Prior)$"
@@ -312,7 +312,7 @@ def diffusers_names() -> list[str]:
 
 
 def timm_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A small model of timm for 64 pixels a side, or for as many as it wants, and two images."""
+    """Returns a small model of timm for 64 x 64 pixels, or for its own size, and two images."""
     import timm  # type: ignore[import-not-found]
 
     errors = []
@@ -320,7 +320,7 @@ def timm_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
         settings = settings | TIMM[name] | {"num_classes": 8}
         try:
             model = made(functools.partial(timm.create_model, name), most=MOST_PARAMETERS_OF_TIMM, **settings)
-        except Exception as error:  # it takes no size of images
+        except Exception as error:  # it takes no image size
             errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
             continue
         for side in (64, int(model.default_cfg["input_size"][-1])):  # type: ignore[index]
@@ -329,16 +329,16 @@ def timm_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
             try:
                 loss_of(model(**inputs)).backward()
                 return model, inputs
-            except Exception as error:  # of any kind: another size
+            except Exception as error:  # any error: another size is tried
                 errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
     raise ValueError(errors[-1])
 
 
-# --- what they share
+# --- shared by all libraries
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The model's loss, or the sum of the mean squares of its outputs."""
+    """Returns the model's loss, or the sum of the mean squares of its outputs."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss.float().mean()
@@ -347,7 +347,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an output and of the lists, tuples and dicts in it."""
+    """Returns the tensors of an output, also inside lists, tuples and dicts."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, dict) or hasattr(output, "values"):
@@ -358,7 +358,7 @@ def tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 def numbers(model: nn.Module, inputs: dict[str, Any], before: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Loss, gradients and buffers of the second of two steps, from the buffers `before`."""
+    """Returns loss, gradients and buffers of the second of two steps, from the buffers `before`."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
@@ -374,7 +374,7 @@ def numbers(model: nn.Module, inputs: dict[str, Any], before: dict[str, Any]) ->
 
 
 def differing(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], bound: float) -> list[str]:
-    """Names of what differs by more than a bound, relative to the largest value."""
+    """Returns the names of values that differ by more than a bound, relative to the largest value."""
     if ours.keys() != plain.keys():
         return sorted(ours.keys() ^ plain.keys())
     largest = max((float(x.abs().max()) for x in plain.values() if x.is_floating_point() and x.numel()), default=0.0)
@@ -393,7 +393,7 @@ def differing(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], bou
 
 
 def verdicts(model: nn.Module, inputs: dict[str, Any], policies: list[str]) -> dict[str, str]:
-    """By policy: "equal", "raised: ...", "differs: ..." or "no match: ..."."""
+    """Returns, by policy: "equal", "raised: ...", "differs: ..." or "no match: ..."."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     plain = numbers(model, inputs, before)
     if again := differing(numbers(model, inputs, before), plain, 0):
@@ -411,13 +411,13 @@ def verdicts(model: nn.Module, inputs: dict[str, Any], policies: list[str]) -> d
                 found[policy] = f"differs: {', '.join(names[:3])} ({len(names)})"
             else:
                 found[policy] = "rounds otherwise" if differing(ours, plain, 0) else "equal"
-        except Exception as error:  # of any kind: it is reported
+        except Exception as error:  # any error is reported
             found[policy] = f"raised: {type(error).__name__}: {error}"
         applied.remove()
     return found
 
 
-# By library: what builds a model and its inputs from a name, and what lists the names.
+# by library: the function that builds a model and its inputs from a name, and the function that lists names
 LIBRARIES: dict[str, tuple[Callable[[str], tuple[nn.Module, dict[str, Any]]], Callable[[], Iterable[str]]]] = {
     "transformers": (transformers_model, families),
     "diffusers": (diffusers_model, diffusers_names),
@@ -430,7 +430,7 @@ def _too_long(*_: Any) -> None:
 
 
 def main() -> None:
-    """Run, print one line for each model, and fail if a step raised or differed under a policy."""
+    """Runs, prints one line per model, and fails if a step raised or differed under a policy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", nargs="+", choices=list(LIBRARIES), default=["transformers", "diffusers"])
     parser.add_argument("--models", nargs="+", default=None)
@@ -457,7 +457,7 @@ def main() -> None:
             try:
                 model, inputs = build(name)
                 found[name] = verdicts(model, inputs, args.policies)
-            except Exception as error:  # of any library's kind: this model does not train so
+            except Exception as error:  # any error of the library: this model does not train this way
                 found[name] = f"not built: {type(error).__name__}: {error}"[:300]
             signal.alarm(0)
             shown = (

@@ -1,4 +1,4 @@
-"""What resnet50.py and vit.py share: steps traced and, on CUDA, measured; largest batches; docs/vision.md."""
+"""Shared by resnet50.py and vit.py: traced and, on CUDA, measured steps; largest batches; docs/vision.md."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Measured:
 def measure(
     make_model: Callable[[], nn.Module], step: Step, make_optimizer: Callable[[nn.Module], Any] | None = None
 ) -> Measured | None:
-    """The step on CUDA after a warm-up; None without CUDA or when it runs out of memory."""
+    """Runs the step on CUDA after a warm-up; None without CUDA or if it runs out of memory."""
     if not torch.cuda.is_available():
         return None
     model = optimizer = None
@@ -66,12 +66,14 @@ def measure(
 
 
 def fits(trace: StepTrace, capacity: int) -> bool:
-    """Whether the caching allocator serves warm-up and step within `capacity` bytes, giving back cached segments."""
+    """Whether the caching allocator can serve warm-up and step within `capacity` bytes, releasing cached segments."""
     return replay([storage.nbytes for storage in trace.storages], trace.events, capacity=capacity).oom_at is None
 
 
 def largest_batch(trace_of: Callable[[int], StepTrace], capacity: int, most: int) -> int:
-    """The largest batch size up to `most` whose step fits: an interval where the peak's line ends is halved."""
+    """Returns the largest batch size up to `most` whose step fits, by bisection from a linear extrapolation of the
+    peak.
+    """
     low, high = (trace_of(size).peak_allocated for size in (8, 16))
     per_image = (high - low) / 8
     estimate = min(most, int((capacity - low) / per_image) + 8)
@@ -102,18 +104,18 @@ def trace(
     device: str,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> StepTrace:
-    """`trace_step` of one step after one that warms up."""
+    """Returns `trace_step` of one step after a warm-up step."""
     return trace_step(model, step, make_optimizer=make_optimizer, device=device)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; columns after the first to the right."""
+    """Returns a Markdown table with right-aligned columns after the first."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def made_by() -> str:
-    """Command, versions, machine and day, as one line."""
+    """Returns command, versions, machine and day as one line."""
     facts = provenance()
     versions = ", ".join(f"{name} {facts['versions'][name]}" for name in ("python", "torch", "transformers"))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
@@ -122,7 +124,7 @@ def made_by() -> str:
 
 
 def write_section(name: str, text: str) -> None:
-    """Put `text` into docs/vision.md as the section `name`, in place of the one before."""
+    """Writes `text` into docs/vision.md as the section `name`, replacing the previous one."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else TITLE
     section = f"{begin}\n{text.strip()}\n\n{made_by()}\n{end}\n"

@@ -3,7 +3,7 @@
     python benchmarks/vit.py              # prints, and writes its section of docs/vision.md; about ten minutes
     python benchmarks/vit.py --no-write --policies none full --resolutions 224
 
-Predicted by `trace_step` for an A100 of 80 GB, in Trainer's loop; peak and time measured too where there is CUDA.
+Predictions by `trace_step` for an A100 of 80 GB, in Trainer's loop; peak and time are also measured if there is CUDA.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def predicted(policy: str, batch: int, resolution: int, precise: bool = False) -
 
 
 def measured(policy: str, resolution: int) -> Measured | None:
-    """The same step at `BATCH` on this machine's GPU, random weights."""
+    """Measures the same step at `BATCH` on this machine's GPU, with random weights."""
     subject = workload(resolution)
 
     def model() -> nn.Module:
@@ -70,7 +70,7 @@ def measured(policy: str, resolution: int) -> Measured | None:
 
 @functools.cache
 def most(policy: str, resolution: int, precise: bool = False) -> int:
-    """The largest batch on the card."""
+    """Returns the largest batch on the GPU."""
     print(f"largest batch at {resolution}: {policy}", file=sys.stderr, flush=True)
     return largest_batch(lambda size: predicted(policy, size, resolution, precise), find_gpu(GPU).usable, SEARCHED)
 
@@ -100,7 +100,7 @@ def every_policy(resolution: int, policies: list[str]) -> str:
 
 
 def beside_the_tutorial(resolutions: list[int]) -> str:
-    """Largest batches without and with every block checkpointed; the tutorial's 32 and 96 come without settings."""
+    """Largest batches without and with every block checkpointed; the tutorial gives 32 and 96 without settings."""
     rows = [["tutorial (settings not given)", "32", "96", "3.00"]]
     for resolution in resolutions:
         for precise, name in ((False, "bf16 autocast, SDPA"), (True, "fp32, eager attention")):

@@ -1,4 +1,6 @@
-"""The ResNet-50 case study: four strategies, largest batches, the loop with AMP, by benchmarks/resnet50.py."""
+"""The ResNet-50 case study with benchmarks/resnet50.py: four strategies, largest batches, and a training loop with
+AMP.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from .common import Case, Figure, Section, predict
 
 
 def resnet(images: Path, quick: bool) -> Section:
-    """The case study's four strategies, largest batches and AMP loop, by benchmarks/resnet50.py."""
+    """The four strategies, largest batches and AMP loop of the case study."""
     import resnet50 as study  # type: ignore[import-not-found]
     import vision  # type: ignore[import-not-found]
 

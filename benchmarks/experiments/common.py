@@ -1,4 +1,4 @@
-"""What the experiments share: a step that can be predicted, tracked and run on CUDA, and what a page is made of.
+"""Shared by the experiments: a step that can be predicted, tracked and run on CUDA, and the parts of a page.
 
 MB is 1e6 bytes here, as in the documents that the experiments are from.
 """
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """What CUDA counted: bytes at most allocated, median seconds of a step."""
+    """Measurements on CUDA: peak bytes and median seconds of a step."""
 
     peak: int
     seconds: float
@@ -51,7 +51,7 @@ class Measured:
 
 @dataclass
 class Figure:
-    """A published figure beside ours; where `ours` is None `note` says why."""
+    """A published figure and ours; if `ours` is None, `note` gives the reason."""
 
     source: str
     what: str
@@ -64,7 +64,7 @@ class Figure:
 
     @property
     def error(self) -> str:
-        """Signed: relative, or in points where the figure is a percentage itself."""
+        """The signed error: relative, or in points if the figure is a percentage."""
         if self.ours is None or self.reference is None:
             return ""
         if self.unit == "%":
@@ -74,32 +74,32 @@ class Figure:
 
 @dataclass
 class Section:
-    """One experiment's part of the page: paragraphs, tables and pictures in order, and its published figures."""
+    """The section of one experiment: paragraphs, tables and pictures in order, and its published figures."""
 
     title: str
     parts: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
 
     def text(self, *lines: str) -> None:
-        """Add a paragraph."""
+        """Adds a paragraph."""
         self.parts.append(" ".join(lines))
 
     def table(self, header: list[str], rows: list[list[str]], words: bool = False) -> None:
-        """Add a table; the first column is text, the others are figures, or `words` too."""
+        """Adds a table; the first column is text, the others are figures, or text too with `words`."""
         lines = [header, ["---", *["---" if words else "---:"] * (len(header) - 1)], *rows]
         self.parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
 
     def picture(self, name: str, alt: str) -> None:
-        """Add a picture of docs/img."""
+        """Adds a picture of docs/img."""
         self.parts.append(f"![{alt}](img/{name})")
 
 
 @contextmanager
 def under(model: nn.Module, policy: str) -> Iterator[nn.Module]:
-    """`model` with `policy` on it."""
+    """Applies `policy` to `model` and returns it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        apply_policy(model, policy, verify="never")  # the bytes of a step that is not verified
+        apply_policy(model, policy, verify="never")  # bytes of a step without verification
         try:
             yield model
         finally:
@@ -107,7 +107,7 @@ def under(model: nn.Module, policy: str) -> Iterator[nn.Module]:
 
 
 def predict(case: Case, policy: str, device: str) -> StepTrace:
-    """The step on fake tensors, as `device` would run it ("cpu": by the CPU's own rules)."""
+    """Traces the step on fake tensors for `device` ("cpu" uses the CPU's rules)."""
     with torch.device("meta"):
         model = case.build()
     with under(model, policy):
@@ -115,7 +115,7 @@ def predict(case: Case, policy: str, device: str) -> StepTrace:
 
 
 def measure(case: Case, policy: str) -> StepTrace:
-    """The step run for real on the CPU, every storage followed."""
+    """Runs the step on the CPU and tracks every storage."""
     model = case.build()
     optimizer = case.make_optimizer(model) if case.make_optimizer else None
     with under(model, policy), Tracker(model, optimizer) as tracker:
@@ -126,7 +126,7 @@ def measure(case: Case, policy: str) -> StepTrace:
 
 
 def measure_cuda(case: Case, policy: str, steps: int = 5) -> Measured | None:
-    """The step run on the CUDA device; None where there is none or it runs out of memory."""
+    """Runs the step on the CUDA device; None if there is none or it runs out of memory."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -136,7 +136,7 @@ def measure_cuda(case: Case, policy: str, steps: int = 5) -> Measured | None:
         seconds = []
         with under(model, policy):
             for at in range(steps + 2):
-                if at == 1:  # the first step allocates what later ones find
+                if at == 1:  # the first step allocates memory that later ones reuse
                     torch.cuda.reset_peak_memory_stats()
                 start = time.perf_counter()
                 case.step(model, optimizer)
@@ -150,17 +150,17 @@ def measure_cuda(case: Case, policy: str, steps: int = 5) -> Measured | None:
 
 
 def kept(trace: StepTrace) -> int:
-    """Bytes of activations that forward leaves for backward."""
+    """Returns the bytes of activations that forward saves for backward."""
     return sum(trace.module_activations().values())
 
 
 def flops(trace: StepTrace) -> int:
-    """Floating-point operations of the measured step's matmuls, convolutions and attention."""
+    """Returns the floating-point operations of the measured step's matmuls, convolutions and attention."""
     return sum(op.flops for op in trace.ops if op.at >= trace.start)
 
 
 def mb(nbytes: float) -> str:
-    """`nbytes` in MB, a decimal below 100."""
+    """Formats `nbytes` in MB, with one decimal below 100."""
     return f"{nbytes / MB:.1f}" if nbytes < 100 * MB else f"{nbytes / MB:.0f}"
 
 
@@ -205,7 +205,7 @@ def policy_table(section: Section, policies: list[str], full: Case, small: Case,
 def line_plot(
     path: Path, series: dict[str, tuple[list[float], list[float]]], axes: tuple[str, str], **marks: Any
 ) -> None:
-    """Lines of (x, y); `marks` may give `star=(x, y, text)` and `log=True` for both axes."""
+    """Draws lines of (x, y); `marks` may give `star=(x, y, text)` and `log=True` for both axes."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(6, 3.6), layout="constrained")

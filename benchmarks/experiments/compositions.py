@@ -1,4 +1,4 @@
-"""What AMP, LoRA, accumulation, offload, DDP, FSDP2 and ZeRO do to the peak, each without and with checkpointing."""
+"""The effect of AMP, LoRA, accumulation, offload, DDP, FSDP2 and ZeRO on the peak, with and without checkpointing."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Recipe:
     """One way to train a small Llama.
 
     Attributes:
-        layers, width, vocabulary, batch, length: its size; `batch` is that of an optimizer step.
-        autocast: the device whose autocast rules hold, "" for none.
+        layers, width, vocabulary, batch, length: its size; `batch` is the batch of an optimizer step.
+        autocast: the device whose autocast rules are used, "" for none.
         lora: LoRA rank, 0 for all weights.
-        micro: micro-batches of an optimizer step.
+        micro: micro-batches per optimizer step.
     """
 
     layers: int = 12
@@ -81,7 +81,7 @@ def _adamw_of_trained(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def compositions(images: Path, quick: bool) -> Section:
-    """One table for a single device, one for two ranks."""
+    """One table for a single device, and one for two ranks."""
     section = Section("Compositions")
     small = Recipe(layers=2, width=32, vocabulary=64, batch=4, length=32)
     full = replace(small, batch=8) if quick else Recipe()
@@ -129,7 +129,7 @@ def compositions(images: Path, quick: bool) -> Section:
 
 
 def _ranks(section: Section, quick: bool) -> None:
-    """Two gloo ranks on the CPU: rank 0's peak, measured."""
+    """Measures rank 0's peak with two gloo ranks on the CPU."""
     ways = [
         "one process",
         "DDP",
@@ -169,7 +169,7 @@ def _rank(rank: int, folder: str, ways: list[str], blocks: int) -> None:
 
 
 def _peak(way: str, policy: str, blocks: int) -> int:
-    """Peak bytes of this rank's second step."""
+    """Returns the peak bytes of this rank's second step."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""The twelve-block homework: attention and MLP sublayers checkpointed apart, every other block, flash.
+"""The twelve-block homework: checkpointed attention or MLP sublayers, every other block, flash attention.
 
-One process, as it was: models of a later cell are built while the earlier ones, their gradients included, still live;
-each run's AdamW dies with the run.
+As in the original, all runs are in one process: models of a later cell are built while earlier ones and their
+gradients are still alive; each run's AdamW is freed after the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Variant:
     flash: bool = False
 
 
-# Three cells, each as it built its models, with the megabytes that it printed.
+# Three cells, each with the models that it built, and the megabytes that it printed.
 CELLS: list[list[tuple[Variant, int]]] = [
     [
         (Variant("none", attention=False, mlp=False), 3140),
@@ -58,7 +58,7 @@ class ToyBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, flash: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.need_weights = not flash  # whoever asks for the weights gets attention spelled out, O(S^2) of it
+        self.need_weights = not flash  # with returned weights, attention is computed by matmuls with O(S^2) memory
         self.attention = nn.MultiheadAttention(width, heads, batch_first=True, dtype=dtype)
         self.up, self.down = nn.Linear(width, 4 * width, dtype=dtype), nn.Linear(4 * width, width, dtype=dtype)
         self.norm1, self.norm2 = nn.LayerNorm(width, dtype=dtype), nn.LayerNorm(width, dtype=dtype)
@@ -74,7 +74,7 @@ class ToyBlock(nn.Module):
 
 
 class ToyModel(nn.Module):
-    """Blocks of which a `Variant` says what is checkpointed."""
+    """Blocks of which a `Variant` checkpoints some."""
 
     def __init__(self, variant: Variant, depth: int, width: int, heads: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class ToyModel(nn.Module):
 
 @dataclass(frozen=True)
 class Size:
-    """Depth, width, heads and sequence length of the models; two steps show what ten do."""
+    """Depth, width, heads and sequence length of the models; two steps are enough to show what ten do."""
 
     depth: int = 12
     width: int = 512
@@ -103,7 +103,7 @@ class Size:
 
 
 def train(model: ToyModel, x: Tensor, steps: int) -> None:
-    """One run of the homework: an AdamW of its own, the mean of the output as loss."""
+    """One run of the homework with its own AdamW and the mean of the output as loss."""
     optimizer = adamw(model)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -114,7 +114,7 @@ def train(model: ToyModel, x: Tensor, steps: int) -> None:
 
 
 def session(size: Size) -> Any:
-    """The notebook as a step function: each call is the next model's run, `alive` holds the models so far."""
+    """Returns the notebook as a step function: each call runs the next model, and `alive` holds all models so far."""
     cells = iter(CELLS)
     pending: list[ToyModel] = []
     alive: list[ToyModel] = []
@@ -134,14 +134,14 @@ RUNS = sum(len(cell) for cell in CELLS)
 
 
 def predict_all(device: str, size: Size) -> list[int]:
-    """Peak bytes of each of the nine runs, by the trace."""
+    """Returns the traced peak bytes of each of the nine runs."""
     trace = trace_step(nn.Module(), session(size), device=device, warmup_steps=RUNS - 1)
     starts = [at for at, name in trace.marks if name == "step"] + [len(trace.events)]
     return [trace.replay.peak_allocated(*bounds) for bounds in itertools.pairwise(starts)]
 
 
 def measure_all(size: Size) -> list[int]:
-    """Peak bytes of each of the nine runs, really run on the CPU."""
+    """Returns the measured peak bytes of each of the nine runs on the CPU."""
     run, peaks = session(size), []
     with Tracker() as tracker:
         for _ in range(RUNS):
@@ -152,7 +152,7 @@ def measure_all(size: Size) -> list[int]:
 
 
 def measure_all_cuda(size: Size) -> list[int]:
-    """Peak bytes of each run on the CUDA device, none without one."""
+    """Returns the peak bytes of each run on the CUDA device, or nothing without one."""
     if not torch.cuda.is_available():
         return []
     run, peaks = session(size), []
@@ -165,7 +165,7 @@ def measure_all_cuda(size: Size) -> list[int]:
 
 
 def homework(images: Path, quick: bool) -> Section:
-    """All nine figures."""
+    """All nine published figures."""
     section = Section("The twelve-block homework")
     section.text(
         "The source is a public notebook (github.com/vinitvyas09/optimizers, hw2_activation_checkpointing.ipynb):",

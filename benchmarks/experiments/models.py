@@ -1,4 +1,4 @@
-"""The documents' small models, and the steps that train them."""
+"""Small models of the documents, and their training steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .common import Case, Step
 
 
 def linear_stack(depth: int = 8, width: int = 4096) -> nn.Sequential:
-    """Bare linear layers, one after the other."""
+    """Linear layers in sequence, without activations."""
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
 
 
 def relu_stack(depth: int = 10, width: int = 1024) -> nn.Sequential:
-    """Linear layers with a ReLU after each."""
+    """Linear layers, each followed by a ReLU."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
 
 
@@ -74,7 +74,7 @@ def transformer(depth: int, width: int, heads: int) -> nn.Sequential:
 
 
 def mean_step(*shape: int) -> Step:
-    """zero_grad, forward on random inputs of `shape`, the mean as loss, backward, optimizer step."""
+    """Returns a step: zero_grad, forward on random inputs of `shape`, the mean as loss, backward, optimizer step."""
 
     def step(model: nn.Module, optimizer: Any) -> None:
         weight = next(model.parameters())
@@ -93,5 +93,5 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def case(build: Callable[[], nn.Module], *shape: int, optimizer: bool = False) -> Case:
-    """A `mean_step` case."""
+    """Returns a case with a `mean_step`."""
     return Case(build, mean_step(*shape), adamw if optimizer else None)

@@ -1,4 +1,4 @@
-"""Selective checkpointing by lists of ops or submodules, and torch.compile's activation memory budget."""
+"""Selective checkpointing by lists of operators or submodules, and torch.compile's activation memory budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from .common import Case, Section, kept, line_plot, policy_table, under
 from .models import case, feed_forwards, transformer
 
-# The documents' SAC policies, by name, in this project's words.
+# The documents' SAC policies by name, as policies of this project.
 POLICIES = {
     "nothing checkpointed": "none",
     "full checkpointing": "full",
@@ -71,7 +71,7 @@ def selective(images: Path, quick: bool) -> Section:
 
 
 def budgets(images: Path, quick: bool) -> Section:
-    """`budget:1.0 ... 0.0` under torch.compile: measured peaks, non-monotonic points shown."""
+    """`budget:1.0 ... 0.0` under torch.compile: measured peaks, with non-monotonic points marked."""
     section = Section("torch.compile's activation memory budget")
     backend, reason = backend_here()
     section.text(
@@ -106,7 +106,7 @@ def budgets(images: Path, quick: bool) -> Section:
 
 
 def backend_here() -> tuple[str, str]:
-    """inductor where there is a C++ compiler; else the partitioner alone, which is what obeys the budget."""
+    """Returns inductor if there is a C++ compiler, otherwise the partitioner alone, which applies the budget."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler:
         return "inductor", f"C++ compiler found: {Path(compiler).name}"
@@ -117,7 +117,9 @@ def backend_here() -> tuple[str, str]:
 
 
 def peak_of(job: Case, policy: str, backend: str = "") -> int:
-    """Peak bytes of forward and backward of `job`'s model under `policy`, compiled by `backend` if one is given."""
+    """Returns the peak bytes of forward and backward of `job`'s model under `policy`, compiled by `backend` if
+    given.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = job.build()

@@ -1,4 +1,6 @@
-"""Savings against depth, memory and time against frequency, and torch's checkpoint_sequential beside `segments:N`."""
+"""Savings by depth, memory and time by checkpointing frequency, and torch's checkpoint_sequential against
+`segments:N`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from .models import case, feed_forwards, mean_step
 
 
 def depth(images: Path, quick: bool) -> Section:
-    """Savings against depth."""
+    """Savings by depth."""
     section = Section("Savings against depth")
     section.text(
         "The table has the activations that the forward pass keeps for residual feed-forward blocks of width 1024,",
@@ -61,7 +63,7 @@ def depth(images: Path, quick: bool) -> Section:
 
 
 def frequency(images: Path, quick: bool) -> Section:
-    """Memory and time against how often is checkpointed: 1, 2, 4, 8 and sqrt(L)."""
+    """Memory and time by checkpointing frequency: every 1, 2, 4, 8 and sqrt(L) blocks."""
     blocks, width, batch = (4, 128, 32) if quick else (16, 1024, 2048)
     section = Section("Memory and time against checkpoint frequency")
     section.text(
@@ -156,5 +158,5 @@ def sequential(images: Path, quick: bool) -> Section:
 
 
 def _run_again(trace: StepTrace) -> int:
-    """Blocks whose forward ran in backward, by their GELUs."""
+    """Returns the number of blocks whose forward ran in backward, counted by their GELUs."""
     return sum(op.name == "aten.gelu.default" and op.phase == "backward" and op.at >= trace.start for op in trace.ops)

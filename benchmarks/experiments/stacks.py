@@ -1,4 +1,4 @@
-"""Where memory goes and what checkpointing does to it, on stacks of layers."""
+"""Where memory goes in stacks of layers, and the effect of checkpointing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINEAR = "linear stack 8 x 4096 x 4096, batch 256, fp32, T4"
 
 
 def breakdown(images: Path, quick: bool) -> Section:
-    """Bytes of each category against the batch size, and where activations overtake the rest."""
+    """Bytes of each category by batch size, and the batch size from which activations dominate."""
     section = Section("Where memory goes, against the batch size")
     section.text(
         "The table has the most bytes of each category during a step of ten linear layers of width 1024, each with",
@@ -62,7 +62,7 @@ def breakdown(images: Path, quick: bool) -> Section:
 
 
 def timeline(images: Path, quick: bool) -> Section:
-    """The linear stack through forward, the peak in backward, and zero_grad."""
+    """The linear stack over time: forward, the peak in backward, and zero_grad."""
     section = Section("The timeline of the linear stack")
     depth, width, batch = (4, 256, 32) if quick else (8, 4096, 256)
 
@@ -93,14 +93,16 @@ def timeline(images: Path, quick: bool) -> Section:
 
 
 def _forward(trace: StepTrace) -> tuple[list[int], int]:
-    """The events at which the layers of the measured step made their outputs, and that at which backward began."""
+    """Returns the events at which the layers of the measured step produced their outputs, and the one at which
+    backward began.
+    """
     backward = next(at for at, name in trace.marks if name == "backward" and at >= trace.start)
     made = [(at, trace.storages[trace.events[at]].op) for at in range(trace.start, backward) if trace.events[at] >= 0]
     return [at for at, op in made if op == "aten.addmm.default"], backward
 
 
 def segments(images: Path, quick: bool) -> Section:
-    """Per-layer against segment checkpointing of bare layers."""
+    """Checkpointing of bare layers, one by one and in segments."""
     section = Section("Per-layer against segment checkpointing")
     section.text(
         "A bare linear layer keeps its input for backward, and so does a checkpoint around it. Per-layer",

@@ -1,4 +1,4 @@
-"""The documents' traps, each run on purpose: what `check_parity` says of it, or what the tracker counts."""
+"""Common checkpointing errors, made on purpose: what `check_parity` reports, or what the tracker counts."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class TrapModel(nn.Module):
 
 
 def each_block(model: nn.Module, run: Run) -> None:
-    """Run every block of `model` through `run`."""
+    """Runs every block of `model` through `run`."""
     for block in model.blocks:  # type: ignore[union-attr]
         block.forward = partial(run, block.forward)
 
 
 def reentrant(forward: Forward, x: Tensor) -> Tensor:
-    """Inputs that need no gradient: PyTorch warns once, and nothing inside is trained."""
+    """Reentrant checkpointing of inputs without gradients: PyTorch warns once, and nothing inside is trained."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out: Tensor = checkpoint(forward, x, use_reentrant=True)
@@ -68,13 +68,13 @@ def reentrant(forward: Forward, x: Tensor) -> Tensor:
 
 
 def without_rng(forward: Forward, x: Tensor) -> Tensor:
-    """The recomputation draws other dropout masks than forward did."""
+    """The recomputation draws other dropout masks than forward."""
     out: Tensor = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
     return out
 
 
 def plain(forward: Forward, x: Tensor) -> Tensor:
-    """torch's checkpoint as it is: BatchNorm sees each batch twice."""
+    """torch's own checkpoint: BatchNorm sees each batch twice."""
     out: Tensor = checkpoint(forward, x, use_reentrant=False)
     return out
 
@@ -91,7 +91,7 @@ def nested(model: nn.Module) -> None:
     model.features = partial(plain, model.features)  # type: ignore[assignment,arg-type]
 
 
-# name -> what sets the trap on a model, and the model's options
+# name -> a function that makes the error in a model, and the model's options
 TRAPS: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any]]] = {
     "the frozen front that trains nothing": (partial(each_block, run=reentrant), {}),
     "dropout without RNG": (partial(each_block, run=without_rng), {"dropout": 0.5}),
@@ -102,7 +102,7 @@ TRAPS: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any]]] = {
 
 
 def spring(name: str) -> tuple[Parity, Parity]:
-    """Parity of one trap, and of this project's `full` on the same model."""
+    """Returns the parity of one error, and of this project's `full` on the same model."""
     install, options = TRAPS[name]
     torch.manual_seed(0)
     model, x = TrapModel(**options), torch.randn(8, 16)
@@ -110,7 +110,7 @@ def spring(name: str) -> tuple[Parity, Parity]:
 
 
 def kept_references(keep: bool) -> list[int]:
-    """Peak bytes of five steps of a loop that keeps each loss tensor, or its number alone."""
+    """Returns the peak bytes of five steps of a loop that keeps each loss tensor, or only its number."""
     torch.manual_seed(0)
     model, history, peaks = TrapModel(), [], []
     each_block(model, plain)
@@ -118,7 +118,7 @@ def kept_references(keep: bool) -> list[int]:
         for _ in range(5):
             tracker.restart()
             model.zero_grad()
-            loss = model(torch.randn(64, 16)).square()  # unreduced: what is kept holds its graph
+            loss = model(torch.randn(64, 16)).square()  # without reduction: a kept loss holds its graph
             loss.mean().backward(retain_graph=keep)
             history.append(loss if keep else float(loss.detach().mean()))
             del loss
@@ -127,7 +127,7 @@ def kept_references(keep: bool) -> list[int]:
 
 
 def runs_of_linears(install: Callable[[nn.Module], None]) -> int:
-    """How many times the blocks' four linear layers run in one step of forward and backward."""
+    """Returns how often the blocks' four linear layers run in one step of forward and backward."""
     model = TrapModel()
     install(model)
     with Tracker(model) as tracker:
@@ -138,7 +138,7 @@ def runs_of_linears(install: Callable[[nn.Module], None]) -> int:
 
 
 def traps(images: Path, quick: bool) -> Section:
-    """All of them."""
+    """All errors."""
     section = Section("The traps")
     section.text(
         "Each trap is built into a small model on purpose. `check_parity` compares a step with the trap and one",

@@ -14,9 +14,9 @@ from ckpt_ft.workloads.workload import Workload
 from .common import Case, Figure, Section, kept, mb, predict
 
 SOURCE, GPU = "tutorial, A100-80GB", "a100-80gb"
-SEARCHED = 4096  # the largest batch that is looked at
+SEARCHED = 4096  # upper limit of the search
 
-# strategy -> (policy, memory reduction %, compute overhead %) as the tutorial gives them
+# strategy -> (policy, memory reduction %, compute overhead %), as published by the tutorial
 STRATEGIES = {
     "every block": ("full", 70, 50),
     "every 2 blocks": ("every:2", 50, 30),
@@ -24,7 +24,7 @@ STRATEGIES = {
     "sqrt(L)": ("sqrt", 60, 25),
 }
 _LORA: dict[str, Any] = {"dtype": "bfloat16", "lora_r": 16, "lora_dropout": 0.0}
-# name -> (model, our settings, batch without, with, saved %) as the tutorial gives them; it gives no settings
+# name -> (model, our settings, batch without, with, saved %), as published by the tutorial, which gives no settings
 BATCHES: dict[str, tuple[str, dict[str, Any], int, int, int]] = {
     "SD 2.1 U-Net": ("stabilityai/stable-diffusion-2-1", {"mixed_precision": "bf16"}, 4, 12, 62),
     "SDXL U-Net": ("stabilityai/stable-diffusion-xl-base-1.0", {"mixed_precision": "bf16"}, 1, 4, 68),
@@ -103,7 +103,7 @@ def largest_batches(images: Path, quick: bool) -> Section:
 
 
 def _found(workload: Workload, most: int) -> tuple[int, int, float]:
-    """Largest batch without and with `full`, and the percentage that `full` takes off the peak at the former."""
+    """Returns the largest batch without and with `full`, and how many percent `full` saves at the former."""
     found = [
         predict_max_batch_size(workload, policy, max_batch_size=most).batch
         for policy in ("none", "full")

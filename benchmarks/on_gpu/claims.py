@@ -1,4 +1,4 @@
-"""What README and DESIGN promise, each held against the results of a run: holds, falls short, or not measured."""
+"""Claims of README and DESIGN, compared with the results of a run: holds, falls short, or not measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONVOLUTIONAL = ("SD ", "SDXL", "ResNet")
 
 @dataclass(frozen=True)
 class Claim:
-    """A promise and how a run decides it."""
+    """A claim, and the function that decides it for a run."""
 
     text: str
     decide: Callable[[dict[str, Any]], Verdict]
@@ -23,7 +23,7 @@ class Claim:
 def both(
     results: dict[str, Any], figure: str, name: Callable[[str], bool] = lambda _: True
 ) -> list[tuple[str, float, float]]:
-    """(case, predicted, measured) of each case that has both."""
+    """Yields (case, predicted, measured) of each case that has both."""
     found = []
     for case in results["cases"]:
         predicted, measured = (case.get("predicted") or {}).get(figure), (case.get("measured") or {}).get(figure)
@@ -35,7 +35,7 @@ def both(
 def _within(
     figure: str, median: float, worst: float, name: Callable[[str], bool]
 ) -> Callable[[dict[str, Any]], Verdict]:
-    """|predicted / measured - 1|, median and worst."""
+    """Compares the median and worst of |predicted / measured - 1| with bounds."""
 
     def decide(results: dict[str, Any]) -> Verdict:
         errors = sorted((abs(p / m - 1), case) for case, p, m in both(results, figure, name))
@@ -99,7 +99,7 @@ def _max_batch(results: dict[str, Any]) -> Verdict:
         texts.append(
             f"{case['workload']}, {case['policy']}: predicted {row['predicted']}, proved {row['proved']}, {steps}"
         )
-    most = 4  # three, and the one that makes the optimizer's state
+    most = 4  # three, plus the one that creates the optimizer's state
     good = all(row["proved"] and len(row["trials"]) <= most for _, row in found)
     return ("holds" if good else "falls short"), "; ".join(texts)
 
@@ -164,7 +164,7 @@ CLAIMS = [
 
 
 def verdicts(results: dict[str, Any]) -> list[dict[str, str]]:
-    """A row for each claim."""
+    """Returns a row for each claim."""
     rows = []
     for claim in CLAIMS:
         verdict, figures = claim.decide(results)

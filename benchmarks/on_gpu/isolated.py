@@ -1,6 +1,6 @@
-"""A function in a process of its own, with a time limit: what it breaks or leaks, it keeps to itself.
+"""Runs a function in its own process with a time limit, so that failures and leaks do not affect others.
 
-Processes are forked from a server that has imported the libraries and never touched CUDA: ten seconds saved for each.
+Processes are forked from a server that has imported the libraries and never used CUDA, which saves ten seconds each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PRELOAD = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it went: status "ok", "oom", "skipped" (does not suit, or a library is absent), "timeout" or "error"."""
+    """The outcome: status "ok", "oom", "skipped" (unsuitable, or a library is missing), "timeout" or "error"."""
 
     status: str
     value: Any
@@ -41,13 +41,13 @@ class Outcome:
     seconds: float
 
 
-start_method = "forkserver"  # gpu.py falls back to "spawn" where a library's import touches CUDA all the same
+start_method = "forkserver"  # gpu.py uses "spawn" if a library's import initializes CUDA
 
 
 def call(function: Callable[..., Any], *args: Any, limit: float) -> Outcome:
-    """`function(*args)` in a new process, killed after `limit` seconds; arguments and result are pickled."""
+    """Calls `function(*args)` in a new process, killed after `limit` seconds; arguments and result are pickled."""
     context: Any = multiprocessing.get_context(start_method)
-    context.set_forkserver_preload(_PRELOAD)  # what is not installed is passed over
+    context.set_forkserver_preload(_PRELOAD)  # packages that are not installed are ignored
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(send, function, args), daemon=True)
     began = time.perf_counter()
@@ -65,15 +65,15 @@ def call(function: Callable[..., Any], *args: Any, limit: float) -> Outcome:
 
 
 def _run(send: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    warnings.simplefilter("ignore")  # of the libraries, the same for each case
-    gc.freeze()  # collections need not walk, and so copy, what the server imported
+    warnings.simplefilter("ignore")  # warnings of the libraries, equal for each case
+    gc.freeze()  # garbage collection does not search, and so copy, the server's imported objects
     try:
         result = ("ok", function(*args), "")
     except torch.OutOfMemoryError as error:
         result = ("oom", None, one_line(error, 300))
     except UserError as error:
         result = ("skipped", None, one_line(error, 300))
-    except Exception as error:  # whatever goes wrong is this case's result
+    except Exception as error:  # any failure is this case's result
         result = ("error", None, f"{type(error).__name__}: {one_line(error, 300)}")
     send.send(result)
     send.close()

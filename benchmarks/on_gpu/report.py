@@ -1,4 +1,4 @@
-"""A run's results as Markdown and pictures."""
+"""Results of a run as Markdown and pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .claims import both
 
 
 def markdown(results: dict[str, Any], pictures: list[Path]) -> str:
-    """The page: claims, then every case, then plan and largest batches, then where it was made."""
+    """Returns the page: claims, every case, plan and largest batches, and the machine."""
     parts = [
         f"# {results['title']}",
         _made_by(results),
@@ -108,7 +108,7 @@ def _gib(nbytes: Any) -> str:
 
 
 def pictures(results: dict[str, Any], stem: Path) -> list[Path]:
-    """Measured against predicted peaks, and each workload's peak against its time; those that have points."""
+    """Draws measured against predicted peaks, and each workload's peak against its time, if there are points."""
     made = []
     pairs = both(results, "allocated")
     if pairs:

@@ -1,4 +1,6 @@
-"""What each process does: predict a step, measure it, find the largest batch, plan; on CUDA, or dry on the CPU."""
+"""Work of each process: predict a step, measure it, find the largest batch, plan; on CUDA, or as a dry run on the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ WARM_UP, TIMED, PROFILED = 2, 5, 2
 
 
 def device_facts() -> dict[str, Any]:
-    """The GPU at hand as the trace takes it, with driver-side facts; empty without one."""
+    """Returns the GPU as the trace sees it, with facts of the driver; empty without a GPU."""
     gpu = current_gpu()
     if gpu is None:
         return {}
@@ -38,7 +40,7 @@ def device_facts() -> dict[str, Any]:
 
 
 def predict(spec: Spec, policy: str, gpu: dict[str, Any] | None) -> dict[str, Any]:
-    """The trace's figures for `gpu` (None: for the CPU)."""
+    """Returns the trace's figures for `gpu` (None: for the CPU)."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     workload = spec.load()
@@ -48,7 +50,7 @@ def predict(spec: Spec, policy: str, gpu: dict[str, Any] | None) -> dict[str, An
 
 
 def measure(spec: Spec, policy: str) -> dict[str, Any]:
-    """Peaks of each phase as counted, and the median seconds of a step after the warm-up."""
+    """Returns the counted peaks of each phase, and the median seconds of a step after the warm-up."""
     workload = spec.load()
     model = real_model(workload)
     apply_policy(model, policy)
@@ -74,7 +76,7 @@ def measure(spec: Spec, policy: str) -> dict[str, Any]:
 
 
 def largest_batch(spec: Spec, policy: str, budget: str) -> dict[str, Any]:
-    """`find_max_batch_size` within `budget`: predicted, proved, and the steps that it took."""
+    """Returns the results of `find_max_batch_size` within `budget`: predicted, proved, and the steps taken."""
     workload = spec.load()
     model = real_model(workload)
     apply_policy(model, policy)
@@ -84,7 +86,7 @@ def largest_batch(spec: Spec, policy: str, budget: str) -> dict[str, Any]:
 
 
 def make_plan(spec: Spec, gpu: dict[str, Any] | None, budget: str, policies: list[str] | None) -> list[dict[str, Any]]:
-    """The planner's rows within `budget`, its pick first."""
+    """Returns the planner's rows within `budget`, its pick first."""
     workload = spec.load()
     workload = replace(workload, name=spec.name, device=GPU(**gpu) if gpu else "cpu")
     made = plan(workload, budget, max_batch_size=64, policies=policies)
@@ -124,7 +126,7 @@ def real_model(workload: Workload) -> nn.Module:
 
 
 def really(workload: Workload, model: nn.Module) -> Workload:
-    """The workload with `model`, on random data: all zeros would make a GPU faster than it is."""
+    """Returns the workload with `model` on random data, because a GPU is faster on zeros."""
 
     def make_batch(samples: int, length: int | None) -> Batch:
         with torch.device(_device()):
@@ -138,7 +140,7 @@ def really(workload: Workload, model: nn.Module) -> Workload:
 
 
 def _timed(run: Callable[[], None]) -> list[float]:
-    """Seconds of each of `TIMED` runs, by CUDA events where there is CUDA."""
+    """Returns the seconds of each of `TIMED` runs, by CUDA events if there is CUDA."""
     if not torch.cuda.is_available():
         seconds = []
         for _ in range(TIMED):
@@ -161,7 +163,9 @@ def _device() -> str:
 
 
 def _empty_cache() -> None:
-    """Building a model reserves more than keeping it; what is measured begins here, as the trace does."""
+    """Empties the cache, because building a model reserves more than keeping it; measurement starts here, as the trace
+    does.
+    """
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What is run on the GPU: models by configuration alone, policies, sizes; and the same at toy size for `--dry-run`."""
+"""Workloads for the GPU: models by configuration, policies and sizes; and toy sizes for `--dry-run`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload
 
-# Every policy is run on the first three; on the others those that tell most.
+# The first three workloads run every policy, the others the most informative ones.
 LANGUAGE = (
     "none",
     "full",
@@ -37,7 +37,7 @@ UNET = ("none", "full", "save:attention+matmul+conv", "pointwise")
 
 @dataclass(frozen=True)
 class Spec:
-    """One workload: `model` is a name that ckpt_ft knows without a download, or a configuration as a dict."""
+    """A workload; `model` is a name that ckpt_ft knows without a download, or a configuration as a dict."""
 
     name: str
     model: str | dict[str, Any]
@@ -75,10 +75,10 @@ SPECS = (
     Spec("SDXL LoRA", _SDXL, 1, UNET, {"dtype": "bfloat16", "lora_r": 16}),
     Spec("SDXL full", _SDXL, 1, UNET, _AMP),
 )
-# Where the host's time shows, and where it does not.
+# one where the host's time shows, and one where it does not
 SMALL_BATCH = Spec("small batch", "meta-llama/Llama-3.2-1B", 1, CORE, {**_LORA, "seq_length": 64})
 LARGE_BATCH = Spec("large batch", "meta-llama/Llama-3.2-1B", 8, CORE, _LORA)
-BUDGET = "24GiB"  # of max-batch and plan: less than any card that this is meant for has
+BUDGET = "24GiB"  # for max-batch and plan: less than any intended GPU has
 
 _TINY_LLAMA = {
     "model_type": "llama",
