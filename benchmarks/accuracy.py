@@ -29,7 +29,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import accuracy_prose as prose
-from benchmarks import bert_large, experts, kernels, operators, parked, prime_rl, t4_lora, timm_steps
+from benchmarks import bert_large, experts, kernels, offloaded, operators, prime_rl, t4_lora, timm_steps
 from benchmarks import compiled as others
 from benchmarks import figures as toys
 from benchmarks import flux2 as klein
@@ -304,7 +304,7 @@ def host(most: int | None) -> Group:
     """Parameters, Adam and activations in host memory, and small states of optimizers; no seconds were published."""
     header = ("run", "published", "predicted", "error")
     group = Group("Host memory and small optimizer states", prose.HOST, header)
-    for row in islice(parked.rows(), most):
+    for row in islice(offloaded.rows(), most):
         cells = [f"{row.published:.2f} {row.unit}", f"{row.predicted:.2f} {row.unit}", percent(row.error)]
         group.lines.append([row.name, *cells, "", f"{row.seconds:.4g}", ""])
         group.errors.setdefault("bytes", []).append(row.error)
@@ -314,15 +314,21 @@ def host(most: int | None) -> Group:
 
 def longest(most: int | None, blind: bool = False) -> Group:
     """The longest sequences of Llama-3.1-8B that ALST published, without seconds."""
-    beside = "first predicted" if blind else "at the published bytes"
-    header = ("run", "tokens: published", "predicted to fit", "error", beside, "error")
+    figures_at = "first predicted" if blind else "at the published bytes"
+    header = ("run", "tokens: published", "predicted to fit", "error", figures_at, "error")
     title, text = ("Longest sequences, blind", prose.LONGEST_BLIND) if blind else ("Longest sequences", prose.LONGEST)
     group = Group(title, text, header, unseen=blind)
-    for row in islice(parked.longest(blind), most):
-        now, other = (tokens / row.published - 1 for tokens in (row.predicted, row.beside))
-        cells = [f"{row.published:,}", f"{row.predicted:,}", percent(now), f"{row.beside:,.0f}", percent(other)]
+    for row in islice(offloaded.longest(blind), most):
+        now, other = (tokens / row.published - 1 for tokens in (row.predicted, row.at_known_bytes))
+        cells = [
+            f"{row.published:,}",
+            f"{row.predicted:,}",
+            percent(now),
+            f"{row.at_known_bytes:,.0f}",
+            percent(other),
+        ]
         group.lines.append([row.name, *cells, "", "", ""])
-        for column, error in ((beside, other),) if blind else (("tokens", now), (beside, other)):
+        for column, error in ((figures_at, other),) if blind else (("tokens", now), (figures_at, other)):
             group.errors.setdefault(column, []).append(error)
         print(*group.lines[-1], sep="  ", flush=True)
     return group

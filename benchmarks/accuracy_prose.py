@@ -150,7 +150,7 @@ row's description says that 4 of 38 inputs of blocks stay on the card; transform
 (`save_on_cpu`), and `offload` fetches one ahead."""
 
 HOST = """\
-`python benchmarks/parked.py`. No rule or constant was fitted to these rows. Llama's rows are ALST's for one GPU
+`python benchmarks/offloaded.py`. No rule or constant was fitted to these rows. Llama's rows are ALST's for one GPU
 (ArcticTraining, projects/sequence-parallelism: ZeRO-3, parameters and Adam in host memory). Lengths and bytes are
 those of its configurations, whose "GB" are 2**30 bytes of the whole device by NVML (arctic_training/debug/utils.py).
 The prediction is the reserved bytes of the trace with expandable segments, which the configurations do not name, plus

@@ -78,8 +78,8 @@ def predicted(row: dict[str, str]) -> float:
     func, args, out = call(row)
     flops, nbytes, dtype, kernels, shape, _ = measure(func, args, {}, out)
     op = Op(str(func), flops, nbytes, dtype, "", "", 0, kernels, shape=shape)
-    beside = CALL.get(row["op"], ELEMENTWISE_CALL)
-    burst, loaded = (beside + device_seconds(op, card(row["gpu"], under_load)) for under_load in (False, True))
+    call_seconds = CALL.get(row["op"], ELEMENTWISE_CALL)
+    burst, loaded = (call_seconds + device_seconds(op, card(row["gpu"], under_load)) for under_load in (False, True))
     return loaded if burst > LOAD else burst
 
 

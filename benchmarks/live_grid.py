@@ -189,12 +189,12 @@ def main() -> None:
     rows = {row["number"]: row for row in map(json.loads, text)}
     for number in range(asked.runs):
         drawn = draw(chance)
-        again = number in asked.repeat
-        if (number in rows or asked.repeat) and not again:
+        repeats = number in asked.repeat
+        if (number in rows or asked.repeat) and not repeats:
             continue
         if time.monotonic() - began > asked.seconds:
             break
-        row: dict[str, Any] = {"number": number, "repeated": again}
+        row: dict[str, Any] = {"number": number, "repeated": repeats}
         try:
             row["measured"], row["predicted"], row["notes"] = run(drawn)
         except Exception as error:

@@ -105,8 +105,8 @@ def peaks() -> str:
     """The four strategies: peak, saving, seconds."""
     header = ["strategy", "policy", "published MB", "predicted MB", "error", "dropped MB", "error"]
     header += ["saved, published", "saved, predicted", "published ms", "predicted ms", "ratio"]
-    here = {policy: measured(policy) for policy in PUBLISHED}
-    if any(here.values()):
+    on_this_gpu = {policy: measured(policy) for policy in PUBLISHED}
+    if any(on_this_gpu.values()):
         header += [f"measured MB ({torch.cuda.get_device_name()})", "measured ms"]
     rows, base = [], 0.0
     for policy, known in PUBLISHED.items():
@@ -120,8 +120,8 @@ def peaks() -> str:
         row += [f"{other:.2f}", percent(other / known.peak_mb - 1)]
         row += [f"{100 * (1 - known.peak_mb / 3033.27):.1f} %", f"{100 * (1 - peak / base):.1f} %"]
         row += [f"{known.milliseconds:.1f}", f"{ms:.1f}", f"{ms / known.milliseconds:.2f}"]
-        measurement = here[policy]
-        if any(here.values()):
+        measurement = on_this_gpu[policy]
+        if any(on_this_gpu.values()):
             row += (
                 [f"{measurement.allocated / 1e6:.2f}", f"{1000 * measurement.seconds:.1f}"]
                 if measurement

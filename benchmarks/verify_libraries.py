@@ -136,7 +136,7 @@ def transformers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
             known = {key: value for key, value in other.items() if key in settings}
             config = type(default)(**settings | known | TRANSFORMERS.get(name, {}))
             config.use_cache = False  # a KV cache changes the layout of keys, and a checkpointed block has none
-            model, inputs = made(kind, config), model_inputs(kind, config)
+            model, inputs = instance_of(kind, config), model_inputs(kind, config)
             loss_of(model(**inputs)).backward()
             return model, inputs
         except Exception as error:  # any error of the library: the next rule is tried
@@ -144,7 +144,7 @@ def transformers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     raise ValueError(errors[0])
 
 
-def made(kind: Any, *args: Any, most: int = MOST_PARAMETERS, **kwargs: Any) -> nn.Module:
+def instance_of(kind: Any, *args: Any, most: int = MOST_PARAMETERS, **kwargs: Any) -> nn.Module:
     """An instance of a class of models.
 
     Raises:
@@ -216,7 +216,7 @@ def diffusers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     kind = getattr(diffusers, name)
     if name in DIFFUSERS:
         settings, inputs_of = DIFFUSERS[name]
-        model = made(kind, **settings)
+        model = instance_of(kind, **settings)
         torch.manual_seed(1)
         inputs = inputs_of()
         loss_of(model(**inputs)).backward()
@@ -234,7 +234,7 @@ def diffusers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     errors = []
     for drop in ((), ("axes_dims_rope", "axes_dim_rope", "patch_size", "in_channels", "out_channels")):
         try:
-            model = made(kind, **{key: value for key, value in settings.items() if key not in drop})
+            model = instance_of(kind, **{key: value for key, value in settings.items() if key not in drop})
         except Exception as error:  # the next rule is tried
             errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
             continue
@@ -319,7 +319,7 @@ def timm_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     for settings in ({"img_size": 64}, {}):
         settings = settings | TIMM[name] | {"num_classes": 8}
         try:
-            model = made(functools.partial(timm.create_model, name), most=MOST_PARAMETERS_OF_TIMM, **settings)
+            model = instance_of(functools.partial(timm.create_model, name), most=MOST_PARAMETERS_OF_TIMM, **settings)
         except Exception as error:  # it takes no image size
             errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
             continue

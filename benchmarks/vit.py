@@ -78,7 +78,7 @@ def most(policy: str, resolution: int, precise: bool = False) -> int:
 def every_policy(resolution: int, policies: list[str]) -> str:
     """Peak and seconds at `BATCH`, and the largest batch."""
     rows = []
-    here = {policy: measured(policy, resolution) for policy in policies}
+    on_this_gpu = {policy: measured(policy, resolution) for policy in policies}
     plain = predicted("none", BATCH, resolution)
     plain_most = most("none", resolution)
     for policy in policies:
@@ -88,13 +88,13 @@ def every_policy(resolution: int, policies: list[str]) -> str:
         row += [f"{100 * (1 - found.peak_allocated / plain.peak_allocated):.0f} %", f"{1000 * found.seconds:.0f}"]
         capped = " (the cap)" if size == SEARCHED else ""
         row += [f"{100 * (found.seconds / plain.seconds - 1):+.0f} %", f"{size}{capped}", f"{size / plain_most:.2f}"]
-        if any(here.values()):
-            measurement = here[policy]
+        if any(on_this_gpu.values()):
+            measurement = on_this_gpu[policy]
             given = (measurement.allocated / GIB, 1000 * measurement.seconds) if measurement else ()
             row += [f"{value:.2f}" for value in given] or ["", ""]
         rows.append(row)
     header = ["policy", "allocated GiB", "reserved GiB", "saved", "ms", "time", "largest batch", "ratio"]
-    if any(here.values()):
+    if any(on_this_gpu.values()):
         header += [f"measured GiB ({torch.cuda.get_device_name()})", "measured ms"]
     return table(header, rows)
 

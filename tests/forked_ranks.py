@@ -33,7 +33,13 @@ def _rank(rank: int, ranks: int, port: int, work: Callable[..., None], *args: An
     warnings.simplefilter("ignore")  # a fork inherits pytest's filters, which raise
     gc.freeze()  # otherwise each garbage collection of a rank would search, and so copy, the heap shared with pytest
     torch.set_num_threads(1)
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in here.items()}, MASTER_ADDR="127.0.0.1")
+    rank_environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in rank_environment.items()}, MASTER_ADDR="127.0.0.1")
     forget_process()
     work(rank, *args)

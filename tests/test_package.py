@@ -79,9 +79,9 @@ def test_installed_versions_equal_the_constraints() -> None:
     """Only versions for this Python are compared; `make oldest` does not run this test."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     tested = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    here = [one for one in tested if one.marker is None or one.marker.evaluate()]
-    assert len(here) > 10
-    wrong = {one.name: found for one in here if (found := installed(one.name)) not in one.specifier}
+    for_this_python = [one for one in tested if one.marker is None or one.marker.evaluate()]
+    assert len(for_this_python) > 10
+    wrong = {one.name: found for one in for_this_python if (found := installed(one.name)) not in one.specifier}
     assert wrong == {}
 
 

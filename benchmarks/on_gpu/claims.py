@@ -20,7 +20,7 @@ class Claim:
     decide: Callable[[dict[str, Any]], Verdict]
 
 
-def both(
+def predicted_and_measured(
     results: dict[str, Any], figure: str, name: Callable[[str], bool] = lambda _: True
 ) -> list[tuple[str, float, float]]:
     """Yields (case, predicted, measured) of each case that has both."""
@@ -38,7 +38,7 @@ def _within(
     """Compares the median and worst of |predicted / measured - 1| with bounds."""
 
     def decide(results: dict[str, Any]) -> Verdict:
-        errors = sorted((abs(p / m - 1), case) for case, p, m in both(results, figure, name))
+        errors = sorted((abs(p / m - 1), case) for case, p, m in predicted_and_measured(results, figure, name))
         if not errors or results["dry_run"]:
             return _not_measured(results)
         middle, (most, case) = statistics.median(error for error, _ in errors), errors[-1]
@@ -49,7 +49,7 @@ def _within(
 
 
 def _seconds_rank(results: dict[str, Any]) -> Verdict:
-    pairs = both(results, "seconds")
+    pairs = predicted_and_measured(results, "seconds")
     if len(pairs) < 3 or results["dry_run"]:
         return _not_measured(results)
     predicted, measured = _ranks([p for _, p, _ in pairs]), _ranks([m for _, _, m in pairs])

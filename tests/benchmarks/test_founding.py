@@ -90,15 +90,15 @@ def test_errors_are_signed() -> None:
 
 
 def test_script_lists_its_experiments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def typed(*words: str) -> tuple[int | str | None, str, str]:
+    def run_script(*words: str) -> tuple[int | str | None, str, str]:
         monkeypatch.setattr(sys, "argv", ["founding.py", *words])
         with pytest.raises(SystemExit) as left:
             runpy.run_path(str(ROOT / "benchmarks" / "founding.py"), run_name="__main__")
         return left.value.code, *capsys.readouterr()
 
-    code, listed, _ = typed("--list")
+    code, listed, _ = run_script("--list")
     assert code == 0
     assert {line.split()[0] for line in listed.splitlines()} >= {"homework", "budgets", "traps", "compositions"}
-    code, _, said = typed("--only", "home")
+    code, _, said = run_script("--only", "home")
     assert code == 2
     assert "--only home: no such experiment" in said

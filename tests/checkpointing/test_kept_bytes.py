@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 
-def kept(trace: StepTrace) -> int:
+def kept_bytes(trace: StepTrace) -> int:
     """Returns the bytes that are allocated when the forward pass of the second step has ended."""
     backward = next(at for at, phase in trace.marks if phase == "backward" and at >= trace.start)
     return trace.replay.allocated[backward - 1]
@@ -50,7 +50,7 @@ def kept_live(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
         for _ in range(2):
             tracker.start_step()
             step(batch)(model, None)
-    return kept(tracker.trace())
+    return kept_bytes(tracker.trace())
 
 
 def checkpointed(model: Any, policy: str = "") -> nn.Module:
@@ -129,7 +129,7 @@ def test_traced_quantised_base_is_not_copied(method: str) -> None:
     theirs, ours = (
         trace_step(checkpointed(quantised(method), policy), step(language_models.batch())) for policy in ("", "full")
     )
-    assert kept(ours) == kept(theirs)
+    assert kept_bytes(ours) == kept_bytes(theirs)
     assert ours.peaks == theirs.peaks
 
 

@@ -40,7 +40,7 @@ class Answer:
 
 
 @pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*argv: str) -> Answer:
         monkeypatch.setattr(sys, "argv", ["ckpt-ft", *argv])
         with pytest.raises(SystemExit) as stop:
@@ -51,8 +51,10 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def test_estimate_of_a_tiny_llama_counts_every_byte(ask: Any, config: str) -> None:
-    answer = ask("estimate", config, "--device", "cpu", "--seq-length", "32", "--optimizer", "adamw_fused", "--json")
+def test_estimate_of_a_tiny_llama_counts_every_byte(run_cli: Any, config: str) -> None:
+    answer = run_cli(
+        "estimate", config, "--device", "cpu", "--seq-length", "32", "--optimizer", "adamw_fused", "--json"
+    )
     result = json.loads(answer.out)
     weights = 99 * 32 * 2 + 4 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
     assert answer.code == 0
@@ -63,25 +65,25 @@ def test_estimate_of_a_tiny_llama_counts_every_byte(ask: Any, config: str) -> No
     assert result["seconds"] is None
 
 
-def test_policies_lower_the_peak_of_a_long_sequence(ask: Any, config: str) -> None:
+def test_policies_lower_the_peak_of_a_long_sequence(run_cli: Any, config: str) -> None:
     def peak(policy: str) -> int:
         argv = ("--device", "t4", "--batch-size", "64", "--seq-length", "64", "--policy", policy, "--json")
-        return int(json.loads(ask("estimate", config, *argv).out)["peak_allocated"])
+        return int(json.loads(run_cli("estimate", config, *argv).out)["peak_allocated"])
 
     assert peak("none") > peak("save:attention+matmul") > peak("full")
 
 
-def test_estimate_says_whether_it_fits(ask: Any, config: str) -> None:
-    fits = ask("estimate", config, "--device", "t4", "--seq-length", "64")
+def test_estimate_says_whether_it_fits(run_cli: Any, config: str) -> None:
+    fits = run_cli("estimate", config, "--device", "t4", "--seq-length", "64")
     assert "fits," in fits.out
     assert "of 14.56 GiB" in fits.out
     assert "What holds the peak" in fits.out
     assert "model.layers.*." in fits.out
     assert "all else" in fits.out
-    assert "does not fit" in ask("estimate", config, "--device", "t4", "--capacity", "100MiB").out
+    assert "does not fit" in run_cli("estimate", config, "--device", "t4", "--capacity", "100MiB").out
 
 
-def test_estimate_counts_image_tokens(ask: Any, tmp_path: Path) -> None:
+def test_estimate_counts_image_tokens(run_cli: Any, tmp_path: Path) -> None:
     text = {**LLAMA, "model_type": "llama", "head_dim": 16}
     tower = {"model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     seeing = {
@@ -90,39 +92,39 @@ def test_estimate_counts_image_tokens(ask: Any, tmp_path: Path) -> None:
     }  # fmt: skip
     path = tmp_path / "seeing.json"
     path.write_text(json.dumps(seeing))
-    answer = ask("estimate", str(path), "--images", "2", "--image-size", "80x60", "--device", "cpu")
+    answer = run_cli("estimate", str(path), "--images", "2", "--image-size", "80x60", "--device", "cpu")
     assert answer.code == 0
     assert "seq length 1154, images 2, image tokens 128, on cpu" in " ".join(answer.out.split())
     assert "rows are text alone" not in answer.out
 
 
-def test_version(ask: Any) -> None:
-    answer = ask("--version")
+def test_version(run_cli: Any) -> None:
+    answer = run_cli("--version")
     assert (answer.code, answer.out) == (0, f"{ckpt_ft.__version__}\n")
 
 
-def test_no_command_prints_the_help(ask: Any) -> None:
-    answer = ask()
+def test_no_command_prints_the_help(run_cli: Any) -> None:
+    answer = run_cli()
     assert (answer.code, answer.err) == (0, "")
     assert "estimate" in answer.out
-    assert "Recipes: " in ask("recipe", "--help").out
+    assert "Recipes: " in run_cli("recipe", "--help").out
 
 
-def test_flags_have_the_names_of_trl_and_axolotl(ask: Any, config: str) -> None:
+def test_flags_have_the_names_of_trl_and_axolotl(run_cli: Any, config: str) -> None:
     """Asks one question with our flags, with TRL's and with axolotl's."""
     ours = ("--seq-length", "16", "--batch-size", "2", "--lora", "4", "--dtype", "bfloat16", "--optimizer", "adamw")
     trl = ("--max_length", "16", "--per_device_train_batch_size", "2", "--lora_r", "4", "--torch_dtype", "bfloat16")
     others = ("--sequence_len=16", "--micro_batch_size=2", "--lora-r=4", "--dtype=bfloat16", "--optim=adamw")
-    answers = [ask("estimate", config, *argv, "--json") for argv in (ours, (*trl, "--optim", "adamw"), others)]
+    answers = [run_cli("estimate", config, *argv, "--json") for argv in (ours, (*trl, "--optim", "adamw"), others)]
     assert len({answer.out for answer in answers}) == 1
     assert json.loads(answers[0].out)["batch_size"] == 2
 
 
-def test_peft_config_equals_its_flags_and_is_in_the_command(ask: Any, config: str, tmp_path: Path) -> None:
+def test_peft_config_equals_its_flags_and_is_in_the_command(run_cli: Any, config: str, tmp_path: Path) -> None:
     commands = []
 
     def asked(*argv: str) -> Any:
-        found = json.loads(ask("estimate", config, "--seq-length", "16", "--json", *argv).out)
+        found = json.loads(run_cli("estimate", config, "--seq-length", "16", "--json", *argv).out)
         commands.append(found.pop("command"))
         return found
 
@@ -139,11 +141,11 @@ def test_peft_config_equals_its_flags_and_is_in_the_command(ask: Any, config: st
     assert (four["accumulation"], four["seconds"] > 2 * asked()["seconds"]) == (4, True)
 
 
-def test_default_gpu_and_user_described_gpu(ask: Any, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_gpu_and_user_described_gpu(run_cli: Any, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "current_gpu", lambda: None)
 
     def asked(*argv: str) -> Any:
-        return json.loads(ask("estimate", config, "--seq-length", "16", "--json", *argv).out)
+        return json.loads(run_cli("estimate", config, "--seq-length", "16", "--json", *argv).out)
 
     own = asked("--gpu-memory", "20GiB", "--gpu-like", "rtx-4090")
     assert (own["device"], own["capacity"]) == ("rtx-4090 with 20.00 GiB", 20 * GIB)
@@ -153,8 +155,8 @@ def test_default_gpu_and_user_described_gpu(ask: Any, config: str, monkeypatch: 
     assert asked()["device"] == "l4"
 
 
-def test_number_without_unit_is_gib_with_a_note(ask: Any, config: str) -> None:
-    answer = ask("estimate", config, "--seq-length", "16", "--json", "--capacity", "24")
+def test_number_without_unit_is_gib_with_a_note(run_cli: Any, config: str) -> None:
+    answer = run_cli("estimate", config, "--seq-length", "16", "--json", "--capacity", "24")
     assert json.loads(answer.out)["capacity"] == 24 * GIB
     assert answer.err == "note: --budget 24 is taken as 24 GiB\n"
 
@@ -176,42 +178,44 @@ SHORT = ("--device", "t4", "--seq-length", "64")
     ],
 )
 def test_suggested_change_fits_when_typed(
-    ask: Any, config: str, asked: tuple[str, ...], capacity: str, says: list[str]
+    run_cli: Any, config: str, asked: tuple[str, ...], capacity: str, says: list[str]
 ) -> None:
     """The first suggestion, typed as flags, fits and has the memory and time that the suggestion states."""
     if "adamw_8bit" in says[-1]:
         Path(config).write_text(json.dumps(WIDE))
     typed = ("estimate", config, *SHORT, *asked, "--capacity", capacity, "--json")
-    answer = json.loads(ask(*typed).out)
+    answer = json.loads(run_cli(*typed).out)
     assert answer["headroom"] < 0
     ways = answer["answer"]["ways"]
     assert ways[0]["command"].startswith(f"ckpt-ft recipe llm --model_name_or_path {config} --ac_policy ")
     assert [way["slower"] for way in ways] == sorted(way["slower"] for way in ways)
     for part in says:
         assert part in ways[0]["change"]
-    suggested = json.loads(ask(*typed, *shlex.split(ways[0]["change"])).out)
+    suggested = json.loads(run_cli(*typed, *shlex.split(ways[0]["change"])).out)
     assert (suggested["peak_reserved"], suggested["headroom"] >= 0) == (ways[0]["reserved"], True)
     samples = [taken["batch_size"] * taken["accumulation"] for taken in (suggested, answer)]
     slower = suggested["seconds"] / samples[0] / (answer["seconds"] / samples[1]) - 1
     assert ways[0]["slower"] == pytest.approx(slower, abs=1e-4)
 
 
-def test_suggestions_for_an_8bit_step_replace_8bit_loading(ask: Any, config: str) -> None:
+def test_suggestions_for_an_8bit_step_replace_8bit_loading(run_cli: Any, config: str) -> None:
     """Suggestions that use 4 bits drop --load-in-8bit, also in the complete command."""
     Path(config).write_text(json.dumps({**WIDE, "tie_word_embeddings": True}))
-    answer = ask("estimate", config, *SHORT, "--load-in-8bit", "--lora", "4", "--capacity", "140MiB")
+    answer = run_cli("estimate", config, *SHORT, "--load-in-8bit", "--lora", "4", "--capacity", "140MiB")
     assert (answer.code, answer.err) == (0, "")
     assert "does not fit" in answer.out
     found = json.loads(
-        ask("estimate", config, *SHORT, "--load-in-8bit", "--lora", "4", "--capacity", "140MiB", "--json").out
+        run_cli("estimate", config, *SHORT, "--load-in-8bit", "--lora", "4", "--capacity", "140MiB", "--json").out
     )["answer"]
     for way in found["ways"]:
         assert "without --load-in-8bit" in way["change"] or "4bit" not in way["change"]
         assert "--load_in_8bit" not in way["command"]
 
 
-def test_step_that_fits_ends_with_its_training_command(ask: Any) -> None:
-    answer = ask("estimate", "qwen2.5-0.5b-instruct", "--device", "rtx-4090", "--policy", "full", "--seq-length", "16")
+def test_step_that_fits_ends_with_its_training_command(run_cli: Any) -> None:
+    answer = run_cli(
+        "estimate", "qwen2.5-0.5b-instruct", "--device", "rtx-4090", "--policy", "full", "--seq-length", "16"
+    )
     assert answer.out.splitlines()[-2:] == [
         "train it: ckpt-ft recipe llm --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --ac_policy full "
         "--max_length 16 --per_device_train_batch_size 1 --dtype bfloat16 --optim adamw_torch_fused "
@@ -220,10 +224,10 @@ def test_step_that_fits_ends_with_its_training_command(ask: Any) -> None:
     ]
 
 
-def test_if_nothing_fits_the_smallest_need_is_printed(ask: Any, config: str) -> None:
+def test_if_nothing_fits_the_smallest_need_is_printed(run_cli: Any, config: str) -> None:
     Path(config).write_text(json.dumps(WIDE))
     page = str(Path(config).with_name("estimate.html"))
-    answer = ask("estimate", config, *SHORT, "--batch-size", "2", "--capacity", "140MiB", "--html", page)
+    answer = run_cli("estimate", config, *SHORT, "--batch-size", "2", "--capacity", "140MiB", "--html", page)
     assert "nothing that was tried fits: the leanest needs" in answer.out
     # sharding would save little: weights, gradients and optimizer state are the smaller part
     assert "--launch fsdp2" not in answer.out
@@ -242,15 +246,15 @@ def test_if_nothing_fits_the_smallest_need_is_printed(ask: Any, config: str) -> 
         (("microsoft/resnet-50", "--device", "t4", "--batch-size", "32", "--optimizer", "sgd"), 14912 * MIB),
     ],
 )
-def test_known_models_are_answered_offline(ask: Any, argv: tuple[str, ...], capacity: int) -> None:
+def test_known_models_are_answered_offline(run_cli: Any, argv: tuple[str, ...], capacity: int) -> None:
     pytest.importorskip("diffusers")
-    answer = ask("estimate", *argv, "--capacity", str(capacity), "--json")
+    answer = run_cli("estimate", *argv, "--capacity", str(capacity), "--json")
     assert answer.code == 0
     assert json.loads(answer.out)["headroom"] > 0
 
 
-def test_explain_shows_bytes_per_block(ask: Any, config: str) -> None:
-    answer = ask("explain", config, "--policy", "save:attention", "--seq-length", "32", "--device", "cpu")
+def test_explain_shows_bytes_per_block(run_cli: Any, config: str) -> None:
+    answer = run_cli("explain", config, "--policy", "save:attention", "--seq-length", "32", "--device", "cpu")
     assert answer.code == 0
     assert "LlamaDecoderLayer" in answer.out
     assert "4 of 4 blocks are re-run" in answer.out
@@ -258,23 +262,23 @@ def test_explain_shows_bytes_per_block(ask: Any, config: str) -> None:
     assert f"{(2 * 32 * 32 * 4 + 4 * 32 * 4) / 1024:.1f} KiB" in answer.out
 
 
-def test_check_of_a_saved_model(ask: Any, tmp_path: Path) -> None:
+def test_check_of_a_saved_model(run_cli: Any, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path)
-    answer = ask("check", str(tmp_path), "--policy", "save:attention", "--seq-length", "8")
+    answer = run_cli("check", str(tmp_path), "--policy", "save:attention", "--seq-length", "8")
     assert answer.code == 0
     assert answer.out.count("same") == 5
 
 
-def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_fails_with_exit_code_1(run_cli: Any, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckpt_ft.checkpointing import recompute, rng
 
     # This recomputation does not restore the random state, which `check` must report.
     monkeypatch.setattr(rng.Snapshot, "restore", lambda self: None)
     monkeypatch.setattr(recompute.rng.Snapshot, "__eq__", lambda self, other: True)
     Path(config).write_text(json.dumps({**LLAMA, "attention_dropout": 0.5}))
-    answer = ask("check", config, "--policy", "full", "--seq-length", "8")
+    answer = run_cli("check", config, "--policy", "full", "--seq-length", "8")
     assert answer.code == 1
     assert "DIFFERS" in answer.out
     assert "dropout without RNG" in answer.out
@@ -347,11 +351,11 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    ask: Any, config: str, tmp_path: Path, argv: tuple[str, ...], says: str
+    run_cli: Any, config: str, tmp_path: Path, argv: tuple[str, ...], says: str
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    answer = ask(*(config if part == "CONFIG" else str(empty) if part == "DIRECTORY" else part for part in argv))
+    answer = run_cli(*(config if part == "CONFIG" else str(empty) if part == "DIRECTORY" else part for part in argv))
     assert answer.code == 2
     assert says in answer.err
     assert answer.err.startswith("error: ")
@@ -362,11 +366,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     "content", ["{", "[]", '{"model_type": "no_such_type"}', "{}", '{"_class_name": "NoSuchModel"}']
 )
-def test_broken_config_is_one_line(ask: Any, tmp_path: Path, content: str) -> None:
+def test_broken_config_is_one_line(run_cli: Any, tmp_path: Path, content: str) -> None:
     pytest.importorskip("diffusers")
     path = tmp_path / "config.json"
     path.write_text(content)
-    answer = ask("estimate", str(path))
+    answer = run_cli("estimate", str(path))
     assert answer.code == 2
     assert answer.err.count("\n") == 1
 
@@ -374,10 +378,10 @@ def test_broken_config_is_one_line(ask: Any, tmp_path: Path, content: str) -> No
 FILES = {"--html": ".html", "--snapshot": ".pickle", "--perfetto": ".json"}
 
 
-def test_estimate_writes_page_snapshot_and_perfetto_file(ask: Any, config: str, tmp_path: Path) -> None:
+def test_estimate_writes_page_snapshot_and_perfetto_file(run_cli: Any, config: str, tmp_path: Path) -> None:
     files = {flag: tmp_path / f"step{suffix}" for flag, suffix in FILES.items()}
     flags = [word for flag, path in files.items() for word in (flag, str(path))]
-    answer = ask("estimate", config, "--device", "t4", "--seq-length", "32", "--policy", "full", *flags)
+    answer = run_cli("estimate", config, "--device", "t4", "--seq-length", "32", "--policy", "full", *flags)
     assert answer.code == 0
     assert "under full</title>" in files["--html"].read_text()
     counted = [event for event in json.loads(files["--perfetto"].read_text())["traceEvents"] if event["ph"] == "C"]
@@ -386,7 +390,7 @@ def test_estimate_writes_page_snapshot_and_perfetto_file(ask: Any, config: str, 
     assert files["--snapshot"].stat().st_size > 1000
 
 
-def test_perfetto_file_of_a_cpu_step_is_refused(ask: Any, config: str, tmp_path: Path) -> None:
-    answer = ask("estimate", config, "--device", "cpu", "--perfetto", str(tmp_path / "step.json"))
+def test_perfetto_file_of_a_cpu_step_is_refused(run_cli: Any, config: str, tmp_path: Path) -> None:
+    answer = run_cli("estimate", config, "--device", "cpu", "--perfetto", str(tmp_path / "step.json"))
     assert (answer.code, len(answer.err.splitlines())) == (2, 1)
     assert "a CPU's speed is not modelled; give a GPU by --device" in answer.err

@@ -51,7 +51,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+def run_cli(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
     return cli._main()
 
@@ -60,18 +60,18 @@ def test_plan_prints_the_same_from_the_cache(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", config, "--device", "t4", "--budget", "300MiB", "--seq-length", "65", "--batch-size", "4"]
-    assert typed(monkeypatch, *words, "--jobs", "1", "--output", str(tmp_path / "plan.json")) == 0
+    assert run_cli(monkeypatch, *words, "--jobs", "1", "--output", str(tmp_path / "plan.json")) == 0
     shown = capsys.readouterr().out
     assert "pick: " in shown
     assert "--max_length 65 --rope_scaling none" in shown  # longer than the configuration's 64 positions
     assert shown.splitlines()[-1].startswith("train it: ckpt-ft recipe llm --model_name_or_path ")
     assert planning.Plan.from_json((tmp_path / "plan.json").read_text()).best.batch == 4
 
-    def never(*args: object, **kwargs: object) -> None:
+    def refuse_to_plan(*args: object, **kwargs: object) -> None:
         raise AssertionError("the plan is in the cache")
 
-    monkeypatch.setattr(planning, "plan", never)
-    assert typed(monkeypatch, *words) == 0
+    monkeypatch.setattr(planning, "plan", refuse_to_plan)
+    assert run_cli(monkeypatch, *words) == 0
     assert capsys.readouterr().out == shown
 
 
@@ -85,7 +85,7 @@ def test_fused_kernels_and_compiled_blocks_are_tried(
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**TINY, "vocab_size": 8192}))
     words = ["plan", str(path), "--device", "t4", "--seq-length", "32", "--jobs", "1", "--try", "kernels,compile"]
-    assert typed(monkeypatch, *words, "--budget", "2GiB", "--batch-size", "64") == 0
+    assert run_cli(monkeypatch, *words, "--budget", "2GiB", "--batch-size", "64") == 0
     out = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     lines = [line for line in out if line.startswith("with --")]
     assert [line.split()[1] for line in lines] == ["--liger", "--use-kernels", "--cut-cross-entropy", "--compile"]
@@ -113,7 +113,7 @@ def test_fused_kernels_and_compiled_blocks_are_tried(
 
 def test_unknown_name_after_try_is_refused(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--try kernel: nothing to try by that name; did you mean 'kernels'?"):
-        typed(monkeypatch, "plan", config, "--try", "kernel")
+        run_cli(monkeypatch, "plan", config, "--try", "kernel")
 
 
 def test_ctrl_c_prints_the_best_so_far_and_caches_nothing(
@@ -127,7 +127,7 @@ def test_ctrl_c_prints_the_best_so_far_and_caches_nothing(
         raise Stopped("stopped before the search was over", found)
 
     monkeypatch.setattr(planning_commands, "_make", stopped)
-    assert typed(monkeypatch, "plan", config, "--device", "t4") == 130
+    assert run_cli(monkeypatch, "plan", config, "--device", "t4") == 130
     printed = capsys.readouterr()
     assert "pick: full at batch 1" in printed.out
     assert printed.err == "stopped before the search was over\n"
@@ -156,17 +156,17 @@ def test_cached_plan_of_another_model_name_is_not_used(
     make = planning.plan
     monkeypatch.setattr(planning, "plan", lambda *args, **kwargs: make(*args, **kwargs, policies=["none"]))
     for name in (config, str(other)):
-        assert typed(monkeypatch, "plan", name, *words) == 0
+        assert run_cli(monkeypatch, "plan", name, *words) == 0
         assert json.loads(capsys.readouterr().out)["model"] == name
 
 
 def test_max_batch(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["max-batch", config, "--device", "t4", "--seq-length", "32", "--budget", "200MiB"]
-    assert typed(monkeypatch, *words, "--policy", "full", "--json") == 0
+    assert run_cli(monkeypatch, *words, "--policy", "full", "--json") == 0
     full = json.loads(capsys.readouterr().out)
-    assert typed(monkeypatch, *words, "--json") == 0
+    assert run_cli(monkeypatch, *words, "--json") == 0
     assert full["batch"] > json.loads(capsys.readouterr().out)["batch"] > 0
-    assert typed(monkeypatch, *words, "--seq-length", "65") == 0
+    assert run_cli(monkeypatch, *words, "--seq-length", "65") == 0
     assert "--max_length 65 --rope_scaling none" in capsys.readouterr().out  # as the recipe expects
 
 
@@ -178,13 +178,13 @@ def test_max_batch_names_the_smallest_budget_if_no_sample_fits(
     with pytest.raises(
         WorkFailed, match=r"not one sample fits in 140.0 MiB; the smallest budget that would do is"
     ) as e:
-        typed(monkeypatch, *words, "--budget", "140MiB")
+        run_cli(monkeypatch, *words, "--budget", "140MiB")
     enough = str(e.value).partition("would do is ")[2].partition(";")[0]
-    assert typed(monkeypatch, *words, "--budget", enough, "--json") == 0
+    assert run_cli(monkeypatch, *words, "--budget", enough, "--json") == 0
     assert json.loads(capsys.readouterr().out)["batch"] >= 1
     less = parse_bytes(enough) - 2 * 2**20  # the allocator's segments have 2 MiB
     with pytest.raises(WorkFailed):
-        typed(monkeypatch, *words, "--budget", str(less))
+        run_cli(monkeypatch, *words, "--budget", str(less))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_invalid_plan_flag_is_refused(
     words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=message):
-        typed(monkeypatch, "plan", config, "--seq-length", "32", *words)
+        run_cli(monkeypatch, "plan", config, "--seq-length", "32", *words)
 
 
 def test_dataset_decides_the_lengths(
@@ -213,13 +213,16 @@ def test_dataset_decides_the_lengths(
     words = ["plan", config, "--device", "t4", "--budget", "300MiB", "--seq-length", "48", "--batch-size", "4"]
     make = partial(planning.plan, policies=["none", "full"])
     monkeypatch.setattr(planning, "plan", make)
-    assert typed(monkeypatch, *words, "--jobs", "1", "--json") == 0
-    alike = json.loads(capsys.readouterr().out)
-    assert typed(monkeypatch, *words, "--jobs", "1", "--json", "--dataset", str(data)) == 0
+    assert run_cli(monkeypatch, *words, "--jobs", "1", "--json") == 0
+    without_dataset = json.loads(capsys.readouterr().out)
+    assert run_cli(monkeypatch, *words, "--jobs", "1", "--json", "--dataset", str(data)) == 0
     rows = json.loads(capsys.readouterr().out)
     assert rows["data"].startswith("4 rows of 8 to 48 tokens, 18 on average: bytes are those of a batch with the long")
-    assert alike["data"] == ""
-    none = {plan["data"]: next(row for row in plan["candidates"] if row["policy"] == "none") for plan in (alike, rows)}
+    assert without_dataset["data"] == ""
+    none = {
+        plan["data"]: next(row for row in plan["candidates"] if row["policy"] == "none")
+        for plan in (without_dataset, rows)
+    }
     assert none[rows["data"]]["peak"] >= none[""]["peak"]  # the longest row, and an attention mask
     assert "padded to 35 at batch 4" in rows["data"]
     # Other rows of equal count, minimum, maximum and mean length are still another question.
@@ -233,7 +236,7 @@ def test_dataset_decides_the_lengths(
     monkeypatch.setattr(planning, "plan", counted)
     for lengths in ((8, 8, 9, 48), (8, 8, 8, 90), (8, 8, 9, 48)):
         data.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in lengths))
-        assert typed(monkeypatch, *words, "--jobs", "1", "--json", "--dataset", str(data)) == 0
+        assert run_cli(monkeypatch, *words, "--jobs", "1", "--json", "--dataset", str(data)) == 0
     assert asked == [Lengths.of((8, 8, 9, 48))]
     assert str(asked[0]) == str(Lengths.of((8, 8, 8, 48)))
 
@@ -253,7 +256,7 @@ def test_dataset_without_lengths_is_refused(
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps(line))
     with pytest.raises(UserError, match=message):
-        typed(monkeypatch, "plan", config, "--seq-length", "32", "--dataset", str(data))
+        run_cli(monkeypatch, "plan", config, "--seq-length", "32", "--dataset", str(data))
 
 
 def test_dataset_of_an_image_classifier_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +266,7 @@ def test_dataset_of_an_image_classifier_is_refused(tmp_path: Path, monkeypatch: 
         UserError,
         match="padded rows: the batches of microsoft/resnet-50, of kind 'image classifier', hold no text",
     ):
-        typed(monkeypatch, "plan", "microsoft/resnet-50", "--dataset", str(data))
+        run_cli(monkeypatch, "plan", "microsoft/resnet-50", "--dataset", str(data))
 
 
 def test_plan_chooses_the_launch_and_prints_its_command(
@@ -273,7 +276,7 @@ def test_plan_chooses_the_launch_and_prints_its_command(
     monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
     file = tmp_path / "launch.yaml"
     words = ["plan", config, "--device", "h100", "--seq-length", "32", "--batch-size", "2", "--gpus", "16", "--bf16"]
-    assert typed(monkeypatch, *words, "--jobs", "1", "--launch", "fsdp2", "--write-launch", str(file)) == 0
+    assert run_cli(monkeypatch, *words, "--jobs", "1", "--launch", "fsdp2", "--write-launch", str(file)) == 0
     shown = capsys.readouterr().out
     launch = read_launch(file)[0]
     assert (launch.strategy, launch.processes, launch.machines, launch.mixed_precision) == ("fsdp2", 16, 2, "bf16")
@@ -330,7 +333,7 @@ def test_page_of_several_launches_shows_their_picks(
     monkeypatch.setattr(planning, "budget_sweep", lambda workload, *args, **more: sweep.append(workload.launch))
     monkeypatch.setattr(plan_page, "plan_page", lambda sweep: Page("", ""))
     words = ["plan", config, "--device", "t4", "--seq-length", "32", "--batch-size", "2", "--jobs", "1", "--json"]
-    assert typed(monkeypatch, *words, "--gpus", "2", "--launch", "ddp", "--html", str(tmp_path / "plan.html")) == 0
+    assert run_cli(monkeypatch, *words, "--gpus", "2", "--launch", "ddp", "--html", str(tmp_path / "plan.html")) == 0
     assert sweep == [Launch("ddp", 2)]
 
 
@@ -344,7 +347,7 @@ def test_plans_of_different_links_are_cached_apart(
     words += ["--launch", "ddp", "--processes", "2", "--link"]
     seconds = []
     for link in ("20MB", "2GB"):
-        assert typed(monkeypatch, *words, link) == 0
+        assert run_cli(monkeypatch, *words, link) == 0
         seconds.append(json.loads(capsys.readouterr().out)["candidates"][0]["seconds"])
     assert seconds[0] > seconds[1]
 
@@ -369,7 +372,7 @@ def test_invalid_launch_is_refused(
     words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=message):
-        typed(monkeypatch, "plan", config, "--device", "t4", "--seq-length", "32", *words)
+        run_cli(monkeypatch, "plan", config, "--device", "t4", "--seq-length", "32", *words)
 
 
 @pytest.mark.parametrize(("fits", "host"), [(False, ""), (True, "8GiB")])
@@ -389,7 +392,7 @@ def test_optimizer_offload_is_planned_last(
 
     monkeypatch.setattr(planning_commands, "_make", make)
     words = ["plan", config, "--device", "t4", "--accumulation", "4", *(["--host-memory", host] if host else [])]
-    assert typed(monkeypatch, *words) == 0
+    assert run_cli(monkeypatch, *words) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert asked == ["adamw_fused", "ao_adamw_offload"]
     flags = "--optimizer ao_adamw_offload --max-grad-norm 0"

@@ -15,7 +15,7 @@ from ckpt_ft.errors import UserError
 ROOT = Path(__file__).parents[2]
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+def run_cli(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
     return cli._main()
 
@@ -26,13 +26,13 @@ def test_every_recipe_is_found() -> None:
 
 
 def test_path_flag_prints_the_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert typed(monkeypatch, "recipe", "--path", "llm") == 0
+    assert run_cli(monkeypatch, "recipe", "--path", "llm") == 0
     assert Path(capsys.readouterr().out.strip()).name == "llm.py"
 
 
 def test_flags_are_parsed_by_the_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        typed(monkeypatch, "recipe", "llm", "--ac_policy", "save:atention")
+        run_cli(monkeypatch, "recipe", "llm", "--ac_policy", "save:atention")
     assert stopped.value.code == 2
     assert "no op group 'atention'; did you mean 'attention'?" in capsys.readouterr().err
 
@@ -50,10 +50,10 @@ def test_garbage_collection_is_on_in_a_recipe(tmp_path: Path, monkeypatch: pytes
 
 def test_unknown_recipe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no recipe 'llms'; did you mean 'llm'"):
-        typed(monkeypatch, "recipe", "llms")
+        run_cli(monkeypatch, "recipe", "llms")
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(UserError, match="^recipe dpo needs the package trl: pip install trl$"):
-        typed(monkeypatch, "recipe", "dpo")
+        run_cli(monkeypatch, "recipe", "dpo")

@@ -20,13 +20,13 @@ def test_repeated_layers_are_one_row() -> None:
         Holder("", "", "parameters", 8 * MIB, 1),
         Holder("layers.0.mlp", "aten.mm.default", "activations", 3 * MIB, 1),
     ]
-    alike = [
+    grouped = [
         Holder("layers.*.mlp", "aten.mm.default", "activations", 12 * MIB, 4),
         Holder("", "", "parameters", 8 * MIB, 1),
     ]
-    assert trace().grouped_holders(2) == alike
+    assert trace().grouped_holders(2) == grouped
     assert sum(holder.nbytes for holder in trace().grouped_holders()) == trace().peak_allocated
-    assert group_holders(alike) == alike
+    assert group_holders(grouped) == grouped
 
 
 def test_rows_of_the_table_add_up_to_the_peak() -> None:

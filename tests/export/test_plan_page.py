@@ -33,7 +33,7 @@ def page(sweep: BudgetSweep, show: Show, tmp_path: Path) -> Page:
     return show(plan_page(sweep).write(tmp_path / "plan.html"))
 
 
-def shown(page: Page) -> list[str]:
+def shown_pick(page: Page) -> list[str]:
     """Returns the budget, the pick and its batch size as the page shows them."""
     aside = page.locator("aside").first
     head = aside.locator("h3").first.inner_text()
@@ -53,7 +53,7 @@ def test_pick_follows_the_dragged_budget(page: Page, sweep: BudgetSweep) -> None
         page.mouse.move(to + 3, grip["y"] + 30, steps=2)
         page.mouse.up()
         wait_for_drawing(page)
-        assert shown(page) == [format_bytes(point.room.budget), point.pick.policy, str(point.pick.batch)]
+        assert shown_pick(page) == [format_bytes(point.room.budget), point.pick.policy, str(point.pick.batch)]
         typed = f"--ac_policy {point.pick.policy} --per_device_train_batch_size {point.pick.batch}"
         assert page.locator("aside .code").first.inner_text().split("\n")[0].strip() == typed
 
@@ -64,7 +64,7 @@ def test_arrow_keys_move_the_budget(page: Page, sweep: BudgetSweep) -> None:
     page.keyboard.press("Home")
     for point in sweep.points:
         wait_for_drawing(page)
-        assert shown(page)[:2] == [format_bytes(point.room.budget), point.pick.policy]
+        assert shown_pick(page)[:2] == [format_bytes(point.room.budget), point.pick.policy]
         assert handle.get_attribute("aria-valuenow") == str(point.room.budget)
         page.keyboard.press("ArrowRight")
 

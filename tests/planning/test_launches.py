@@ -94,14 +94,14 @@ def test_scaled_trace_has_the_collectives_of_a_trace() -> None:
     asked = replace(workload(), launch=Launch("fsdp2", 4))
     with Tracer(asked) as tracer:
         growth = Growth(LOW, HIGH)
-        low, high, there = (tracer.trace("none", at) for at in (LOW, HIGH, 24))
+        low, high, between = (tracer.trace("none", at) for at in (LOW, HIGH, 24))
         growth.learn(low, high)  # type: ignore[arg-type]
         scaled = growth.scale(low, 24)  # type: ignore[arg-type]
-    assert not isinstance(there, str)
-    assert [(op.wire, op.stream) for op in scaled.ops] == [(op.wire, op.stream) for op in there.ops]
-    assert [s.stream for s in scaled.storages] == [s.stream for s in there.storages]
-    assert scaled.seconds == pytest.approx(there.seconds, rel=1e-3)
-    assert scaled.peak_reserved == pytest.approx(there.peak_reserved, rel=1e-3)
+    assert not isinstance(between, str)
+    assert [(op.wire, op.stream) for op in scaled.ops] == [(op.wire, op.stream) for op in between.ops]
+    assert [s.stream for s in scaled.storages] == [s.stream for s in between.storages]
+    assert scaled.seconds == pytest.approx(between.seconds, rel=1e-3)
+    assert scaled.peak_reserved == pytest.approx(between.peak_reserved, rel=1e-3)
 
 
 def test_zero_is_tried_when_named() -> None:

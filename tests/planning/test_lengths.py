@@ -60,9 +60,9 @@ def test_bytes_are_of_the_longest_and_seconds_of_the_usual_batch() -> None:
     assert lengths.padded(256) == 15
     small = llama()
     found = plan_for(lengths, batch_size=256, policies=["none", "full"], budget="200MiB")
-    alike = plan_for(None, batch_size=256, policies=["none", "full"], budget="200MiB")
+    at_fixed_length = plan_for(None, batch_size=256, policies=["none", "full"], budget="200MiB")
     workload = Workload.of_loop(small.model, padded_step, small.make_optimizer, "cpu", lengths=lengths)
-    for row, same in zip(found.candidates, alike.candidates, strict=True):
+    for row, same in zip(found.candidates, at_fixed_length.candidates, strict=True):
         assert (same.policy, same.peak, same.reserved) == (row.policy, row.peak, row.reserved)
         (trace,) = trace_policies(workload, [row.policy], workload.typical_step(256))
         assert row.seconds == seconds(trace)  # type: ignore[arg-type]

@@ -78,9 +78,9 @@ def test_quadratic_growth_with_the_length_is_extrapolated(kind: str, config: str
         estimates.trace_candidates(["none"])
         guessed = estimates.estimate("none", 50)
         traces = {at: tracer.trace("none", at) for at in (50, 60)}
-        there = Candidate.of("none", 50, traces[50])
-        assert guessed.peak == pytest.approx(there.peak, rel=0.002)
-        assert guessed.seconds == pytest.approx(there.seconds, rel=0.05)
+        exact = Candidate.of("none", 50, traces[50])
+        assert guessed.peak == pytest.approx(exact.peak, rel=0.002)
+        assert guessed.seconds == pytest.approx(exact.seconds, rel=0.05)
         estimates.following("none", 50)
         assert estimates.scaled_reserved("none", 60) == pytest.approx(traces[60].peak_reserved, rel=1e-4)
 

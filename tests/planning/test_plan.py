@@ -256,12 +256,12 @@ def test_scaled_trace_equals_the_trace(policy: str) -> None:
         growth = Growth(LOW, HIGH)
         low, high = (tracer.trace("none", at) for at in (LOW, HIGH))
         growth.learn(low, high)  # type: ignore[arg-type]
-        anchor, there = (tracer.trace(policy, at) for at in (LOW, 24))
+        anchor, exact = (tracer.trace(policy, at) for at in (LOW, 24))
         assert not isinstance(anchor, str)
-        assert not isinstance(there, str)
+        assert not isinstance(exact, str)
         scaled = growth.scale(anchor, 24)
-    assert scaled.peak_allocated == pytest.approx(there.peak_allocated, rel=1e-3)
-    assert scaled.seconds == pytest.approx(there.seconds, rel=1e-3)
+    assert scaled.peak_allocated == pytest.approx(exact.peak_allocated, rel=1e-3)
+    assert scaled.seconds == pytest.approx(exact.seconds, rel=1e-3)
 
 
 def test_shared_trace_session_equals_single_traces() -> None:

@@ -46,7 +46,7 @@ def suggested(spec: TrainingSpec, policy: str, limit: int) -> Suggestions:
     return suggest(partial(load, device="t4"), spec, policy, 1, traced(spec, policy), MemoryBudget(limit))
 
 
-def only(found: Suggestions) -> Suggestion:
+def only_suggestion(found: Suggestions) -> Suggestion:
     (way,) = found.ways
     return way
 
@@ -72,7 +72,7 @@ def test_suggestion_of_4bit_drops_8bit(config: str) -> None:
     spec = TrainingSpec.of(config, seq_length=128, lora_r=16, load_in_8bit=True)
     edits = {"load_in_8bit": False, "load_in_4bit": True, "dtype": "bfloat16"}
     limit = traced(spec.edit(**edits), "full,head").peak_reserved
-    way = only(suggested(spec, "full,head", limit))
+    way = only_suggestion(suggested(spec, "full,head", limit))
     assert (way.edits, way.reserved) == (edits, limit)
     assert way.change == "--dtype bfloat16 --load-in-4bit without --load-in-8bit"
     assert "--lora_r 16 --load_in_4bit" in way.command
@@ -87,7 +87,7 @@ def test_given_policy_is_tried_with_shorter_sequences(config: str) -> None:
     limit = traced(quarter, "full,head").peak_reserved
     # of the other policies, this one needs least at 1024 tokens
     assert traced(quarter, "pointwise,head").peak_reserved > limit
-    way = only(suggested(spec, "full,head", limit))
+    way = only_suggestion(suggested(spec, "full,head", limit))
     assert (way.edits, way.change, way.reserved) == ({"seq_length": 256}, "--seq-length 256", limit)
 
 

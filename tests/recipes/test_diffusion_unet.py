@@ -206,8 +206,8 @@ def test_out_of_memory_in_the_loop_is_replanned(
     assert len(planned) == 2
     assert planned[1] < 0.01 * GIB  # the failed pick does not fit this budget
     assert step.calls == 4 + (1 if at == 1 else 2)  # steps 3 and 4 run again
-    again = OutOfMemoryOnce(at)
-    monkeypatch.setattr(Session, "step", lambda memory: again(memory))
+    fails_again = OutOfMemoryOnce(at)
+    monkeypatch.setattr(Session, "step", lambda memory: fails_again(memory))
     with pytest.raises(WorkFailed, match="out of memory: CUDA out of memory"):
         train(recipe, tiny["sd1"], tmp_path / "stopped", *flags, "--ac_on_oom", "stop")
 

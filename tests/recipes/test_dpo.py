@@ -111,8 +111,8 @@ def test_resumed_dpo_run_has_the_same_losses(dpo: ModuleType, tmp_path: Path) ->
     losses = train(dpo, tmp_path / "whole", *flags, save_strategy="steps", save_steps=2)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (tmp_path / "cut" / "checkpoint-4" / "trainer_state.json").unlink()
-    again = ["--resume_from_checkpoint", "latest"]
-    assert train(dpo, tmp_path / "cut", *flags, *again, save_strategy="steps", save_steps=2) == losses
+    resume = ["--resume_from_checkpoint", "latest"]
+    assert train(dpo, tmp_path / "cut", *flags, *resume, save_strategy="steps", save_steps=2) == losses
 
 
 @pytest.mark.parametrize(

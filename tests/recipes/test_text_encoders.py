@@ -102,8 +102,8 @@ def test_lora_of_text_encoders_loads_into_the_pipeline(
 
     whole = loaded()
     parts = {name: getattr(whole, name) for name in ("unet", *encoders)}
-    there = {name: [w for key, w in part.named_parameters() if ".lora_" in key] for name, part in parts.items()}
-    for name, weights in there.items():
+    in_pipeline = {name: [w for key, w in part.named_parameters() if ".lora_" in key] for name, part in parts.items()}
+    for name, weights in in_pipeline.items():
         ours = [value for key, value in saved.items() if key.startswith(f"{name}.")]
         assert len(ours) == len(weights) > 0
         ours_sum, theirs_sum = (sum(w.detach().abs().sum().item() for w in ws) for ws in (ours, weights))

@@ -140,8 +140,8 @@ def test_frod_keeps_requested_matrices_on_the_host(config: str) -> None:
             {"runtime_offload_base_weight": True, "frod_dropout": 0.1},
         )
     ]
-    there = [trace.at_peak["parameters"] for trace in traces]
-    assert there == [there[0], there[0] - 2 * 2 * (256 * 256 + 128 * 256), there[0]]
+    on_gpu = [trace.at_peak["parameters"] for trace in traces]
+    assert on_gpu == [on_gpu[0], on_gpu[0] - 2 * 2 * (256 * 256 + 128 * 256), on_gpu[0]]
     dense = [s.nbytes for s in traces[0].storages if s.op == "aten._to_dense.default"]
     assert dense == [2 * 256 * 256] * len(dense)
     assert len(dense) == 2 * 4  # in each of two steps
@@ -226,17 +226,17 @@ def test_bytes_of_quantised_weights(config: str) -> None:
     weights = [out * into for out, into in LAYERS] * 2
     lora = PLAIN.edit(lora_r=2)
 
-    def held(settings: TrainingSpec) -> tuple[int, int]:
+    def bytes_of(settings: TrainingSpec) -> tuple[int, int]:
         model = load(settings.edit(model=config), "t4").model
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
         rotary = 2 * 64 // 2 * 4  # its frequencies, and the original ones
         return frozen - 2 * REST, sum(b.nbytes for b in model.buffers()) - rotary
 
     scales = [n // 64 for n in weights]
-    assert held(lora.edit(load_in_4bit=True)) == (LINEAR // 2, sum(4 * n + 16 * 4 for n in scales))
+    assert bytes_of(lora.edit(load_in_4bit=True)) == (LINEAR // 2, sum(4 * n + 16 * 4 for n in scales))
     nested = sum(n + -(-n // 256) * 4 + 256 * 4 + 4 + 16 * 4 for n in scales)
-    assert held(lora.edit(load_in_4bit=True, double_quant=True)) == (LINEAR // 2, nested)
-    assert held(lora.edit(load_in_8bit=True)) == (LINEAR, 2 * sum(4 * out for out, _ in LAYERS))
+    assert bytes_of(lora.edit(load_in_4bit=True, double_quant=True)) == (LINEAR // 2, nested)
+    assert bytes_of(lora.edit(load_in_8bit=True)) == (LINEAR, 2 * sum(4 * out for out, _ in LAYERS))
 
 
 def test_dora_has_one_magnitude_per_row(config: str) -> None:

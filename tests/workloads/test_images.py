@@ -33,7 +33,7 @@ def written(path: Path, name: str, processor: dict[str, Any] | None = None) -> s
     return str(path)
 
 
-def asked(seq_length: int = 64, **more: Any) -> TrainingSpec:
+def spec_with_images(seq_length: int = 64, **more: Any) -> TrainingSpec:
     return TrainingSpec.of(images=2, image_size=(100, 60), seq_length=seq_length, **more)
 
 
@@ -42,7 +42,7 @@ def test_processor_decides_the_image_tokens_and_the_tower_runs(name: str, tmp_pa
     tokens = SEEING[name][2]
     where = written(tmp_path, name, FEW_PIXELS)
     length = 64 if tokens < 28 else 256
-    workload = load(asked(length).edit(model=where), "cpu")
+    workload = load(spec_with_images(length).edit(model=where), "cpu")
     assert workload.shape == {"seq_length": length, "images": 2, "image_tokens": 2 * tokens}
     ids = workload.make_batch(3, None)["input_ids"]
     assert ids.shape == (3, length)
@@ -53,7 +53,9 @@ def test_processor_decides_the_image_tokens_and_the_tower_runs(name: str, tmp_pa
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 def test_policy_keeps_the_numbers_of_a_batch_with_images(name: str, tmp_path: Path) -> None:
-    assert check_model(asked().edit(model=written(tmp_path, name, FEW_PIXELS), policy="full", batch_size=2), 0).ok
+    assert check_model(
+        spec_with_images().edit(model=written(tmp_path, name, FEW_PIXELS), policy="full", batch_size=2), 0
+    ).ok
 
 
 @pytest.mark.parametrize(
@@ -78,9 +80,9 @@ def test_image_tokens_of_published_models(name: str, size: tuple[int, int], toke
 
 def test_pixel_values_have_the_processors_shape_and_dtype(tmp_path: Path) -> None:
     """They are float32 whatever the weights are, and a row's patches follow each other."""
-    batch = load(asked(dtype="bfloat16").edit(model=written(tmp_path, "qwen2_vl", FEW_PIXELS)), "cpu").make_batch(
-        2, None
-    )
+    batch = load(
+        spec_with_images(dtype="bfloat16").edit(model=written(tmp_path, "qwen2_vl", FEW_PIXELS)), "cpu"
+    ).make_batch(2, None)
     assert (batch["pixel_values"].shape, batch["pixel_values"].dtype) == ((4 * 32, 3 * 2 * 14 * 14), torch.float32)
     assert batch["image_grid_thw"].tolist() == [[1, 4, 8]] * 4
     assert batch["mm_token_type_ids"].sum(1).tolist() == [16, 16]
@@ -88,11 +90,13 @@ def test_pixel_values_have_the_processors_shape_and_dtype(tmp_path: Path) -> Non
 
 def test_max_pixels_makes_images_smaller(tmp_path: Path) -> None:
     where = written(tmp_path, "qwen2_vl", FEW_PIXELS)
-    assert load(asked(max_pixels=4 * 784).edit(model=where), "cpu").shape["image_tokens"] == 2 * 2  # 28 x 56 pixels
+    assert (
+        load(spec_with_images(max_pixels=4 * 784).edit(model=where), "cpu").shape["image_tokens"] == 2 * 2
+    )  # 28 x 56 pixels
     (tmp_path / "other").mkdir()
     where = written(tmp_path / "other", "idefics3")
     assert (
-        load(asked(256, longest_side=64).edit(model=where), "cpu").shape["image_tokens"] == 2 * 5 * 4
+        load(spec_with_images(256, longest_side=64).edit(model=where), "cpu").shape["image_tokens"] == 2 * 5 * 4
     )  # 64 x 38 pixels: 2 x 2 tiles
 
 
@@ -129,8 +133,8 @@ def test_images_for_a_text_model_are_refused(name: str, says: str) -> None:
 
 
 def test_adapters_of_the_vision_tower_include_numbered_layers(tmp_path: Path) -> None:
-    asked = TrainingSpec.of(images=1, image_size=(100, 60), lora_r=4, train_towers="vision")
-    model = load(asked.edit(model=written(tmp_path, "qwen2_5_vl", FEW_PIXELS)), "cpu").model
+    spec_with_images = TrainingSpec.of(images=1, image_size=(100, 60), lora_r=4, train_towers="vision")
+    model = load(spec_with_images.edit(model=written(tmp_path, "qwen2_5_vl", FEW_PIXELS)), "cpu").model
     adapted = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
     ends = {".".join(name.split(".")[-2:]) for name in adapted}
     assert {"mlp.0", "mlp.2", "attn.qkv"} <= ends
@@ -139,9 +143,12 @@ def test_adapters_of_the_vision_tower_include_numbered_layers(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
 def test_packed_rows_have_the_images_of_each_sample(name: str, tmp_path: Path) -> None:
-    tokens, own = SEEING[name][2], asked(301, rows="packed")
+    tokens, own = SEEING[name][2], spec_with_images(301, rows="packed")
     workload = load(own.edit(model=written(tmp_path, name, FEW_PIXELS)), "cpu")
-    batch, row = workload.make_batch(3, None), load(asked(150).edit(model=str(tmp_path)), "cpu").make_batch(3, None)
+    batch, row = (
+        workload.make_batch(3, None),
+        load(spec_with_images(150).edit(model=str(tmp_path)), "cpu").make_batch(3, None),
+    )
     assert batch["input_ids"].shape == (3, 301)
     assert (batch["input_ids"] == 7).sum(1).tolist() == [2 * 2 * tokens] * 3
     assert batch["input_ids"][:, :150].equal(row["input_ids"])
@@ -151,12 +158,15 @@ def test_packed_rows_have_the_images_of_each_sample(name: str, tmp_path: Path) -
     assert along.tolist() == [[*range(150), *range(151)]] * 3
     if name == "qwen2_5_vl":
         assert batch["position_ids"][1:, :, :150].equal(batch["position_ids"][1:, :, 150:300])
-    assert workload.trace(1).peak_allocated > load(asked(301).edit(model=str(tmp_path)), "cpu").trace(1).peak_allocated
+    assert (
+        workload.trace(1).peak_allocated
+        > load(spec_with_images(301).edit(model=str(tmp_path)), "cpu").trace(1).peak_allocated
+    )
 
 
 def test_packing_is_refused_if_the_model_mixes_rows_with_images(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="packing: a gemma3 is not known to keep packed rows apart"):
-        load(asked(rows="packed").edit(model=written(tmp_path, "gemma3")), "cpu")
+        load(spec_with_images(rows="packed").edit(model=written(tmp_path, "gemma3")), "cpu")
 
 
 @pytest.mark.skipif(is_torchvision_available(), reason="needs a machine without torchvision")
@@ -164,4 +174,4 @@ def test_library_that_a_processor_needs_is_named(tmp_path: Path) -> None:
     config = {**MISTRAL3, "architectures": ["Mistral3ForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="2 images: PixtralProcessor requires the Torchvision library: install it, or"):
-        load(asked().edit(model=str(tmp_path)), "cpu")
+        load(spec_with_images().edit(model=str(tmp_path)), "cpu")

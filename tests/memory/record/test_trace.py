@@ -107,9 +107,9 @@ def test_trace_from_another_process_is_equal() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     trace = trace_step(model, lambda model, _: model(torch.ones(2, 4)).sum().backward())
     for one in (trace, StepTrace("cpu", [], [])):
-        there = pickle.loads(pickle.dumps(one))
-        assert there == one
-        assert there.peak_reserved == one.peak_reserved
+        unpickled = pickle.loads(pickle.dumps(one))
+        assert unpickled == one
+        assert unpickled.peak_reserved == one.peak_reserved
     assert trace.ops
 
 

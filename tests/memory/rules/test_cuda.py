@@ -25,7 +25,7 @@ def names(trace: StepTrace, phase: str = "forward") -> list[str]:
     return [op.name.removeprefix("aten.").partition(".")[0] for op in trace.ops if op.phase == phase]
 
 
-def kept(trace: StepTrace, op: str) -> list[int]:
+def saved_bytes(trace: StepTrace, op: str) -> list[int]:
     """Returns the bytes of each storage from `op` that is alive when backward begins."""
     begin = next(at for at, name in trace.marks if name == "backward")
     return [storage.nbytes for storage, _ in trace.live_at(begin - 1) if op in storage.op]
@@ -88,16 +88,16 @@ def test_attention_kernel_of_grouped_heads() -> None:
 
 def test_bytes_that_attention_kernels_save() -> None:
     out = 2 * 4 * 100 * 64 * 2
-    efficient = kept(trace(F.scaled_dot_product_attention, *qkv(length=100)), "efficient")
+    efficient = saved_bytes(trace(F.scaled_dot_product_attention, *qkv(length=100)), "efficient")
     # rows of the log-sum-exp are padded to 32; the random seeds are on the host
     assert sorted(efficient) == sorted([out, 2 * 4 * 128 * 4])
-    flash = kept(trace(F.scaled_dot_product_attention, *qkv(length=100), device="a100-40gb"), "flash")
+    flash = saved_bytes(trace(F.scaled_dot_product_attention, *qkv(length=100), device="a100-40gb"), "flash")
     assert {out, 2 * 4 * 100 * 4} <= set(flash)
 
 
 def test_dropout_saves_a_bool_mask() -> None:
     x = torch.zeros(1000, 1000)
-    assert sorted(kept(trace(lambda x: F.dropout(x, 0.1), x), "dropout")) == [10**6]
+    assert sorted(saved_bytes(trace(lambda x: F.dropout(x, 0.1), x), "dropout")) == [10**6]
     nothing = trace(lambda x: F.dropout(x, 0.0) + F.dropout(x, 0.5, training=False), x)
     assert names(nothing) == ["add", "sum", "ones_like"]
 
@@ -114,10 +114,10 @@ def test_softmax_of_half_in_float32_is_one_kernel() -> None:
 
 def test_statistics_of_norms_are_float32() -> None:
     x = torch.zeros(8, 64, dtype=torch.float16)
-    assert sorted(kept(trace(lambda x: F.layer_norm(x, (64,)) * x, x), "layer_norm")) == [32, 32, 1024]
+    assert sorted(saved_bytes(trace(lambda x: F.layer_norm(x, (64,)) * x, x), "layer_norm")) == [32, 32, 1024]
     image, weight = torch.zeros(2, 8, 4, 4, dtype=torch.float16), torch.zeros(8)
     norm = trace(lambda x, w: F.group_norm(x, 2, w, w) * x, image, weight)
-    assert sorted(kept(norm, "group_norm")) == [16, 16, 512]
+    assert sorted(saved_bytes(norm, "group_norm")) == [16, 16, 512]
 
 
 def test_rms_norm_is_one_kernel() -> None:
@@ -125,7 +125,7 @@ def test_rms_norm_is_one_kernel() -> None:
     fused = trace(lambda x, w: F.rms_norm(x, (64,), w), x, weight)
     assert "_fused_rms_norm" in names(fused)
     assert "_fused_rms_norm_backward" in names(fused, "backward")
-    assert sorted(kept(fused, "rms_norm")) == [32]  # rstd in float32; the output is not saved
+    assert sorted(saved_bytes(fused, "rms_norm")) == [32]  # rstd in float32; the output is not saved
 
 
 @pytest.mark.parametrize(("gpu", "nbytes"), [("t4", 8519680), ("a100-40gb", 8519680), ("h100", 32 * MIB)])

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 NAMES = ("adamw", "adafactor", "prodigy")
 
 
-def asked(name: str) -> LoopArguments:
+def loop_arguments(name: str) -> LoopArguments:
     if name == "prodigy":
         pytest.importorskip("prodigyopt")
     return LoopArguments(optimizer=name, learning_rate=1.0 if name == "prodigy" else 1e-3)
@@ -35,7 +35,7 @@ def asked(name: str) -> LoopArguments:
 @pytest.mark.parametrize("name", NAMES)
 def test_optimizer_states_are_predicted_exactly(name: str, lora: bool) -> None:
     """LoRA's B matrices start as zeros, for which Prodigy keeps no state."""
-    args = asked(name)
+    args = loop_arguments(name)
     model: nn.Module = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 48))
     if lora:
         model = inject_adapter_in_model(LoraConfig(r=4, target_modules=["0", "2"]), model)
@@ -59,7 +59,7 @@ def test_optimizer_states_are_predicted_exactly(name: str, lora: bool) -> None:
 
 @pytest.mark.parametrize("name", ["adafactor", pytest.param("prodigy", marks=pytest.mark.slow)])
 def test_resumed_run_with_a_named_optimizer_has_the_same_losses(name: str, tmp_path: Path) -> None:
-    args = asked(name)
+    args = loop_arguments(name)
     make_tiny_pipeline("sd2", 0, (16, 32)).save_pretrained(tmp_path / "base")
     recipe = load_recipe("diffusion_unet")
 

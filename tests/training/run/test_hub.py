@@ -18,7 +18,7 @@ class Named:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def questions_to_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records each check whether the Hub answers, which fails; afterwards the libraries are online again."""
     import datasets.config
 
@@ -31,19 +31,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return questions
 
 
-def test_unreachable_hub_is_asked_once_and_noted(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_hub_is_asked_once_and_noted(
+    questions_to_hub: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     import datasets.config
 
     for _ in range(2):
         parser.read_cache_where_offline([Named("Qwen/Qwen2.5-0.5B"), Named(dataset_name="no/where")])
-    assert asked == ["asked"]
+    assert questions_to_hub == ["asked"]
     said = capsys.readouterr().err
     assert said == (f"note: {constants.ENDPOINT} does not answer; Qwen/Qwen2.5-0.5B, no/where: from the cache here\n")
     assert constants.is_offline_mode()
     assert datasets.config.HF_HUB_OFFLINE
 
 
-def test_local_files_do_not_ask_the_hub(asked: list[str], tmp_path: Path) -> None:
+def test_local_files_do_not_ask_the_hub(questions_to_hub: list[str], tmp_path: Path) -> None:
     parser.read_cache_where_offline([Named(str(tmp_path)), Named()])
-    assert asked == []
+    assert questions_to_hub == []
     assert not constants.is_offline_mode()

@@ -20,7 +20,7 @@ from ckpt_ft.workloads.transformers_models import PACKABLE, PACKABLE_WITH_IMAGES
 IGNORED = -100
 
 
-def made(config: dict[str, Any], attention: str = "sdpa") -> Any:
+def tiny_model(config: dict[str, Any], attention: str = "sdpa") -> Any:
     named = {name: value for name, value in config.items() if name != "model_type"}
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(
@@ -67,7 +67,7 @@ def loss_and_gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torc
 @pytest.mark.parametrize("family", PACKED)
 def test_loss_and_gradients_equal_those_of_single_rows(family: str, attention: str) -> None:
     needs_processor(family)
-    model = made(PACKED[family], attention)
+    model = tiny_model(PACKED[family], attention)
     rows = [row(model, 1, 5), row(model, 2, 7), row(model, 0, 9), row(model, 1, 4)]
     sequences = packed(rows, sum(len(one["input_ids"]) for one in rows) // 2 + 20)
     assert len(sequences) == 2
@@ -87,7 +87,7 @@ def test_loss_and_gradients_equal_those_of_single_rows(family: str, attention: s
     "text", sorted(PACKABLE - {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text"})
 )
 def test_packed_rows_do_not_attend_to_each_other_in_any_language_model(text: str) -> None:
-    model = made({**LLAVA, "text_config": {"model_type": text, **TEXT, "pad_token_id": 0, "eos_token_id": 2}})
+    model = tiny_model({**LLAVA, "text_config": {"model_type": text, **TEXT, "pad_token_id": 0, "eos_token_id": 2}})
     rows = [row(model, 1, 5), row(model, 0, 9)]
     together = collator_of(model, 0, packing=True)
     loss, _ = loss_and_gradients(model, together(packed(rows, 256)))
@@ -109,12 +109,12 @@ def test_every_packable_family_is_tested() -> None:
 )
 def test_packing_of_other_families_is_one_line(config: dict[str, Any], says: str) -> None:
     with torch.device("meta"), pytest.raises(UserError, match=says) as refused:
-        collator_of(made(config), 0, packing=True)
+        collator_of(tiny_model(config), 0, packing=True)
     assert "\n" not in str(refused.value)
 
 
 def test_packed_batch_for_flash_attention_is_one_sequence() -> None:
-    model = made(PACKED["qwen2_vl"])
+    model = tiny_model(PACKED["qwen2_vl"])
     sequences = packed([row(model, 1, 5), row(model, 1, 7), row(model, 0, 9)], 24)
     several = collator_of(model, 0, packing=True)(sequences)
     model.config.get_text_config()._attn_implementation = "flash_attention_2"

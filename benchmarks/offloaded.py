@@ -1,6 +1,6 @@
 """Steps with states, weights or activations in host memory, or with small states, compared with published ones.
 
-    python benchmarks/parked.py
+    python benchmarks/offloaded.py
 
 ArcticTraining's ALST (projects/sequence-parallelism, `run-h*-sp1-llama-8b*.yml`): Llama-3.1-8B, ZeRO-3 on one GPU with
 parameters and Adam in host memory. Its lengths and bytes are those of these files. A published "GB" is 2**30 bytes,
@@ -95,17 +95,17 @@ def rows() -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Longest:
-    """A published longest sequence beside the longest that fits by prediction, in tokens.
+    """A published longest sequence and the longest that fits by prediction, in tokens.
 
     Attributes:
-        beside: the length at which the predicted bytes are those that the published run used, on the line through two
-            traced lengths; of blind rows, the length that was predicted first.
+        at_known_bytes: the length at which the predicted bytes equal the published ones, by linear interpolation of
+            two traced lengths; of blind rows, the length that was predicted first.
     """
 
     name: str
     published: int
     predicted: int
-    beside: float
+    at_known_bytes: float
 
 
 def longest(blind: bool) -> Iterator[Longest]:
@@ -118,13 +118,15 @@ def longest(blind: bool) -> Iterator[Longest]:
         if policy == "full,tile:32":
             spec = spec.edit(attn_implementation="sdpa")
         found = predict_max_length(load(spec, GPUS[card]), [policy]).ladder[0]
-        beside = known
+        at_known_bytes = known
         if not blind:
-            there = _estimate("meta-llama/Llama-3.1-8B", card, published, policy, launch, use_liger_kernel=liger)
-            slope = (found.peak_reserved - there.peak_reserved) / (found.length - published)
-            beside = published + (known * GIB - there.context - there.peak_reserved) / slope
+            at_published = _estimate(
+                "meta-llama/Llama-3.1-8B", card, published, policy, launch, use_liger_kernel=liger
+            )
+            slope = (found.peak_reserved - at_published.peak_reserved) / (found.length - published)
+            at_known_bytes = published + (known * GIB - at_published.context - at_published.peak_reserved) / slope
         name = f"Llama-3.1-8B, {f'{gpus} x ' * (gpus > 1)}{card.upper()}, `{policy}`{', Liger' * liger}"
-        yield Longest(name, published, found.length, beside)
+        yield Longest(name, published, found.length, at_known_bytes)
 
 
 def _estimate(model: str, card: str, tokens: int, policy: str, launch: Launch, **more: Any) -> Estimate:
