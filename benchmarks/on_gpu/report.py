@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.units import GIB
 
-from .claims import both
+from .claims import predicted_and_measured
 
 
 def markdown(results: dict[str, Any], pictures: list[Path]) -> str:
@@ -110,7 +110,7 @@ def _gib(nbytes: Any) -> str:
 def pictures(results: dict[str, Any], stem: Path) -> list[Path]:
     """Draws measured against predicted peaks, and each workload's peak against its time, if there are points."""
     made = []
-    pairs = both(results, "allocated")
+    pairs = predicted_and_measured(results, "allocated")
     if pairs:
         made.append(_scatter(pairs, stem.with_name(f"{stem.name}-peaks.png")))
     points: dict[str, list[tuple[str, float, float]]] = {}
