@@ -68,6 +68,34 @@ class CompileBudget:
 
 _on: list[CompileBudget] = []  # in the order in which they were set
 
+
+class BeneathPolicy:
+    """A transformers model's `set_use_kernels`, which `train()` and `eval()` call: it replaces the forwards of layers.
+
+    While it runs, the policy's stand-ins are off; they then call the new forwards.
+    """
+
+    def __init__(self, applied: AppliedPolicy, model: Any) -> None:
+        self.applied, self.model = applied, model
+        self.put_back()
+
+    def put_back(self) -> None:
+        self.model.set_use_kernels = self
+
+    def remove(self) -> None:
+        del self.model.set_use_kernels
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        swap = [engine for engine in self.applied.engines if engine.term == "swap"]  # it would load all weights
+        stand_ins = [one for one in (*self.applied.installed, *self.applied.engines) if one not in swap]
+        for one in reversed(stand_ins):
+            one.remove()
+        try:
+            type(self.model).set_use_kernels(self.model, *args, **kwargs)
+        finally:
+            for one in stand_ins:
+                one.put_back()
+
 MARK = "_ckpt_ft_applied"  # the model attribute that refers to the applied policy
 
 
@@ -93,7 +121,7 @@ class AppliedPolicy:
         self.installed: list[Checkpointed] = []
         self.engines: list[Installed] = []
         self.selections: dict[Any, Selection] = {}  # by what they keep
-        self.around: list[Guard | CompileBudget] = []  # installed last
+        self.around: list[Guard | CompileBudget | BeneathPolicy] = []  # installed last
         self.hooks: list[Any] = []
         self.tied = ""  # names of one layer at two positions, which a KV cache would mix up
         self.switched_off: list[nn.Module] = []

@@ -11,7 +11,15 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
 from . import rng
-from .applied_policy import MARK, AppliedPolicy, CompileBudget, all_applied, policies_on, refuse_overlap
+from .applied_policy import (
+    MARK,
+    AppliedPolicy,
+    BeneathPolicy,
+    CompileBudget,
+    all_applied,
+    policies_on,
+    refuse_overlap,
+)
 from .blocks import SEGMENTED, find_blocks, named_blocks, regions
 from .guard import Guard
 from .kv_cache import caching_models, tied_by_cache
@@ -125,6 +133,7 @@ def _install(applied: AppliedPolicy, blocks: Sequence[str]) -> None:
         engines = [stand_in for engine in applied.engines for stand_in in engine.stand_ins]
         for stand_in in (*applied.installed, *engines, guard):
             stand_in.name, stand_in.verification = names.get(stand_in.module, ""), applied.verification
+    applied.around += [BeneathPolicy(applied, m) for m in modules_in(model) if has(m, "set_use_kernels")]
     if policy.budget is not None:
         if policy.budget < 1 and rng.has_dropout(model):
             raise UserError(

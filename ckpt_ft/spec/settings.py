@@ -158,11 +158,13 @@ def read_settings(
             assert known_entry is not None
             by_value = any(one.kind == VALUE for one in known_entry.values.values())
             if entry.kind == VALUE or (value is not None and not (by_value and value is False)):
-                read = entry.text if entry.kind == VALUE else value
-                if known_entry.text == "trainer_args":  # TRL reads them itself
+                target, read = known_entry.text, entry.text if entry.kind == VALUE else value
+                if known_entry.kind == REFUSED:  # but not at this value, which turns a switch on
+                    target, read = entry.text, True
+                if target == "trainer_args":  # TRL reads them itself
                     found.setdefault("trainer_args", {})[name] = read
-                elif known_entry.text not in found or str(read).lower() not in _OFF:  # what is on is on, in any order
-                    found[known_entry.text] = read
+                elif target not in found or str(read).lower() not in _OFF:  # what is on is on, in any order
+                    found[target] = read
     return found
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import DIFFUSION, LANGUAGE, VISION, build, gradients, loss_of
 from torch import nn
+from transformers import modeling_utils
+from transformers.integrations import hub_kernels
 
+from ckpt_ft import apply_policy
 from ckpt_ft.checkpointing.pointwise import install as pointwise
 
 # Saved bytes with `pointwise` over those without, in fp32, as measured by this file.
@@ -108,3 +112,36 @@ def test_pointwise_with_adapters(use_dora: bool, kept: float) -> None:
     assert plain.keys() == ours.keys()
     assert [key for key in plain if not plain[key].equal(ours[key])] == []
     assert after < kept * before
+
+
+def test_kernels_of_the_hub_that_an_evaluation_sets_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`eval` and `train` give marked layers, norms and activations, other forwards each time (kernels, kernelize)."""
+
+    def kernelize(model: Any, mode: object = None) -> None:
+        for layer in model.modules():
+            if pointwise.is_norm(layer) or pointwise.is_activation(layer):
+                switched.append(layer)
+                layer.forward = MethodType(type(layer).forward, layer)
+        model._use_kernels = True
+
+    switched: list[nn.Module] = []
+    monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "register_kernel_mapping_transformers", lambda: None)
+    monkeypatch.setattr(modeling_utils, "kernelize", kernelize)
+    model, inputs = build("llama")
+    model.use_kernels = True
+    plain = kept_bytes(model, inputs)
+    applied = apply_policy(model, "pointwise")
+    less = kept_bytes(model, inputs)
+    assert less <= KEPT["llama"] * plain
+    count = len(switched)
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        one.eval()
+        one.train()
+        assert kept_bytes(one, inputs) == less
+    assert len(switched) == 5 * count
+    applied.remove()
+    assert kept_bytes(model, inputs) == plain
+    model.eval()
+    assert len(switched) == 6 * count and "set_use_kernels" not in vars(model)

@@ -98,6 +98,7 @@ def test_flag_is_read_under_every_name(row: str) -> None:
         ("estimate --model_name_or_path m --gradient_checkpointing True", "estimate --policy=full m"),
         ("plan m --activation_checkpointing False --torch_compile False", "plan m"),
         ("estimate m --torch_compile", "estimate m --torch_compile"),
+        ("estimate m --torch_compile_mode default", "estimate m --torch-compile"),
         ("estimate m --lora_target_modules q_proj,v_proj", "estimate m --lora_target_modules q_proj,v_proj"),
         ("estimate m --eval_strategy steps --batch-size 8", "estimate m --batch-size 8 --eval-batch-size=8"),
         ("estimate m --eval_strategy no --do_eval False", "estimate m"),

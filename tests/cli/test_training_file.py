@@ -162,6 +162,9 @@ READ = {  # the content of a file -> its command line
     "packing: true\ntorch_compile: true\nactivation_checkpointing: false\n": (
         "m --batch-size 8 --packing --bf16 --torch-compile --trainer sft"
     ),
+    "packing: true\ntorch_compile: false\ntorch_compile_backend: inductor\nactivation_checkpointing: false\n": (
+        "m --batch-size 8 --packing --bf16 --torch-compile --trainer sft"  # TrainingArguments turn it on
+    ),
     "packing: true\ngradient_checkpointing: 'false'\n": "m --batch-size 8 --packing --bf16 --trainer sft",
     "max_length: 64\nbf16: 'false'\n": "m --policy full --batch-size 8 --seq-length 64 --trainer sft",
     "use_peft: true\nload_in_4bit: true\n": f"{TRL} --lora 16 --load-in-4bit --trainer sft",
@@ -195,6 +198,12 @@ READ = {  # the content of a file -> its command line
 }
 AXOLOTL_READ = {
     "sequence_len: 64\n": "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --float32-ends",
+    "sequence_len: 64\ntorch_compile: auto\n": (
+        "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --float32-ends --torch-compile"
+    ),
+    "sequence_len: 64\ntorch_compile_backend: inductor\n": (
+        "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --float32-ends"
+    ),
     "sequence_len: 64\ntorch_compile: true\n": (
         "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --float32-ends --torch-compile"
     ),
