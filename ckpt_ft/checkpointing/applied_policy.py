@@ -96,6 +96,7 @@ class BeneathPolicy:
             for one in stand_ins:
                 one.put_back()
 
+
 MARK = "_ckpt_ft_applied"  # the model attribute that refers to the applied policy
 
 
