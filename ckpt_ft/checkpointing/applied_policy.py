@@ -86,8 +86,8 @@ class BeneathPolicy:
         del self.model.set_use_kernels
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        swap = [engine for engine in self.applied.engines if engine.term == "swap"]  # it would load all weights
-        stand_ins = [one for one in (*self.applied.installed, *self.applied.engines) if one not in swap]
+        engines = [engine for engine in self.applied.engines if engine.term != "swap"]  # which would load all weights
+        stand_ins: list[Any] = [*self.applied.installed, *engines]
         for one in reversed(stand_ins):
             one.remove()
         try:
