@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from frames import wait_for_drawing
+from page_helpers import wait_for_drawing
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

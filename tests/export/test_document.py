@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from made_traces import HOSTILE, layered
+from sample_traces import HOSTILE, layered
 
 from ckpt_ft.export.page import Page, Section, StepView
 

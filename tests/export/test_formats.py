@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.cuda._memory_viz as memory_viz
-from made_traces import layered, traced
+from sample_traces import layered, traced
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.perfetto import DEVICE, HOST

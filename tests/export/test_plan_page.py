@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import small_models
-from frames import overflowing, wait_for_drawing
+from page_helpers import overflowing, wait_for_drawing
 
 from ckpt_ft.export.plan_page import choice_view, plan_page
 from ckpt_ft.planning.plan import BudgetSweep, budget_sweep

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from frames import overflowing, wait_for_drawing
-from made_traces import HOSTILE, layered
+from page_helpers import overflowing, wait_for_drawing
+from sample_traces import HOSTILE, layered
 
 from ckpt_ft.export.page import StepView
 from ckpt_ft.export.timeline import Timeline

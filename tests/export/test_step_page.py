@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from frames import overflowing, wait_for_drawing, wait_until
-from made_traces import HOSTILE, layered
+from page_helpers import overflowing, wait_for_drawing, wait_until
+from sample_traces import HOSTILE, layered
 
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import MIB, format_bytes

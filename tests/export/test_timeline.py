@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_traces import HOSTILE, layered
+from sample_traces import HOSTILE, layered
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.timeline import CATEGORY_COLOURS, Timeline

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from seeing_models import MISTRAL3, SEEING
 from transformers.utils import is_torchvision_available
 from versions import needs_processor
+from vision_language_configs import MISTRAL3, SEEING
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model

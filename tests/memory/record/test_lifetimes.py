@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from made_traces import traced
+from sample_traces import traced
 from test_trace import record
 
 from ckpt_ft.memory.record.trace import StepTrace

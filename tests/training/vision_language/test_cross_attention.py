@@ -9,8 +9,8 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
-from seeing_models import MLLAMA
 from transformers import AutoConfig, AutoModelForImageTextToText, MllamaImageProcessorPil, MllamaProcessor
+from vision_language_configs import MLLAMA
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.conversations import ImageLoader, VisionLanguageArguments

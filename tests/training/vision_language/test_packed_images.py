@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from seeing_models import GEMMA, LLAVA, MLLAMA, PACKED, TEXT
 from transformers import AutoConfig, AutoModelForImageTextToText
 from versions import needs_processor
+from vision_language_configs import GEMMA, LLAVA, MLLAMA, PACKED, TEXT
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
