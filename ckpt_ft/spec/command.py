@@ -21,8 +21,8 @@ _TRAINER = (
     "liger_kernel_config", "use_kernels",
 )  # fmt: skip
 _ADAPTER = (
-    "lora_r", "lora_targets", "lora_target_parameters", "lora_dropout", "use_dora", "peft_config", "load_in_4bit",
-    "double_quant", "quant_storage", "rows",
+    "lora_r", "lora_targets", "lora_target_parameters", "lora_modules_to_save", "lora_dropout", "use_dora",
+    "peft_config", "load_in_4bit", "double_quant", "quant_storage", "rows",
 )  # fmt: skip
 _DIFFUSION = (
     "resolution", "batch_size", "accumulation", "dtype", "mixed_precision", "lora_r", "lora_dropout", "peft_config",

@@ -75,6 +75,9 @@ class ModelArguments:
     lora_target_parameters: list[str] | None = flag(
         None, "Parameters that get an adapter, such as fused experts: mlp.experts.gate_up_proj mlp.experts.down_proj."
     )
+    lora_modules_to_save: list[str] | None = flag(
+        None, "Modules that are trained in full beside the adapters, such as lm_head."
+    )
     use_dora: bool = flag(False, "DoRA instead of LoRA.")
     load_in_4bit: bool = flag(False, "QLoRA: the frozen weights in 4 bits (bitsandbytes).")
     bnb_4bit_quant_type: str = flag("nf4", "4-bit type.", choices=["fp4", "nf4"])
@@ -95,7 +98,7 @@ class ModelArguments:
         check_flags(self)
         check_peft_flag(self.peft_config, {name: getattr(self, name) is not None for name in _LORA} | {
             "lora_target_modules": self.lora_target_modules, "use_dora": self.use_dora,
-            "lora_target_parameters": self.lora_target_parameters,
+            "lora_target_parameters": self.lora_target_parameters, "lora_modules_to_save": self.lora_modules_to_save,
         })  # fmt: skip
 
     @property
@@ -275,7 +278,7 @@ def adapter_config(
         target_modules=found[0] if found == ["all-linear"] else found,
         target_parameters=args.lora_target_parameters,
         use_dora=args.use_dora,
-        modules_to_save=list(modules_to_save) or None,
+        modules_to_save=[*(args.lora_modules_to_save or ()), *modules_to_save] or None,
         **task,
     )
 

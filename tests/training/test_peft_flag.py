@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, TransformerArguments
-from ckpt_ft.training.models import ModelArguments, adapter_of
+from ckpt_ft.training.models import ModelArguments, adapter_config, adapter_of
 
 
 def file(folder: Path, **content: Any) -> str:
@@ -45,6 +45,7 @@ def test_invalid_peft_config_is_refused(tmp_path: Path, content: dict[str, Any],
         (ModelArguments, {"lora_r": 16}, "--lora_r"),
         (ModelArguments, {"lora_target_modules": ["q"], "use_dora": True}, "--lora_target_modules and --use_dora"),
         (ModelArguments, {"lora_dropout": 0.0}, "--lora_dropout"),
+        (ModelArguments, {"lora_modules_to_save": ["lm_head"]}, "--lora_modules_to_save"),
         (DiffusionModelArguments, {"rank": 4}, "--rank"),
         (TransformerArguments, {"lora_target_modules": ["to_q"]}, "--lora_target_modules"),
     ],
@@ -65,3 +66,8 @@ def test_recipe_completes_a_peft_config(tmp_path: Path) -> None:
     assert (config.task_type, config.inference_mode, config.base_model_name_or_path) == ("CAUSAL_LM", False, None)
     assert ModelArguments(peft_config=str(tmp_path)).adapts
     assert ModelArguments(use_peft=True).lora == {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+
+
+def test_modules_to_save_are_those_of_the_flag_and_of_the_recipe() -> None:
+    arguments = ModelArguments(use_peft=True, lora_modules_to_save=["lm_head"])
+    assert set(adapter_config(arguments, modules_to_save=["norm"]).modules_to_save) == {"lm_head", "norm"}
