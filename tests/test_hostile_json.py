@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fuzz import assert_one_line, damaged
+from model_configs import write_config
 from rich.console import Console
 
 from ckpt_ft.errors import UserError
@@ -140,10 +141,9 @@ def test_damaged_adapter_configs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"])
 def test_sizes_are_checked_before_anything_is_built(tmp_path: Path, key: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**LLAMA, key: 10**15}))
+    path = write_config(tmp_path, {**LLAMA, key: 10**15})
     with pytest.raises(UserError, match=f"{key} 1000000000000000 is no size of a model"):
-        load(TrainingSpec.of(str(path), seq_length=16), "cpu")
+        load(TrainingSpec.of(path, seq_length=16), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -157,10 +157,9 @@ def test_sizes_are_checked_before_anything_is_built(tmp_path: Path, key: str) ->
     ],
 )
 def test_inconsistent_sizes_are_refused(changes: dict[str, int], says: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA | changes))
+    path = write_config(tmp_path, LLAMA | changes)
     with pytest.raises(UserError, match=says):
-        load(TrainingSpec.of(str(path), seq_length=16), "cpu").trace(1)
+        load(TrainingSpec.of(path, seq_length=16), "cpu").trace(1)
 
 
 def test_image_sizes_and_numbers_of_experts(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import write_config
 
 import ckpt_ft
 from ckpt_ft.cli import app as cli
@@ -27,9 +28,7 @@ WIDE = {**LLAMA, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 40000}
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    return str(path)
+    return write_config(tmp_path, LLAMA)
 
 
 class Answer:

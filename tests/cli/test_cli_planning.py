@@ -15,6 +15,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
+from model_configs import write_config
 
 from ckpt_ft.cli import app as cli
 from ckpt_ft.cli import planning as planning_commands
@@ -46,9 +47,7 @@ TINY = {
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(TINY))
-    return str(path)
+    return write_config(tmp_path, TINY)
 
 
 def run_cli(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -82,9 +81,8 @@ def test_fused_kernels_and_compiled_blocks_are_tried(
     """Liger's and cut cross entropy do not store the logits; each line names its requirement, and their speeds are
     compared.
     """
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**TINY, "vocab_size": 8192}))
-    words = ["plan", str(path), "--device", "t4", "--seq-length", "32", "--jobs", "1", "--try", "kernels,compile"]
+    path = write_config(tmp_path, {**TINY, "vocab_size": 8192})
+    words = ["plan", path, "--device", "t4", "--seq-length", "32", "--jobs", "1", "--try", "kernels,compile"]
     assert run_cli(monkeypatch, *words, "--budget", "2GiB", "--batch-size", "64") == 0
     out = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     lines = [line for line in out if line.startswith("with --")]

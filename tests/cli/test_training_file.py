@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from model_configs import write_config
 
 from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError
@@ -102,12 +103,11 @@ def test_vision_language_file_sets_towers_and_pixels(tmp_path: Path) -> None:
 def test_command_line_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps(LLAMA))
+    model = write_config(tmp_path, LLAMA)
     file = tmp_path / "run.yaml"
     file.write_text(f"model_name_or_path: {model}\nmax_length: 16\nper_device_train_batch_size: 2\nuse_peft: true\n")
     flags = ("--seq-length", "16", "--batch-size", "2", "--lora", "16")
-    typed = estimated(monkeypatch, capsys, str(model), *flags)
+    typed = estimated(monkeypatch, capsys, model, *flags)
     assert estimated(monkeypatch, capsys, "--config", str(file), "--recipe", "llm") == typed
     words = ("--config", str(file), "--recipe", "llm", "--batch-size", "3")
     assert estimated(monkeypatch, capsys, *words)["batch_size"] == 3

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import write_config
 
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.budget import MemoryBudget
@@ -30,9 +31,7 @@ REFUSED = {"peft_type": "LOHA", "task_type": "CAUSAL_LM", "target_modules": ["q_
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(LLAMA))
-    return str(file)
+    return write_config(tmp_path, LLAMA)
 
 
 def traced(spec: TrainingSpec, policy: str) -> StepTrace:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_configs import write_config
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.parity import check_parity
@@ -28,9 +28,7 @@ QLORA = TrainingSpec.of(load_in_4bit=True, lora_r=2, dtype="bfloat16", mixed_pre
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(LLAMA))
-    return str(file)
+    return write_config(tmp_path, LLAMA)
 
 
 class OwnDtype(torch.nn.Linear):

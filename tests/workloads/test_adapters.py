@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_configs import write_config
 from peft_kinds import TARGETS, configuration
 from torch import nn
 from versions import is_older
@@ -38,9 +39,7 @@ TRACED = ("BOFT", "SHIRA", "FROD", "UNILORA", "VERA", "PREFIX_TUNING", "POLY", "
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(LLAMA))
-    return str(file)
+    return write_config(tmp_path, LLAMA)
 
 
 def kinds() -> list[str]:

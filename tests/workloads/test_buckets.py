@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from model_configs import write_config
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -22,9 +22,7 @@ UNET = {
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(UNET))
-    return str(file)
+    return write_config(tmp_path, UNET)
 
 
 def test_automatic_buckets_equal_those_of_sdxl() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import write_config
 from torch import nn
 
 from ckpt_ft.errors import UserError
@@ -31,19 +31,13 @@ FLUX = {
 }  # fmt: skip
 
 
-def written(path: Path, config: dict[str, Any]) -> str:
-    file = path / "config.json"
-    file.write_text(json.dumps(config))
-    return str(file)
-
-
 def dropouts(model: nn.Module) -> set[float]:
     return {m.p for name, m in model.named_modules() if "lora_dropout" in name and isinstance(m, nn.Dropout)}
 
 
 def test_default_lora_dropout_equals_the_recipes(tmp_path: Path) -> None:
     """Dropout of adapters keeps a copy of each layer's input, and a mask of a byte per element."""
-    file = written(tmp_path, LLAMA)
+    file = write_config(tmp_path, LLAMA)
     taken = load(TrainingSpec.of(file, lora_r=2, seq_length=16), "t4")
     without = load(TrainingSpec.of(file, lora_r=2, seq_length=16, lora_dropout=0.0), "t4")
     assert dropouts(taken.model) == {ModelArguments().lora["lora_dropout"]} == {0.05}
@@ -59,7 +53,7 @@ def test_default_lora_dropout_equals_the_recipes(tmp_path: Path) -> None:
 
 def test_default_lora_dropout_of_diffusion_models_is_zero(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
-    file = written(tmp_path, UNET)
+    file = write_config(tmp_path, UNET)
     assert DiffusionModelArguments(rank=2).lora_dropout == 0.0
     assert dropouts(load(TrainingSpec.of(file, lora_r=2), "t4").model) == set()
     assert dropouts(load(TrainingSpec.of(file, lora_r=2, lora_dropout=0.1), "t4").model) == {0.1}
@@ -67,10 +61,10 @@ def test_default_lora_dropout_of_diffusion_models_is_zero(tmp_path: Path) -> Non
 
 def test_default_resolution_of_flux_is_1024(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
-    workload = load(TrainingSpec.of(written(tmp_path, FLUX)), "t4")
+    workload = load(TrainingSpec.of(write_config(tmp_path, FLUX)), "t4")
     assert workload.shape == {"resolution": 1024}
     assert workload.make_batch(1, None)["hidden_states"].shape == (1, 64 * 64, 64)
-    assert load(TrainingSpec.of(written(tmp_path, FLUX), resolution=512), "t4").make_batch(1, None)[
+    assert load(TrainingSpec.of(write_config(tmp_path, FLUX), resolution=512), "t4").make_batch(1, None)[
         "img_ids"
     ].shape == (1024, 3)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_configs import write_config
 
 pytest.importorskip("diffusers")
 
@@ -72,9 +72,7 @@ ELSEWHERE = {  # classes that other tests trace
 
 
 def written(path: Path, name: str, config: dict[str, Any]) -> str:
-    file = path / "config.json"
-    file.write_text(json.dumps({"_class_name": name, **config}))
-    return str(file)
+    return write_config(path, {"_class_name": name, **config})
 
 
 def test_every_class_is_tested() -> None:

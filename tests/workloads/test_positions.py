@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_configs import write_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckpt_ft.errors import UserError
@@ -37,9 +37,7 @@ _LIMITED = [
 
 
 def _written(directory: Path, kind: str, named: str, more: dict[str, Any]) -> str:
-    path = directory / "config.json"
-    path.write_text(json.dumps({"model_type": kind, "architectures": [named], **_SIZES, **more}))
-    return str(path)
+    return write_config(directory, {"model_type": kind, "architectures": [named], **_SIZES, **more})
 
 
 @pytest.mark.parametrize(("kind", "named", "more"), _UNLIMITED)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_configs import write_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ckpt_ft.errors import UserError
@@ -108,9 +109,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def written(path: Path, config: dict[str, Any], *architectures: str) -> str:
-    file = path / "config.json"
-    file.write_text(json.dumps({**config, **({"architectures": architectures} if architectures else {})}))
-    return str(file)
+    return write_config(path, {**config, **({"architectures": architectures} if architectures else {})})
 
 
 @pytest.mark.parametrize("name", CLASSES)

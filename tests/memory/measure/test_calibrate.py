@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_configs import write_config
 from torch import nn
 
 from ckpt_ft import trace_step
@@ -134,9 +135,8 @@ def test_calibrated_device_is_listed_and_becomes_the_default(
     capsys.readouterr()
     run(monkeypatch, "gpus", "cpu")
     assert f"calibrated on {card.calibration.date}" in capsys.readouterr().out
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64}))
-    run(monkeypatch, "estimate", str(config), "--device", "here", "--seq-length", "16", "--json")
+    config = write_config(tmp_path, {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64})
+    run(monkeypatch, "estimate", config, "--device", "here", "--seq-length", "16", "--json")
     answer = json.loads(capsys.readouterr().out)
     assert answer["device"] == "cpu"
     assert answer["seconds"] > 1e-5
