@@ -71,11 +71,11 @@ EXPERTS: dict[str, Any] = {"lora_target_parameters": ["mlp.experts.gate_up_proj"
 
 
 def axolotl(whole_products: bool = False, **more: Any) -> Estimate:
-    """The run of axolotl's example, with its evaluation.
+    """Estimates the run of axolotl's example, including its evaluation.
 
     Args:
-        whole_products: PEFT multiplies the two factors of an adapter on experts before it adds them, as version 0.20
-            does, which axolotl 0.19 pins. 0.21 does so for weights in 8-bit floats.
+        whole_products: whether PEFT multiplies the two factors of an adapter on experts before it adds them. Version
+            0.20, which axolotl 0.19 pins, always does; version 0.21 does so for weights in 8-bit floats only.
         more: further settings of the file.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:

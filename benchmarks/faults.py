@@ -2,11 +2,11 @@
 
     python benchmarks/faults.py [--recipes llm vlm] [--kills 50] [--signal KILL]
 
-Half of the kills come while something is written: as soon as a name comes to, or goes from, the output directory. Of
-the others one in five comes at any time from the start on, so also while a checkpoint is read.
-Each recipe is one chain: killed, resumed, killed ..., and then finished. Printed for each: kills, what they left
-half-written, steps that were made again, and what no chain may have: steps that are missing in the end, checkpoints
-that look whole and cannot be read, and losses or weights that differ from those of the run that was left alone.
+Half of the kills come during a write: as soon as a name appears in the output directory or disappears from it. Of the
+others, one in five comes at any time after the start, also while a checkpoint is read.
+Each recipe is one chain: killed, resumed, killed ..., and then finished. The script prints for each chain the kills,
+incomplete files that they left, and repeated steps; and, which must not occur, missing steps, checkpoints that look
+complete and cannot be read, and losses or weights that differ from those of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ class Chain:
 
 @dataclass
 class Started:
-    """A run in a process of its own.
+    """A run in its own process.
 
-    resumed: the step of the checkpoint that it goes on from, 0 for a fresh one. printed: bytes of its log before it.
-    at: when, in seconds since the epoch.
+    resumed: step of the checkpoint from which it resumes, 0 for a new run. printed: size of its log at the start.
+    at: start time, in seconds since the epoch.
     """
 
     process: BaseProcess

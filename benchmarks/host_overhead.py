@@ -4,8 +4,8 @@
     python benchmarks/host_overhead.py --fsdp2    # forward and backward of the Llama, whole and sharded
 
 Models of 32 layers with tiny widths (for the U-Net: 32 resnet and transformer blocks), so that the time is Python and
-dispatch. All variants of a model take turns. The time is that of the process, so that other processes on the machine
-change it little; medians, and ratios of medians, are printed.
+dispatch. All variants of a model take turns. CPU time of the process is measured, which other processes hardly change;
+medians and ratios of medians are printed.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ def card(name: str, under_load: bool) -> GPU:
 
 
 def call(row: dict[str, str]) -> tuple[Any, tuple[Any, ...], Any]:
-    """The op that a row timed, its arguments and its result, on the meta device.
+    """Returns the operator that a row timed, its arguments and its result, on the meta device.
 
-    In the rows of matmuls N is the number of terms of each sum: it is what their kernels' tiles say.
+    In rows of matmuls N is the number of terms of each sum, as the tiles of their kernels show.
     """
     b, m, n, k, h = (int(float(row[name] or 0)) for name in ("B", "M", "N", "K", "H"))
     op = row["op"]

@@ -642,7 +642,7 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], Inputs]] = {
     "T2IAdapter": ({"channels": [8, 16, 16, 16]}, lambda: {"x": _image(3, 64)}),
 }
 
-# The smallest model of each file of timm and of some families that share a file; settings where it is still large.
+# The smallest model of each file of timm and of some families that share a file; settings if it is still large.
 VIT = {"embed_dim": 32, "depth": 2, "num_heads": 2}
 STAGES = {"embed_dim": 16, "depths": (1, 1, 2, 1), "num_heads": (1, 2, 2, 2)}
 TIMM: dict[str, dict[str, Any]] = (

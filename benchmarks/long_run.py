@@ -18,9 +18,9 @@ STEPS = 6  # steps per stretch, after which the layout repeats
 
 
 def peak_reserved(trace: StepTrace, stretches: int) -> int:
-    """Bytes: the most that a run of so many stretches reserves, with the cache emptied between them.
+    """Returns the peak reserved bytes of a run of `stretches` stretches, with the cache emptied between them.
 
-    trace: of at least three steps, the last two alike, allocation for allocation.
+    trace: of at least three steps; the last two must have the same allocations.
     """
     starts = [at for at, name in trace.marks if name == "step"] + [len(trace.events)]
     before, last = (trace.events[start:stop] for start, stop in list(pairwise(starts))[-2:])

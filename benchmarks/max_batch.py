@@ -3,7 +3,7 @@
     python benchmarks/max_batch.py [table] [t4] [finders]
 
 table    without checkpointing, under `full`, and under the plan's pick, for four models
-t4       ResNet-50, fp32, 224 x 224, no optimizer, beside the batches that were found by trying (docs/planning.md)
+t4       ResNet-50, fp32, 224 x 224, no optimizer, and the batches that were measured (docs/planning.md)
 finders  against accelerate's find_executable_batch_size on the same budgeted CPU: steps run, OOMs and seconds
 """
 

@@ -141,11 +141,11 @@ class Transformer(nn.Module):
 
 @cache
 def llama(name: str, fused_norms: bool, float8: str = "", tp: int = 1) -> nn.Module:
-    """One of `SHAPES`, on the meta device.
+    """Returns the model of one of `SHAPES`, on the meta device.
 
-    float8: the matrix products of all blocks are in 8 bits (torchao): "tensorwise", or "tensorwise, gathered" if
-        FSDP2 gathers the weights in 8 bits, too.
-    tp: for how many ranks `trace` divides it, so that no other step gets a divided model.
+    float8: 8-bit matrix products in all blocks (torchao): "tensorwise", or "tensorwise, gathered" if FSDP2 gathers
+        the weights in 8 bits too.
+    tp: number of ranks over which `trace` shards it; part of the cache key, so that other steps get a whole model.
     """
     with torch.device("meta"):
         model = Transformer(replace(SHAPES[name], fused_norms=fused_norms)).train()
@@ -208,12 +208,12 @@ def trace(
     model: Any, policy: str, batch: int, tokens: int, keeps: bool, processes: int, card: str, compiled: bool = False,
     tp: int = 1, loss_too: bool = False,
 ) -> StepTrace:  # fmt: skip
-    """One rank's step: each block sharded, then the rest; the loss over whole logits; fused AdamW, clipping.
+    """Traces one rank's step: each block is sharded, then the rest; loss of complete logits, fused AdamW, clipping.
 
-    keeps: gathered parameters after forward; else those of all blocks but the last are dropped.
-    compiled: each block, by torch.compile.
-    tp: ranks that divide each weight matrix, and norms and residuals along the sequence.
-    loss_too: the loss is compiled, as since 2025.
+    keeps: whether gathered parameters are kept after forward; otherwise only those of the last block are.
+    compiled: whether torch.compile compiles each block.
+    tp: ranks over which weight matrices are sharded, and norms and residuals along the sequence.
+    loss_too: whether the loss is compiled, as in torchtitan since 2025.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor.parallel import loss_parallel

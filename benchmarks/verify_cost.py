@@ -3,10 +3,10 @@
     python benchmarks/verify_cost.py [--repeats 4]
     python benchmarks/verify_cost.py --cards a100-80gb h100 rtx-4090    # predicted for GPUs, under `full`
 
-On a card the hashes read what the blocks save twice, once in each run, at the bandwidth of elementwise kernels.
+On a GPU the hashes read saved tensors twice, once in each run of a block, at the bandwidth of elementwise kernels.
 
 A Llama of 4 layers, 512 wide, on 4 x 256 tokens, in one thread. Verified and other steps take turns, and the fastest
-of each is printed, so that a busy machine disturbs both alike.
+of each is printed, so that a busy machine affects both equally.
 """
 
 from __future__ import annotations

@@ -165,9 +165,9 @@ def mb(nbytes: float) -> str:
 
 
 def policy_table(section: Section, policies: list[str], full: Case, small: Case, device: str) -> dict[str, StepTrace]:
-    """A table of policies: predicted at full size for `device`, predicted and measured at small size on the CPU.
+    """Adds a table of policies: predicted at full size for `device`, predicted and measured at small size on the CPU.
 
-    Where there is a CUDA device, it measures the full size too. Returns the predictions at full size.
+    If there is a CUDA device, the full size is measured too. Returns the predictions at full size.
     """
     cuda = torch.cuda.is_available()
     rows, traces = [], {}

@@ -94,10 +94,10 @@ def make_plan(spec: Spec, gpu: dict[str, Any] | None, budget: str, policies: lis
 
 
 def real_model(workload: Workload) -> nn.Module:
-    """The workload's model with random weights, made where it is to run: a host copy of 8B parameters takes minutes.
+    """Returns the workload's model with random weights, created on its device: copying 8B parameters takes minutes.
 
     Raises:
-        WorkFailed: it is not the model that the trace is of.
+        WorkFailed: the model differs from the traced one.
     """
     meta: Any = workload.model
     adapted = hasattr(meta, "peft_config")
