@@ -93,8 +93,8 @@ def median_and_worst(errors: Iterable[float]) -> str:
 
 
 def summary(groups: Iterable[Group], vision: str) -> str:
-    """Returns a row for each table, which rows were unseen, and the targets. `vision` is the path of the page with
-    timm's rows.
+    """Returns a row per table, which rows were unseen, and the targets. `vision`: path of the page with timm's
+    rows.
     """
     lines = []
     for group in groups:

@@ -134,9 +134,7 @@ CELLS = (4, 6, 9)  # number of models alive when the figures up to here were mea
 
 
 def twelve_blocks() -> Iterator[Row]:
-    """Twelve blocks, bf16, batch 1, 4096 tokens, width 512, AdamW, on an A100-40GB; all models of a cell stay
-    alive.
-    """
+    """Twelve blocks, bf16, batch 1, 4096 tokens, width 512, AdamW, on an A100-40GB; all models of a cell are kept."""
     for at, (name, published, _) in enumerate(TOYS):
         with torch.device("meta"):
             alive = next(cell for cell in CELLS if at < cell)

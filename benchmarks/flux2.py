@@ -35,9 +35,7 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 class Run(nn.Module):
-    """What is on the GPU: a DINOv2-base that judges images, the transformer with adapters, and the loop's
-    variables.
-    """
+    """On the GPU are a DINOv2-base that judges images, the transformer with adapters, and the loop's variables."""
 
     def __init__(self, transformer: nn.Module) -> None:
         super().__init__()
@@ -48,9 +46,7 @@ class Run(nn.Module):
 
 
 def build(row: dict[str, Any]) -> Run:
-    """Returns the transformer in bf16 on the meta device, with adapters as PEFT casts them, each block
-    checkpointed.
-    """
+    """Returns the transformer in bf16 on the meta device, with adapters cast as PEFT does, each block checkpointed."""
     with torch.device("meta"), Valueless():
         model: nn.Module = Flux2Transformer2DModel(
             num_layers=5, num_single_layers=20, num_attention_heads=24, attention_head_dim=128,

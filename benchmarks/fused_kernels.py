@@ -260,9 +260,7 @@ START = "<!-- benchmarks/fused_kernels.py writes the rest of this page -->"
 
 
 def table(found: list[tuple[Row, float]]) -> str:
-    """Returns a Markdown table: for each operator, kernel and mode the largest size and the worst error of all
-    sizes.
-    """
+    """Returns a Markdown table: per operator, kernel and mode the largest size and the worst error of all sizes."""
     groups: dict[Any, list[tuple[Row, float]]] = {}
     for row, mib in found:
         groups.setdefault((row.operator, row.provider, row.mode, row.gpu, row.version), []).append((row, mib))

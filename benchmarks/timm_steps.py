@@ -87,9 +87,7 @@ class Row:
 
 
 def build(name: str) -> nn.Module:
-    """Returns the model on "meta", or on the CPU if it needs values. Raises RuntimeError if this timm does not have
-    it.
-    """
+    """Returns the model on "meta", or on the CPU if it needs values. Raises RuntimeError if this timm lacks it."""
     import timm  # type: ignore[import-not-found]
 
     linspace = torch.linspace
@@ -133,9 +131,7 @@ def seconds(model: nn.Module, batch: int, side: int, last: bool) -> float:
 
 
 def rows(only: str, models: int | None) -> Iterator[Row]:
-    """Returns traces of the published steps whose model has `only` in its name, for `models` models in the order of
-    hashes.
-    """
+    """Returns traces of the published steps whose model has `only` in its name, for `models` models by hash order."""
     import timm
 
     if timm.__version__ != TIMM:

@@ -54,9 +54,7 @@ def measure(policy: str, repeats: int) -> dict[str, float]:
 
 
 def predict(name: str, batch: int, length: int, card: str) -> tuple[int, float, float]:
-    """Returns the bytes that a plain step saves, the seconds of the step under `full`, and the seconds of the
-    hashes.
-    """
+    """Returns the bytes that a plain step saves, the seconds of the step under `full`, and those of the hashes."""
     gpu = find_gpu(card)
     spec = TrainingSpec.of(name, dtype="bfloat16", seq_length=length, attn_implementation="flash_attention_2")
     workload = load(spec, gpu)

@@ -71,9 +71,7 @@ def fits(trace: StepTrace, capacity: int) -> bool:
 
 
 def largest_batch(trace_of: Callable[[int], StepTrace], capacity: int, most: int) -> int:
-    """Returns the largest batch size up to `most` whose step fits, by bisection from a linear extrapolation of the
-    peak.
-    """
+    """Returns the largest batch up to `most` whose step fits, by bisection from a linear extrapolation of the peak."""
     low, high = (trace_of(size).peak_allocated for size in (8, 16))
     per_image = (high - low) / 8
     estimate = min(most, int((capacity - low) / per_image) + 8)

@@ -31,9 +31,7 @@ _YAML = (
 
 
 def damaged(document: Any, seed: int = 0, rounds: int = ROUNDS) -> Iterator[bytes]:
-    """Yields `document` with a value replaced, removed or doubled, truncated, in another encoding, or other
-    content.
-    """
+    """Yields `document` with a value replaced, removed or doubled, truncated, encoded otherwise, or other content."""
     whole = json.dumps(document).encode()
     yield from (b"", b"null", b"[]", b"{}", b"7", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000)
     yield from (

@@ -1,6 +1,4 @@
-"""The ResNet-50 case study with benchmarks/resnet50.py: four strategies, largest batches, and a training loop with
-AMP.
-"""
+"""The ResNet-50 case study with benchmarks/resnet50.py: four strategies, largest batches, a training loop with AMP."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def backend_here() -> tuple[str, str]:
 
 
 def peak_of(job: Case, policy: str, backend: str = "") -> int:
-    """Returns the peak bytes of forward and backward of `job`'s model under `policy`, compiled by `backend` if
+    """Returns the peak bytes of forward and backward of `job`'s model under `policy`, compiled with `backend` if
     given.
     """
     torch._dynamo.reset()

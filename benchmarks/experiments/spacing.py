@@ -1,6 +1,4 @@
-"""Savings by depth, memory and time by checkpointing frequency, and torch's checkpoint_sequential against
-`segments:N`.
-"""
+"""Savings by depth, memory and time by checkpointing frequency; torch's checkpoint_sequential and `segments:N`."""
 
 from __future__ import annotations
 

@@ -93,9 +93,7 @@ def timeline(images: Path, quick: bool) -> Section:
 
 
 def _forward(trace: StepTrace) -> tuple[list[int], int]:
-    """Returns the events at which the layers of the measured step produced their outputs, and the one at which
-    backward began.
-    """
+    """Returns the events at which the layers of the measured step returned their outputs, and where backward began."""
     backward = next(at for at, name in trace.marks if name == "backward" and at >= trace.start)
     made = [(at, trace.storages[trace.events[at]].op) for at in range(trace.start, backward) if trace.events[at] >= 0]
     return [at for at, op in made if op == "aten.addmm.default"], backward

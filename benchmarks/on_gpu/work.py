@@ -1,6 +1,4 @@
-"""Work of each process: predict a step, measure it, find the largest batch, plan; on CUDA, or as a dry run on the
-CPU.
-"""
+"""Work of each process: predict a step, measure it, find the largest batch, plan; on CUDA, or dry on the CPU."""
 
 from __future__ import annotations
 
@@ -163,9 +161,7 @@ def _device() -> str:
 
 
 def _empty_cache() -> None:
-    """Empties the cache, because building a model reserves more than keeping it; measurement starts here, as the trace
-    does.
-    """
+    """Empties the cache, because building a model reserves more than keeping it. Measurement and trace start here."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

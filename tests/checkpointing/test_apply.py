@@ -282,9 +282,7 @@ def test_blocks_in_attributes_are_given_by_name() -> None:
 
 
 def test_blocks_in_a_dict_with_numbers_as_keys_are_found() -> None:
-    """torchtitan's pipeline stages have such dicts of layers. Dicts with other keys, such as PEFT's, are no block
-    lists.
-    """
+    """torchtitan's pipeline stages have such dicts. Dicts with other keys, such as PEFT's, are no block lists."""
     model = nn.Module()
     model.layers = nn.ModuleDict({key: nn.TransformerEncoderLayer(8, 2, 8) for key in ("4", "5", "7")})
     assert apply_policy(model, "full").covered == ["layers.4", "layers.5", "layers.7"]

@@ -284,9 +284,7 @@ def test_input_written_in_place_only_in_a_later_call(policy: str) -> None:
 
 
 def test_argument_written_after_the_block_is_an_error() -> None:
-    """For positional arguments autograd raises; for keyword arguments the second run would start from the written
-    value.
-    """
+    """For positional arguments autograd raises; for keyword arguments the second run would read the written value."""
 
     class Named(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

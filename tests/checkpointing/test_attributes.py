@@ -125,9 +125,7 @@ def test_hook_registered_in_forward_is_registered_once(policy: str) -> None:
 
 
 class Linear8bitLt(nn.Linear):
-    """As bitsandbytes' layer: the first forward moves the quantised weight to its state, so that a second finds
-    none.
-    """
+    """As in bitsandbytes: the first forward moves the quantised weight to its state, so a second finds none."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width, bias=False)

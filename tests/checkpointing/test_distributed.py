@@ -115,9 +115,7 @@ class Scaled(nn.SiLU):
 
 
 def all_ranks_raise(wrap: Callable[[nn.Module], nn.Module], steps: int = 4) -> None:
-    """Asserts that a difference on rank 1 raises on rank 0 too, which would otherwise wait, and that both can go
-    on.
-    """
+    """Asserts that a difference on rank 1 raises on rank 0 too, which would otherwise wait, and both can go on."""
     from language_models import batch, make
 
     from ckpt_ft import apply_policy

@@ -63,9 +63,7 @@ def check_same(plain: nn.Module, treated: nn.Module, inputs: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_head_of_every_architecture(name: str) -> None:
-    """With soft-capping (Gemma-2), scaling (Cohere, Granite), a bias (BART) and tied weights, and without a
-    warning.
-    """
+    """With soft-capping (Gemma-2), scaling (Cohere, Granite), a bias (BART) and tied weights, without a warning."""
     model, inputs = build(name)
     treated = copy.deepcopy(model)
     head.install(treated)

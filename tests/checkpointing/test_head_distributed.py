@@ -1,6 +1,4 @@
-"""`head` under FSDP2 on two CPU ranks: gradients equal those of the plain model; the output weight is gathered
-once.
-"""
+"""`head` under FSDP2 on two CPU ranks: gradients equal the plain model's; the output weight is gathered once."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ def test_cache_filled_by_one_part_of_a_model_and_read_by_another() -> None:
 
 
 def tied_llama() -> Any:
-    """Returns a model with one decoder layer at two positions; with a KV cache, the second attends to the keys of the
-    first.
-    """
+    """Returns a model with one decoder layer at two positions; with a KV cache, the second attends to the first."""
     model: Any = make("llama")
     model.model.layers[2] = model.model.layers[1]
     return model

@@ -1,6 +1,4 @@
-"""The policy `offload`: gradients are the same; which tensors are offloaded, when they return, and bytes on the
-host.
-"""
+"""The policy `offload`: equal gradients; which tensors are offloaded, when they return, and bytes on the host."""
 
 from __future__ import annotations
 

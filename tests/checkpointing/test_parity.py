@@ -133,7 +133,7 @@ def test_counts_parameters_that_lost_or_gained_a_gradient() -> None:
 def test_tolerance_for_sums_in_another_order(
     dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`head` has this tolerance; 10 times the difference is an error. Gradients that cancel out are compared with
+    """`head` has this tolerance; 10 times the difference is an error. Gradients that cancel are compared with
     others.
     """
     from ckpt_ft.checkpointing import deferred_logits

@@ -58,9 +58,7 @@ def _worker(rank: int, port: int, name: str, way: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), [("bert", "fsdp2"), ("llama", "fsdp2"), ("llama", "ddp")])
 def test_pointwise_under_ddp_and_fsdp2(name: str, way: str) -> None:
-    """BERT's blocks end in a norm, which the next block's backward recomputes after its parameters are sharded
-    again.
-    """
+    """BERT's blocks end in a norm, which the next block's backward recomputes after its parameters are sharded."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

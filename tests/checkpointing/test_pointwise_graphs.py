@@ -1,6 +1,4 @@
-"""`pointwise` on random graphs: cheap and expensive modules, shared inputs, views, in-place writes, several
-consumers.
-"""
+"""`pointwise` on random graphs: cheap and expensive modules, shared inputs, views, in-place writes, many consumers."""
 
 from __future__ import annotations
 

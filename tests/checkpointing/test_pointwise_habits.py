@@ -1,6 +1,4 @@
-"""Modules that `pointwise` must not recompute, or must recompute specially: unusual norms, keyword calls,
-containers.
-"""
+"""Modules that `pointwise` must not recompute, or recompute specially: unusual norms, keyword calls, containers."""
 
 from __future__ import annotations
 

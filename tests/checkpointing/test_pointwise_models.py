@@ -44,9 +44,7 @@ def step(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None) ->
 
 
 def kept_bytes(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """Returns the bytes of the storages, except parameters and buffers, that reach the enclosing saved-tensor
-    hooks.
-    """
+    """Returns the bytes of storages, except parameters and buffers, that reach the enclosing saved-tensor hooks."""
     own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
     found: dict[int, torch.UntypedStorage] = {}
 

@@ -24,9 +24,7 @@ def _group() -> Iterator[None]:
 
 
 def step(policy: str, sequence: bool) -> dict[str, torch.Tensor]:
-    """Returns gradients of a step of a Llama that is sharded over a mesh; with `sequence`, norms are sharded by
-    tokens.
-    """
+    """Returns gradients of a step of a Llama sharded over a mesh; with `sequence`, norms are sharded by tokens."""
     from torch.distributed.tensor import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

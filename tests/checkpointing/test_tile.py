@@ -1,6 +1,4 @@
-"""The policy `tile`: an MLP in pieces has the numbers of the whole, the memory of one piece, and fp32 gradient
-sums.
-"""
+"""The policy `tile`: an MLP in pieces has the numbers of the whole, one piece's memory, and fp32 gradient sums."""
 
 from __future__ import annotations
 

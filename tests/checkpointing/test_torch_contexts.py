@@ -136,9 +136,7 @@ def test_disabled_saved_tensor_hooks_are_one_line(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tensors_created_in_inference_mode(policy: str) -> None:
-    """A buffer filled in validation, and a mask: autograd adds such tensors, but neither saves them nor counts
-    writes.
-    """
+    """A buffer filled in validation, and a mask: autograd adds them, but neither saves them nor counts writes."""
     plain, model = Net(), Net()
     apply_policy(model, policy)
     for net in (plain, model):

@@ -107,9 +107,7 @@ def test_each_tower_has_its_own_policy(policy: str, expected: dict[str, int]) ->
 
 
 def saved_bytes(model: nn.Module, within: str) -> int:
-    """Returns the bytes that autograd saved inside the forward of `within` and still holds at the end of the model's
-    forward.
-    """
+    """Returns the bytes that autograd saved in the forward of `within` and still holds at the end of forward."""
     kept: list[weakref.ref[torch.Tensor]] = []
     inside = False
 

@@ -60,9 +60,7 @@ class Twice(torch.autograd.Function):
 
 
 def make_mlp_that_changes_variables() -> tuple[type[nn.Module], Callable[[], Any]]:
-    """Returns a class of MLPs whose forward changes variables of each kind, and a function that returns their
-    values.
-    """
+    """Returns a class of MLPs whose forward changes variables of each kind, and a function that reads their values."""
     global COUNT, LIST, DEQUE, QUEUE, LOCAL, TENSOR, ARRAY, COUNTER, DEFAULT, RECORD
     COUNT, LIST, DEQUE, QUEUE, LOCAL = 0, [0] * 5000, deque([0], maxlen=3), queue.Queue(), threading.local()
     TENSOR, ARRAY, COUNTER, DEFAULT, RECORD = (

@@ -384,9 +384,7 @@ def test_iterator_arguments_are_refused(made: Any, policy: str) -> None:
 
 
 class WritingGiven(Block):
-    """Writes in place into tensors that it is given by keyword, in a tuple and in a dict, with and without
-    gradient.
-    """
+    """Writes in place into tensors given by keyword, in a tuple and in a dict, with and without gradient."""
 
     def forward(self, x: torch.Tensor, pair: Any = (), **named: Any) -> torch.Tensor:
         tensors = [*pair, *named.get("more", {}).values(), *(v for v in named.values() if isinstance(v, torch.Tensor))]

@@ -78,9 +78,7 @@ def test_plan_prints_the_same_from_the_cache(
 def test_fused_kernels_and_compiled_blocks_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Liger's and cut cross entropy do not store the logits; each line names its requirement, and their speeds are
-    compared.
-    """
+    """Liger's and cut cross entropy store no logits; each line names its requirement, and speeds are compared."""
     path = write_config(tmp_path, {**TINY, "vocab_size": 8192})
     words = ["plan", path, "--device", "t4", "--seq-length", "32", "--jobs", "1", "--try", "kernels,compile"]
     assert run_cli(monkeypatch, *words, "--budget", "2GiB", "--batch-size", "64") == 0

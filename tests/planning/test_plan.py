@@ -354,9 +354,7 @@ def test_frontier_has_the_pareto_optimal_candidates() -> None:
 
 
 def test_advice_names_bytes_of_outputs_kept_through_backward() -> None:
-    """A training loop that keeps the model's outputs through backward keeps the logits; the trace is replayed without
-    them.
-    """
+    """A loop that keeps the model's outputs through backward keeps the logits; the trace is replayed without them."""
     small = MODELS["llama"]()
     small.model.config.use_cache = False  # type: ignore[union-attr]
 
@@ -392,9 +390,7 @@ def test_seconds_of_a_plan_equal_the_traces() -> None:
 
 @pytest.mark.slow
 def test_plan_of_compiled_blocks_has_no_pointwise() -> None:
-    """In a compiled region `pointwise` would save other tensors in its second run; Inductor recomputes these
-    operators.
-    """
+    """Compiled, `pointwise` would save other tensors in its second run; Inductor recomputes these operators."""
     compiled = replace(MODELS["llama"]().workload("a100-40gb"), compile="regional")
     found = plan(compiled, "1GiB", batch_size=2, policies=["none", "full", "pointwise", "pointwise,head"])
     assert len(found.candidates) > 1

@@ -80,9 +80,7 @@ def draw(pipeline: Any) -> np.ndarray:
 def test_lora_of_a_transformer_loads_into_the_pipeline(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str
 ) -> None:
-    """The pipeline's own loader reads it with its scale; a checkpoint has the same adapter and no frozen
-    transformer.
-    """
+    """The pipeline's own loader reads it with its scale; a checkpoint has the same adapter and no transformer."""
     flags = ["--rank", "2", "--lora_alpha", "8", "--learning_rate", "1e-1", "--checkpointing_steps", "3"]
     flags += ["--ac_policy", "full", "--ac_check"]
     assert len(train(recipe, tiny[kind], tmp_path, *flags)) == 3

@@ -216,7 +216,7 @@ def test_out_of_memory_in_the_loop_is_replanned(
 def test_largest_batch_within_a_budget(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Five samples fit with gradients, so eight are two micro-batches; trial steps change neither weights nor random
+    """Five samples fit with gradients, so eight are two micro-batches; trials change neither weights nor random
     state.
     """
     flags = ["--train_batch_size", "8", "--find_max_batch_size", "--ac_budget", "10MiB"]

@@ -1,6 +1,4 @@
-"""LoRA on text encoders together with their U-Net: trained and saved weights, predictions, prompts encoded per
-step.
-"""
+"""LoRA on text encoders with their U-Net: trained and saved weights, predictions, prompts encoded per step."""
 
 from __future__ import annotations
 
@@ -82,8 +80,8 @@ def draw(pipeline: Any) -> np.ndarray:
 def test_lora_of_text_encoders_loads_into_the_pipeline(
     recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str
 ) -> None:
-    """Every key of the file belongs to the U-Net or a text encoder, each part changes the image, and the checkpoint's
-    file is equal.
+    """Every key belongs to the U-Net or a text encoder, each part changes the image; the checkpoint's file is
+    equal.
     """
     train(recipe, bases[kind], tmp_path, "--learning_rate", "1e-2", "--text_encoder_lr", "1e-1",
           "--checkpointing_steps", "3", "--lora_alpha", "4")  # fmt: skip

@@ -1,6 +1,4 @@
-"""Models with flash or flex attention are traced with torch's own flash kernel, because theirs accept no fake
-tensors.
-"""
+"""Flash and flex attention are traced with torch's own flash kernel, because theirs accept no fake tensors."""
 
 from __future__ import annotations
 

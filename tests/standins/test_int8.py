@@ -21,9 +21,7 @@ def test_int8_layer_has_one_byte_per_weight_and_one_scale_per_row() -> None:
 
 
 def test_temporary_tensors_of_a_step_of_an_int8_layer() -> None:
-    """Forward: the input in 8 bits, an int32 product and its float16 form. Backward: the weight in the input's
-    dtype.
-    """
+    """Forward: an 8-bit input, an int32 product and its float16 form. Backward: the weight in the input's dtype."""
     rows, n, m = 64, 256, 512
     model = nn.Sequential(Int8Linear(nn.Linear(n, m, bias=False)))
     x = torch.zeros(rows, n, dtype=torch.bfloat16, requires_grad=True)

@@ -141,9 +141,7 @@ def states(optimizer: torch.optim.Optimizer) -> int:
     ],
 )  # fmt: skip
 def test_states_equal_the_librarys(name: str, package: str, tmp_path: Path) -> None:
-    """The CPU kernels of these libraries have temporaries that GPU kernels do not have, so only states are
-    compared.
-    """
+    """The CPU kernels of these libraries have temporaries that GPU kernels lack, so only states are compared."""
     pytest.importorskip(package)
     model = language_model(torch.bfloat16)
     try:
@@ -314,9 +312,7 @@ def test_states_are_counted_as_the_optimizers() -> None:
 
 
 def states_of_8bit(model: nn.Module) -> int:
-    """Returns bytes in bitsandbytes' layout; a Trainer keeps float32 moments for embeddings, and small tensors have
-    them.
-    """
+    """Returns bytes in bitsandbytes' layout; a Trainer keeps float32 moments for embeddings, and small tensors too."""
     embedding = model.get_input_embeddings().weight
     small = sum(8 * p.numel() for p in model.parameters() if p.numel() < 4096 or p is embedding)
     large = sum(

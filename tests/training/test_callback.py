@@ -641,9 +641,7 @@ def test_optimizer_states_in_the_groups_are_counted(tmp_path: Path, rows: str) -
 
 
 def test_predicted_phases_are_those_of_the_predicted_step(tmp_path: Path) -> None:
-    """The first step has the highest peak, like GaLore's, which decomposes gradients; later steps start with
-    states.
-    """
+    """The first step has the highest peak, as GaLore's, which decomposes gradients; later steps start with states."""
 
     class AllocatesAtStart(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:

@@ -219,8 +219,8 @@ def test_configuration_of_a_saved_adapter_is_read(config: str) -> None:
 
 
 def test_bytes_of_quantised_weights(config: str) -> None:
-    """bitsandbytes' layout: half a byte per weight and a scale per 64 weights, nested or not; or a byte, and a scale
-    per row.
+    """bitsandbytes' layout: half a byte per weight and a scale per 64, nested or not; or a byte, and a scale per
+    row.
     """
     weights = [out * into for out, into in LAYERS] * 2
     lora = PLAIN.edit(lora_r=2)
@@ -386,9 +386,7 @@ def test_notes_about_quantised_and_adapted_experts(tmp_path: Path) -> None:
 
 
 def test_bytes_of_experts_packed_by_axolotl(tmp_path: Path) -> None:
-    """One byte per two weights, and a float32 scale per 64 weights; a block unpacks all its experts, adapted or
-    not.
-    """
+    """One byte per two weights and a float32 scale per 64; a block unpacks all its experts, adapted or not."""
     qwen = {
         **LLAMA, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 64,

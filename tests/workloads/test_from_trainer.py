@@ -260,9 +260,7 @@ def test_reference_model_counts_as_parameters(tmp_path: Path) -> None:
 
 
 def test_evaluation_between_steps_is_a_phase(tmp_path: Path) -> None:
-    """Evaluation has batches of 8 rows, a Trainer's default, and training has 1: the evaluation's logits are the
-    peak.
-    """
+    """Evaluation has batches of 8 rows, the default, and training has 1: the evaluation's logits are the peak."""
     config = LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, vocab_size=4000
     )

@@ -72,9 +72,7 @@ def write(folder: Path, **config: Any) -> None:
 
 
 def test_pipeline_files_decide_latent_size_and_prompt_length(tmp_path: Path) -> None:
-    """A VAE of three levels has 4 x 4 pixels per latent; without its files a latent has 8 x 8, and prompts have 77
-    tokens.
-    """
+    """A VAE of three levels has 4 x 4 pixels per latent; without files it is 8 x 8, and prompts have 77 tokens."""
     tiny = {"block_out_channels": [32, 32], "sample_size": 8, "cross_attention_dim": 16}
     down, up = ["CrossAttnDownBlock2D", "DownBlock2D"], ["UpBlock2D", "CrossAttnUpBlock2D"]
     write(tmp_path / "unet", _class_name="UNet2DConditionModel", down_block_types=down, up_block_types=up, **tiny)

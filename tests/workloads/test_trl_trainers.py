@@ -193,7 +193,7 @@ def test_vllm_share_counts_in_training_unless_it_sleeps(config: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "lora"), [("sft", False), ("sft", True), ("dpo", False)])
 def test_auxiliary_loss_of_routers(kind: str, lora: bool, tmp_path: Path) -> None:
-    """TRL adds it to every mixture of experts unless the coefficient is 0, also with adapters; DPO's reference has
+    """TRL adds it to every mixture of experts unless its coefficient is 0, also with adapters; DPO's reference has
     none.
     """
     from transformers import MixtralConfig

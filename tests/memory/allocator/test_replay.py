@@ -159,9 +159,7 @@ def test_invalid_settings_are_refused(text, message):
 
 
 def check_layout(allocator: CachingAllocator, live: list[Block]) -> None:
-    """Asserts that segments tile their addresses, free neighbours are merged, and the counters are sums over
-    blocks.
-    """
+    """Asserts that segments tile their addresses, free neighbours are merged, and counters are sums over blocks."""
     known = {id(block): block for block in [*live, *(b for pool in allocator.pools for b in pool.at.values())]}
     spans = sorted((block.address, block.address + block.size) for block in known.values())
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))

@@ -134,9 +134,7 @@ def test_collective_slows_concurrent_kernels():
 
 
 def test_collective_uses_memory_bandwidth():
-    """It moves each byte twice: at 0.25 TB/s, memory-bound kernels keep half of the bandwidth; matmuls lose only
-    SMs.
-    """
+    """It moves each byte twice: at 0.25 TB/s, memory-bound kernels keep half the bandwidth; matmuls lose only SMs."""
     launch = Launch("ddp", 8, link=0.25e12)
     gather = op("c10d.allgather_.default", wire=10**10, stream="gather")  # 40 ms
     copy, matmul = op("aten.add.Tensor", nbytes=10**9), op(flops=10**11, shape=(1, 4096, 4096, 2980, 0))
@@ -234,7 +232,7 @@ def resnet_seconds(policy: str) -> float:
 
 
 def test_recomputation_of_resnet50_has_the_published_cost():
-    """Published ms per iteration on a T4: none 276.69, stages 3 and 4 by block 316.66, each stage 368.39, each block
+    """Published ms per iteration on a T4: none 276.69, stages 3 and 4 by block 316.66, stages 368.39, blocks
     368.90.
     """
     seconds = [resnet_seconds(policy) for policy in ("none", "stages:3+4", "stages", "full")]
@@ -297,9 +295,7 @@ def test_capturable_adam_reads_nothing_on_the_host():
 
 
 def test_nccl_has_buffers_per_connection() -> None:
-    """Ulysses on eight H100 has 7 x 32 connections for the all-to-all and three rings of 24 channels, of 12 MiB
-    each.
-    """
+    """Ulysses on eight H100: 7 x 32 connections for the all-to-all and three rings of 24 channels, of 12 MiB each."""
     h100, t4 = find_gpu("h100"), find_gpu("t4")
     assert nccl_bytes(Launch("zero3", 1), h100) == 0
     assert nccl_bytes(Launch("ddp", 8), h100) == nccl_bytes(Launch("fsdp2", 8), h100) == 24 * 12 * MIB

@@ -205,9 +205,7 @@ def test_offload_of_lion_is_refused() -> None:
 
 
 def test_liger_loss_with_offload_under_zero3() -> None:
-    """Liger reads the head's weight without calling the head, so it is gathered with the model; all inputs are
-    offloaded.
-    """
+    """Liger reads the head's weight without calling the head, so the model gathers it; all inputs are offloaded."""
     asked = llama(Launch("zero3", 2, mixed_precision="bf16", zero=BOTH))
     liger.apply(asked.model, {})
     apply_policy(asked.model, "full,offload")

@@ -250,9 +250,7 @@ def test_bandwidth_of_links() -> None:
 
 
 def test_seconds_of_ring_collectives_grow_with_the_ranks() -> None:
-    """Compared with NCCL 2.28's own model: the all-gather of a Llama-8B block in bf16 and an all-reduce of four
-    bytes.
-    """
+    """Compared with NCCL 2.28's own model: the all-gather of a Llama-8B block in bf16, an all-reduce of four bytes."""
     h100 = find_gpu("h100")
     for machines in (1, 2, 16):
         launch = Launch("fsdp2", 8 * machines, machines)

@@ -153,9 +153,7 @@ def workload(launch: Launch | None, policy: str, kind: str | bool, accumulation:
 
 
 def shard_by_hand(model: Any) -> None:
-    """Shards a model as a user's loop does: computes in bf16, reduces in fp32, and keeps the last block after
-    forward.
-    """
+    """Shards a model as users' loops do: computes in bf16, reduces in fp32, and keeps the last block after forward."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -234,9 +232,7 @@ def routing(uneven: bool = False) -> Iterator[None]:
 
 
 def gradient_error(launch: Launch, policy: str, kind: str = "llama") -> float:
-    """Returns the relative difference between gradients under `launch`, summed over ranks, and those of one
-    process.
-    """
+    """Returns the relative difference of gradients under `launch`, summed over ranks, to those of one process."""
     torch.manual_seed(1)
     ids = torch.randint(300, (2, 64))
     targets, positions = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:], torch.arange(64).expand(2, -1)

@@ -60,9 +60,7 @@ def _all() -> Iterator[Case]:
 
 
 def spans(trace: StepTrace, updates: int) -> dict[str, int]:
-    """Returns the peaks of the measured step before its first backward, then until the event `updates`, then after
-    it.
-    """
+    """Returns the measured step's peaks before its first backward, then until the event `updates`, then after it."""
     backward = next(at for at, phase in trace.marks if phase == "backward" and at >= trace.start)
     bounds = {"forward": (trace.start, backward), "backward": (backward, updates), "optimizer": (updates, None)}
     return {phase: trace.replay.peak_allocated(*bound) for phase, bound in bounds.items()}

@@ -176,9 +176,7 @@ POLICIES = (
     "kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in FAMILIES]
 )
 def test_policies_keep_the_bits_when_experts_tie(kind: str) -> None:
-    """Rows of the routers are equal in pairs, so every choice is between equal scores and a second run could
-    differ.
-    """
+    """Rows of the routers are equal in pairs, so every choice is between equal scores and could change."""
     ids = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
     for way in ("eager",) if kind in ONE_WAY else ("eager", "batched_mm", "grouped_mm"):
         torch.manual_seed(0)
@@ -208,9 +206,7 @@ def test_policies_keep_the_bits_when_experts_tie(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_frozen_routers_have_no_gradients() -> None:
-    """They have no gradients and no optimizer states; the prediction equals the measurement, and policies keep the
-    bits.
-    """
+    """They have no gradients and no states; the prediction equals the measurement, and policies keep the bits."""
     ids = torch.randint(3, 300, (2, 64), generator=torch.Generator().manual_seed(1))
     step = training_step(lambda model: model(input_ids=ids, labels=ids, use_cache=False).loss)
     optimizer = {}

@@ -330,9 +330,7 @@ def test_traces_are_deterministic() -> None:
 
 
 def test_trace_uses_the_current_default_dtype() -> None:
-    """Operators without a dtype use the default one, so their cached results must not be used under another
-    default.
-    """
+    """Operators without a dtype use the default one, so cached results are not used under another default."""
 
     def step(model: nn.Module, optimizer: object) -> None:
         model(torch.ones(1, 4)).sum().backward()

@@ -40,9 +40,7 @@ FACTS = {
 
 
 def small_trace() -> StepTrace:
-    """A resident parameter of 4 MiB, an activation of 6 freed in backward, a gradient of 4, a temporary tensor of
-    1.
-    """
+    """A resident parameter of 4 MiB, an activation of 6 freed in backward, a gradient of 4, a temporary of 1."""
     storages = [
         Storage(4 * MIB, "parameters", "", "", ""),
         Storage(6 * MIB, "activations", "aten.mm.default", "layers.0.mlp", "forward"),

@@ -1,6 +1,4 @@
-"""CPU kernels copy operands of other dtypes: the copies of each kernel as PyTorch records them, and those of a
-step.
-"""
+"""CPU kernels copy operands of other dtypes: each kernel's copies as PyTorch records them, and those of a step."""
 
 from __future__ import annotations
 

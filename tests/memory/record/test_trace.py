@@ -20,9 +20,7 @@ from ckpt_ft.memory.record.tracker import Tracker
 
 
 def record(device: str = "cpu", gpu: GPU | None = None) -> StepTrace:
-    """A record with a parameter, a warm-up that peaks at 1900 bytes, and a step that allocates 300 and 1000 and frees
-    both.
-    """
+    """A parameter, a warm-up that peaks at 1900 bytes, and a step that allocates 300 and 1000 and frees both."""
     storages = [
         Storage(100, "parameters", "", "", ""),
         Storage(1800, "temporary", "aten.mm.default", "a", "forward"),

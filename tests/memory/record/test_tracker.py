@@ -100,9 +100,7 @@ def test_phases_follow_autograd_and_the_optimizer() -> None:
 
 
 def test_work_between_backward_and_optimizer_counts_as_the_optimizers() -> None:
-    """The loss is read and gradients are clipped with gradients enabled; a forward without modules is still a
-    forward.
-    """
+    """The loss is read and gradients clipped with gradients enabled; a forward without modules is still a forward."""
     model = nn.Linear(4, 4)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -178,9 +176,7 @@ def test_module_that_raises_does_not_stay_in_the_context() -> None:
 
 
 def test_projectors_and_layerwise_optimizer_states_are_counted() -> None:
-    """GaLore's and APOLLO's projectors are objects in the state; layerwise optimizers have one optimizer per
-    parameter.
-    """
+    """GaLore's and APOLLO's projectors are objects in the state; layerwise optimizers are one per parameter."""
     model = nn.Linear(8, 8, bias=False)
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     projector = SimpleNamespace(project=len, basis=torch.zeros(1000), pair=[torch.zeros(500)], rank=4)

@@ -30,9 +30,7 @@ def test_reduced_loss_equals_the_real_kernels(loss: torch._ops.OpOverload, reduc
 @pytest.mark.parametrize("kind", ["batch", "layer"])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2), (3, 2, 1, 0)], ids=str)
 def test_strides_of_norms_equal_the_real_kernels(kind: str, order: tuple[int, ...]) -> None:
-    """For inputs with permuted axes, the strides of the result and of the gradient decide whether later operators
-    copy.
-    """
+    """For inputs with permuted axes, the strides of the result and of the gradient decide where later copies are."""
     forward = {"batch": aten.native_batch_norm.default, "layer": aten.native_layer_norm.default}[kind]
     backward = {"batch": aten.native_batch_norm_backward.default, "layer": aten.native_layer_norm_backward.default}[
         kind

@@ -1,6 +1,4 @@
-"""Images in aspect-ratio buckets: scaling and cropping, cache, order, and a run whose peak is that of the largest
-bucket.
-"""
+"""Images in aspect-ratio buckets: scaling and cropping, cache, order; a run peaks with its largest bucket."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Each family of diffusion transformers follows its pipeline: training inputs equal the pipeline's, under any
-policy.
-"""
+"""Each family of diffusion transformers follows its pipeline: equal training inputs under any policy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Optimizers chosen by name in the diffusion loop: predicted states are exact, and resumed runs have the same
-losses.
-"""
+"""Optimizers chosen by name in the diffusion loop: predicted states are exact; resumed runs have the same losses."""
 
 from __future__ import annotations
 

@@ -44,9 +44,7 @@ def test_pairs_repeat_the_shorter_half() -> None:
 
 @pytest.mark.parametrize("snr_gamma", [None, 5.0])
 def test_denoising_loss_of_both_halves(snr_gamma: float | None) -> None:
-    """As in diffusers' scripts: mean of each half, the class's times its weight; Min-SNR applies to the subject
-    only.
-    """
+    """As in diffusers' scripts: the mean of each half, the class's times its weight; Min-SNR for the subject only."""
     scheduler, args = DDPMScheduler(), DiffusionModelArguments(snr_gamma=snr_gamma)
     prediction, latents, noise = torch.randn(3, 6, 4, 8, 8)
     times = torch.tensor([10, 500, 900, 20, 400, 800])

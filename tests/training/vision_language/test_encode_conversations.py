@@ -1,6 +1,4 @@
-"""Conversations with images in the processors of several families: tokens, labels and pixels that the models
-accept.
-"""
+"""Conversations with images in processors of several families: tokens, labels and pixels that the model gets."""
 
 from __future__ import annotations
 
