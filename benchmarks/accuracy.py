@@ -93,9 +93,7 @@ def median_and_worst(errors: Iterable[float]) -> str:
 
 
 def summary(groups: Iterable[Group], vision: str) -> str:
-    """Returns a row per table, which rows were unseen, and the targets. `vision`: path of the page with timm's
-    rows.
-    """
+    """Returns a row per table, which rows were unseen, and the targets. `vision`: path of the page of timm's rows."""
     lines = []
     for group in groups:
         bytes_ = [

@@ -25,9 +25,7 @@ def half(path: Path) -> None:
         ({"HOME": "/c"}, "/c/.cache/ckpt_ft"),
     ],
 )
-def test_cache_root_follows_the_environment(
-    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_root_follows_environment(environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CKPT_FT_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

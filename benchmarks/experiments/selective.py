@@ -117,9 +117,7 @@ def backend_here() -> tuple[str, str]:
 
 
 def peak_of(job: Case, policy: str, backend: str = "") -> int:
-    """Returns the peak bytes of forward and backward of `job`'s model under `policy`, compiled with `backend` if
-    given.
-    """
+    """Returns the peak bytes of a step of `job`'s model under `policy`, compiled by `backend` if given."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = job.build()

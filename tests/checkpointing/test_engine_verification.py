@@ -113,9 +113,7 @@ class Counting(nn.Linear):
 
 @pytest.mark.parametrize("kind", [MeanOfPositions, Counting])
 @pytest.mark.parametrize("rows", [5, 1000])
-def test_head_refuses_layers_that_mix_positions(
-    kind: type[nn.Linear], rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_head_refuses_mixed_positions(kind: type[nn.Linear], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", rows * 99 * 4)
     model, inputs = build("llama")
     model.lm_head = kind(32, 99, bias=False)

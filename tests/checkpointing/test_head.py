@@ -302,9 +302,7 @@ def _product_written(x: Any) -> Any:
         _product_written,
     ],
 )
-def test_in_place_writes_reach_views_of_the_logits(
-    use: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_place_writes_reach_logit_views(use: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients equal those of a tensor; an error is raised if a view was read before the write."""
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 2 * 7 * 4)
     torch.manual_seed(0)
@@ -349,9 +347,7 @@ def test_chunks_use_the_autocast_of_the_layers_call() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_half_precision_gradients_of_chunks_are_summed_in_fp32(
-    autocast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_chunk_gradients_are_summed_in_fp32(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 256 chunks, the weight's gradient has the error of one matmul plus the rounding of each chunk."""
     vocabulary, width, tokens = 64, 32, 4096
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 4 * vocabulary * 16)

@@ -130,12 +130,8 @@ def test_counts_parameters_that_lost_or_gained_a_gradient() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
-def test_tolerance_for_sums_in_another_order(
-    dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`head` has this tolerance; 10 times the difference is an error. Gradients that cancel are compared with
-    others.
-    """
+def test_tolerance_for_other_sum_orders(dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`head` has this tolerance; 10 times the difference is an error. Gradients that cancel are compared to others."""
     from ckpt_ft.checkpointing import deferred_logits
 
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 4 * 61 * 5)

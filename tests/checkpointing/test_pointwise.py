@@ -92,9 +92,7 @@ def test_output_is_recomputed_once_for_all_consumers() -> None:
 
 
 def test_output_is_freed_after_its_last_consumer() -> None:
-    """The norm's output is freed after forward, recomputed for the layer after it, and freed before its own
-    backward.
-    """
+    """The norm's output is freed after forward, recomputed for the next layer, and freed before its own backward."""
     alive: list[tuple[str, bool]] = []
     seen: list[weakref.ref[torch.UntypedStorage]] = []
 

@@ -35,9 +35,7 @@ def plain() -> dict[str, dict[str, torch.Tensor]]:
 # blocks of a ViT have no convolutions, a ResNet has no attention
 @pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")
 @pytest.mark.parametrize(("name", "policy"), CASES)
-def test_policy_keeps_the_bits_of_vision_models(
-    name: str, policy: str, plain: dict[str, dict[str, torch.Tensor]]
-) -> None:
+def test_policy_keeps_vision_models_bits(name: str, policy: str, plain: dict[str, dict[str, torch.Tensor]]) -> None:
     model = make(name)
     applied = apply_policy(model, policy)
     assert applied.covered
@@ -46,9 +44,7 @@ def test_policy_keeps_the_bits_of_vision_models(
 
 @pytest.mark.parametrize("policy", ["offload", "full,offload"])
 @pytest.mark.parametrize("name", MODELS)
-def test_offload_keeps_the_bits_of_vision_models(
-    name: str, policy: str, plain: dict[str, dict[str, torch.Tensor]]
-) -> None:
+def test_offload_keeps_vision_models_bits(name: str, policy: str, plain: dict[str, dict[str, torch.Tensor]]) -> None:
     model = make(name)
     apply_policy(model, policy)
     assert_same(numbers(model, batches(2)), plain[name])

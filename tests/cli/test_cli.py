@@ -176,9 +176,7 @@ SHORT = ("--device", "t4", "--seq-length", "64")
         (("--batch-size", "2"), "250MiB", ["--batch-size 1", "--optimizer adamw_8bit"]),
     ],
 )
-def test_suggested_change_fits_when_typed(
-    run_cli: Any, config: str, asked: tuple[str, ...], capacity: str, says: list[str]
-) -> None:
+def test_suggestion_fits(run_cli: Any, config: str, asked: tuple[str, ...], capacity: str, says: list[str]) -> None:
     """The first suggestion, typed as flags, fits and has the memory and time that the suggestion states."""
     if "adamw_8bit" in says[-1]:
         Path(config).write_text(json.dumps(WIDE))
@@ -349,9 +347,7 @@ def test_check_fails_with_exit_code_1(run_cli: Any, config: str, monkeypatch: py
         (("nothing",), "No such command"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    run_cli: Any, config: str, tmp_path: Path, argv: tuple[str, ...], says: str
-) -> None:
+def test_bad_input_is_one_line(run_cli: Any, config: str, tmp_path: Path, argv: tuple[str, ...], says: str) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     answer = run_cli(*(config if part == "CONFIG" else str(empty) if part == "DIRECTORY" else part for part in argv))

@@ -194,9 +194,7 @@ def test_max_batch_names_the_smallest_budget_if_no_sample_fits(
         (["--target", "speed", "--budget", "1GiB"], "target 'speed': choose one of"),
     ],
 )
-def test_invalid_plan_flag_is_refused(
-    words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_plan_flag_fails(words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=message):
         run_cli(monkeypatch, "plan", config, "--seq-length", "32", *words)
 
@@ -320,9 +318,7 @@ def test_launch_flags_equal_the_launch_file(tmp_path: Path) -> None:
             assert str(getattr(given, name)).lower() == str(getattr(read, name)).lower(), (launch, name)
 
 
-def test_page_of_several_launches_shows_their_picks(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_of_launches_shows_their_picks(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = planning.plan
     monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
     sweep: list[Launch | None] = []
@@ -364,9 +360,7 @@ def test_plans_of_different_links_are_cached_apart(
         (["--write-launch", "launch.yaml"], "a plan for one process has none; give --gpus or --launch too"),
     ],
 )
-def test_invalid_launch_is_refused(
-    words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_launch_fails(words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=message):
         run_cli(monkeypatch, "plan", config, "--device", "t4", "--seq-length", "32", *words)
 

@@ -28,9 +28,7 @@ def test_short_names_of_models_and_dtypes() -> None:
     assert TrainingSpec.of("gpt2", **fields_of({"dtype": "bf16"})).precision.dtype == "bfloat16"
 
 
-def test_default_precision_is_the_published_one_with_a_note(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_default_precision_is_the_published_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert params._published_precision("meta-llama/Llama-3.1-8B", False) == {"dtype": "bfloat16"}
     assert "the weights are bfloat16" in capsys.readouterr().err
     assert params._published_precision("openai-community/gpt2", False) == {}

@@ -297,9 +297,7 @@ def test_launch_settings_in_a_file_are_read(tmp_path: Path) -> None:
         ("- a", "", "expected 'flag: value' lines, found list"),
     ],
 )
-def test_invalid_file_is_refused(
-    text: str, recipe: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_file_fails(text: str, recipe: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as refused:

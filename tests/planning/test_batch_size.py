@@ -68,9 +68,7 @@ def test_largest_batch_equals_brute_force() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_largest_batch_takes_three_steps_and_rarely_runs_out_of_memory(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_largest_batch_takes_three_steps_and_rarely_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     small = MODELS[name]()
     traced: dict[tuple[str, int], Traced] = {}  # five budgets ask for the same traces

@@ -191,9 +191,7 @@ def test_real_steps_prove_the_longest_sequence() -> None:
     assert "proved 768 (3 steps" in str(found) or "proved 768 (2 steps" in str(found)
 
 
-def _run_max_length(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str
-) -> tuple[int, str, str]:
+def _search(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "max-length", *argv])
     with pytest.raises(SystemExit) as stop:
         app.main()
@@ -205,13 +203,13 @@ def test_command_prints_the_length_and_the_training_command(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = config, "--device", "t4", "--budget", "300MiB", "--policy", "full,head"
-    code, out, _ = _run_max_length(monkeypatch, capsys, *asked, "--json")
+    code, out, _ = _search(monkeypatch, capsys, *asked, "--json")
     answer = json.loads(out)
     assert (code, answer["length"]) == (0, answer["ladder"][0]["length"])
     assert _peak(config, "full,head", answer["length"]) == answer["ladder"][0]["peak_reserved"]
     command = f"--max_length {answer['length']} --rope_scaling none"  # longer than the configuration's 128 positions
     assert command in answer["command"]
-    code, out, _ = _run_max_length(monkeypatch, capsys, *asked)
+    code, out, _ = _search(monkeypatch, capsys, *asked)
     assert f"{answer['length']:,}" in out
     assert answer["command"] in out
 
@@ -221,18 +219,16 @@ def test_table_equals_single_searches(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = config, "--device", "t4", "--budget", "300MiB", "--json"
-    code, out, _ = _run_max_length(monkeypatch, capsys, *asked, "--table", "--policy", "full")
+    code, out, _ = _search(monkeypatch, capsys, *asked, "--table", "--policy", "full")
     lengths = json.loads(out)["tokens"]
     assert (code, list(lengths)) == (0, ["full", "LoRA", "QLoRA"])
     for method, flags in (("full", []), ("LoRA", ["--lora", "16"])):
-        _, out, _ = _run_max_length(monkeypatch, capsys, *asked, "--policy", "full", *flags)
+        _, out, _ = _search(monkeypatch, capsys, *asked, "--policy", "full", *flags)
         assert lengths[method] == {"t4": json.loads(out)["length"]}
 
 
-def test_learned_positions_limit_the_length(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = _run_max_length(monkeypatch, capsys, "gpt2", "--device", "h100", "--policy", "full", "--json")
+def test_learned_positions_limit_length(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _search(monkeypatch, capsys, "gpt2", "--device", "h100", "--policy", "full", "--json")
     assert (code, json.loads(out)["length"]) == (0, 1024)
 
 
@@ -244,17 +240,13 @@ def test_smallest_sufficient_budget_is_named_if_nothing_fits(
     enough = predict_max_length(load(TrainingSpec.of(config), "t4"), ("full",), few.needed)
     assert enough.length >= GRANULARITY
     assert predict_max_length(load(TrainingSpec.of(config), "t4"), ("full",), few.needed - 2 * MIB).length == 0
-    code, _, err = _run_max_length(
-        monkeypatch, capsys, config, "--device", "t4", "--budget", "110MiB", "--policy", "full"
-    )
+    code, _, err = _search(monkeypatch, capsys, config, "--device", "t4", "--budget", "110MiB", "--policy", "full")
     assert code == 1
     assert "not even 256 tokens fit in 110.0 MiB; the smallest budget that would do is" in err
 
 
-def test_model_without_sequences_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = _run_max_length(monkeypatch, capsys, "resnet-50", "--device", "t4")
+def test_model_without_tokens_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = _search(monkeypatch, capsys, "resnet-50", "--device", "t4")
     assert code == 2
     assert "hold no sequences" in err
     assert err.count("\n") == 1

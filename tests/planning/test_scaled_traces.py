@@ -46,9 +46,7 @@ def estimates(tracer: Tracer, budget: str) -> Estimates:
 
 
 @pytest.mark.parametrize(("budget", "largest"), [("2GiB", 48), ("6GiB", 170), ("14GiB", 417)])
-def test_largest_batch_takes_few_replays(
-    tracer: Tracer, budget: str, largest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_takes_few_replays(tracer: Tracer, budget: str, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most four replays per policy, where bisection takes five or more; and each batch is the largest that fits."""
     asked = estimates(tracer, budget)
     replays, replay_with = [], StepTrace.replay_with

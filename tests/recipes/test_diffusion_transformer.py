@@ -77,9 +77,7 @@ def draw(pipeline: Any) -> np.ndarray:
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # warnings of diffusers' DPM solver
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_lora_of_a_transformer_loads_into_the_pipeline(
-    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str
-) -> None:
+def test_transformer_lora_is_loadable(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
     """The pipeline's own loader reads it with its scale; a checkpoint has the same adapter and no transformer."""
     flags = ["--rank", "2", "--lora_alpha", "8", "--learning_rate", "1e-1", "--checkpointing_steps", "3"]
     flags += ["--ac_policy", "full", "--ac_check"]
@@ -98,9 +96,7 @@ def test_lora_of_a_transformer_loads_into_the_pipeline(
 
 
 @pytest.mark.parametrize("kind", ["flux", pytest.param("sana", marks=pytest.mark.slow)])
-def test_fully_trained_transformer_is_saved_as_a_pipeline(
-    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str
-) -> None:
+def test_saved_transformer_is_a_pipeline(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
     train(recipe, tiny[kind], tmp_path, "--learning_rate", "1e-3", "--checkpointing_steps", "3")
     trained, base = (DiffusionPipeline.from_pretrained(place).transformer for place in (tmp_path, tiny[kind]))
     changed = [not torch.equal(one, two) for one, two in zip(trained.parameters(), base.parameters(), strict=True)]
@@ -130,9 +126,7 @@ def test_resumed_transformer_run_has_the_same_losses(
 @pytest.mark.parametrize(
     ("kind", "layers", "policy"), [("sd3", 1, "save:attention+matmul"), ("flux", 2, "full,swap:4")]
 )
-def test_policy_keeps_the_losses_of_a_transformer(
-    recipe: ModuleType, tmp_path: Path, kind: str, layers: int, policy: str
-) -> None:
+def test_policy_keeps_dit_losses(recipe: ModuleType, tmp_path: Path, kind: str, layers: int, policy: str) -> None:
     base, flags = str(tmp_path / "base"), ["--rank", "2", "--lora_dropout", "0.2"]
     make_tiny_transformer(kind, layers=layers).save_pretrained(base)
     plain = train(recipe, base, tmp_path / "plain", *flags)
@@ -236,9 +230,7 @@ def test_invalid_flags_of_the_transformer_recipe_are_refused(
         train(recipe, tiny["flux"], tmp_path / "out", *flags)
 
 
-def test_unsupported_transformer_pipelines_are_refused(
-    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path
-) -> None:
+def test_unsupported_transformers_are_refused(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny["flux"], base)
     index = json.loads((base / "model_index.json").read_text())

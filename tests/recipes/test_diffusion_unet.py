@@ -80,9 +80,7 @@ def draw(pipeline: DiffusionPipeline) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
-def test_fully_trained_unet_is_saved_as_a_pipeline(
-    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str
-) -> None:
+def test_saved_unet_is_a_pipeline(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
     losses = train(recipe, tiny[kind], tmp_path / "out", "--learning_rate", "1e-3", "--checkpointing_steps", "4")
     assert len(losses) == 4
     classes = {"sd1": StableDiffusionPipeline, "sd2": StableDiffusionPipeline, "sdxl": StableDiffusionXLPipeline}
@@ -99,9 +97,7 @@ def test_fully_trained_unet_is_saved_as_a_pipeline(
 
 
 @pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
-def test_lora_of_a_unet_loads_into_the_pipeline(
-    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str
-) -> None:
+def test_unet_lora_loads_in_pipelines(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
     flags = ["--rank", "2", "--lora_alpha", "8", "--learning_rate", "1e-2", "--checkpointing_steps", "4"]
     train(recipe, tiny[kind], tmp_path / "out", *flags)
     pipeline = DiffusionPipeline.from_pretrained(tiny[kind])
@@ -123,7 +119,7 @@ def test_lora_of_a_unet_loads_into_the_pipeline(
 @pytest.mark.parametrize(
     "flags", [pytest.param(["--use_ema"], id="cached", marks=pytest.mark.slow), pytest.param(RANDOM, id="random")]
 )
-def test_resumed_unet_run_has_the_same_losses(
+def test_resumed_unet_has_equal_losses(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str]
 ) -> None:
     """Bit for bit, from within the first or a later epoch; the saved weights are equal too."""
@@ -144,9 +140,7 @@ def test_resumed_unet_run_has_the_same_losses(
 
 
 @pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "save:conv+attention"])
-def test_policy_keeps_the_losses_of_a_unet(
-    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, policy: str
-) -> None:
+def test_policy_keeps_losses_of_a_unet(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, policy: str) -> None:
     plain = train(recipe, tiny["sd2"], tmp_path / "plain", "--rank", "2", "--lora_dropout", "0.2")
     flags = ["--rank", "2", "--lora_dropout", "0.2", "--ac_policy", policy, "--ac_check"]
     assert train(recipe, tiny["sd2"], tmp_path / "policy", *flags) == plain
@@ -216,9 +210,7 @@ def test_out_of_memory_in_the_loop_is_replanned(
 def test_largest_batch_within_a_budget(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Five samples fit with gradients, so eight are two micro-batches; trials change neither weights nor random
-    state.
-    """
+    """Five samples fit with gradients, so eight are two micro-batches; trials keep the weights and random state."""
     flags = ["--train_batch_size", "8", "--find_max_batch_size", "--ac_budget", "10MiB"]
     found = train(recipe, tiny["sd1"], tmp_path / "found", *flags, "--max_train_steps", "1")
     said = capsys.readouterr().out
@@ -228,9 +220,7 @@ def test_largest_batch_within_a_budget(
     assert train(recipe, tiny["sd1"], tmp_path / "plain", *flags) == found
 
 
-def test_cached_latents_give_the_losses_of_uncached_ones(
-    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path
-) -> None:
+def test_cached_latents_give_losses_of_uncached_ones(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
     cached = train(recipe, tiny["sd1"], tmp_path / "cached")
     plain = train(recipe, tiny["sd1"], tmp_path / "plain", "--cache_latents", "false")
     assert plain == pytest.approx(cached, rel=1e-5)

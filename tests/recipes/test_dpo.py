@@ -46,9 +46,7 @@ def train(dpo: ModuleType, out: Path, *flags: str, **changed: object) -> list[fl
 
 
 @pytest.mark.parametrize("flags", [pytest.param([], id="full", marks=pytest.mark.slow), pytest.param(LORA, id="lora")])
-def test_policy_keeps_the_losses_of_dpo_and_its_peak_is_predicted(
-    dpo: ModuleType, tmp_path: Path, flags: list[str]
-) -> None:
+def test_policy_keeps_dpo_losses_and_its_peak_is_predicted(dpo: ModuleType, tmp_path: Path, flags: list[str]) -> None:
     plain = train(dpo, tmp_path / "plain", *flags)
     # the model equals its reference, so both answers are equally likely
     assert plain[0] == pytest.approx(math.log(2), abs=1e-6)
@@ -61,9 +59,7 @@ def test_policy_keeps_the_losses_of_dpo_and_its_peak_is_predicted(
         assert predicted[phase] == pytest.approx(measured[phase]["allocated"], rel=0.005)
 
 
-def test_swapped_weights_are_never_moved_to_the_device(
-    dpo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swapped_weights_stay_off_the_device(dpo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's trainers do not move the model; the callback moves everything except the swapped blocks."""
     moved: list[Any] = []
     monkeypatch.setattr(trl.DPOTrainer, "_move_model_to_device", lambda self, model, device: moved.append(device))
@@ -122,9 +118,7 @@ def test_resumed_dpo_run_has_the_same_losses(dpo: ModuleType, tmp_path: Path) ->
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "row 2 has no 'rejected'"),
     ],
 )
-def test_invalid_preference_rows_are_one_line(
-    dpo: ModuleType, tmp_path: Path, row: dict[str, str], message: str
-) -> None:
+def test_bad_preference_rows_are_one_line(dpo: ModuleType, tmp_path: Path, row: dict[str, str], message: str) -> None:
     data = tmp_path / "data.jsonl"
     good = {**row, "rejected": "c"} if "rejected" in row else row
     data.write_text(json.dumps(good) + "\n" + json.dumps(row) + "\n")

@@ -249,9 +249,7 @@ def test_checkpoint_that_was_damaged_before_its_manifest_is_refused(
         (["--lr_scheduler_kwargs", '{"a": 1}'], "training cannot begin with these flags: TypeError: .* argument 'a'"),
     ],
 )
-def test_failure_before_the_first_step_is_one_line(
-    llm: ModuleType, tmp_path: Path, flags: list[str], says: str
-) -> None:
+def test_failure_before_any_step_is_one_line(llm: ModuleType, tmp_path: Path, flags: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:
         train(llm, tmp_path / "out", *QUIET, *flags)
     assert "\n" not in str(refused.value)

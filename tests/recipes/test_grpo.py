@@ -50,9 +50,7 @@ def test_grpo_learns_to_add(grpo: ModuleType, tmp_path: Path) -> None:
         ({"prompt": "1 + 1 =", "answer": "two"}, "row 1: the answer 'two' has no number"),
     ],
 )
-def test_rows_without_a_valid_answer_are_refused(
-    grpo: ModuleType, row: dict[str, Any], says: str, tmp_path: Path
-) -> None:
+def test_rows_without_an_answer_are_refused(grpo: ModuleType, row: dict[str, Any], says: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(UserError, match=says):
         rewards(grpo, tmp_path / "out", "--dataset_name", str(tmp_path / "rows.jsonl"))

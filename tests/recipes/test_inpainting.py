@@ -120,9 +120,7 @@ def test_trained_inpainting_lora_draws(recipe: ModuleType, bases: dict[str, str]
 
 
 @pytest.mark.slow
-def test_fully_trained_result_is_an_inpainting_pipeline(
-    recipe: ModuleType, bases: dict[str, str], tmp_path: Path
-) -> None:
+def test_full_training_saves_an_inpainting_pipeline(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
     train(recipe, bases["sd1"], tmp_path, "--learning_rate", "1e-3", "--max_train_steps", "1")
     trained = DiffusionPipeline.from_pretrained(tmp_path)
     assert type(trained).__name__ == CLASSES["sd1"]
@@ -130,9 +128,7 @@ def test_fully_trained_result_is_an_inpainting_pipeline(
 
 
 @pytest.mark.slow
-def test_inpainting_run_resumes_bit_for_bit_under_a_policy(
-    recipe: ModuleType, bases: dict[str, str], tmp_path: Path
-) -> None:
+def test_inpainting_with_policy_resumes_bit_for_bit(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
     """With text encoders, prior preservation and random crops together."""
     flags = ["--rank", "2", "--lora_dropout", "0.2", "--train_text_encoder", "--checkpointing_steps", "1"]
     flags += ["--no_center_crop", "--with_prior_preservation", "--class_data_dir", str(tmp_path / "class")]
@@ -150,7 +146,7 @@ def test_inpainting_run_resumes_bit_for_bit_under_a_policy(
 
 
 @pytest.mark.parametrize("flags", [("--ac_policy", "full"), ("--rank", "2", "--train_text_encoder")])
-def test_predicted_peak_of_inpainting(
+def test_predicted_inpainting_peak(
     recipe: ModuleType, bases: dict[str, str], tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     """Includes weights and activations of the encoders that run in each step."""

@@ -69,9 +69,7 @@ def assert_predicted(out: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # peft warns about its defaults
 @pytest.mark.parametrize("kind", slow_except(KINDS, "oft"))
-def test_peft_config_of_a_language_model(
-    llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path, kind: str
-) -> None:
+def test_peft_config_of_causal_models(llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
     config = written(tmp_path, kind, ["q_proj", "v_proj"])
 
     def run(out: Path, more: list[str]) -> list[float]:

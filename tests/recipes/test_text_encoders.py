@@ -77,12 +77,8 @@ def draw(pipeline: Any) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_lora_of_text_encoders_loads_into_the_pipeline(
-    recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str
-) -> None:
-    """Every key belongs to the U-Net or a text encoder, each part changes the image; the checkpoint's file is
-    equal.
-    """
+def test_text_encoder_lora_is_loadable(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str) -> None:
+    """Every key is the U-Net's or a text encoder's, each part changes the image; the checkpoint's file is equal."""
     train(recipe, bases[kind], tmp_path, "--learning_rate", "1e-2", "--text_encoder_lr", "1e-1",
           "--checkpointing_steps", "3", "--lora_alpha", "4")  # fmt: skip
     saved = load_file(tmp_path / ADAPTERS)
@@ -240,9 +236,7 @@ def test_contradictory_text_encoder_flags_are_refused(flags: dict[str, Any], wor
         DiffusionModelArguments(**flags)
 
 
-def test_checkpoint_without_text_encoders_is_refused(
-    recipe: ModuleType, bases: dict[str, str], tmp_path: Path
-) -> None:
+def test_checkpoint_without_encoders_is_refused(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
     train(recipe, bases["sd1"], tmp_path, "--checkpointing_steps", "2")
     flags = ["--train_text_encoder", "false", "--resume_from_checkpoint", str(tmp_path / "checkpoint-2")]
     with pytest.raises(UserError, match="was written with train_text_encoder True, this run has None"):

@@ -117,9 +117,7 @@ def test_adapters_of_one_tower_load_and_the_frozen_tower_saves_nothing(
 
 
 @pytest.mark.slow
-def test_built_in_run_learns_and_answers_questions(
-    vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_built_in_run_learns_to_answer(vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/vlm.md has the answers of a complete run."""
     losses = train(vlm, tmp_path, max_steps=30, answered=8, eval_strategy="steps", learning_rate=3e-3)
     assert losses[0] > 5  # ln 381 = 5.94 for an untrained model
@@ -189,9 +187,7 @@ def row(image: object, content: object = "<image>What is it?", **more: object) -
         ({"messages": None, "images": []}, "row 2: expected 'messages', a list of turns"),
     ],
 )
-def test_invalid_vlm_row_is_one_line(
-    vlm: ModuleType, drawn: tuple[Path, Path], tmp_path: Path, line: object, message: str
-) -> None:
+def test_bad_row_fails(vlm: ModuleType, drawn: tuple[Path, Path], tmp_path: Path, line: object, message: str) -> None:
     (tmp_path / "data").mkdir()
     Image.new("RGB", (48, 48)).save(tmp_path / "outside.png")
     file = rows(tmp_path / "data", row("good.png"), line)
@@ -230,9 +226,7 @@ def test_text_rows_are_refused_if_only_the_vision_tower_trains(vlm: ModuleType, 
         train(vlm, tmp_path / "out", dataset_name=file, train_towers="vision")
 
 
-def test_error_of_the_vlm_recipe_is_exit_code_2(
-    vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_vlm_error_is_exit_code_2(vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = rows(tmp_path, row("gone.png"))
     with pytest.raises(SystemExit) as stopped:
         run(lambda: train(vlm, tmp_path / "out", dataset_name=file))

@@ -128,9 +128,7 @@ def test_every_key_of_deepspeed_is_known() -> None:
 
 @pytest.mark.parametrize(("release", "kind"), [("axolotl 0.19.0", "axolotl"), ("llamafactory 0.9.5", "llama_factory")])
 def test_every_key_of_axolotl_and_llama_factory_is_known(release: str, kind: str) -> None:
-    """released_keys.json has the fields of axolotl's AxolotlInputConfig and plugins and of LLaMA-Factory's
-    arguments.
-    """
+    """released_keys.json: the fields of axolotl's AxolotlInputConfig and plugins and of LLaMA-Factory's arguments."""
     keys = json.loads(Path(__file__).with_name("released_keys.json").read_text(encoding="utf-8"))[release]
     assert len(keys) > 150
     assert [key for key in keys if entry_of(key, KINDS[kind]) is None] == []

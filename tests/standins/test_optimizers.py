@@ -312,7 +312,7 @@ def test_states_are_counted_as_the_optimizers() -> None:
 
 
 def states_of_8bit(model: nn.Module) -> int:
-    """Returns bytes in bitsandbytes' layout; a Trainer keeps float32 moments for embeddings, and small tensors too."""
+    """Returns bytes in bitsandbytes' layout; a Trainer keeps float32 moments for embeddings, as small tensors do."""
     embedding = model.get_input_embeddings().weight
     small = sum(8 * p.numel() for p in model.parameters() if p.numel() < 4096 or p is embedding)
     large = sum(

@@ -139,9 +139,7 @@ class Scaled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("around_loss", [True, False])
-def test_verification_error_names_policies_that_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, around_loss: bool
-) -> None:
+def test_error_names_policies_that_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, around_loss: bool) -> None:
     monkeypatch.setenv("SCALE", "1.0")
 
     class Scaling(Trainer):
@@ -415,9 +413,7 @@ def test_auto_without_a_budget_or_attach_is_refused(tmp_path: Path) -> None:
         (ACArguments(ac_policy="full", ac_check=True), "--ac_check"),
     ],
 )
-def test_settings_that_read_rows_are_refused_for_streamed_datasets(
-    settings: ACArguments, flag: str, tmp_path: Path
-) -> None:
+def test_settings_that_read_rows_refuse_streamed_datasets(settings: ACArguments, flag: str, tmp_path: Path) -> None:
     rows = ROWS.to_iterable_dataset()
     trainer = Trainer(model=tiny(), args=arguments(tmp_path, max_steps=1), train_dataset=rows)
     looks = f"{flag} looks at rows of the training data, and a IterableDataset has none"
@@ -811,9 +807,7 @@ def test_dynamo_settings_of_a_launch_are_predicted_or_refused(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_auto_of_an_unsupported_compile_backend_plans_the_eager_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_with_an_unsupported_backend_plans_eager_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager")
     trainer = Trainer(model=tiny(), args=args, train_dataset=ROWS)
     callback = ACCallback(ACArguments(ac_policy="auto", ac_budget="1GiB", ac_report="none")).attach(trainer)

@@ -186,9 +186,7 @@ def test_out_of_memory_makes_a_smaller_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("on_oom", "at_step"), [("stop", 0), ("replan", 3)])
-def test_out_of_memory_is_raised_if_it_cannot_be_replanned(
-    on_oom: str, at_step: int, fitted: Fitted, tmp_path: Path
-) -> None:
+def test_out_of_memory_is_raised_without_a_new_plan(on_oom: str, at_step: int, fitted: Fitted, tmp_path: Path) -> None:
     """The user asked to stop, or steps were made that no checkpoint contains."""
     session = Planned(replace(fitted, settings=replace(fitted.settings, ac_on_oom=on_oom)))
     directory = RunDirectory(str(tmp_path), lora=False)

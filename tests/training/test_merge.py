@@ -42,9 +42,7 @@ def test_merged_language_model_has_the_adapted_logits(sample: tuple[Path, Path],
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").pad_token == "<|pad|>"  # the base's
 
 
-def test_tokenizer_of_the_adapter_is_kept(
-    sample: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_adapters_tokenizer_stays(sample: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with_random_lora(AutoModelForCausalLM.from_pretrained(sample[0]), ["q_proj"]).save_pretrained(tmp_path / "adapter")
     own = AutoTokenizer.from_pretrained(sample[0])
     own.pad_token = "<|system|>"

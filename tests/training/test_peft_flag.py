@@ -50,9 +50,7 @@ def test_invalid_peft_config_is_refused(tmp_path: Path, content: dict[str, Any],
         (TransformerArguments, {"lora_target_modules": ["to_q"]}, "--lora_target_modules"),
     ],
 )
-def test_lora_flags_with_a_peft_config_are_refused(
-    tmp_path: Path, kind: Any, flags: dict[str, Any], named: str
-) -> None:
+def test_peft_config_with_lora_flags_is_refused(tmp_path: Path, kind: Any, flags: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=f"{named} describe two different adapters: give one or the other"):
         kind(peft_config=file(tmp_path, peft_type="LOKR"), **flags)
 

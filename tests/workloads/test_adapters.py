@@ -219,9 +219,7 @@ def test_configuration_of_a_saved_adapter_is_read(config: str) -> None:
 
 
 def test_bytes_of_quantised_weights(config: str) -> None:
-    """bitsandbytes' layout: half a byte per weight and a scale per 64, nested or not; or a byte, and a scale per
-    row.
-    """
+    """bitsandbytes' layout: half a byte per weight and a scale per 64, nested or not; or a byte, a scale per row."""
     weights = [out * into for out, into in LAYERS] * 2
     lora = PLAIN.edit(lora_r=2)
 

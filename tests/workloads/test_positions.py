@@ -41,9 +41,7 @@ def _written(directory: Path, kind: str, named: str, more: dict[str, Any]) -> st
 
 
 @pytest.mark.parametrize(("kind", "named", "more"), _UNLIMITED)
-def test_model_without_a_position_table_runs_at_any_length(
-    kind: str, named: str, more: dict[str, Any], tmp_path: Path
-) -> None:
+def test_model_without_positions_has_any_length(kind: str, named: str, more: dict[str, Any], tmp_path: Path) -> None:
     workload = load(TrainingSpec.of(_written(tmp_path, kind, named, more), seq_length=200), "cpu")
     assert workload.shape["seq_length"] == 200
     real = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**_SIZES, **more}))

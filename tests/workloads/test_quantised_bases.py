@@ -91,9 +91,7 @@ def test_layers_excluded_from_quantisation_are_not_packed(tmp_path: Path) -> Non
         ("gptq", {}, "quantization_config is an object with a quant_method"),
     ],
 )  # fmt: skip
-def test_unsupported_quantisation_is_refused(
-    tmp_path: Path, quantisation: Any, changes: dict[str, Any], says: str
-) -> None:
+def test_other_quantisation_is_refused(tmp_path: Path, quantisation: Any, changes: dict[str, Any], says: str) -> None:
     spec = LORA.edit(model=checkpoint(tmp_path, quantisation))
     with pytest.raises(UserError) as refused:
         load(spec.edit(**changes))

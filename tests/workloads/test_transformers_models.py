@@ -201,9 +201,7 @@ def test_regression_labels_are_floats(tmp_path: Path) -> None:
         ("HubertModel", "HubertForCTC", {"model_type": "hubert"}),
     ],
 )
-def test_backbone_is_trained_with_the_head_of_its_type(
-    backbone: str, trained: str, config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_backbone_is_trained_with_a_head(backbone: str, trained: str, config: dict[str, Any], tmp_path: Path) -> None:
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
     workload = load(TrainingSpec.of(written(tmp_path, {**small, **config}, backbone)), "cpu")
     assert type(workload.model).__name__ == trained

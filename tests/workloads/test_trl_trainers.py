@@ -133,9 +133,7 @@ def test_trainer_settings_change_the_estimate_as_the_step(
         pytest.param("rloo", {"steps_per_generation": 64}, False, marks=pytest.mark.slow),
     ],
 )
-def test_estimate_of_trainers_that_generate(
-    kind: str, options: dict[str, Any], lora: bool, config: Path, tmp_path: Path
-) -> None:
+def test_estimate_of_generation(kind: str, options: dict[str, Any], lora: bool, config: Path, tmp_path: Path) -> None:
     """With 64 steps per generation, the KV caches of 192 sequences are the peak.
 
     The prediction includes the rollouts of the previous step, 74 KB here, which existed before the measured step.
@@ -193,9 +191,7 @@ def test_vllm_share_counts_in_training_unless_it_sleeps(config: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "lora"), [("sft", False), ("sft", True), ("dpo", False)])
 def test_auxiliary_loss_of_routers(kind: str, lora: bool, tmp_path: Path) -> None:
-    """TRL adds it to every mixture of experts unless its coefficient is 0, also with adapters; DPO's reference has
-    none.
-    """
+    """TRL adds it to every mixture of experts unless its coefficient is 0, also with adapters; not DPO's reference."""
     from transformers import MixtralConfig
 
     sizes = {"hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}

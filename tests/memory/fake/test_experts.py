@@ -176,7 +176,7 @@ POLICIES = (
     "kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in FAMILIES]
 )
 def test_policies_keep_the_bits_when_experts_tie(kind: str) -> None:
-    """Rows of the routers are equal in pairs, so every choice is between equal scores and could change."""
+    """Router rows are equal in pairs, so every choice is between equal scores and a second run could differ."""
     ids = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
     for way in ("eager",) if kind in ONE_WAY else ("eager", "batched_mm", "grouped_mm"):
         torch.manual_seed(0)

@@ -242,9 +242,7 @@ LOOPS = {  # loops, and the number of blocks that run if every difference is see
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_skipped_trace_of_custom_loops_equals_the_complete_one(
-    loop: Callable[[nn.ModuleList, Tensor], Tensor],
-) -> None:
+def test_skipped_trace_of_custom_loops_equals_a_complete_one(loop: Callable[[nn.ModuleList, Tensor], Tensor]) -> None:
     def step(model: nn.Module, optimizer: Any) -> None:
         model(torch.zeros(2, 4)).sum().backward()
         optimizer.step()

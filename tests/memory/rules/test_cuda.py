@@ -53,9 +53,7 @@ KERNELS = [
 
 
 @pytest.mark.parametrize(("gpu", "dtype", "head", "masked", "kernel"), KERNELS)
-def test_attention_kernel_by_gpu_dtype_head_size_and_mask(
-    gpu: str, dtype: torch.dtype, head: int, masked: bool, kernel: str
-) -> None:
+def test_attention_kernel_of_a_call(gpu: str, dtype: torch.dtype, head: int, masked: bool, kernel: str) -> None:
     mask = torch.ones(128, 128, dtype=torch.bool) if masked else None
     ran = names(
         trace(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), *qkv(head=head, dtype=dtype), device=gpu)

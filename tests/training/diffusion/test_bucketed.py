@@ -69,9 +69,7 @@ def test_image_is_scaled_and_cropped_to_its_size() -> None:
     assert {(draw[2].item(), draw[4].item()) for draw in draws} == {(0, 40)}
 
 
-def test_rows_are_in_the_bucket_nearest_to_their_shape(
-    folder: Path, pipelines: dict[str, str], tmp_path: Path
-) -> None:
+def test_rows_are_in_the_bucket_nearest_their_shape(folder: Path, pipelines: dict[str, str], tmp_path: Path) -> None:
     """Sizes are read from image headers; the cache has the encoders' results, in batches of one shape."""
     args = ImageArguments(train_data_dir=str(folder))
     rows = load_captioned(args, 64)
@@ -93,9 +91,7 @@ def test_rows_are_in_the_bucket_nearest_to_their_shape(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 30))
-def test_bucketed_batches_are_of_one_bucket_on_all_ranks(
-    counts: list[int], batch: int, ranks: int, start: int
-) -> None:
+def test_batches_are_of_one_bucket_on_all_ranks(counts: list[int], batch: int, ranks: int, start: int) -> None:
     """The order is a function of the position, and every row appears equally often."""
     firsts = [sum(counts[:at]) for at in range(len(counts))]
     buckets = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]

@@ -178,9 +178,7 @@ PIPELINES = dict(zip(KINDS, ["FluxPipeline", "Flux2KleinPipeline", "StableDiffus
         ({"rank": 0}, "--rank 0"),
     ],
 )
-def test_invalid_transformer_flags_are_refused(
-    flags: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_transformer_flags_are_refused(flags: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=words):
         TransformerArguments(**flags)

@@ -49,9 +49,7 @@ def test_cached_latents_equal_the_encoders_results(encoders: Encoders, tmp_path:
             torch.testing.assert_close(value, expected[name][0], rtol=1e-4, atol=1e-4)
 
 
-def test_cache_is_made_once_and_continues_after_a_kill(
-    encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_is_continued_after_a_kill(encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = framed()
     cache_latents(images, encoders, tmp_path, batch_size=4)
     directory = next(tmp_path.iterdir())
@@ -157,9 +155,7 @@ def test_damaged_cached_file_is_encoded_again_with_a_warning(
     assert file.read_bytes() == whole
 
 
-def test_nan_or_infinite_latents_are_not_cached(
-    encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_latents_are_not_cached(encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = encoders.encode
 
     def overflowing(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -31,9 +31,7 @@ def questions_to_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return questions
 
 
-def test_unreachable_hub_is_asked_once_and_noted(
-    questions_to_hub: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreachable_hub_is_asked_only_once(questions_to_hub: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     import datasets.config
 
     for _ in range(2):

@@ -185,9 +185,7 @@ def test_output_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
         ("model_index.json", False, "a whole model of an earlier run"),
     ],
 )
-def test_lora_and_full_runs_do_not_share_a_directory(
-    tmp_path: Path, place: str, file: str, lora: bool, says: str
-) -> None:
+def test_lora_and_full_runs_share_no_directory(tmp_path: Path, place: str, file: str, lora: bool, says: str) -> None:
     check_same_kind(str(tmp_path / "new"), lora)
     (tmp_path / place).mkdir(exist_ok=True)
     (tmp_path / place / file).write_text("{}")

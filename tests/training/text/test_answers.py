@@ -36,9 +36,7 @@ def test_prompt_of_plain_text_is_its_beginning() -> None:
     assert prompts_of(texts) == [list(range(16)), [1, 2]]
 
 
-def test_default_length_is_reduced_to_the_models_positions(
-    sample: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_default_length_is_at_most_the_positions(sample: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     small = LanguageModelArguments(model_name_or_path=str(sample[0]))  # it has 512 positions
     with caplog.at_level(logging.WARNING):
         assert within_positions(small, 1024) == 512

@@ -27,9 +27,7 @@ def test_packing_is_refused_if_rows_attend_to_each_other(kind: str, variant: str
         check_rows_apart(make(kind, variant))
 
 
-def test_packing_is_refused_if_the_model_cannot_run(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packing_is_refused_if_unsupported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make("gpt2", "plain")
 
     def broken(*args: Any, position_ids: Any = None, **kwargs: Any) -> None:
