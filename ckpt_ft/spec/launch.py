@@ -266,6 +266,11 @@ class Launch:
         return f"{self.strategy}{split}{', kept after forward' if kept else ''}{waits}"
 
     @property
+    def compiles(self) -> bool:
+        """Whether a step that torch.compile compiles is predicted under it."""
+        return self.strategy in ("ddp", "fsdp2") and self.ranks_of_a_sample * self.ep == 1
+
+    @property
     def shards(self) -> bool:
         """Whether each process holds only a part of the parameters, gradients or optimizer states."""
         return self.strategy != "ddp" or self.by_transformers

@@ -497,7 +497,7 @@ class TrainingSpec:
         launches = [launch for launch in (self.launch.launch, *self.launch.launches) if launch is not None]
         others = {
             f"{self.quantisation.bits}-bit weights": self.quantisation.bits,
-            "processes other than fsdp2's": any(launch.strategy != "fsdp2" for launch in launches),
+            "processes other than ddp's and fsdp2's": bool(launches) and not any(one.compiles for one in launches),
             "fused kernels of other libraries": kernels.use_liger_kernel
             or kernels.cut_cross_entropy
             or kernels.use_kernels,

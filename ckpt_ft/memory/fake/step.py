@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.distributed.ddp import BUCKET
 from ckpt_ft.memory.distributed.fsdp2 import (
     Sharding,
     gathers_in_8_bits,
@@ -253,8 +254,8 @@ class _Trace:
             raise UserError(f"experts_implementation {experts}: a kernel of the Hub is not predicted; give grouped_mm")
         liger.check_experts(model, divided=launch is not None and launch.ep > 1)
         if self.compiled:
-            if launch and (launch.strategy != "fsdp2" or launch.tp * launch.cp * launch.sp * launch.ep > 1):
-                raise UserError(f"launch '{launch}': a compiled step is predicted for one process or fsdp2")
+            if launch and not launch.compiles:
+                raise UserError(f"launch '{launch}': a compiled step is predicted for one process, ddp or fsdp2")
             prepare()
         if sharding is not None:
             launch = sharding.within(launch)
@@ -284,7 +285,8 @@ class _Trace:
             tracker.add_model(model)
             tracker.recorder.add_resident(held or (), "communication")
             tracker.add_beside(self.beside)
-            lowering = compiled_steps(model, tracker, fakes, gpu) if self.compiled else nullcontext()
+            bucket = BUCKET if launch is not None and launch.strategy == "ddp" else 0
+            lowering = compiled_steps(model, tracker, fakes, gpu, bucket) if self.compiled else nullcontext()
             with lowering as describe, self._tracking(tracker, streams), interrupts.passing_on():
                 optimizer: Any = self.make_optimizer(model) if self.make_optimizer else None
                 if launch is not None and launch.by_transformers:

@@ -160,7 +160,7 @@ def in_order(events: Events) -> Events:
     return [event for allocates, run in runs for event in (run if allocates else sorted(run))]
 
 
-def traced_with_buffers(model: nn.Module, step) -> tuple[StepTrace, list[Events]]:
+def traced_with_buffers(model: nn.Module, step, launch: Launch | None = None) -> tuple[StepTrace, list[Events]]:
     """A trace for this CPU, and what its graphs do with their buffers in one step."""
     replayed: list[Events] = []
 
@@ -170,7 +170,7 @@ def traced_with_buffers(model: nn.Module, step) -> tuple[StepTrace, list[Events]
         return buffers
 
     with mock.patch.object(graph, "Buffers", follow):
-        trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
+        trace = trace_step(model, step, make_optimizer=adamw, device="cpu", launch=launch)
     first, second = replayed[: len(replayed) // 2], replayed[len(replayed) // 2 :]
     assert first == second
     return trace, first
@@ -453,9 +453,11 @@ def test_blocks_that_torch_compile_would_run_eagerly_are_refused() -> None:
 def test_other_launches_are_refused() -> None:
     model = Feedforward()
     model.compile()
-    with pytest.raises(UserError, match="launch 'ddp.*': a compiled step is predicted for one process or fsdp2"):
-        trace_step(model, lambda model, optimizer: None, device="a100-40gb", launch=Launch("ddp", 2))
-    with pytest.raises(UserError, match="--compile whole and processes other than fsdp2's"):
-        TrainingSpec.of("m", compile="whole", launch=Launch("ddp", 2))
+    with pytest.raises(UserError, match="launch 'zero2.*': a compiled step is predicted for one process, ddp"):
+        trace_step(model, lambda model, optimizer: None, device="a100-40gb", launch=Launch("zero2", 2))
+    with pytest.raises(UserError, match="--compile whole and processes other than ddp's and fsdp2's"):
+        TrainingSpec.of("m", compile="whole", launch=Launch("ddp", 2, tp=2))
+    some = (Launch("ddp", 2), Launch("fsdp2", 2, cp=2))  # a plan leaves out those that are not predicted
+    assert TrainingSpec.of("m", compile="whole", launches=some).launch.launches == some
     with pytest.raises(UserError, match="--compile whole and 4-bit weights"):
         TrainingSpec.of("m", compile="whole", load_in_4bit=True, lora_r=8)

@@ -122,16 +122,22 @@ def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | None) -> Iterator[Callable[[], None]]:
+def compiled_steps(
+    model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | None, bucket: int = 0
+) -> Iterator[Callable[[], None]]:
     """What `torch.compile` compiles from here on is lowered, scheduled and replayed into the tracker's record.
 
     Yields a function to call after the steps: it notes what was compiled.
+
+    Args:
+        bucket: bytes of DDP's buckets, at which dynamo splits the graphs; 0 without DDP.
 
     Raises:
         UserError: the model cannot be compiled, or is compiled in a way that is not predicted.
     """
     from torch._dynamo import exc, trace_rules
-    from torch._dynamo.utils import counters
+    from torch._dynamo.backends.distributed import DDPOptimizer
+    from torch._dynamo.utils import counters, get_optimize_ddp_mode
     from torch._inductor import compile_fx, config, graph
 
     from .graph import read
@@ -159,7 +165,10 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
         for name, reason in _REFUSED.items():
             if patches.get(name):
                 raise UserError(f"torch.compile with {name}: {reason}")
-        return compile_all(*args, **{**kwargs, "inner_compile": without_modes})
+        compiler: Any = partial(compile_all, **{**kwargs, "inner_compile": without_modes})
+        if bucket and get_optimize_ddp_mode() == "ddp_optimizer":  # as within DDP's forward (convert_frame.py)
+            compiler = DDPOptimizer(bucket, compiler).compile_fn
+        return compiler(*args)
 
     def lowered(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
         if gpu is not None:
