@@ -95,6 +95,7 @@ class GPU:
     l2: int = 0  # bytes of its L2 cache; 0 for none
     sustained: float = 1.0  # share of the arithmetic rates that is left after a second of load
     calibration: Calibration | None = None  # of this machine's own card
+    efficiency_fp8: float = 0.0  # share of `fp8` that large matmuls reach; 0 for `efficiency`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arch", tuple(self.arch))  # JSON knows only lists
@@ -164,7 +165,8 @@ class GPU:
 
         A dtype without tensor cores on this card runs at the rate of fp32: cuBLAS emulates bf16 on older cards.
         """
-        return self._tensor_rate(dtype, tf32) * self.efficiency or self.fp32 * self.efficiency_fp32
+        share = (dtype.startswith("float8") and self.efficiency_fp8) or self.efficiency
+        return self._tensor_rate(dtype, tf32) * share or self.fp32 * self.efficiency_fp32
 
 
 def _table(name: str) -> list[dict[str, str]]:
@@ -204,7 +206,7 @@ _AMD = (
 )
 _SIZES = {"sms": 1, "memory": GIB, "context": GIB, "l2": MIB}  # columns of whole numbers -> their unit
 _RATES = {"bandwidth": 1e9, "fp32": 1e12, "tf32": 1e12, "fp16": 1e12, "bf16": 1e12, "fp8": 1e12}
-_SHARES = ("efficiency_fp32", "efficiency", "bandwidth_efficiency", "sustained")
+_SHARES = ("efficiency_fp32", "efficiency", "efficiency_fp8", "bandwidth_efficiency", "sustained")
 _MEASURED, _VARIANTS = _table("gpus.csv"), _table("gpu_variants.csv")
 GPUS: dict[str, GPU] = {row["name"]: _gpu(row) for row in _MEASURED}
 GPUS |= {row["name"]: _variant(row, GPUS[row["like"]]) for row in _VARIANTS}

@@ -43,6 +43,16 @@ def to_float8(model: nn.Module, recipe: str) -> None:
         layer.__class__ = RowwiseFloat8Linear if recipe == "rowwise" else Float8Linear
 
 
+def refuse_block_scales(model: nn.Module) -> None:
+    """Raises UserError if torchao's `quantize_` has converted `model` to MXFP8 or NVFP4 training (its prototypes)."""
+    for kind in map(type, (*model.modules(), *model.parameters())):
+        if kind.__module__.startswith("torchao.prototype.moe_training") and kind.__name__[:5] in ("MXFP8", "NVFP4"):
+            raise UserError(
+                f"{kind.__name__}: MXFP8 and NVFP4 training of torchao is not predicted; trace the model as it is "
+                "before quantize_, or with torchao.float8.convert_to_float8_training"
+            )
+
+
 class Float8Linear(nn.Linear):
     """A linear layer with one scale for each operand.
 

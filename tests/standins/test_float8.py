@@ -117,3 +117,11 @@ def test_a_launch_in_8_bits_names_torchao(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("backend: AO", "backend: TE"))
     with pytest.raises(UserError, match="FP8 of TransformerEngine and MS-AMP is not predicted; set it to AO"):
         read_launch(str(path))
+
+
+@pytest.mark.parametrize("name", ["NVFP4Linear", "MXFP8Linear"])
+def test_layers_with_scales_of_blocks_are_refused_in_one_line(name: str) -> None:
+    """torchao's prototypes: their kernels need Triton even on fake tensors."""
+    kind = type(name, (nn.Linear,), {"__module__": "torchao.prototype.moe_training.layers"})
+    with pytest.raises(UserError, match=f"^{name}: MXFP8 and NVFP4 training of torchao is not predicted"):
+        trace_step(nn.Sequential(kind(128, 128)), lambda model, optimizer: None, device="b200")

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 # `Op.shape`: the sizes that a kernel's time depends on besides its flops and bytes, as few integers as possible.
 #   matmul: (batch, rows, columns, terms of each sum, flags): UNEVEN if rows in memory are no multiple of 16 bytes,
-#       ACROSS unless the terms of a sum are adjacent in both operands, as in the forward of a linear layer
+#       ACROSS unless the terms of a sum are adjacent in both operands, as in the forward of a linear layer, EXACT if
+#       8-bit operands are summed without cuBLAS's fast accumulation
 #   convolution: the shape of the equivalent matmul with groups as batch. The fifth entry is the sum of UNEVEN, for
 #       pixels whose channels are no multiple of 16 bytes, WINOGRAD, for a 3 x 3 window of stride 1, and DIRECT, for
 #       groups in channels last that cuDNN multiplies without tensor cores. The sixth is the bytes of images in
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 #       bytes at once; (elements, INDEXED) for elements that are fetched or added to by index
 #   nll loss: (rows,)
 Shape = tuple[int, ...]
-UNEVEN, WINOGRAD, ACROSS, DIRECT = 1, 2, 4, 8
+UNEVEN, WINOGRAD, ACROSS, DIRECT, EXACT = 1, 2, 4, 8, 16
 CAST, STRIDED, INDEXED, WINDOW = 1, 2, 3, 4
 TF32 = "tf32"  # `Op.dtype` of fp32 operands that may be rounded to TF32
 
@@ -99,6 +100,8 @@ _ONE = 128, 128
 _WIDE = 512  # narrower results, as adapters have, are split or have narrow tiles: an assumption, as above
 _SPLITS, _MORE_SPLITS = (1, 2, 4, 8, 16), (32, 64, 128)  # the latter on tensor cores
 _UNEVEN_SHARE = 0.6  # share of the rate if rows in memory are no multiple of 16 bytes
+# Share of the rate without fast accumulation, on Hopper only: it takes 1.1 to 1.2 times as long (pytorch/ao#2377).
+_EXACT_SHARE = 1 / 1.15
 # Share of the fp32 rate that cuDNN's direct kernel for grouped convolutions reaches, which it still runs on an H200
 # (tile-ai/TileOPs#1568); from timm's steps on an RTX 3090 that are seen (benchmarks/timm_steps.py).
 _DIRECT_SHARE = 0.16
@@ -258,6 +261,8 @@ def _arithmetic(name: str, flops: int, dtype: str, shape: Shape, gpu: GPU) -> fl
     shape = shape or cube(flops)
     if tensor_cores and len(shape) > 5 and shape[4] & DIRECT:
         return flops / (gpu.matmul_rate("float32") * gpu.sustained * _DIRECT_SHARE)
+    if len(shape) == 5 and shape[4] & EXACT and gpu.arch[0] == 9:
+        rate *= _EXACT_SHARE
     alone = 2 * shape[0] * shape[1] * shape[2] * shape[3]
     seconds = matmul_seconds(shape[:5], rate, tensor_cores, gpu, 1.0 if tensor_cores else gpu.power_share)
     if not tensor_cores:

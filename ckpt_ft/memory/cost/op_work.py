@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from .kernels import ACROSS, CAST, DIRECT, INDEXED, STRIDED, TF32, UNEVEN, WINDOW, WINOGRAD, Shape
+from .kernels import ACROSS, CAST, DIRECT, EXACT, INDEXED, STRIDED, TF32, UNEVEN, WINDOW, WINOGRAD, Shape
 
 aten = torch.ops.aten
 
@@ -345,6 +345,12 @@ def _matmul(first: int, args: tuple[Any, ...], out: Any) -> Shape:
     return prod(batch), rows, right.shape[-1], terms, flag
 
 
+def _scaled_matmul(args: tuple[Any, ...], out: Any) -> Shape:
+    """A product of 8-bit matrices, with or without `use_fast_accum`."""
+    *sizes, flag = _matmul(0, args, out)
+    return *sizes, flag + (0 if args[7:8] == (True,) else EXACT)
+
+
 def _grouped_matmul(args: tuple[Any, ...], out: Any) -> Shape:
     """A product for each expert, of its share of the tokens: experts with few tokens fill tiles partly."""
     left, right = args[:2]
@@ -539,7 +545,8 @@ def _steps(tensor: Tensor) -> list[tuple[int, int]]:
 
 _COPIES = ("clone", "copy_", "_to_copy", "contiguous")
 _SHAPE_RULES: dict[str, _ShapeRule] = {
-    **dict.fromkeys(("mm", "bmm", "_scaled_mm"), partial(_matmul, 0)),
+    **dict.fromkeys(("mm", "bmm"), partial(_matmul, 0)),
+    "_scaled_mm": _scaled_matmul,
     **dict.fromkeys(("addmm", "baddbmm"), partial(_matmul, 1)),
     **dict.fromkeys(("_grouped_mm", *_FLOPS_BY_NAME), _grouped_matmul),
     "liger_experts": _fused_experts,

@@ -52,6 +52,7 @@ from ckpt_ft.memory.rules import cuda
 from ckpt_ft.policy import STREAMS
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention, fused_head, liger
+from ckpt_ft.standins.float8 import refuse_block_scales
 from ckpt_ft.standins.quantised_layers import swap_library_layers
 
 from . import patches
@@ -253,6 +254,7 @@ class _Trace:
         if experts not in (None, "eager", "batched_mm", "grouped_mm"):
             raise UserError(f"experts_implementation {experts}: a kernel of the Hub is not predicted; give grouped_mm")
         liger.check_experts(model, divided=launch is not None and launch.ep > 1)
+        refuse_block_scales(model)
         if self.compiled:
             if launch and not launch.compiles:
                 raise UserError(f"launch '{launch}': a compiled step is predicted for one process, ddp or fsdp2")
