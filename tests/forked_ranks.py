@@ -34,12 +34,8 @@ def _rank(rank: int, ranks: int, port: int, work: Callable[..., None], *args: An
     gc.freeze()  # otherwise each garbage collection of a rank would search, and so copy, the heap shared with pytest
     torch.set_num_threads(1)
     rank_environment = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_PORT": port,
-    }
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port,
+    }  # fmt: skip
     os.environ.update({name: str(value) for name, value in rank_environment.items()}, MASTER_ADDR="127.0.0.1")
     forget_process()
     work(rank, *args)

@@ -25,17 +25,12 @@ PLAN = Table(
     ("policy", "batch", "peak allocated", "reserved", "s/step", "nominal samples/s", ""),
     [
         (
-            "first:12,save:attention+matmul,pointwise,head",
-            "128",
-            "12.31 GiB",
-            "13.05 GiB",
-            "0.0123",
-            "12,300",
+            "first:12,save:attention+matmul,pointwise,head", "128", "12.31 GiB", "13.05 GiB", "0.0123", "12,300",
             "pick",
         )
     ],
     (0, 6),
-)
+)  # fmt: skip
 
 
 def printed(table: Table, width: int) -> list[str]:

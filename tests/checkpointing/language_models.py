@@ -9,16 +9,9 @@ from torch import nn
 
 VOCABULARY = 61
 _COMMON = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _GROUPED = {**_COMMON, "num_key_value_heads": 1}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 
@@ -28,12 +21,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {**_GROUPED, "sliding_window": 4},
     "gemma": {**_GROUPED, "head_dim": 8},
     "gpt2": {
-        "n_embd": 16,
-        "n_layer": 4,
-        "n_head": 2,
-        "vocab_size": VOCABULARY,
-        "n_positions": 32,
-        "bos_token_id": 1,
+        "n_embd": 16, "n_layer": 4, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 32, "bos_token_id": 1,
         "eos_token_id": 2,
     },
     "phi": {**_GROUPED},
@@ -44,41 +32,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "bert": {**_COMMON},
     "t5": {
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 3,
-        "num_heads": 2,
-        "vocab_size": VOCABULARY,
-        "pad_token_id": 0,
-        "decoder_start_token_id": 0,
+        "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "vocab_size": VOCABULARY,
+        "pad_token_id": 0, "decoder_start_token_id": 0,
     },
     "mixtral": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**_GROUPED, **_EXPERTS, "moe_intermediate_size": 8, "head_dim": 8},
     "mamba": {"hidden_size": 16, "num_hidden_layers": 4, "vocab_size": VOCABULARY, "state_size": 4},
     "jamba": {
-        **_GROUPED,
-        **_EXPERTS,
-        "use_mamba_kernels": False,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "mamba_d_state": 4,
-        "mamba_dt_rank": 4,
+        **_GROUPED, **_EXPERTS, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "expert_layer_period": 2, "mamba_d_state": 4, "mamba_dt_rank": 4,
     },
-}
+}  # fmt: skip
 _DROPOUT = (
-    "attention_dropout",
-    "attn_pdrop",
-    "resid_pdrop",
-    "embd_pdrop",
-    "dropout",
-    "dropout_rate",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "hidden_dropout",
-    "resid_dropout",
-)
+    "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "dropout_rate", "hidden_dropout_prob",
+    "attention_probs_dropout_prob", "hidden_dropout", "resid_dropout",
+)  # fmt: skip
 
 
 def make(name: str, variant: str = "plain") -> nn.Module:

@@ -235,14 +235,10 @@ def test_gradient_checkpointing_of_diffusers_enabled_after_the_policy_is_refused
     from diffusers import UNet2DModel
 
     unet = UNet2DModel(
-        sample_size=8,
-        layers_per_block=2,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        down_block_types=("DownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "UpBlock2D"),
+        sample_size=8, layers_per_block=2, block_out_channels=(8, 16), norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"),
         attention_head_dim=4,
-    )
+    )  # fmt: skip
     apply_policy(unet, "full")
     sample = torch.randn(1, 3, 8, 8)
     unet(sample, 1).sample.sum().backward()

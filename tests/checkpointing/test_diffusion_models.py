@@ -21,16 +21,9 @@ UNET = {"sample_size": 8, "block_out_channels": (8, 16), "layers_per_block": 1, 
 CROSS = {**UNET, "cross_attention_dim": 8, "attention_head_dim": 4}
 T = torch.tensor([3, 7])
 POLICIES = [
-    "full",
-    "every:2",
-    "segments:3",
-    "modules:attention",
-    "save:conv",
-    "save:attention+matmul+conv",
-    "stages",
-    "stages:2",
-    "save:attention,stages",
-]
+    "full", "every:2", "segments:3", "modules:attention", "save:conv", "save:attention+matmul+conv", "stages",
+    "stages:2", "save:attention,stages",
+]  # fmt: skip
 
 
 def r(*shape: int) -> torch.Tensor:
@@ -55,21 +48,14 @@ def sdxl() -> nn.Module:
 
 
 DIT = {
-    "sample_size": 8,
-    "num_layers": 3,
-    "num_attention_heads": 2,
-    "attention_head_dim": 4,
-    "in_channels": 4,
+    "sample_size": 8, "num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 4, "in_channels": 4,
     "out_channels": 8,
-}
+}  # fmt: skip
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "unet2d": (
         lambda: diffusers.UNet2DModel(
-            **UNET,
-            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-            attention_head_dim=4,
-            dropout=0.1,
+            **UNET, down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=4, dropout=0.1,
         ),
         lambda: latents(3),
     ),
@@ -107,17 +93,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     ),
     "controlnet xs": (  # its blocks get lists of residuals and pop from them
         lambda: diffusers.UNetControlNetXSModel(
-            sample_size=8,
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-            block_out_channels=(8, 16),
-            norm_num_groups=4,
-            cross_attention_dim=8,
-            num_attention_heads=2,
-            ctrl_block_out_channels=(4, 8),
-            ctrl_conditioning_embedding_out_channels=(4, 8),
-            ctrl_max_norm_num_groups=4,
-            ctrl_num_attention_heads=2,
+            sample_size=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), block_out_channels=(8, 16), norm_num_groups=4,
+            cross_attention_dim=8, num_attention_heads=2, ctrl_block_out_channels=(4, 8),
+            ctrl_conditioning_embedding_out_channels=(4, 8), ctrl_max_norm_num_groups=4, ctrl_num_attention_heads=2,
         ),
         lambda: {**latents(), "encoder_hidden_states": r(2, 5, 8), "controlnet_cond": r(2, 3, 16, 16)},
     ),
@@ -129,24 +108,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     ),
     "vae": (
         lambda: diffusers.AutoencoderKL(
-            block_out_channels=(8, 16),
-            norm_num_groups=4,
-            down_block_types=("DownEncoderBlock2D",) * 2,
+            block_out_channels=(8, 16), norm_num_groups=4, down_block_types=("DownEncoderBlock2D",) * 2,
             up_block_types=("UpDecoderBlock2D",) * 2,
         ),
         lambda: {"sample": r(2, 3, 8, 8)},
     ),
     "sd3": (
         lambda: diffusers.SD3Transformer2DModel(
-            sample_size=8,
-            num_layers=3,
-            attention_head_dim=4,
-            num_attention_heads=2,
-            joint_attention_dim=8,
-            caption_projection_dim=8,
-            pooled_projection_dim=8,
-            in_channels=4,
-            out_channels=4,
+            sample_size=8, num_layers=3, attention_head_dim=4, num_attention_heads=2, joint_attention_dim=8,
+            caption_projection_dim=8, pooled_projection_dim=8, in_channels=4, out_channels=4,
         ),
         lambda: {
             "hidden_states": r(2, 4, 8, 8),
@@ -157,15 +127,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     ),
     "flux": (
         lambda: diffusers.FluxTransformer2DModel(
-            patch_size=1,
-            in_channels=4,
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=8,
-            num_attention_heads=2,
-            joint_attention_dim=8,
-            pooled_projection_dim=8,
-            axes_dims_rope=(2, 2, 4),
+            patch_size=1, in_channels=4, num_layers=2, num_single_layers=2, attention_head_dim=8,
+            num_attention_heads=2, joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=(2, 2, 4),
         ),
         lambda: {
             "hidden_states": r(2, 16, 4),
@@ -193,32 +156,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     ),
     "sana": (  # its MLP has another class name and is in `ff`
         lambda: diffusers.SanaTransformer2DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=4,
-            num_layers=2,
-            num_cross_attention_heads=2,
-            cross_attention_head_dim=4,
-            cross_attention_dim=8,
-            caption_channels=8,
+            in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=4, num_layers=2,
+            num_cross_attention_heads=2, cross_attention_head_dim=4, cross_attention_dim=8, caption_channels=8,
             sample_size=8,
         ),
         lambda: {"hidden_states": r(2, 4, 8, 8), "encoder_hidden_states": r(2, 5, 8), "timestep": T},
     ),
     "wan": (  # with an image embedding, whose MLP is a list like those of the blocks
         lambda: diffusers.WanTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=4,
-            out_channels=4,
-            text_dim=8,
-            freq_dim=16,
-            ffn_dim=24,
-            num_layers=2,
-            rope_max_seq_len=32,
-            image_dim=8,
-            added_kv_proj_dim=24,
+            num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8, freq_dim=16,
+            ffn_dim=24, num_layers=2, rope_max_seq_len=32, image_dim=8, added_kv_proj_dim=24,
         ),
         lambda: {
             "hidden_states": r(2, 4, 2, 8, 8),
@@ -227,7 +174,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
             "timestep": T,
         },
     ),
-}
+}  # fmt: skip
 NO_ATTENTION_MODULE = {"video vae"}
 SLOW = {"unet3d", "controlnet xs"}
 STAGELESS = {"sd3", "flux", "pixart", "dit", "sana", "wan"}
@@ -302,14 +249,9 @@ def test_adapters_do_not_change_the_blocks(name: str) -> None:
 def qwen_image() -> nn.Module:
     """Returns a model whose blocks contain lists with a linear layer in each: modulations and MLPs."""
     return diffusers.QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=8,
-        axes_dims_rope=(8, 4, 4),
-    )
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=8, axes_dims_rope=(8, 4, 4),
+    )  # fmt: skip
 
 
 def test_mlp_is_recognized_by_its_attribute_name() -> None:

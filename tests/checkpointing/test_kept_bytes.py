@@ -94,14 +94,10 @@ def quantised(method: str) -> nn.Module:
     torch.manual_seed(0)
     base = LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=768,
-            intermediate_size=1536,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            vocab_size=61,
+            hidden_size=768, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=4, vocab_size=61,
             use_cache=False,
         )
-    )
+    )  # fmt: skip
     if method in PACKINGS:
         replace_linears(
             base, lambda linear: PackedLinear(linear, PACKINGS[method], 8 if method == "quanto" else 4, 0), None

@@ -14,24 +14,13 @@ from ckpt_ft import apply_policy
 from ckpt_ft.errors import UserError
 
 GEMMA = {
-    "model_type": "gemma",
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
+    "model_type": "gemma", "hidden_size": 16, "num_hidden_layers": 4, "intermediate_size": 32,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+}  # fmt: skip
 SIGLIP = {
-    "model_type": "siglip_vision_model",
-    "intermediate_size": 16,
-    "hidden_size": 16,
-    "patch_size": 8,
-    "image_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vision_use_head": False,
-}
+    "model_type": "siglip_vision_model", "intermediate_size": 16, "hidden_size": 16, "patch_size": 8, "image_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "vision_use_head": False,
+}  # fmt: skip
 
 
 def pi0() -> nn.Module:

@@ -40,13 +40,9 @@ def test_policy_keeps_the_numbers_of_every_adapter(kind: str) -> None:
 def test_second_run_mixes_adapters_of_xlora_as_the_first(tmp_path: Path) -> None:
     """X-LoRA passes each layer its mixing weights by hooks that exist during forward only."""
     shape = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        vocab_size=96,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=96,
         use_cache=False,
-    )
+    )  # fmt: skip
     base = LlamaForCausalLM(shape)
     lora = {name: value for name, value in LORA.items() if name != "peft_type"}
     get_peft_model(base, LoraConfig(**lora, init_lora_weights=False)).save_pretrained(tmp_path)

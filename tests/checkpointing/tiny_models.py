@@ -17,15 +17,9 @@ _IDS = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
 _LABELS = _IDS.masked_fill(torch.arange(12) < 2, -100)
 _PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 _SIZES: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 _GQA = {"num_key_value_heads": 2}
 _TEXT = {"input_ids": _IDS, "labels": _LABELS}
 _VIT = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "image_size": 32}

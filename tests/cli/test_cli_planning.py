@@ -137,18 +137,8 @@ def test_cached_plan_of_another_model_name_is_not_used(
     other = tmp_path / "other.json"
     other.write_text(Path(config).read_text())
     words = [
-        "--device",
-        "t4",
-        "--budget",
-        "300MiB",
-        "--seq-length",
-        "16",
-        "--batch-size",
-        "1",
-        "--jobs",
-        "1",
-        "--json",
-    ]
+        "--device", "t4", "--budget", "300MiB", "--seq-length", "16", "--batch-size", "1", "--jobs", "1", "--json",
+    ]  # fmt: skip
     make = planning.plan
     monkeypatch.setattr(planning, "plan", lambda *args, **kwargs: make(*args, **kwargs, policies=["none"]))
     for name in (config, str(other)):

@@ -16,13 +16,9 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads import model_config
 
 TINY = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 61,
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61,
     "architectures": ["LlamaForCausalLM"],
-}
+}  # fmt: skip
 SETTINGS = TrainingSpec.of(seq_length=8, optimizer="none", dtype="float32")
 
 

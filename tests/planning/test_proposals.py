@@ -12,12 +12,8 @@ def test_policies_of_single_towers_are_tried() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = {"model_type": "llama", "vocab_size": 40, **sizes}
     vision = {
-        "model_type": "siglip_vision_model",
-        "image_size": 16,
-        "patch_size": 8,
-        "vision_use_head": False,
-        **sizes,
-    }
+        "model_type": "siglip_vision_model", "image_size": 16, "patch_size": 8, "vision_use_head": False, **sizes,
+    }  # fmt: skip
     config = AutoConfig.for_model("llava", text_config=text, vision_config=vision, image_token_index=39)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)

@@ -22,14 +22,9 @@ from ckpt_ft.training.samples.language import make_preferences
 
 trl = pytest.importorskip("trl")
 SMALL = {
-    "max_steps": 4,
-    "max_length": 64,
-    "per_device_train_batch_size": 2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "ac_report": "json",
-    "disable_tqdm": "true",
-}
+    "max_steps": 4, "max_length": 64, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no",
+    "ac_report": "json", "disable_tqdm": "true",
+}  # fmt: skip
 LORA = ["--use_peft", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_modules", "all-linear"]
 
 

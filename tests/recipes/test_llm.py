@@ -17,16 +17,9 @@ from transformers import AutoModelForCausalLM, Trainer
 from ckpt_ft.errors import UserError, run
 
 SMALL = [
-    "--use_cpu",
-    "--max_steps",
-    "4",
-    "--max_length",
-    "64",
-    "--per_device_train_batch_size",
-    "2",
-    "--logging_steps",
+    "--use_cpu", "--max_steps", "4", "--max_length", "64", "--per_device_train_batch_size", "2", "--logging_steps",
     "1",
-]
+]  # fmt: skip
 QUIET = ["--disable_tqdm", "true", "--ac_report", "none"]
 
 

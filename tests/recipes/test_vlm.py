@@ -27,16 +27,9 @@ from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.load import load
 
 SMALL = {
-    "max_steps": 4,
-    "per_device_train_batch_size": 4,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "answered": 0,
-    "learning_rate": 1e-3,
-    "ac_report": "json",
-    "disable_tqdm": "true",
-}
+    "max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "save_strategy": "no", "eval_strategy": "no",
+    "answered": 0, "learning_rate": 1e-3, "ac_report": "json", "disable_tqdm": "true",
+}  # fmt: skip
 LORA = ["--use_peft", "--lora_r", "4", "--lora_dropout", "0"]
 
 

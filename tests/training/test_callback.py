@@ -43,15 +43,10 @@ def tiny() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            attention_dropout=0.1,
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=2, attention_dropout=0.1,
         )
-    )
+    )  # fmt: skip
 
 
 def arguments(out: Path, **kwargs: Any) -> TrainingArguments:

@@ -36,16 +36,9 @@ PROCESSES = 2
 # DDP rebuilds its buckets after the first step; the minimum over the other steps is what the step itself needs
 STEPS = 6
 FEW = (
-    "fsdp2 kept",
-    "fsdp2 save:attention+matmul",
-    "fsdp2 accumulated",
-    "fsdp2 uneven LoRA",
-    "ddp head",
-    "cp",
-    "tp",
-    "ep",
-    "ep uneven",
-)
+    "fsdp2 kept", "fsdp2 save:attention+matmul", "fsdp2 accumulated", "fsdp2 uneven LoRA", "ddp head", "cp", "tp",
+    "ep", "ep uneven",
+)  # fmt: skip
 Case = tuple[str, Launch, str, str, int]
 
 

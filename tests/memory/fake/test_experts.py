@@ -71,12 +71,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "doge": {"is_moe": True, "num_experts": EXPERTS * EXPERTS},
 }  # fmt: skip
 ONE_WAY = (
-    "llama4_text",
-    "dbrx",
-    "jetmoe",
-    "doge",
-    "longcat_flash",
-)  # families with their own class of experts
+    "llama4_text", "dbrx", "jetmoe", "doge", "longcat_flash",
+)  # families with their own class of experts  # fmt: skip
 QUICK = {("mixtral", "grouped_mm"), ("phimoe", "eager"), ("deepseek_v3", "batched_mm"), ("granitemoe", "grouped_mm")}
 
 

@@ -96,17 +96,9 @@ def test_skipped_trace_of_every_architecture_equals_the_complete_one(name: str) 
 
 # With many segments, their blocks repeat each other; under every:2, two kinds of blocks alternate.
 POLICIES = {
-    "full": FOUR,
-    "pointwise,head": FOUR,
-    "save:attention+matmul": FOUR,
-    "save:matmul/2": FOUR,
-    "modules:mlp": FOUR,
-    "first:6": FOUR + 1,
-    "full,offload": FOUR,
-    "segments:1": FOUR + 1,
-    "every:2": BLOCKS,
-    "sqrt": BLOCKS,
-}
+    "full": FOUR, "pointwise,head": FOUR, "save:attention+matmul": FOUR, "save:matmul/2": FOUR, "modules:mlp": FOUR,
+    "first:6": FOUR + 1, "full,offload": FOUR, "segments:1": FOUR + 1, "every:2": BLOCKS, "sqrt": BLOCKS,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", slow_except(POLICIES, "full", "segments:1", "every:2"))

@@ -64,15 +64,8 @@ def test_resumed_run_with_a_named_optimizer_has_the_same_losses(name: str, tmp_p
     def run(out: Path, *flags: str) -> list[float]:
         forget_process()
         small = [
-            "--max_train_samples",
-            "8",
-            "--train_batch_size",
-            "2",
-            "--max_train_steps",
-            "4",
-            "--ac_report",
-            "none",
-        ]
+            "--max_train_samples", "8", "--train_batch_size", "2", "--max_train_steps", "4", "--ac_report", "none",
+        ]  # fmt: skip
         small += [
             "--pretrained_model_name_or_path",
             str(tmp_path / "base"),
