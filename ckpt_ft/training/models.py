@@ -96,10 +96,13 @@ class ModelArguments:
         if self.use_kernels and not import_utils.is_kernels_available():  # transformers does not know all versions
             raise UserError("--use_kernels needs kernels, which is not installed: pip install 'transformers[kernels]'")
         check_flags(self)
-        check_peft_flag(self.peft_config, {name: getattr(self, name) is not None for name in _LORA} | {
+        lora = {name: getattr(self, name) is not None for name in _LORA} | {
             "lora_target_modules": self.lora_target_modules, "use_dora": self.use_dora,
             "lora_target_parameters": self.lora_target_parameters, "lora_modules_to_save": self.lora_modules_to_save,
-        })  # fmt: skip
+        }  # fmt: skip
+        if not self.adapts and (given := next((name for name, value in lora.items() if value), "")):
+            raise UserError(f"--{given} without --use_peft would train all weights: add --use_peft, or leave it out")
+        check_peft_flag(self.peft_config, lora)
 
     @property
     def adapts(self) -> bool:

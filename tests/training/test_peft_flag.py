@@ -69,3 +69,9 @@ def test_recipe_completes_a_peft_config(tmp_path: Path) -> None:
 def test_modules_to_save_are_those_of_the_flag_and_of_the_recipe() -> None:
     arguments = ModelArguments(use_peft=True, lora_modules_to_save=["lm_head"])
     assert set(adapter_config(arguments, modules_to_save=["norm"]).modules_to_save) == {"lm_head", "norm"}
+
+
+def test_flags_of_lora_need_use_peft() -> None:
+    with pytest.raises(UserError, match="^--lora_r without --use_peft would train all weights: add --use_peft, or"):
+        ModelArguments(lora_r=4, lora_dropout=0.1)
+    assert not ModelArguments(use_dora=False).adapts
