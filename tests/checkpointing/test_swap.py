@@ -19,6 +19,7 @@ import torch
 from language_models import differing, make, numbers
 from torch import nn
 from torch.func import functional_call
+from trace_models import adamw, real_trace
 
 from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.checkpointing import offload
@@ -26,7 +27,6 @@ from ckpt_ft.checkpointing.apply import remove_policy
 from ckpt_ft.checkpointing.swap import Arena
 from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.policy import IN_HOST_MEMORY
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins.quantised_layers import to_nf4
@@ -144,10 +144,6 @@ def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-
-
 @pytest.mark.parametrize("policy", ["swap:5", "full,swap:6"])
 def test_fake_step_with_swap_equals_the_real_one(policy: str) -> None:
     """Event by event: copies in host memory, fetched weights and freed weights."""
@@ -155,15 +151,7 @@ def test_fake_step_with_swap_equals_the_real_one(policy: str) -> None:
     for real in (True, False):
         model = lora()
         apply_policy(model, policy, verify="never")
-        if real:
-            optimizer = adamw(model)
-            with Tracker(model, optimizer) as tracker:
-                for _ in range(2):
-                    tracker.start_step()
-                    step(model, optimizer)
-            traces.append(tracker.trace())
-        else:
-            traces.append(trace_step(model, step, make_optimizer=adamw, device="cpu"))
+        traces.append(real_trace(model, step) if real else trace_step(model, step, make_optimizer=adamw, device="cpu"))
     events = [[(trace.storages[max(e, ~e)].nbytes, e >= 0) for e in trace.events[trace.start :]] for trace in traces]
     assert events[0] == events[1]
     assert traces[0].peak_allocated == traces[1].peak_allocated
