@@ -384,8 +384,8 @@ def test_training_in_another_thread_is_not_recorded() -> None:
         other(torch.ones(2, 4)).sum().backward()
         optimizer.step()
 
-    def step(model: nn.Module, optimizer: object, beside: bool = True) -> None:
-        if beside:
+    def step(model: nn.Module, optimizer: object, in_thread: bool = True) -> None:
+        if in_thread:
             thread = Thread(target=train)
             thread.start()
             thread.join()
@@ -395,7 +395,7 @@ def test_training_in_another_thread_is_not_recorded() -> None:
         return [step_events(trace), [name for _, name in trace.marks]]
 
     assert observed(trace_step(model, step)) == observed(
-        trace_step(model, lambda model, _: step(model, _, beside=False))
+        trace_step(model, lambda model, _: step(model, _, in_thread=False))
     )
 
 
