@@ -175,6 +175,28 @@ class _FrozenMatmul(torch.autograd.Function):
 BLOCK, NESTED_BLOCK = 64, 256
 
 
+def _unpacked(packed: Tensor, scales: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
+    """Packed weights as a new (rows, columns) tensor in `dtype`; `scales` has the tensors of `_nf4` in their order."""
+    absmax, *nested, levels = scales
+    if nested:
+        absmax = dequantize_absmax(absmax, *nested[:2])
+        absmax += nested[2]
+    unpacked: Tensor = dequantize(packed, absmax, levels, rows, dtype)
+    return unpacked
+
+
+def _gemm_4bit(x: Tensor, packed: Tensor, scales: Sequence[Tensor], rows: int, bias: Tensor | None) -> Tensor:
+    return F.linear(x, _unpacked(packed, scales, rows, x.dtype), bias)
+
+
+# torch.compile sees one operator in the forward of a 4-bit layer (bitsandbytes::gemm_4bit), and all of its backward.
+gemm_4bit = _operator(
+    "gemm_4bit(Tensor x, Tensor packed, Tensor[] scales, int out_features, Tensor? bias) -> Tensor",
+    lambda x, packed, scales, out_features, bias: x.new_empty(*x.shape[:-1], out_features),
+)
+IN_PARTS: dict[Any, Callable[..., Any]] = {gemm_4bit: _gemm_4bit}  # operators whose kernels call others
+
+
 def _nf4(weights: int, nested: bool, storage: torch.dtype = torch.uint8) -> tuple[Shape, dict[str, Shape]]:
     """Shape and dtype of as many packed weights, and of what is kept beside them, by name."""
     blocks = -(-weights // BLOCK)
@@ -184,16 +206,6 @@ def _nf4(weights: int, nested: bool, storage: torch.dtype = torch.uint8) -> tupl
         buffers |= {"offset": ((), _F32)}
     buffers["levels"] = (16,), _F32
     return ((-(-weights // 2) // storage.itemsize, 1), storage), buffers
-
-
-def _unpacked(packed: Tensor, scales: Any, rows: int, dtype: torch.dtype) -> Tensor:
-    """Packed weights as a new (rows, columns) tensor in `dtype`; `scales` has what `_nf4` says as attributes."""
-    absmax = scales.absmax
-    if hasattr(scales, "nested_absmax"):
-        absmax = dequantize_absmax(absmax, scales.nested_absmax, scales.nested_levels)
-        absmax += scales.offset
-    unpacked: Tensor = dequantize(packed, absmax, scales.levels, rows, dtype)
-    return unpacked
 
 
 class NF4Linear(FrozenLinear):
@@ -230,10 +242,11 @@ class NF4Linear(FrozenLinear):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as a new (out_features, in_features) tensor in `dtype`."""
-        return _unpacked(self.weight, self, self.out_features, dtype)
+        return _unpacked(self.weight, tuple(self.buffers()), self.out_features, dtype)
 
     def product(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return F.linear(x, self.dequantized(x.dtype), bias), ()
+        run = gemm_4bit if torch.compiler.is_compiling() else _gemm_4bit
+        return run(x, self.weight, tuple(self.buffers()), self.out_features, bias), ()
 
     def gradient(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
         return torch.matmul(grad, self.dequantize().to(grad.dtype))
@@ -290,7 +303,7 @@ class NF4Experts(nn.Module):
     def forward(self, packed: Tensor) -> Tensor:
         """Returns the weights in the dtype that they were packed from."""
         rows = self.shape[:-1].numel()
-        return _unpacked(packed, self, rows, self.dtype).view(self.shape)
+        return _unpacked(packed, tuple(self.buffers()), rows, self.dtype).view(self.shape)
 
 
 def _pack_experts(module: nn.Module, nested: bool, kinds: dict[type, type]) -> None:
@@ -495,6 +508,13 @@ class PackedLinear(FrozenLinear):
 
     def gradient(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
         return torch.matmul(grad, saved[0] if self.packing.saves_weight else self.unpacked(grad.dtype))
+
+
+UNCOMPILED = (
+    NF4Experts,
+    Int8Linear,
+    PackedLinear,
+)  # what torch.compile does with the real ones is not known, or a break
 
 
 # -- layers of bitsandbytes in a live model, whose kernels take no fake tensors ---------------------------------------

@@ -28,6 +28,7 @@ from ckpt_ft.memory.fake.compiled.lowering import compiling
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.standins.quantised_layers import PACKINGS, PackedLinear, replace_linears, to_int8, to_nf4
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own imports
 MARK = 7_777_777  # bytes, of nothing else
@@ -459,5 +460,82 @@ def test_other_launches_are_refused() -> None:
         TrainingSpec.of("m", compile="whole", launch=Launch("ddp", 2, tp=2))
     some = (Launch("ddp", 2), Launch("fsdp2", 2, cp=2))  # a plan leaves out those that are not predicted
     assert TrainingSpec.of("m", compile="whole", launches=some).launch.launches == some
-    with pytest.raises(UserError, match="--compile whole and 4-bit weights"):
-        TrainingSpec.of("m", compile="whole", load_in_4bit=True, lora_r=8)
+    with pytest.raises(UserError, match="--compile whole and 8-bit weights"):
+        TrainingSpec.of("m", compile="whole", load_in_8bit=True, lora_r=8)
+    TrainingSpec.of("m", compile="whole", load_in_4bit=True, lora_r=8)
+
+
+class Packable(nn.Module):
+    """The norm is trained, so the gradients of both linear layers' inputs are needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, hidden):
+        return self.down(nn.functional.gelu(self.up(self.norm(hidden)))).sum()
+
+
+def test_a_compiled_4_bit_layer_is_one_operator_forward_and_unpacks_again_backward() -> None:
+    """bitsandbytes calls gemm_4bit, which unpacks inside, and dequantises in backward; neither breaks the graph."""
+    model, hidden = Packable(), torch.randn(64, 256)
+    to_nf4(model, torch.float32, nested=True)
+    model.norm.requires_grad_(True)
+    model.compile()
+    step = training_step(lambda model: model(hidden))
+    trace = trace_step(model, step, make_optimizer=adamw, device="a100-40gb", warmup_steps=0)
+    assert not any("breaks" in note for note in trace.notes)
+    forward, backward = (
+        [op.name for op in trace.ops if op.phase == phase and op.kernels and not op.name.startswith("triton")]
+        for phase in ("forward", "backward")
+    )
+    scales, weight = "ckpt_ft.dequantize_absmax.default", "ckpt_ft.dequantize_nf4.default"
+    assert forward[:-1] == [scales, "aten.add_.Tensor", weight, "aten.addmm.default"] * 2
+    assert backward == [scales, scales, weight, "aten.mm.default", weight, "aten.mm.default"]
+    begins = next(at for at, name in trace.marks if name == "backward")
+    kept = [nbytes for storage, nbytes in trace.live_at(begins - 1) if storage.category == "activations"]
+    # gelu's input; the norm's mean and deviation, the loss and its gradient take a block of 512 bytes each
+    assert sorted(kept) == [512] * 4 + [64 * 512 * 4]
+
+
+@pytest.mark.parametrize("pack", [to_int8, lambda model: model.set_submodule("up", gptq(model.up))])
+def test_other_packed_layers_are_refused_compiled(pack) -> None:
+    model, hidden = Packable(), torch.randn(64, 256)
+    pack(model)
+    model.compile()
+    with pytest.raises(UserError, match="torch.compile and (Int8|Packed)Linear: of layers .* only bitsandbytes' 4"):
+        trace_step(model, training_step(lambda model: model(hidden)), make_optimizer=adamw, device="a100-40gb")
+
+
+def gptq(linear: nn.Linear) -> PackedLinear:
+    return PackedLinear(linear, PACKINGS["gptq"], 4, 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("what", ["whole", "regional"])
+def test_peak_and_buffers_are_those_of_bitsandbytes(what: str, policy: str) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def packed(linear: nn.Linear) -> nn.Module:
+        layer = bitsandbytes.nn.Linear4bit(
+            linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=torch.float32
+        )
+        layer.weight = bitsandbytes.nn.Params4bit(linear.weight.data, quant_type="nf4", module=layer)
+        return layer.to("cpu")
+
+    torch._dynamo.reset()
+    model, loss = language_model(shape=(4, 128), num_hidden_layers=2)
+    replace_linears(model, packed, None)
+    model.is_loaded_in_4bit = True
+    model = peft.get_peft_model(model.requires_grad_(False), peft.LoraConfig(r=8, target_modules="all-linear"))
+    apply_policy(model, policy)
+    with compiling(model, what):
+        step = training_step(loss)
+        trace, replayed = traced_with_buffers(model, step)
+        assert_buffers_are_the_codes(generated_code(model, step), replayed)
+        assert not any("breaks" in note for note in trace.notes)
+        predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
+        recorded = steady_peak(step, model)
+    print(f"4-bit {what}, {policy}: {predicted} predicted, {recorded} recorded")
+    assert predicted == pytest.approx(recorded, rel=0.02)

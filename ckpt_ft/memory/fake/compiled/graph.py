@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.op_work import Work, footprint, measure
 from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.standins.quantised_layers import IN_PARTS
 
 from ..dispatcher import FakeOps
 from ..faked_model import CPU, Fakes
@@ -233,7 +234,7 @@ def _fallback(node: Any, fakes: Fakes) -> Step:
         args, kwargs = node.unflatten_args([value(buffers) for value in given], node.constant_args)
         args, kwargs = tree_map_only(torch.device, lambda device: CPU, (args, {**node.kwargs, **kwargs}))
         if isinstance(func, OpOverload):
-            buffers[name] = func(*args, **kwargs)
+            buffers[name] = IN_PARTS.get(func, func)(*args, **kwargs)
         elif isinstance(func, _WITH_RANDOM_STATE[0]):
             buffers[name] = graph.random_state(), args[0](*args[1:], **kwargs)
         else:
