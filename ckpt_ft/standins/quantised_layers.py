@@ -90,8 +90,8 @@ def _operator(schema: str, make: Callable[..., Any]) -> Any:
 
 # NF4: the (out_features, in_features) weight, and n float32 scales that are kept in 8 bits
 dequantize = _operator(
-    "dequantize_nf4(Tensor packed, Tensor absmax, Tensor levels, int out_features, ScalarType dtype) -> Tensor",
-    lambda packed, absmax, levels, out_features, dtype: packed.new_empty(
+    "dequantize_nf4(Tensor packed, Tensor absmax, int out_features, ScalarType dtype) -> Tensor",
+    lambda packed, absmax, out_features, dtype: packed.new_empty(
         out_features, 2 * packed.nbytes // out_features, dtype=dtype
     ),
 )
@@ -175,13 +175,18 @@ class _FrozenMatmul(torch.autograd.Function):
 BLOCK, NESTED_BLOCK = 64, 256
 
 
+def _scales(layer: nn.Module) -> tuple[Tensor, ...]:
+    """What `_nf4` keeps beside a packed weight, without the levels, which kernels have in a table of their own."""
+    return tuple(layer.buffers())[:-1]
+
+
 def _unpacked(packed: Tensor, scales: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
-    """Packed weights as a new (rows, columns) tensor in `dtype`; `scales` has the tensors of `_nf4` in their order."""
-    absmax, *nested, levels = scales
+    """Packed weights as a new (rows, columns) tensor in `dtype`; `scales` are those of `_scales`."""
+    absmax, *nested = scales
     if nested:
         absmax = dequantize_absmax(absmax, *nested[:2])
         absmax += nested[2]
-    unpacked: Tensor = dequantize(packed, absmax, levels, rows, dtype)
+    unpacked: Tensor = dequantize(packed, absmax, rows, dtype)
     return unpacked
 
 
@@ -242,11 +247,11 @@ class NF4Linear(FrozenLinear):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as a new (out_features, in_features) tensor in `dtype`."""
-        return _unpacked(self.weight, tuple(self.buffers()), self.out_features, dtype)
+        return _unpacked(self.weight, _scales(self), self.out_features, dtype)
 
     def product(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         run = gemm_4bit if torch.compiler.is_compiling() else _gemm_4bit
-        return run(x, self.weight, tuple(self.buffers()), self.out_features, bias), ()
+        return run(x, self.weight, _scales(self), self.out_features, bias), ()
 
     def gradient(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
         return torch.matmul(grad, self.dequantize().to(grad.dtype))
@@ -303,7 +308,7 @@ class NF4Experts(nn.Module):
     def forward(self, packed: Tensor) -> Tensor:
         """Returns the weights in the dtype that they were packed from."""
         rows = self.shape[:-1].numel()
-        return _unpacked(packed, tuple(self.buffers()), rows, self.dtype).view(self.shape)
+        return _unpacked(packed, _scales(self), rows, self.dtype).view(self.shape)
 
 
 def _pack_experts(module: nn.Module, nested: bool, kinds: dict[type, type]) -> None:
