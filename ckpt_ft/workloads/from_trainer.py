@@ -310,16 +310,15 @@ def compiled_by(accelerator: Any) -> str:
     """Returns what accelerate compiles, by its arguments or those of its launch: "whole", "regional" or "".
 
     Raises:
-        UserError: another backend, mode or shapes than those that are predicted.
+        UserError: another backend or mode than those that are predicted.
     """
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend == "NO":
         return ""
     if plugin.backend != "INDUCTOR":
         raise UserError(f"the model is compiled by {plugin.backend}, and only Inductor's steps are predicted")
-    if plugin.mode not in (None, "default") or plugin.dynamic:
-        asked = "dynamic shapes" if plugin.dynamic else f"mode {plugin.mode}"
-        raise UserError(f"the model is compiled with {asked}: Inductor's default mode and one shape are predicted")
+    if plugin.mode not in (None, "default"):
+        raise UserError(f"the model is compiled with mode {plugin.mode}: Inductor's default mode is predicted")
     return "regional" if plugin.use_regional_compilation else "whole"
 
 

@@ -129,6 +129,10 @@ Batch = dict[str, Any]
 Step = Callable[[nn.Module, Any], Any]  # (model, optimizer): one optimizer step
 Forward = Callable[..., Any]  # the model, under autocast if there is one
 Loss = Callable[[Forward, Batch], torch.Tensor]
+_LENGTHS = (
+    "batches differ in length, and the longest is predicted as compiled for itself; with dynamic=False, which "
+    "`accelerate launch` sets without --dynamo_use_dynamic, torch.compile runs all but eight lengths eagerly"
+)
 # (samples, tokens of the longest row) -> one micro-batch; None tokens if all rows have one length
 MakeBatch = Callable[[int, int | None], Batch]
 Answer = TypeVar("Answer")
@@ -333,7 +337,8 @@ class Workload:
     def with_metadata(self, trace: StepTrace) -> StepTrace:
         """Returns `trace` with the number of micro-batches of the step and the notes of this workload."""
         steps = self.accumulation if self.accumulation > self._recorded else 1
-        return replace(trace, micro_batches=steps, notes=[*self.notes, *trace.notes])
+        differ = self.compile and self.lengths is not None and len(self.lengths.tokens) > 1
+        return replace(trace, micro_batches=steps, notes=[*self.notes, *([_LENGTHS] if differ else []), *trace.notes])
 
     @property
     def _recorded(self) -> int:

@@ -268,6 +268,7 @@ def _describe(made: list[CompiledGraph], tracker: Tracker) -> None:
             "the first step is not counted, and later runs find them in Inductor's cache"
         )
         note("compiled with Inductor's defaults: no kernel is chosen by timing it, no operand of a matmul is padded")
+        note("compiled with static shapes: graphs with dynamic ones, for a second length or dynamic=True, may differ")
     if breaks:
         reason = one_line(next(iter(breaks)).partition("Explanation: ")[2] or next(iter(breaks)), 120)
         note(f"torch.compile breaks the model's graph at {len(breaks)} places, the first: {reason}")
