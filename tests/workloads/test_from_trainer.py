@@ -138,9 +138,6 @@ def test_batches_have_the_longest_row_and_padding(tmp_path: Path) -> None:
     assert model.batch["input_ids"].shape == (2, 32)
 
 
-<<<<<<< HEAD
-def test_image_dataset_has_no_lengths(tmp_path: Path) -> None:
-=======
 def test_a_note_tells_of_several_lengths_where_the_model_is_compiled(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, remove_unused_columns=False)
     workload = workload_of(Recorder(), args)
@@ -156,8 +153,7 @@ def test_a_note_tells_of_several_lengths_where_the_model_is_compiled(tmp_path: P
     assert "runs all but eight lengths eagerly" in told[0][0]
 
 
-def test_images_have_none(tmp_path: Path) -> None:
->>>>>>> a904321d (Compiled steps say that their shapes are static, and what torch.compile does where batches differ in length)
+def test_image_dataset_has_no_lengths(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     assert workload_of(Recorder(), args, [{"pixel_values": torch.zeros(3)}]).lengths is None
 
