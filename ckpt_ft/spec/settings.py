@@ -188,12 +188,14 @@ def _names() -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
     for section in TYPED:
         for name, entry in table()[section].items():
-            if entry.kind == MODELLED and not entry.values and name not in _OTHER_MEANING:
+            own = name not in _OTHER_MEANING and entry.text not in _COLLECTED
+            if entry.kind == MODELLED and not entry.values and own:
                 found.setdefault(entry.text, [entry.text]).append(name)
     rows = [tuple(dict.fromkeys(row)) for row in found.values()]
     return {name: row for row in rows for name in row}
 
 
+_COLLECTED = ("trainer_args", "evaluation")  # several settings, each with values of its own, are read into these
 _OTHER_MEANING = ("batch_size", "neat_packing")  # names of other libraries that mean another flag of ours
 
 

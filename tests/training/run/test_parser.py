@@ -63,6 +63,13 @@ class Trained:
     per_device_train_batch_size: int = 1
     lora_r: int = 16
     ac_policy: str | None = None
+    label_smoothing_factor: float = 0.0
+
+
+@pytest.mark.parametrize("flag", ["--beta=0.1", "--loss_type=0.1", "--padding_free=1"])
+def test_a_flag_of_another_trainer_is_not_read_as_a_flag_beside_it(flag: str) -> None:
+    with pytest.raises(UserError, match=f"^no flag '{flag.partition('=')[0]}'"):
+        parse_args([Trained], [flag])
 
 
 def test_flag_has_the_names_of_other_tools(tmp_path: Path) -> None:
