@@ -497,7 +497,6 @@ class TrainingSpec:
         launches = [launch for launch in (self.launch.launch, *self.launch.launches) if launch is not None]
         others = {
             "8-bit weights": self.quantisation.load_in_8bit,
-            "packed experts": self.quantisation.quantize_moe_experts,
             "processes other than ddp's and fsdp2's": bool(launches) and not any(one.compiles for one in launches),
             "fused kernels of other libraries": kernels.use_liger_kernel
             or kernels.cut_cross_entropy

@@ -30,6 +30,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import register_flop_formula
 
+from ckpt_ft.errors import UserError
+
 
 def replace_linears(
     model: nn.Module,
@@ -515,11 +517,17 @@ class PackedLinear(FrozenLinear):
         return torch.matmul(grad, saved[0] if self.packing.saves_weight else self.unpacked(grad.dtype))
 
 
-UNCOMPILED = (
-    NF4Experts,
-    Int8Linear,
-    PackedLinear,
-)  # what torch.compile does with the real ones is not known, or a break
+def refuse_compiled(model: nn.Module, sharded: bool) -> None:
+    """Raises UserError for layers whose real counterparts break the graphs of torch.compile, or may do so.
+
+    sharded: FSDP2 gathers the weights, and bitsandbytes' 4-bit layers then restore a part of them, which is a break.
+    """
+    kinds = (Int8Linear, PackedLinear, NF4Experts, *([NF4Linear] if sharded else []))
+    if found := next((type(layer).__name__ for layer in model.modules() if isinstance(layer, kinds)), None):
+        raise UserError(
+            f"torch.compile and {found}: of layers with quantised weights, only bitsandbytes' 4-bit ones are "
+            "predicted, without FSDP2 (others break the graph); leave torch.compile out"
+        )
 
 
 # -- layers of bitsandbytes in a live model, whose kernels take no fake tensors ---------------------------------------

@@ -53,7 +53,7 @@ from ckpt_ft.policy import STREAMS
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention, fused_head, liger
 from ckpt_ft.standins.float8 import refuse_block_scales
-from ckpt_ft.standins.quantised_layers import swap_library_layers
+from ckpt_ft.standins.quantised_layers import refuse_compiled, swap_library_layers
 
 from . import patches
 from .dispatcher import FakeOps
@@ -287,6 +287,8 @@ class _Trace:
             tracker.add_model(model)
             tracker.recorder.add_resident(held or (), "communication")
             tracker.add_beside(self.beside)
+            if self.compiled:
+                refuse_compiled(model, launch is not None and launch.strategy == "fsdp2")
             bucket = BUCKET if launch is not None and launch.strategy == "ddp" else 0
             lowering = compiled_steps(model, tracker, fakes, gpu, bucket) if self.compiled else nullcontext()
             with lowering as describe, self._tracking(tracker, streams), interrupts.passing_on():

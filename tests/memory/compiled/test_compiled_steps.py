@@ -509,13 +509,20 @@ def test_a_compiled_4_bit_layer_is_one_operator_forward_and_unpacks_again_backwa
     assert sorted(kept) == [512] * 4 + [64 * 512 * 4]
 
 
-@pytest.mark.parametrize("pack", [to_int8, lambda model: model.set_submodule("up", gptq(model.up))])
-def test_other_packed_layers_are_refused_compiled(pack) -> None:
-    model, hidden = Packable(), torch.randn(64, 256)
+@pytest.mark.parametrize(
+    ("pack", "launch"),
+    [
+        (to_int8, None),
+        (lambda model: model.set_submodule("up", gptq(model.up)), None),
+        (lambda model: to_nf4(model, torch.float32), Launch("fsdp2", 2)),
+    ],
+)
+def test_packed_layers_that_break_the_graph_are_refused_compiled(pack, launch: Launch | None) -> None:
+    model = Packable()
     pack(model)
     model.compile()
-    with pytest.raises(UserError, match="torch.compile and (Int8|Packed)Linear: of layers .* only bitsandbytes' 4"):
-        trace_step(model, training_step(lambda model: model(hidden)), make_optimizer=adamw, device="a100-40gb")
+    with pytest.raises(UserError, match="torch.compile and (Int8|Packed|NF4)Linear: of layers .* without FSDP2"):
+        trace_step(model, lambda model, optimizer: None, device="a100-40gb", launch=launch)
 
 
 def gptq(linear: nn.Linear) -> PackedLinear:

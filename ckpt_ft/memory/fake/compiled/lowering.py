@@ -24,7 +24,6 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.step_context import StepContext
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.standins.quantised_layers import UNCOMPILED
 
 from ..faked_model import Fakes
 
@@ -143,11 +142,6 @@ def compiled_steps(
 
     from .graph import read
 
-    if kind := next((type(m).__name__ for m in model.modules() if isinstance(m, UNCOMPILED)), None):
-        raise UserError(
-            f"torch.compile and {kind}: of layers with quantised weights, only bitsandbytes' 4-bit ones are predicted "
-            "(its 8-bit ones break the graph); leave torch.compile out"
-        )
     lower, compile_all, lowering = compile_fx.compile_fx_inner, compile_fx.compile_fx, graph.GraphLowering
 
     def without_modes(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
