@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -47,6 +48,13 @@ def assert_same_weights(one: Path, other: Path) -> None:
     ours, theirs = load_file(one), load_file(other)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def copy_checkpoint(run: Path, step: int, part: Path) -> Path:
+    """Copies the checkpoint that a run wrote after `step`, and its losses, to `part`, which is returned."""
+    shutil.copytree(run / f"checkpoint-{step}", part / f"checkpoint-{step}")
+    shutil.copy(run / "losses.jsonl", part)
+    return part
 
 
 def free_port() -> str:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-from recipe_scripts import assert_same_weights, load_recipe, losses_of
+from recipe_scripts import assert_same_weights, copy_checkpoint, load_recipe, losses_of
 from safetensors.torch import load_file
 from tiny_transformers import KINDS, make_tiny_transformer
 
@@ -115,10 +115,7 @@ def test_resumed_transformer_run_has_the_same_losses(
     """Bit for bit, from within an epoch; the saved weights are equal too."""
     flags = [*flags, "--max_train_steps", "5", "--checkpointing_steps", "2", "--learning_rate", "1e-2"]
     whole = train(recipe, tiny["flux"], tmp_path / "whole", *flags)
-    part = tmp_path / "part"
-    part.mkdir()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", part / "checkpoint-2")
-    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    part = copy_checkpoint(tmp_path / "whole", 2, tmp_path / "part")
     assert train(recipe, tiny["flux"], part, *flags, "--resume_from_checkpoint", "latest") == whole
     assert_same_weights(part / ADAPTERS, tmp_path / "whole" / ADAPTERS)
 
@@ -269,6 +266,7 @@ def test_exit_code_of_invalid_flags(
 
 
 CONFIGS = sorted((ROOT / "recipes" / "diffusion_transformer").glob("*.yaml"))
+DREAMBOOTH = ROOT / "recipes" / "diffusion" / "sdxl_dreambooth_lora_12gb.yaml"
 PREDICTED = re.compile(r"predicted on an ([\w-]+): ([\d.]+) GiB reserved")
 
 
@@ -291,11 +289,11 @@ def test_transformer_yaml_files_parse_and_contain_their_command(config: Path, mo
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", [*CONFIGS, DREAMBOOTH], ids=lambda path: path.stem)
 def test_prediction_in_the_comments_is_current(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Compares the configuration's comment with an estimate of its transformer."""
+    """Compares the configuration's comment with an estimate."""
     device, amount = PREDICTED.findall(config.read_text())[0]
     words = ["ckpt-ft", "estimate", "--config", str(config), "--device", device, "--json"]
     monkeypatch.setattr(sys, "argv", words)

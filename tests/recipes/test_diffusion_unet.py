@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
-from recipe_scripts import assert_same_weights, load_recipe, losses_of, losses_on_two_ranks
+from recipe_scripts import assert_same_weights, copy_checkpoint, load_recipe, losses_of, losses_on_two_ranks
 from safetensors.torch import load_file
 from tiny_unets import make_tiny_pipeline
 
@@ -127,10 +126,7 @@ def test_resumed_unet_has_equal_losses(
     flags += ["--max_train_samples", "7"]
     whole = train(recipe, tiny["sdxl"], tmp_path / "whole", *flags)
     for step in (2, 4):
-        part = tmp_path / f"from-{step}"
-        part.mkdir()
-        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", part / f"checkpoint-{step}")
-        shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+        part = copy_checkpoint(tmp_path / "whole", step, tmp_path / f"from-{step}")
         assert train(recipe, tiny["sdxl"], part, *flags, "--resume_from_checkpoint", "latest") == whole
         results = sorted(path.relative_to(part) for path in part.glob("*.safetensors")) or [
             Path("unet/diffusion_pytorch_model.safetensors")
@@ -339,15 +335,23 @@ def test_failed_first_step_of_the_loop_is_one_line(
         train(recipe, tiny["sd1"], tmp_path / "out", "--rank", "2")
 
 
-def test_exit_code_of_an_invalid_rank(
-    recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["diffusion_unet.py", "--rank", "0", "--output_dir", str(tmp_path / "out")])
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--rank", "0", "--rank 0: it should be greater than or equal to 1"),
+        ("--class_prompt", "a dog", "--class_prompt belongs to --with_prior_preservation"),
+    ],
+)
+def test_exit_code_of_an_invalid_flag(
+    recipe: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, value: str,
+    message: str, tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["diffusion_unet.py", flag, value, "--output_dir", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as stopped:
         run(recipe.main)
     assert stopped.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: --rank 0: it should be greater than or equal to 1")
+    assert said.startswith(f"error: {message}")
     assert said.count("\n") == 1
 
 
@@ -474,8 +478,5 @@ def test_two_processes_train_one_unet(tiny: dict[str, str], tmp_path: Path, kind
         assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
     states = [tmp_path / "whole" / "checkpoint-2" / f"random_states_{rank}.pkl" for rank in (0, 1)]
     assert states[0].read_bytes() != states[1].read_bytes()
-    part = tmp_path / "part"
-    part.mkdir()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", part / "checkpoint-2")
-    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    part = copy_checkpoint(tmp_path / "whole", 2, tmp_path / "part")
     assert launch(part, "--resume_from_checkpoint", "latest", "--ac_report", "none") == whole

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,17 +12,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from recipe_scripts import ROOT, forget_process, load_recipe
-from safetensors.torch import load_file
+from recipe_scripts import ROOT, assert_same_weights, copy_checkpoint, forget_process, load_recipe
 from tiny_transformers import make_tiny_transformer
 from tiny_unets import make_tiny_pipeline
 
-from ckpt_ft.cli import app as cli
-from ckpt_ft.errors import UserError, WorkFailed, run
+from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.diffusion.sampling import Sampler
 from ckpt_ft.training.samples.drawings import drawings
-from ckpt_ft.units import parse_bytes
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -120,14 +115,10 @@ def test_dreambooth_run_resumes_bit_for_bit_under_any_policy(
     flags = ["--rank", "2", "--lora_dropout", "0.2", "--use_ema", "--checkpointing_steps", "1", *subject]
     flags += ["--no_center_crop", "--random_flip", "--gradient_accumulation_steps", "2"] if uncached else []
     whole = train(recipes, bases, kind, tmp_path / "whole", *flags)
-    part = tmp_path / "part"
-    part.mkdir()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-1", part / "checkpoint-1")
-    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    part = copy_checkpoint(tmp_path / "whole", 1, tmp_path / "part")
     flags += ["--ac_policy", "full", "--ac_check", "--resume_from_checkpoint", "latest"]
     assert train(recipes, bases, kind, part, *flags) == whole
-    ours, theirs = load_file(part / ADAPTERS), load_file(tmp_path / "whole" / ADAPTERS)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_weights(part / ADAPTERS, tmp_path / "whole" / ADAPTERS)
 
 
 @pytest.mark.parametrize("kind", ["sd1", pytest.param("flux", marks=pytest.mark.slow)])
@@ -208,33 +199,6 @@ def test_invalid_dreambooth_flags_are_refused(
 ) -> None:  # fmt: skip
     with pytest.raises(UserError, match=words):
         train(recipes, bases, "sd1", tmp_path / "out", *subject, *flags)
-
-
-def test_exit_code_of_a_misplaced_class_prompt(
-    recipes: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["diffusion_unet.py", "--class_prompt", "a dog", "--output_dir", str(tmp_path)])
-    with pytest.raises(SystemExit) as stopped:
-        run(recipes["sd1"].main)
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: --class_prompt belongs to --with_prior_preservation")
-    assert said.count("\n") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_prediction_in_the_dreambooth_comments_is_current(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Compares the configuration's comment with an estimate."""
-    config = ROOT / "recipes" / "diffusion" / "sdxl_dreambooth_lora_12gb.yaml"
-    device, amount = re.findall(r"predicted on an ([\w-]+): ([\d.]+) GiB reserved", config.read_text())[0]
-    monkeypatch.setattr("sys.argv", ["ckpt-ft", "estimate", "--config", str(config), "--device", device, "--json"])
-    assert cli._main() == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["headroom"] > 0
-    assert answer["peak_reserved"] == pytest.approx(parse_bytes(f"{amount}GiB"), rel=0.01)
 
 
 @pytest.mark.slow

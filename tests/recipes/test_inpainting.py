@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -14,8 +13,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, DDPMScheduler, DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
-from recipe_scripts import load_recipe, losses_of
-from safetensors.torch import load_file
+from recipe_scripts import assert_same_weights, copy_checkpoint, load_recipe, losses_of
 from tiny_unets import make_tiny_pipeline
 
 from ckpt_ft.errors import UserError
@@ -135,14 +133,10 @@ def test_inpainting_with_policy_resumes_bit_for_bit(recipe: ModuleType, bases: d
     flags += ["--class_prompt", "a star", "--num_class_images", "2"]
     whole = train(recipe, bases["sdxl"], tmp_path / "whole", *flags)
     assert len(list((tmp_path / "class").iterdir())) == 2
-    part = tmp_path / "part"
-    part.mkdir()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-1", part / "checkpoint-1")
-    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    part = copy_checkpoint(tmp_path / "whole", 1, tmp_path / "part")
     flags += ["--ac_policy", "full", "--ac_check", "--resume_from_checkpoint", "latest"]
     assert train(recipe, bases["sdxl"], part, *flags) == whole
-    ours, theirs = load_file(part / ADAPTERS), load_file(tmp_path / "whole" / ADAPTERS)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_weights(part / ADAPTERS, tmp_path / "whole" / ADAPTERS)
 
 
 @pytest.mark.parametrize("flags", [("--ac_policy", "full"), ("--rank", "2", "--train_text_encoder")])

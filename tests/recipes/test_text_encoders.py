@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from diffusers import AutoencoderKL, DiffusionPipeline
-from recipe_scripts import forget_process, load_recipe, losses_of
+from recipe_scripts import assert_same_weights, copy_checkpoint, forget_process, load_recipe, losses_of
 from safetensors.torch import load_file
 from tiny_unets import make_tiny_pipeline
 
@@ -192,14 +192,10 @@ def test_text_encoder_run_resumes_bit_for_bit_under_a_policy(
     flags = ["--lora_dropout", "0.2", "--use_ema", "--checkpointing_steps", "1", "--proportion_empty_prompts", "0.3",
              "--text_encoder_lr", "1e-2"]  # fmt: skip
     whole = train(recipe, bases[kind], tmp_path / "whole", *flags)
-    part = tmp_path / "part"
-    part.mkdir()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-1", part / "checkpoint-1")
-    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    part = copy_checkpoint(tmp_path / "whole", 1, tmp_path / "part")
     resumed = [*flags, "--resume_from_checkpoint", "latest"]
     assert train(recipe, bases[kind], part, *resumed, "--ac_policy", "full", "--ac_check") == whole
-    ours, theirs = load_file(part / ADAPTERS), load_file(tmp_path / "whole" / ADAPTERS)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_weights(part / ADAPTERS, tmp_path / "whole" / ADAPTERS)
 
 
 @pytest.mark.parametrize(("kind", "policy"), [pytest.param("sd1", "none", marks=pytest.mark.slow), ("sdxl", "full")])

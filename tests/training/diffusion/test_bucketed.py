@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from recipe_scripts import forget_process, load_recipe, losses_on_two_ranks
+from recipe_scripts import copy_checkpoint, forget_process, load_recipe, losses_on_two_ranks
 from tiny_transformers import make_tiny_transformer
 from tiny_unets import make_tiny_pipeline
 from torch.utils.data import default_collate
@@ -158,10 +157,7 @@ def test_run_in_buckets_has_the_predicted_peak_and_resumes(
         assert measured <= 1.005 * rank["predicted"]["allocated"] < 1.1 * measured
     else:
         assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
-    part = tmp_path / "part"
-    part.mkdir()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", part / "checkpoint-2")
-    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    part = copy_checkpoint(tmp_path / "whole", 2, tmp_path / "part")
     assert train(recipe, pipelines[kind], folder, part, *flags, "--resume_from_checkpoint", "latest") == whole
 
 
@@ -185,10 +181,7 @@ def test_two_ranks_take_batches_of_the_same_bucket(folder: Path, pipelines: dict
     for rank in ranks:
         measured = max(peak["allocated"] for peak in rank["peaks"].values())
         assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
-    part = tmp_path / "part"
-    part.mkdir()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", part / "checkpoint-2")
-    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    part = copy_checkpoint(tmp_path / "whole", 2, tmp_path / "part")
     assert launch(part, "--resume_from_checkpoint", "latest") == whole
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from recipe_scripts import forget_process, load_recipe
+from recipe_scripts import copy_checkpoint, forget_process, load_recipe
 from tiny_unets import make_tiny_pipeline
 from torch import nn
 
@@ -79,10 +78,7 @@ def test_resumed_run_with_a_named_optimizer_has_the_same_losses(name: str, tmp_p
         return [line["loss"] for line in read_losses(str(out))]
 
     whole = run(tmp_path / "whole")
-    part = tmp_path / "part"
-    part.mkdir()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", part / "checkpoint-2")
-    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    part = copy_checkpoint(tmp_path / "whole", 2, tmp_path / "part")
     assert run(part, "--resume_from_checkpoint", "latest") == whole
     with pytest.raises(UserError, match=f"was written with optimizer {name}, this run has None"):
         run(part, "--optimizer", "adamw", "--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2"))
