@@ -11,6 +11,7 @@ from types import SimpleNamespace
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until everything is imported: each search through that many modules takes a third of a second
 
 import pytest
 import torch
@@ -45,6 +46,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> None:
+    """Python's collector, which traces and tests call often, skips objects that exist before the tests of a file."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -96,15 +108,6 @@ def _no_collection_after_training() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: 0))
         yield
-
-
-@pytest.fixture(scope="module")
-def quick_collections() -> Iterator[None]:
-    """For tests that collect garbage often: Python's collector skips objects that exist already."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,6 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Step, Workload
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
 POLICIES = {
     "llama": ("none", "full", "pointwise", "head", "save:attention+matmul", "segments:2", "modules:mlp"),
     "unet": ("none", "full", "pointwise", "stages", "save:conv"),

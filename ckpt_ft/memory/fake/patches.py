@@ -174,17 +174,13 @@ def quiet() -> Iterator[None]:
             handle(logger, record)
 
     gc.disable()
-    freezes = not gc.get_freeze_count()  # `gc.unfreeze` cannot tell the caller's frozen objects from a trace's
-    if freezes:
-        gc.freeze()  # collections look only at what the step makes
+    gc.collect(1)  # what is there now is old: collections of younger generations look only at what the steps make
     try:
         with torch.random.fork_rng(devices=[]), patch.object(logging.Logger, "handle", of_others):
             yield
     finally:
         random.setstate(python)
         numpy.random.set_state(drawn)
-        if freezes:
-            gc.unfreeze()
         if enabled:
             gc.enable()
 

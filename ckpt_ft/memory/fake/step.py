@@ -228,7 +228,6 @@ class _Trace:
     update: Step | None = None
     traced: Traced | None = None
     phase: Step | None = None
-    freezes: bool = True  # whether the garbage collector's frozen objects are those of the trace alone
     compiled: bool = False
 
     def run(self) -> StepTrace:
@@ -244,7 +243,6 @@ class _Trace:
                 self.compiled = True
 
     def _attempt(self) -> StepTrace:
-        self.freezes = not gc.get_freeze_count()
         gpu = gpu_of(self.device)
         AllocatorSettings.parse(self.alloc_conf)
         model, launch, sharding = self.model, self.launch, sharding_of(self.model)
@@ -275,7 +273,7 @@ class _Trace:
             faked(model, self.beside, fakes, sharding),
             launched(model, launch, mesh, sharding) as (streams, held),
         ):
-            gc.collect()
+            gc.collect(0)
             tracker = Tracker(
                 dispatcher=partial(FakeOps, fakes=fakes, gpu=gpu, interrupts=interrupts, streams=streams)
             )
@@ -300,7 +298,7 @@ class _Trace:
                     optimizer = initialize(model, optimizer, launch, mesh, streams, tracker.recorder)
                     sharded = True
                 if sharded:  # since the tracker met the model
-                    gc.collect()
+                    gc.collect(0)
                     tracker.restart()
                     tracker.add_model(model)
                 tracker.recorder.put_on_host(offloaded_parameters(model), "parameters", "pinned")
@@ -374,6 +372,4 @@ class _Trace:
                     skipped.record(partial(step, self.model, optimizer), number)
 
     def _between_steps(self, number: int) -> None:
-        gc.collect()
-        if number and self.freezes:
-            gc.freeze()  # as in `quiet`: later collections need not look through the record of this step
+        gc.collect(min(number, 1))  # what outlives a step is old after it: no later collection looks at its record

@@ -521,12 +521,12 @@ def test_objects_frozen_by_gc_freeze_stay_frozen() -> None:
     def step(model: Any, optimizer: Any) -> None:
         model(torch.ones(2, 4)).sum().backward()
 
-    trace_step(model, step, device="cpu")
-    assert gc.get_freeze_count() == 0
-    gc.freeze()
+    gc.unfreeze()
     try:
-        frozen = gc.get_freeze_count()
         trace_step(model, step, device="cpu")
-        assert 0 < gc.get_freeze_count() <= frozen
+        assert gc.get_freeze_count() == 0
     finally:
-        gc.unfreeze()
+        gc.freeze()
+    frozen = gc.get_freeze_count()
+    trace_step(model, step, device="cpu")
+    assert 0 < gc.get_freeze_count() <= frozen
