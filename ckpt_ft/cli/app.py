@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import warnings
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -62,7 +63,7 @@ def main() -> None:
 
 def _main() -> int:
     try:
-        done = app(words_in_our_names(sys.argv[1:], _switches) or ["--help"], standalone_mode=False) or 0
+        done = _commands()(words_in_our_names(sys.argv[1:], _switches) or ["--help"], standalone_mode=False) or 0
     except typer.Exit as stop:
         return stop.exit_code
     except _UsageError as error:
@@ -74,10 +75,14 @@ def _main() -> int:
     return done
 
 
+@cache
+def _commands() -> Any:
+    return typer.main.get_command(app)
+
+
 def _switches(command: str) -> dict[str, bool]:
     """The options of a command that takes a spec, and whether each has no value; {} for other commands."""
-    commands: Any = typer.main.get_command(app)
-    found = commands.commands.get(command)
+    found = _commands().commands.get(command)
     options = [one for one in found.params if one.param_type_name == "option"] if found else []
     names = {name: one.is_flag for one in options for name in one.opts}
     return names if "--config" in names else {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import platform
 import random
 import sysconfig
@@ -54,7 +55,7 @@ def make_docstrings() -> tuple[str, str]:
 def make_preferences() -> tuple[str, str]:
     """Returns the language model's directory and a jsonl file of preferences: an answer over its shuffled words."""
     model, corpus = make_docstrings()
-    made = made_once(f"{Path(corpus).parent.name}-preferences", _write_preferences)
+    made = made_once(f"{Path(corpus).parent.name}-preferences", lambda folder: _write_preferences(folder, corpus))
     return model, str(made / "preferences.jsonl")
 
 
@@ -97,9 +98,9 @@ def _write_docstrings(directory: Path) -> None:
     _random_model(LlamaForCausalLM, config).save_pretrained(directory / "model")
 
 
-def _write_preferences(directory: Path) -> None:
+def _write_preferences(directory: Path, corpus: str) -> None:
     draw = random.Random(0)
-    pairs = docstring_pairs()
+    pairs = [json.loads(line) for line in Path(corpus).read_text(encoding="utf-8").splitlines()]
     rows: list[dict[str, str]] = []
     draw.shuffle(pairs)
     while len(rows) < _PREFERENCES:
@@ -152,9 +153,13 @@ def docstring_pairs() -> list[dict[str, str]]:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     pairs = []
-    for path in sorted(root.rglob("*.py")):
+    paths = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED]
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    for path in sorted(paths):
         parts = path.relative_to(root).with_suffix("").parts
-        if not any(part in _SKIPPED for part in parts[:-1]) and parts[0] not in _SKIPPED:
+        if parts[0] not in _SKIPPED:
             try:
                 tree = ast.parse(path.read_text(encoding="utf-8"))
             except (SyntaxError, UnicodeDecodeError):
