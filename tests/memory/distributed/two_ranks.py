@@ -192,7 +192,7 @@ def measured(asked: Workload, model: nn.Module, steps: int) -> dict[str, int]:
     separate_meshes(optimizer)
     step = asked.step(2)
     found = []
-    with Tracker(model, optimizer) as tracker:
+    with Tracker(model, optimizer, ops=False) as tracker:
         for number in range(steps):
             gc.collect()  # as a trace does: Python frees cycles at any time
             tracker.start_step()
