@@ -30,6 +30,7 @@ _MAX_VISITED = 20_000  # functions and objects to look at
 _METHODS = (FunctionType, classmethod, staticmethod, property)
 _NAMED = frozenset(hasname)
 _HOLDERS = (FunctionType, MethodType, partial)
+_MISSING = object()
 
 
 class Variables:
@@ -65,7 +66,8 @@ class Variables:
         if isinstance(owner, dict):
             return [(name, owner[name]) for name in self.names if name in owner]
         try:
-            return [(name, getattr(owner, name)) for name in self.names if hasattr(owner, name)]
+            found = [(name, getattr(owner, name, _MISSING)) for name in self.names]
+            return [entry for entry in found if entry[1] is not _MISSING]
         except ValueError:  # an empty cell
             return ()
 

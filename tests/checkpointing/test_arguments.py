@@ -186,7 +186,6 @@ def test_no_tensor_outlives_a_step(kind: str, policy: str, backward: bool) -> No
         assert tensors_alive() == before
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 class InPlaceFirst(nn.Module):
