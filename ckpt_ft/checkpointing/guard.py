@@ -48,6 +48,7 @@ class Guard(StandIn):
     def _put_on(self) -> None:
         super()._put_on()
         self.module._replicate_for_data_parallel = self._refuse_replicas  # type: ignore[method-assign]
+        self._index()  # before accelerate's compile_regions copies the model's attributes
 
     def remove(self) -> None:
         super().remove()

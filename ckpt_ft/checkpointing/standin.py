@@ -42,12 +42,18 @@ class StandIn:
 
     @property
     def __func__(self) -> ForwardOfModule:  # accelerate wraps and restores this function
+        return ForwardOfModule(self._index(), inspect.signature(self.forward))
+
+    def _index(self) -> int:
+        """The place of this stand-in in its module's list."""
         table: list[StandIn] = self.module.__dict__.setdefault(_FORWARDS, [])
         if not any(self is other for other in table):
             table.append(self)
-        return ForwardOfModule(
-            next(i for i, other in enumerate(table) if other is self), inspect.signature(self.forward)
-        )
+        return next(i for i, other in enumerate(table) if other is self)
+
+    @property
+    def __self__(self) -> nn.Module:  # accelerate's compile_regions binds `__func__` of its module's forward again
+        return self.module
 
     @property
     def __code__(self) -> CodeType:  # torch.export reads file and line from it
@@ -65,6 +71,14 @@ class StandIn:
         module = state["module"]
         for name, value in state.items():
             self.__dict__[name] = MethodType(value.function, module) if type(value) is _Unbound else value
+
+    def on_copy(self, module: nn.Module) -> StandIn:
+        """Return this stand-in, and those beneath it, for a shallow copy of its module."""
+        state, copied = self.__getstate__(), object.__new__(type(self))
+        if isinstance(self.forward, StandIn):
+            state["forward"] = self.forward.on_copy(module)
+        copied.__setstate__({**state, "module": module})
+        return copied
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.module).__name__})"
@@ -108,7 +122,10 @@ class ForwardOfModule:
 
     def stand_in(self, module: nn.Module) -> Any:
         """Return the module's stand-in that this function calls."""
-        return module.__dict__[_FORWARDS][self.index]
+        table: list[StandIn] = module.__dict__[_FORWARDS]
+        if table[self.index].module is not module:  # accelerate's compile_regions copies a model with its attributes
+            module.__dict__[_FORWARDS] = table = [one.on_copy(module) for one in table]
+        return table[self.index]
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.stand_in(module)(*args, **kwargs)

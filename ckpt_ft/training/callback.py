@@ -23,6 +23,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 from ckpt_ft.workloads.from_trainer import (
     auxiliary_models,
+    check_labels,
     loss_of,
     measured_step,
     require_batches,
@@ -115,10 +116,11 @@ class ACCallback(TrainerCallback):
         continues after an error must call `close()`.
 
         Raises:
-            UserError: FSDP's own checkpointing is on; (under "auto") nothing fits, there is no budget on a CPU, rows
-                are streamed, or batches are made while training.
+            UserError: FSDP's own checkpointing is on, or label smoothing would not shift labels; (under "auto")
+                nothing fits, there is no budget on a CPU, rows are streamed, or batches are made while training.
         """
         session = self.session
+        check_labels(trainer)
         if offloaded := getattr(trainer.args, "offload_optimizer", None):
             options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)[1]
             trainer.optimizer_cls_and_kwargs = (

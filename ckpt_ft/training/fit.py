@@ -33,9 +33,8 @@ from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch, ZeroOptions
-from ckpt_ft.spec.trainer import check_live
 from ckpt_ft.units import format_bytes
-from ckpt_ft.workloads.from_trainer import compiled_by, planned_step
+from ckpt_ft.workloads.from_trainer import check_trainer, planned_step
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments, TextACArguments
@@ -301,8 +300,7 @@ def live_workload(trainer: Trainer, flag: str, any_length: bool = False) -> Work
     """Returns the workload of a trainer's step; warns of a setting that is not modelled."""
     compiled = ""
     try:
-        check_live(trainer.args)
-        compiled = compiled_by(trainer.accelerator)
+        compiled = check_trainer(trainer)
     except UserError as error:  # the run is the user's
         logger.warning("%s: the plan is of a run without %s", flag, error)
     return Workload(**planned_step(trainer, flag, any_length), compile=compiled)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import modeling_utils
+from transformers.models.auto import modeling_auto
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.fsdp2 import shard_again
@@ -304,6 +305,34 @@ def _trained(optimizer: Any, model: nn.Module, steps: int) -> Any:
         for group in optimizer.param_groups:
             group["k"] = steps
     return optimizer
+
+
+def check_trainer(trainer: Trainer) -> str:
+    """Returns what a live Trainer compiles, as `compiled_by` does.
+
+    Raises:
+        UserError: a setting of the trainer is not modelled, or `check_labels` refuses it.
+    """
+    check_live(trainer.args)
+    check_labels(trainer)
+    return compiled_by(trainer.accelerator)
+
+
+def check_labels(trainer: Trainer) -> None:
+    """Raises UserError if label smoothing would not shift the labels of a language model.
+
+    A Trainer decides by the class of its model, which is OptimizedModule if all of it is compiled (compute_loss).
+    """
+    plugin, model = trainer.accelerator.state.dynamo_plugin, trainer.model
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal = type(inner).__name__ in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    whole = plugin.backend != "NO" and not plugin.use_regional_compilation
+    if whole and causal and trainer.label_smoother is not None and trainer.compute_loss_func is None:
+        raise UserError(
+            "label_smoothing_factor with torch_compile: the Trainer does not shift the labels of a compiled language "
+            "model, so each token would learn to predict itself; leave one of them out, or compile by regions "
+            "(ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true)"
+        )
 
 
 def compiled_by(accelerator: Any) -> str:

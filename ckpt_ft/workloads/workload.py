@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -239,12 +240,9 @@ class Workload:
             UserError: the trainer makes its batches while it trains, its rows are streamed, or a setting of it is not
                 modelled.
         """
-        from ckpt_ft.spec.trainer import check_live
+        from .from_trainer import check_trainer, planned_step
 
-        from .from_trainer import compiled_by, planned_step
-
-        check_live(trainer.args)
-        return cls(**planned_step(trainer, flag), compile=compiled_by(trainer.accelerator))
+        return cls(compile=check_trainer(trainer), **planned_step(trainer, flag))
 
     def step(self, samples: int, length: int | None = None) -> Step:
         """Returns one optimizer step on micro-batches of `samples`, the longest of them `length` tokens.
@@ -310,9 +308,12 @@ class Workload:
         fused: AbstractContextManager[Any] = contextlib.nullcontext()
         if self.liger is not None:
             fused = liger.applied(self.model, self.liger)
+        inside: AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._compiles_autocast:
+            inside = patch.object(self.model, "forward", self._under_autocast(self.model.forward))
         routing = expert_imbalance.set(self.expert_imbalance)
         try:
-            with fused, compiling(self.model, self.compile):
+            with fused, inside, compiling(self.model, self.compile):
                 return trace_steps(
                     self.model,
                     steps,
@@ -349,12 +350,25 @@ class Workload:
 
         DeepSpeed casts the model instead (accelerator.py, native_amp).
         """
-        if self.autocast is None or (self.launch is not None and self.launch.stage):
-            return forward
-        from accelerate.utils import convert_outputs_to_fp32
+        return forward if self._compiles_autocast else self._under_autocast(forward)
 
-        kind = "cpu" if self.device == "cpu" else "cuda"
-        return convert_outputs_to_fp32(torch.autocast(kind, self.autocast)(forward))
+    @property
+    def _compiles_autocast(self) -> bool:
+        """Whether autocast is compiled with the model; under FSDP2 it comes afterwards (accelerator.py)."""
+        return self.compile == "whole" and self.launch is None
+
+    def _under_autocast(self, forward: Forward) -> Forward:
+        dtype = self.autocast
+        if dtype is None or (self.launch is not None and self.launch.stage):
+            return forward
+        from accelerate.utils import convert_to_fp32
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast("cpu" if self.device == "cpu" else "cuda", dtype):
+                output = forward(*args, **kwargs)
+            return convert_to_fp32(output)
+
+        return run
 
 
 def has_batch_norm(model: nn.Module) -> bool:

@@ -801,6 +801,23 @@ def test_dynamo_settings_of_a_launch_are_predicted_or_refused(
             Workload.from_trainer(trainer)
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's imports
+def test_smoothed_labels_of_a_compiled_language_model_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Trainer shifts them by the class of its model; of a copy with compiled regions it finds the class."""
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    args = arguments(tmp_path, torch_compile=True, label_smoothing_factor=0.1)
+    trainer = Trainer(model=tiny(), args=args, train_dataset=ROWS)
+    compiled = torch.compile(trainer.model)
+    assert type(trainer.accelerator.unwrap_model(compiled)).__name__ == "OptimizedModule"  # as in compute_loss
+    for refused in (lambda: Workload.from_trainer(trainer), lambda: ACCallback("full").attach(trainer)):
+        with pytest.raises(UserError, match="^label_smoothing_factor with torch_compile: the Trainer does not shift"):
+            refused()
+    trainer.accelerator.state.dynamo_plugin.use_regional_compilation = True
+    assert Workload.from_trainer(trainer).compile == "regional"
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_auto_with_an_unsupported_backend_plans_eager_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -128,6 +128,7 @@ def cuda_means_cpu(compiled: bool = False) -> Iterator[None]:
     autocast = torch.amp.autocast_mode.autocast
     init, enabled, dtype_of = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
+    @wraps(init)  # torch.compile binds arguments by its signature
     def as_cuda(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or dtype_of("cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,8 +13,12 @@ from unittest import mock
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import compile_regions
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.graph import GraphLowering
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.flex_attention import flex_attention
@@ -29,6 +34,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins.quantised_layers import PACKINGS, PackedLinear, replace_linears, to_int8, to_nf4
+from ckpt_ft.workloads.workload import Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own imports
 MARK = 7_777_777  # bytes, of nothing else
@@ -557,3 +563,49 @@ def test_peak_and_buffers_are_those_of_bitsandbytes(what: str, policy: str) -> N
         recorded = steady_peak(step, model)
     print(f"4-bit {what}, {policy}: {predicted} predicted, {recorded} recorded")
     assert predicted == pytest.approx(recorded, rel=0.02)
+
+
+@pytest.mark.parametrize("policy", ["full", "every:2,pointwise"])
+def test_a_policy_leaves_regions_compiled_that_accelerate_compiles_in_a_copy_of_the_model(policy: str) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return aot_autograd(fw_compiler=lambda graph, inputs: graph)(graph, inputs)
+
+    results = []
+    for chosen in ("none", policy):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, loss = language_model(num_hidden_layers=2)
+        model.config.attention_dropout = 0.1
+        apply_policy(model, chosen)
+        graphs: list[torch.fx.GraphModule] = []
+        compiled = compile_regions(model, backend=backend)
+        value = loss(compiled)
+        value.backward()
+        assert len(graphs) >= 5  # the blocks, and what is not in a block
+        results.append([value.detach(), torch.get_rng_state(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))
+    torch._dynamo.reset()
+
+
+def test_a_whole_model_is_compiled_with_its_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate wraps `forward` before it compiles: the outputs are cast to fp32 inside of the graph."""
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    torch._dynamo.reset()
+    model, loss = language_model(num_hidden_layers=1)
+    workload = Workload(
+        model,
+        lambda samples, length: {},
+        lambda forward, batch: loss(forward),
+        compile="whole",
+        autocast=torch.bfloat16,
+    )
+    predicted = workload.trace()
+    on_card = replace(workload, device="h100").trace()
+    Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    model.compile()
+    run = trace_step(model, lambda model, optimizer: loss(model).backward())
+    ops = [[op.name for op in trace.ops if op.kernels] for trace in (predicted, run)]
+    assert ops[0][-len(ops[1]) :] == ops[1]
+    assert predicted.peak_allocated == run.peak_allocated
+    assert not any(op.name == "aten._to_copy.default" for op in on_card.ops)
