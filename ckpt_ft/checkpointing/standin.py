@@ -95,10 +95,13 @@ class StandIn:
         if forward is not self:
             self.buried: type[StandIn] = type(self)
             self.__class__ = _PassingOn
-        elif self.previous is None:
+            return
+        if self.previous is None:
             del self.module.forward
         else:
             self.module.forward = self.previous
+        if self.module.__dict__.get(_FORWARDS) == [self]:
+            del self.module.__dict__[_FORWARDS]
 
     def put_back(self) -> None:
         """Undo `remove`; the module must be unchanged since then."""
