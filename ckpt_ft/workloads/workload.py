@@ -355,7 +355,7 @@ class Workload:
     @property
     def _compiles_autocast(self) -> bool:
         """Whether autocast is compiled with the model; under FSDP2 it comes afterwards (accelerator.py)."""
-        return self.compile == "whole" and self.launch is None
+        return self.compile == "whole" and (self.launch is None or self.launch.strategy == "ddp")
 
     def _under_autocast(self, forward: Forward) -> Forward:
         dtype = self.autocast
