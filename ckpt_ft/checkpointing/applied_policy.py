@@ -24,7 +24,7 @@ from ckpt_ft.tables import WIDTH, Table, as_text
 
 from .blocks import Blocks, Region, submodules
 from .guard import Guard
-from .kv_cache import wants_cache, without_kv_cache
+from .kv_cache import tied_by_cache, wants_cache, without_kv_cache
 from .module_contents import modules_in
 from .recompute import Checkpointed
 from .segments import SegmentMember
@@ -125,6 +125,7 @@ class AppliedPolicy:
         self.around: list[Guard | CompileBudget | BeneathPolicy] = []  # installed last
         self.hooks: list[Any] = []
         self.tied = ""  # names of one layer at two positions, which a KV cache would mix up
+        self.modules = 0  # the number of modules when it was looked for
         self.switched_off: list[nn.Module] = []
         self.removed = self.warned = False
 
@@ -207,13 +208,19 @@ class AppliedPolicy:
         """Forward pre-hook of a transformers model."""
         if not self.is_active:
             return None
-        if self.tied and module.training and torch.is_grad_enabled() and wants_cache(module, kwargs):
+        if module.training and torch.is_grad_enabled() and wants_cache(module, kwargs):
+            self._refuse_tied_layers()
+        return without_kv_cache(module, args, kwargs)
+
+    def _refuse_tied_layers(self) -> None:
+        if self.modules != (modules := len(modules_in(self.model))):  # layers may be tied at any time
+            self.modules, self.tied = modules, tied_by_cache(self.model)
+        if self.tied:
             raise UserError(
                 f"{self.tied} are one layer, and its KV cache is on: without a policy its second call would attend to "
                 f"the keys of its first as well, and under '{self.policy}' it would not, for training has no cache "
                 "there; set model.config.use_cache = False, or pass use_cache=False"
             )
-        return without_kv_cache(module, args, kwargs)
 
     def _before_inner(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Forward pre-hook of a nested model: keeps a KV cache if the outer model requests or passes one."""

@@ -22,7 +22,7 @@ from .applied_policy import (
 )
 from .blocks import SEGMENTED, find_blocks, named_blocks, regions
 from .guard import Guard
-from .kv_cache import caching_models, tied_by_cache
+from .kv_cache import caching_models
 from .libraries import INT8, is_a
 from .module_contents import has, modules_in
 from .recompute import Checkpointed
@@ -148,7 +148,6 @@ def _install_checkpoints(applied: AppliedPolicy) -> None:
     parts = [part for part in applied.parts if part.policy.checkpoints]
     for part in parts:
         _install_part(applied, part)
-    applied.tied = tied_by_cache(applied.model)
     for module, inner in caching_models(applied.model):
         hook = applied._before_inner if inner else applied._before_pretrained
         applied.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))

@@ -188,7 +188,8 @@ class Input:
     def shape(self) -> torch.Tensor | None:
         """One element expanded to the input's shape, which an outer checkpoint sees for written inputs and others."""
         x = self.tensor
-        return None if x.is_inference() or is_wrapper(x) else x.new_empty(()).expand(x.shape)
+        plain = x.layout is torch.strided and not (x.is_nested or x.is_inference() or is_wrapper(x))
+        return x.new_empty(()).expand(x.shape) if plain else None
 
     def value_for_rerun(self) -> torch.Tensor:
         """Return the value for the second run: not a leaf, because the run may write into it again."""
@@ -225,7 +226,7 @@ class Call:
     """
 
     __slots__ = (
-        "args", "copied", "first", "forward", "given", "held", "inputs", "kwargs", "remade", "saved",
+        "args", "attributes", "copied", "first", "forward", "given", "held", "inputs", "kwargs", "remade", "saved",
         "second", "tensors",
     )  # fmt: skip
 
@@ -241,6 +242,7 @@ class Call:
         self.first, self.second = runs
         self.given: Arguments | None = (args, kwargs)
         self.tensors = inputs.before(args, kwargs)
+        self.attributes = {id(x.tensor): dict(own) for x in self.tensors if (own := vars(x.tensor))}
         self.remade = changeable(args) or any(map(changeable, kwargs.values()))
         if self.remade:
             args, kwargs = rebuild((args, kwargs), same)
@@ -316,6 +318,9 @@ class Call:
                 args[key] = found[identity]
             else:
                 kwargs[key] = found[identity]
+        for identity, own in self.attributes.items():
+            if identity in found and not vars(found[identity]):  # an alias
+                vars(found[identity]).update(own)
         with self.second:
             out = self.forward(*args, **kwargs)
             return out if result is None else result(out, tuple(args), kwargs)

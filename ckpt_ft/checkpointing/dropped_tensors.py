@@ -23,8 +23,11 @@ _grad_modes: list[bool] = []  # of the backwards with a second run in progress, 
 _make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)  # torch >= 2.12
 
 
-class RunComplete(Exception):
-    """Raised to stop a second run once it has saved as many tensors as the first; holds the list of their slots."""
+class RunComplete(BaseException):
+    """Raised to stop a second run once it has saved as many tensors as the first; holds the list of their slots.
+
+    It is no `Exception`, because a forward may catch those (a fast path that falls back to a slow one).
+    """
 
 
 class _Slot:
@@ -70,12 +73,14 @@ class DroppedTensors:
         return tensor
 
     def _recompute(self) -> None:
-        slots, made = self.slots, 0
+        slots, made, total = self.slots, 0, len(self.slots)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:  # must not refer to `self`: reference cycle
             nonlocal made
+            if made == total:  # in a `finally` that `RunComplete` passes
+                return tensor
             tensor = tensor.detach() if tensor.requires_grad else tensor
-            if made < len(slots) and (slot := slots[made]()) is not None:
+            if (slot := slots[made]()) is not None:
                 if tensor.shape != slot.shape or tensor.dtype != slot.dtype or tensor.device != slot.device:
                     raise CheckpointError(
                         f"the second run of a checkpoint saved a tensor of {tuple(tensor.shape)} {tensor.dtype} on "
@@ -84,7 +89,7 @@ class DroppedTensors:
                     )
                 slot.tensor = tensor
             made += 1
-            if made == len(slots):
+            if made == total:
                 raise RunComplete(slots)
             return tensor
 
@@ -101,10 +106,10 @@ class DroppedTensors:
             pop_hooks()
             _set_grad_enabled(grad)
             _grad_modes.pop()
-        if made != len(slots):
+        if made != total:
             raise CheckpointError(
                 f"the second run of a checkpoint saved {made} tensors for backward where its first saved "
-                f"{len(slots)}: it depends on state outside of it"
+                f"{total}: it depends on state outside of it"
             )
 
 

@@ -154,9 +154,11 @@ class Contents:
             seen.add(id(value))
             owner, path = place[0], ".".join(map(str, filter(None, place[1:])))
             if isinstance(value, nn.Module):  # not a submodule: one that the region only refers to
-                if value not in self.modules:
-                    self.extra += [(owner, path, value.__dict__), (owner, path, value._buffers)]
-                    self._add_buffers(value)
+                for inner in modules_in(value):
+                    if inner not in self.modules and (inner is value or id(inner) not in seen):
+                        seen.add(id(inner))
+                        self.extra += [(owner, path, inner.__dict__), (owner, path, inner._buffers)]
+                        self._add_buffers(inner)
                 return
             if isinstance(value, tuple):
                 self._add_values(value, owner, path, seen, depth - 1)

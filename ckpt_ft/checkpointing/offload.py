@@ -277,7 +277,7 @@ class Parking:
 
     def leaves(self, tensor: torch.Tensor) -> bool:
         """Whether to copy the tensor's storage to the host: it is large and not of a parameter or buffer."""
-        if tensor.layout is not torch.strided:  # sparse tensors have two storages
+        if tensor.layout is not torch.strided or tensor.is_nested:  # sparse tensors have two storages
             return False
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()

@@ -131,7 +131,9 @@ class _CallSequence(DroppedTensors):
                 return leaf
             link = self.link(leaf)
             if link is None and id(leaf) not in aliases:
-                aliases[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
+                aliases[id(leaf)] = alias = leaf.detach().requires_grad_(leaf.requires_grad)
+                if not vars(alias):
+                    vars(alias).update(vars(leaf))
             return link or aliases[id(leaf)]
 
         call = Call(member.forward, contexts, member.inputs, *rebuild((args, kwargs), kept))

@@ -150,7 +150,7 @@ class _Keeping(_Mode):
         seen = self.seen[group]
         self.seen[group] += 1
         self.selection.fired.add(group)
-        if self.selection.keeps(group, out, seen):
+        if not torch.is_inference_mode_enabled() and self.selection.keeps(group, out, seen):  # no versions there
             after = rng.snapshot(args[0].device) if before is not None else None
             entry: Any = _KeptOutput(out, after if after != before else None)
             if isinstance(out, torch.Tensor):

@@ -206,7 +206,8 @@ class SavedTensorProof:
             if self.next < len(self.slots):
                 slot = self.slots[self.next]
                 self.next += 1
-                tensor = self.comparison.restored(slot, tensor)
+                if tensor.dtype is not torch.uint8 or tensor.dim() != 1:  # a workspace of an LSTM's or norm's kernel,
+                    tensor = self.comparison.restored(slot, tensor)  # which does not write all of its bytes
                 self.versions[slot] = version_of(tensor)
             return outer_pack(tensor)
 

@@ -82,13 +82,17 @@ def step(model: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("tied", ["before", "after"])
 @pytest.mark.parametrize("policy", ["full", "save:matmul", "save:attention", "segments:2", "modules:attention"])
 @pytest.mark.filterwarnings("ignore:policy .* no (block|operator):UserWarning")
-def test_tied_blocks_are_equal_without_a_cache_and_refused_with_one(policy: str) -> None:
-    plain, model = tied_llama(), tied_llama()
+def test_tied_blocks_are_equal_without_a_cache_and_refused_with_one(policy: str, tied: str) -> None:
+    plain, model = tied_llama(), tied_llama() if tied == "before" else make("llama")
     expected = step(plain, use_cache=False)
     assert differing(step(plain), expected)  # the cache changes the result of this model
     apply_policy(model, policy, verify="always")
+    if tied == "after":
+        step(model)
+        model.model.layers[2] = model.model.layers[1]
     for asked in ({}, {"use_cache": True}):
         with pytest.raises(UserError, match=r"layers.1.self_attn and model.layers.2.self_attn are one layer, and its"):
             step(model, **asked)

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from ckpt_ft import apply_policy
+from ckpt_ft.checkpointing import offload
 from ckpt_ft.errors import UserError
 
 POLICIES = ["full", "every:2", "segments:2", "save:matmul", "modules:mlp", "pointwise", "first:2,pointwise"]
@@ -276,6 +277,90 @@ def test_sparse_buffers_keep_the_numbers(policy: str) -> None:
     apply_policy(model, policy)
     for _ in range(2):
         assert_numbers_equal(numbers(model), numbers(plain), policy)
+
+
+class NeighboursGiven(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        assert mask is not None
+        return super().forward(torch.stack([mask @ row for row in x]))
+
+
+class Opaque(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x.to_mkldnn().relu().to_dense(), mask)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant)")
+@pytest.mark.parametrize("policy", [*POLICIES, "full,offload", "offload"])
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "_mkldnn"])
+def test_tensors_without_a_storage(layout: str, policy: str) -> None:
+    nets = [Net(Opaque if layout == "_mkldnn" else NeighboursGiven) for _ in range(2)]
+    if layout != "_mkldnn":
+        for net in nets:
+            net.mask = torch.ones(5, 5).tril(-3).to_sparse(layout=getattr(torch, layout))
+    apply_policy(nets[0], policy, verify="always")
+    for _ in range(2):
+        assert_alike(numbers(nets[0]), numbers(nets[1]), policy)
+
+
+class Nested(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        rows = self.mlp(torch.nested.as_nested_tensor([x[0], x[1, :2]]))
+        return super().forward(x + rows.to_padded_tensor(0.0).sum(0), mask)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_nested_tensors_without_a_shape(verify: str) -> None:
+    plain = numbers(Net(Nested))
+    for policy in ("full", "save:matmul", "segments:2", "modules:mlp", "pointwise"):
+        model = Net(Nested)
+        apply_policy(model, policy, verify=verify)
+        with pytest.raises(UserError, match=r"on Net: a block makes a nested tensor of layout torch.strided.*jagged"):
+            numbers(model)
+    model = Net(Nested)
+    apply_policy(model, "offload", verify=verify)
+    assert_alike(numbers(model), plain, "offload")
+
+
+class Inference(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        with torch.inference_mode():
+            scale = self.mlp(x[0]).mean()
+        return super().forward(x * float(scale), mask)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "full,offload", "save:matmul,offload", "offload"])
+def test_inference_mode_inside_of_a_block(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(offload.install.__kwdefaults__, "min_bytes", 1)
+    plain, model = Net(Inference), Net(Inference)
+    apply_policy(model, policy)
+    for _ in range(3):
+        assert_alike(numbers(model), numbers(plain), policy)
+
+
+class FallsBack(Block):
+    """A fast path that falls back to a slow one, and code that runs whatever happens."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        try:
+            y = self.mlp(self.norm(x)).exp().tanh()
+        except Exception:
+            y = self.mlp(self.norm(x)).tanh().exp().sin()
+        try:
+            z = y.exp()
+        finally:
+            z = self.mlp(y).sin()
+        return x + z
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+@pytest.mark.parametrize("policy", [*POLICIES, "offload"])
+def test_a_fast_path_with_a_fallback(policy: str, verify: str) -> None:
+    plain, model = Net(FallsBack), Net(FallsBack)
+    apply_policy(model, policy, verify=verify)
+    for _ in range(2):
+        assert_alike(numbers(model), numbers(plain), policy)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "full,offload", "offload"])

@@ -214,6 +214,59 @@ def test_writes_into_given_objects_and_modules(policy: str) -> None:
     assert all(map(torch.equal, train(policy), train("none")))
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_parts_of_a_module_that_a_block_is_given(policy: str) -> None:
+    class Adapted(Block):
+        def forward(self, x: torch.Tensor, adapter: nn.Module) -> torch.Tensor:
+            return self.mlp(adapter(x))
+
+    def train(policy: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        adapter = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.GELU()))
+        model = Net(Adapted, lambda block, x: block(x, adapter))
+        apply_policy(model, policy, verify="never")
+        return [*numbers(model, 3).values(), *adapter.state_dict().values()]
+
+    assert all(map(torch.equal, train(policy), train("none")))
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2", "segments:4", "save:matmul"])
+def test_attributes_of_tensors(policy: str) -> None:
+    class Deeper(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            depth: int = getattr(x, "depth", 1)
+            if x.requires_grad:
+                x.depth = 7  # type: ignore[attr-defined]
+            y = (self.mlp(x) * depth).sin()
+            y.depth = depth + 1  # type: ignore[attr-defined]
+            return y
+
+    plain, model = Net(Deeper), Net(Deeper)
+    apply_policy(model, policy, verify="never")
+    found, expected = numbers(model, 3), numbers(plain, 3)
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+def test_a_kernels_workspace_is_not_compared() -> None:
+    """An LSTM's on the CPU has bytes that its kernel does not write."""
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, torch.frombuffer(bytearray(os.urandom(64)), dtype=torch.uint8))
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * ctx.saved_tensors[0].cos()
+
+    class Workspace(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mlp(Kernel.apply(x))
+
+    assert_equal(Net(Workspace), "full")
+
+
 def test_written_tensor_in_a_tuple_is_refused() -> None:
     class Tuples(Block):
         def __init__(self) -> None:

@@ -348,7 +348,7 @@ class Pass:
             if run.proof is not None:
                 run.proof.saved(handle, tensor)
             return handle
-        storage = None if tensor.is_sparse else tensor.untyped_storage()  # a sparse tensor has two storages
+        storage = tensor.untyped_storage() if torch._C._has_storage(tensor) else None  # a sparse tensor has several
         claim: Claim | None = getattr(storage, CLAIM, None)
         if claim is not None and claim.covers(tensor):
             return claim.discard(tensor)
