@@ -23,11 +23,8 @@ _grad_modes: list[bool] = []  # of the backwards with a second run in progress, 
 _make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)  # torch >= 2.12
 
 
-class RunComplete(BaseException):
-    """Raised to stop a second run once it has saved as many tensors as the first; holds the list of their slots.
-
-    It is no `Exception`, because a forward may catch those (a fast path that falls back to a slow one).
-    """
+class RunComplete(Exception):
+    """Raised to stop a second run once it has saved as many tensors as the first; holds the list of their slots."""
 
 
 class _Slot:
@@ -77,7 +74,7 @@ class DroppedTensors:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:  # must not refer to `self`: reference cycle
             nonlocal made
-            if made == total:  # in a `finally` that `RunComplete` passes
+            if made == total:  # the forward has caught `RunComplete` (a fast path with a fallback, a `finally`)
                 return tensor
             tensor = tensor.detach() if tensor.requires_grad else tensor
             if (slot := slots[made]()) is not None:

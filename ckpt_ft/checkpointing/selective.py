@@ -13,6 +13,7 @@ Under torch.compile, PyTorch's own contexts are used with the same selection, be
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from . import offload, rng
+from .dropped_tensors import RunComplete
 from .offload import Saved
 from .ops import check_op_name, group_of
 from .tensor_identity import counter_of
@@ -183,6 +185,8 @@ class _Replaying(_Mode):
             return func(*args, **(kwargs or {}))
         calls = self.kept[func]
         if index >= len(calls):
+            if isinstance(sys.exc_info()[1], RunComplete):  # which the forward has caught
+                return func(*args, **(kwargs or {}))
             raise RuntimeError(
                 f"{func} ran more often in recomputation than in forward; the region depends on outside state"
             )
