@@ -215,7 +215,7 @@ def test_writes_into_given_objects_and_modules(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_parts_of_a_module_that_a_block_is_given(policy: str) -> None:
+def test_submodules_of_a_given_module_are_restored(policy: str) -> None:
     class Adapted(Block):
         def forward(self, x: torch.Tensor, adapter: nn.Module) -> torch.Tensor:
             return self.mlp(adapter(x))
@@ -231,7 +231,7 @@ def test_parts_of_a_module_that_a_block_is_given(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2", "segments:4", "save:matmul"])
-def test_attributes_of_tensors(policy: str) -> None:
+def test_attributes_of_tensors_reach_the_second_run(policy: str) -> None:
     class Deeper(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             depth: int = getattr(x, "depth", 1)
@@ -247,7 +247,7 @@ def test_attributes_of_tensors(policy: str) -> None:
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
-def test_a_kernels_workspace_is_not_compared() -> None:
+def test_workspaces_of_kernels_are_not_compared() -> None:
     """An LSTM's on the CPU has bytes that its kernel does not write."""
 
     class Kernel(torch.autograd.Function):
