@@ -62,7 +62,7 @@ class SkippedBlocks:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Look at every module that is called."""
-        plain = nn.Module.__call__
+        plain = nn.Module._call_impl  # to set `__call__` takes long where thousands of module classes are loaded
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             found = self._members.get(id(module))
@@ -70,7 +70,7 @@ class SkippedBlocks:
                 return plain(module, *args, **kwargs)
             return self._call(*found, plain, module, args, kwargs)
 
-        with patch.object(nn.Module, "__call__", call):
+        with patch.object(nn.Module, "_call_impl", call):
             yield
 
     def record(self, step: Callable[[], object], number: int) -> None:
