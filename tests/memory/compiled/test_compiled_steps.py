@@ -372,6 +372,7 @@ def test_a_compiled_optimizer_is_refused() -> None:
     [
         ({"mode": "reduce-overhead"}, "torch.compile with triton.cudagraphs: CUDA graphs keep tensors"),
         ({"mode": "max-autotune-no-cudagraphs"}, "torch.compile with max_autotune: the kernels are chosen"),
+        ({"options": {"max_autotune_gemm": True}}, "torch.compile with max_autotune_gemm: the kernels are chosen"),
         ({"backend": "eager"}, "torch.compile hands no graph of the model to Inductor"),
         ({"dynamic": True}, "^torch.compile with dynamic shapes"),
     ],
@@ -381,6 +382,23 @@ def test_what_is_not_predicted_is_one_line(options: dict[str, object], says: str
     model.compile(**options)
     with pytest.raises(UserError, match=says):
         trace_step(model, lambda model, optimizer: model(hidden).backward(), device="a100-40gb")
+
+
+@pytest.mark.parametrize("name", ["triton.cudagraphs", "max_autotune"])
+def test_settings_of_the_whole_process_are_refused_in_one_line(name: str) -> None:
+    model, hidden = Feedforward(), torch.randn(64, 256)
+    model.compile()
+    with torch._inductor.config.patch({name: True}), pytest.raises(UserError, match=f"torch.compile with {name}: "):
+        trace_step(model, lambda model, optimizer: model(hidden).backward(), device="a100-40gb")
+
+
+def test_kernels_under_a_policy_have_the_names_of_their_modules() -> None:
+    model, loss = unet_block()
+    apply_policy(model, "full")
+    model.compile()
+    trace = trace_step(model, training_step(loss), make_optimizer=adamw, device="a100-40gb", warmup_steps=0)
+    named = {op.module for op in trace.ops if op.name.startswith("triton")}
+    assert {"blocks.0.norm1", "blocks.1.norm2"} <= named <= {name for name, _ in model.named_modules()}
 
 
 class Untraceable(Feedforward):

@@ -37,6 +37,7 @@ Buffers = dict[str, Any]  # fake tensors by Inductor's names
 Step = Callable[["CompiledGraph", Buffers], None]
 _CALLS = (lines.KernelCallLine, lines.ExternKernelOutLine, lines.ExternKernelAllocLine)
 _SUMS = re.compile(r"(\w+) = (workspace_\d+\[.*)")  # partial sums of a norm's weights, added up
+_BETWEEN = ("forward", "__self__", "__dict__", "_modules")  # a policy's stand-ins, and the methods that they call
 _KEY = re.compile(r"(?:\._modules)?\['?([^'\]]*)'?\]")  # of a module in a list or dictionary
 
 
@@ -315,5 +316,6 @@ def _module(node: Any) -> str:
         stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack")
         if stack:
             path: str = list(stack.values())[-1][0].partition("]")[2]  # of "L['self']"
-            return _KEY.sub(r".\1", path).removeprefix(".")
+            parts = _KEY.sub(r".\1", path).split(".")
+            return ".".join(part for part in parts if part and part not in _BETWEEN)
     return ""

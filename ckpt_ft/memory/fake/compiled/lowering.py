@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -34,7 +35,7 @@ _CUDA = torch.device("cuda", 0)
 _FUSED = ("triton_", "cpp_fused")  # Inductor's kernels, by name
 _REFUSED = {
     "triton.cudagraphs": "CUDA graphs keep tensors in pools of their own, which are not predicted",
-    "max_autotune": "the kernels are chosen by timing them on the card",
+    **dict.fromkeys(("max_autotune", "max_autotune_gemm"), "the kernels are chosen by timing them on the card"),
 }
 _OPTIMIZER = "the optimizer's step is compiled, which is not predicted: compile the model or its blocks alone"
 
@@ -163,7 +164,7 @@ def compiled_steps(
             raise UserError(_OPTIMIZER)
         patches = kwargs.get("config_patches") or {}
         for name, reason in _REFUSED.items():
-            if patches.get(name):
+            if patches.get(name, attrgetter(name)(config)):
                 raise UserError(f"torch.compile with {name}: {reason}")
         compiler: Any = partial(compile_all, **{**kwargs, "inner_compile": without_modes})
         if bucket and get_optimize_ddp_mode() == "ddp_optimizer":  # as within DDP's forward (convert_frame.py)
