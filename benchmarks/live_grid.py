@@ -36,7 +36,7 @@ from transformers import (
 
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
-from ckpt_ft.workloads.trl_trainers import NAMES, ONLINE, _no_reward, _tokenizer
+from ckpt_ft.workloads.trl_trainers import ONLINE, TRL_TRAINERS, _no_reward, _tokenizer
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 512, "use_cache": False}
 MODELS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ OPTIMIZERS = {
     "grokadamw": ["grokadamw"],
     "optimi": ["stable_adamw"],
 }
-TRAINERS = ("trainer", "trainer", "trainer", *(NAMES if find_spec("trl") else ()))
+TRAINERS = ("trainer", "trainer", "trainer", *(TRL_TRAINERS if find_spec("trl") else ()))
 POLICIES = (None, None, "full", "pointwise", "save:attention+matmul", "full,head", "every:2")
 
 
@@ -130,8 +130,8 @@ def run(drawn: dict[str, Any]) -> tuple[int, int | None, list[str]]:
                 often = max(drawn["accumulation"], 2)
                 options |= {"num_generations": drawn["batch"] * often, "steps_per_generation": often}
                 options["max_completion_length"] = min(drawn["length"] // 2, 32)
-            args = getattr(trl, f"{NAMES[kind]}Config")(out, **options)
-            trainer = getattr(trl, f"{NAMES[kind]}Trainer")(
+            args = getattr(trl, f"{TRL_TRAINERS[kind]}Config")(out, **options)
+            trainer = getattr(trl, f"{TRL_TRAINERS[kind]}Trainer")(
                 model, args=args, train_dataset=rows, eval_dataset=rows,
                 processing_class=_tokenizer(), peft_config=adapter,
                 **({"reward_funcs": _no_reward} if kind in ONLINE else {}),

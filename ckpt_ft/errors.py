@@ -54,7 +54,7 @@ def one_line(error: object, limit: int | None = None) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:limit]
 
 
-def raised_in(error: BaseException) -> str:
+def why_untraceable(error: BaseException) -> str:
     """Returns one line on an error that was not foreseen: where it was raised, its type and its text."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
@@ -63,7 +63,7 @@ def raised_in(error: BaseException) -> str:
     return f"the step cannot be traced: {where} raised {type(error).__name__}: {one_line(error, 200)}"
 
 
-def meant(given: str, known: Iterable[str], form: str = "{}") -> str:
+def did_you_mean(given: str, known: Iterable[str], form: str = "{}") -> str:
     """Returns "; did you mean ...?" with the name in `known` that is closest to `given`; "" if none is close."""
     close = difflib.get_close_matches(given, list(known), n=1)
     return f"; did you mean '{form.format(close[0])}'?" if close else ""

@@ -32,7 +32,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UserError, meant
+from .errors import UserError, did_you_mean
 from .units import whole_number
 
 SCOPES = ("none", "full", "every", "first", "segments", "sqrt", "stages", "modules")
@@ -161,7 +161,7 @@ def _from_dict(cls: type[Policy], value: dict[str, Any]) -> Policy:
     names = [f.name for f in dataclasses.fields(cls)]
     for key in value:
         if key not in names:
-            raise UserError(f"policy: no field '{key}'{meant(key, names)} ({', '.join(names)})")
+            raise UserError(f"policy: no field '{key}'{did_you_mean(key, names)} ({', '.join(names)})")
     for key in _FLAGS:
         if not isinstance(value.get(key, False), bool):
             raise UserError(f"policy: '{key}' is true or false, not {value[key]!r}")
@@ -186,13 +186,13 @@ def _from_string(cls: type[Policy], text: str) -> Policy:
         term = ALIASES.get(term, term)
         name, colon, detail = term.partition(":")
         if name not in _TERMS:
-            raise UserError(f"policy '{text}': no term '{term}'{meant(name, _TERMS)} ({_FORMS})")
+            raise UserError(f"policy '{text}': no term '{term}'{did_you_mean(name, _TERMS)} ({_FORMS})")
         if colon and not detail:
             raise UserError(f"policy '{text}': nothing after '{name}:' ({_FORMS})")
         if at and name in _WHOLE:
             raise UserError(f"policy '{text}': '{name}' applies to the whole model, not to a tower; write '{term}'")
         if at and tower not in TOWERS:
-            raise UserError(f"policy '{text}': no tower '{tower}'{meant(tower, TOWERS)} ({', '.join(TOWERS)})")
+            raise UserError(f"policy '{text}': no tower '{tower}'{did_you_mean(tower, TOWERS)} ({', '.join(TOWERS)})")
         for key, new in _fields_of(name, detail, text).items():
             _add(by_tower.setdefault(tower, {}), key, new, text)
     for fields in by_tower.values():
@@ -257,7 +257,7 @@ def _number(name: str, detail: str, text: str) -> int:
 
 def _validate(policy: Policy) -> None:
     if policy.scope not in SCOPES:
-        raise UserError(f"no scope '{policy.scope}'{meant(str(policy.scope), SCOPES)} ({', '.join(SCOPES)})")
+        raise UserError(f"no scope '{policy.scope}'{did_you_mean(str(policy.scope), SCOPES)} ({', '.join(SCOPES)})")
     counted = policy.scope in ("every", "first", "segments")
     if counted and not (type(policy.n) is int and policy.n >= 1):
         raise UserError(f"'{policy.scope}' needs a whole number of at least 1, as in {policy.scope}:2")
@@ -275,7 +275,9 @@ def _validate_members(policy: Policy) -> None:
             raise UserError("'modules' needs which: modules:attention, modules:mlp or modules:attention+mlp")
         for member in policy.members:
             if member not in MEMBERS:
-                raise UserError(f"modules: no submodule '{member}'{meant(member, MEMBERS)} ({', '.join(MEMBERS)})")
+                raise UserError(
+                    f"modules: no submodule '{member}'{did_you_mean(member, MEMBERS)} ({', '.join(MEMBERS)})"
+                )
     elif policy.scope == "stages":
         for member in policy.members:
             if not whole_number(member):
@@ -291,7 +293,7 @@ def _validate_group(group: str) -> None:
         raise UserError(f"save: '{group}' is not an op group; only matmul takes a fraction, from matmul/2 up")
     if name not in OP_GROUPS and not _OP_NAME.fullmatch(group):
         raise UserError(
-            f"save: no op group '{group}'{meant(group, OP_GROUPS)} "
+            f"save: no op group '{group}'{did_you_mean(group, OP_GROUPS)} "
             f"({', '.join(OP_GROUPS)}, matmul/2, or an op name such as aten.bmm)"
         )
 
@@ -314,7 +316,7 @@ def _validate_unions(policy: Policy) -> None:
         )
     for tower, own in policy.towers:
         if tower not in TOWERS:
-            raise UserError(f"no tower '{tower}'{meant(str(tower), TOWERS)} ({', '.join(TOWERS)})")
+            raise UserError(f"no tower '{tower}'{did_you_mean(str(tower), TOWERS)} ({', '.join(TOWERS)})")
         if own != own.parts[""]:
             raise UserError(f"the tower '{tower}': {', '.join(_WHOLE)} are of the whole model")
     others = [f.name for f in dataclasses.fields(policy) if f.name != "auto" and getattr(policy, f.name) != f.default]

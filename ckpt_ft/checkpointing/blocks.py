@@ -21,7 +21,7 @@ from itertools import islice, pairwise
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ckpt_ft.errors import UserError, meant
+from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.policy import Policy
 
 from .libraries import DIFFUSERS, LAYER, PRETRAINED, is_a
@@ -83,7 +83,7 @@ def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
     modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:
-            raise UserError(f"blocks: {type(model).__name__} has no module '{name}'{meant(name, modules)}")
+            raise UserError(f"blocks: {type(model).__name__} has no module '{name}'{did_you_mean(name, modules)}")
     for name in names:
         if any(other != name and name.startswith(f"{other}.") for other in names):
             raise UserError(f"blocks: '{name}' lies inside another of the blocks; name one of them")

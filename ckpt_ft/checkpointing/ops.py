@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from ckpt_ft.errors import UserError, meant
+from ckpt_ft.errors import UserError, did_you_mean
 
 _KERNELS = {  # by their names in aten
     # all kernels that scaled_dot_product_attention dispatches to; its math fallback uses bmm and counts as matmul
@@ -52,7 +52,7 @@ def check_op_name(name: str) -> None:
     library = getattr(torch.ops, namespace)
     packet = getattr(library, op, None)
     if packet is None:
-        suggestion = meant(op, dir(library), f"{namespace}.{{}}")
+        suggestion = did_you_mean(op, dir(library), f"{namespace}.{{}}")
         raise UserError(f"save: this torch ({torch.__version__}) has no operator '{name}'{suggestion}")
     unknown = [part for part in overload if part not in packet.overloads()]
     if unknown:

@@ -1,6 +1,7 @@
 """`ckpt-ft`: what a training step costs, which policy fits, and whether it changes any number, from the command line.
 
-Exit codes: 0 done, 1 the work failed (parity broken), 2 the input is wrong (one line on stderr).
+Exit codes: 0 done, 1 the work failed (parity broken), 2 the input is wrong (one line on stderr), 128 + N stopped by
+signal N.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as stop:  # typer would exit without a word
+        except KeyboardInterrupt as stop:  # typer would print nothing
             return stop
 
 
@@ -54,7 +55,7 @@ def main() -> None:
     logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # the error that follows is one line of ours
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {one_line(message)}", file=sys.stderr)
     gc.disable()  # a command lives for seconds and makes no cycles worth looking for among its millions of objects
-    atexit.register(gc.freeze)  # nor at exit
+    atexit.register(gc.freeze)  # at exit none is looked for either
     try:
         run(_main)
     finally:

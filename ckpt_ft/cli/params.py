@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpt_ft.errors import UserError, meant
+from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.defaults import ONLINE, TRL_BATCH
 from ckpt_ft.spec.flags import Flag, fields_of, flags
@@ -176,7 +176,7 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
             batch_size = said if option == "--batch-size" else batch_size
         elif entry_of(plain, TYPED) is None:
             known = [*own, *(f"--{name}" for section in TYPED for name in table()[section])]
-            raise UserError(f"No such option: --{name}{meant(f'--{name}', known)}")
+            raise UserError(f"No such option: --{name}{did_you_mean(f'--{name}', known)}")
         else:
             given[plain] = value if equals else rest.pop(0) if follows else True
     found = read_typed(given, batch_size, ignored) if given else {}

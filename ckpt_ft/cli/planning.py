@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_ft.errors import NothingFits, UserError, WorkFailed, meant
+from ckpt_ft.errors import NothingFits, UserError, WorkFailed, did_you_mean
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.gpus import GPU, asked_gpu
@@ -109,7 +109,9 @@ def plan(
             check_writable(place, flag)
     for name in tried.split(",") if tried else ():
         if name not in TRIED:
-            raise UserError(f"--try {name}: nothing to try by that name{meant(name, TRIED)} ({', '.join(TRIED)})")
+            raise UserError(
+                f"--try {name}: nothing to try by that name{did_you_mean(name, TRIED)} ({', '.join(TRIED)})"
+            )
     if tried and as_json:
         raise UserError(f"--try {tried} and --json: its answer is in words; leave one of them out")
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)

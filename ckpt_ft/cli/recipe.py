@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt_ft.errors import UserError, meant
+from ckpt_ft.errors import UserError, did_you_mean
 
 from .console import progress
 
@@ -52,7 +52,7 @@ def find_recipe(name: str) -> Path:
     """
     known = _recipes()
     if name not in known:
-        raise UserError(f"no recipe '{name}'{meant(name, known)} ({', '.join(known)})")
+        raise UserError(f"no recipe '{name}'{did_you_mean(name, known)} ({', '.join(known)})")
     return known[name]
 
 
@@ -68,11 +68,12 @@ def ready_made(model: str, memory: int | None = None) -> list[str]:
     found = []
     wanted = {hub_id(model).lower(), f"{hub_id(model)}-instruct".lower()}
     for name, script in _recipes().items():
-        for file in sorted((script.parent / name.removesuffix("_unet")).glob("*.yaml")):
+        folder = script.parent / name.removesuffix("_unet")  # recipes/diffusion has those of diffusion_unet
+        for file in sorted(folder.glob("*.yaml")):
             values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
             named = values.get("model_name_or_path", values.get("pretrained_model_name_or_path"))
             size = re.search(r"(\d+)gb", file.stem)
-            fits = memory is None or size is None or int(size[1]) * 2**30 < memory + 2**30
+            fits = memory is None or size is None or int(size[1]) * 2**30 < memory + 2**30  # a 24 GB card has 23.6
             if str(named).lower() in wanted and fits:
                 shown = file if file.parent.parent.parent == PACKAGE else file.relative_to(PACKAGE.parent)
                 found.append(f"ckpt-ft recipe {name} --config {shlex.quote(str(shown))}")
@@ -85,7 +86,7 @@ def _recipes() -> dict[str, Path]:
     return {} if folder is None else {script.stem: script for script in sorted(folder.glob("*.py"))}
 
 
-class Precision(str, Enum):
+class MergedDtype(str, Enum):
     auto = "auto"
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -99,8 +100,8 @@ def merge(
         str, typer.Option("--base", help="Hub id or directory; by default the one that the adapter names")
     ] = "",
     dtype: Annotated[
-        Precision, typer.Option("--dtype", help="of the merged weights; auto keeps the base's")
-    ] = Precision.auto,
+        MergedDtype, typer.Option("--dtype", help="of the merged weights; auto keeps the base's")
+    ] = MergedDtype.auto,
 ) -> None:
     """Merge a trained adapter into its base model: full weights that load without peft."""
     from ckpt_ft.training.merge import merge as merge_adapter

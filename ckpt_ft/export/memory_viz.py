@@ -30,7 +30,8 @@ def snapshot(trace: StepTrace) -> dict[str, Any]:
         stream = streams.setdefault(storage.stream, len(streams))
         where = {"stream": stream, "time_us": round(1e6 * times[moment]) if times else moment, "pool_id": _POOL}
         for action in history.actions[at]:
-            entries.append({"action": action.name, "addr": action.address, "size": action.size, "frames": [], **where})
+            found = {"action": action.name, "addr": action.address, "size": action.size}
+            entries.append({**found, "frames": [], "category": "unknown", **where})
         names = ("alloc",) if event >= 0 else ("free_requested", "free_completed")
         labels = {"addr": address, "size": storage.nbytes, "frames": _frames(storage), "category": storage.category}
         entries += [{"action": name, **labels, **where} for name in names]

@@ -47,7 +47,7 @@ class Trial:
         return self.peak is not None
 
 
-def agreed(value: int) -> int:
+def minimum_over_ranks(value: int) -> int:
     """The minimum of `value` over all ranks."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return value
@@ -73,7 +73,7 @@ def prove(runner: Runner, predicted_bytes: Callable[[int], int], first: int, mos
             ratio, aim = peak / predicted_bytes(batch), float(limit)
         scale = ratio * limit / aim
         guess = largest_fitting(lambda n, scale=scale: round(predicted_bytes(n) * scale), limit, most, known)  # type: ignore[misc]
-        guess = agreed(guess)
+        guess = minimum_over_ranks(guess)
         if guess == 0 and 1 not in known:
             guess = 1  # nothing is predicted to fit: try a single sample
         if guess in known or guess == 0:
@@ -109,8 +109,8 @@ class Runner:
             if not is_oom(error):
                 raise
             traceback.clear_frames(error.__traceback__)  # its frames hold activations
-        everywhere = agreed(int(peak is not None))
-        peak = -agreed(-(peak or 0)) if everywhere else None
+        everywhere = minimum_over_ranks(int(peak is not None))
+        peak = -minimum_over_ranks(-(peak or 0)) if everywhere else None
         if peak is None:
             self.clean()
         self.trials.append(Trial(batch, peak))
@@ -261,9 +261,10 @@ def find_max_batch_size(
     applied = applied_policy(model)
     policy = str(applied.policy) if applied is not None else "none"
     room = memory_budget(budget, gpu, margin, workload.launch)
-    room = replace(room, budget=room.budget - room.limit + agreed(room.limit))  # all ranks try the same batches
+    # all ranks try the same batches
+    room = replace(room, budget=room.budget - room.limit + minimum_over_ranks(room.limit))
     estimates, predicted, _ = largest_in_room(workload, policy, room, max_batch_size, report)
-    predicted = agreed(predicted)
+    predicted = minimum_over_ranks(predicted)
     buckets = 0 if workload.launch is None else sum(p.nbytes for p in model.parameters() if p.requires_grad)
     runner = Runner(replace(workload, launch=None), replace(room, budget=room.budget - buckets), device)
     with restored(model, device):

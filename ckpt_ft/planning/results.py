@@ -98,7 +98,7 @@ def source_digest() -> str:
     """A digest of this package's code and tables: a change of either makes every cached result invalid."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.rglob("*")):
-        if path.suffix in (".py", ".csv", ".ini", ".json", ".js", ".css"):
+        if path.suffix in (".py", ".csv", ".ini", ".json", ".js", ".css", ".html"):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -163,14 +163,14 @@ def can_train(recipe: str, spec: TrainingSpec) -> bool:
 
 def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str]:
     """The flags of a recipe for `spec`."""
-    drawn = recipe.startswith("diffusion")
-    words = ["--pretrained_model_name_or_path" if drawn else "--model_name_or_path", spec.model.name]
+    is_diffusion = recipe.startswith("diffusion")
+    words = ["--pretrained_model_name_or_path" if is_diffusion else "--model_name_or_path", spec.model.name]
     words += ["--ac_policy", spec.policy]
-    if spec.adapter.lora_r and not drawn:
+    if spec.adapter.lora_r and not is_diffusion:
         words.append("--use_peft")
     if spec.launch.launch is not None and spec.launch.launch.ep > 1:  # such optimizers have no checkpoints
         words += ["--ep_size", str(spec.launch.launch.ep), "--save_only_model"]
-    names = _NAMES_OF_DIFFUSION if drawn else {**_NAMES, "seq_length": ""} if recipe == "grpo" else _NAMES
+    names = _NAMES_OF_DIFFUSION if is_diffusion else {**_NAMES, "seq_length": ""} if recipe == "grpo" else _NAMES
     for key in _FIELDS[recipe]:
         flag, value = names.get(key, key), spec.get(key)
         if value != declared()[key].default or key in _ALWAYS:
@@ -180,7 +180,8 @@ def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str
         elif key == "seq_length" and flag:
             words += [f"--{flag}", str(spec.data.tokens)]
     words += _trl_words(spec)
-    return [*words, "--train_data_dir" if drawn else "--dataset_name", dataset or ("IMAGES" if drawn else "DATASET")]
+    flag, placeholder = ("--train_data_dir", "IMAGES") if is_diffusion else ("--dataset_name", "DATASET")
+    return [*words, flag, dataset or placeholder]
 
 
 def _trl_words(spec: TrainingSpec) -> list[str]:

@@ -16,7 +16,7 @@ from dataclasses import field as dataclass_field
 from functools import lru_cache
 from typing import Any, Literal, Union
 
-from ckpt_ft.errors import UserError, meant, one_line
+from ckpt_ft.errors import UserError, did_you_mean, one_line
 from ckpt_ft.units import GIB, KIB, MIB, is_bare, parse_budget
 
 _META = "setting"
@@ -184,7 +184,7 @@ def _refusal(stated: Declared, given: Any, error: Any) -> str:
     if stated.choices:
         allowed = [str(choice) for choice in stated.choices if choice != ""]
         rule = f"; {stated.setting.rule}" if stated.setting.rule else ""
-        return f"{label} '{given}'{meant(str(given), allowed)} ({', '.join(allowed)}){rule}"
+        return f"{label} '{given}'{did_you_mean(str(given), allowed)} ({', '.join(allowed)}){rule}"
     if error["type"] == "less_than_equal":
         return f"{label} {given}: at most {error['ctx']['le']}"
     return f"{label} {given}: {stated.setting.rule or one_line(error['msg'], 200)}"

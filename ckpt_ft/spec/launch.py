@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from ckpt_ft.errors import UserError, meant, one_line
+from ckpt_ft.errors import UserError, did_you_mean, one_line
 from ckpt_ft.spec.settings import read_settings
 from ckpt_ft.units import whole_number
 from ckpt_ft.validation import load_yaml
@@ -186,7 +186,7 @@ class Launch:
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            likely = meant(self.strategy, STRATEGIES)
+            likely = did_you_mean(self.strategy, STRATEGIES)
             raise UserError(f"launch: no strategy '{self.strategy}'{likely} ({', '.join(STRATEGIES)})")
         if self.mixed_precision not in PRECISIONS:
             raise UserError(

@@ -16,7 +16,7 @@ from .settings import read_settings, table
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-NAME = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 # Keys of a saved configuration that do not affect training.
 _OF_A_CHECKPOINT = ("inference_mode", "base_model_name_or_path", "revision", "peft_version", "auto_mapping")
 
@@ -27,7 +27,7 @@ def read_peft(given: str, asked: str, ignored: Collection[str] = ()) -> dict[str
     Raises:
         UserError: the file cannot be read, is not a PEFT configuration, or asks for what is not modelled.
     """
-    path = Path(given) / NAME if Path(given).is_dir() else Path(given)
+    path = Path(given) / ADAPTER_CONFIG if Path(given).is_dir() else Path(given)
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:

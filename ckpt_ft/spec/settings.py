@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ckpt_ft.errors import UserError, meant
+from ckpt_ft.errors import UserError, did_you_mean
 
 MODELLED, KEYS, NO_EFFECT, LIVE, REFUSED, VALUE = "modelled", "keys", "no effect", "live", "refused", "value"
 _STARTS = {
@@ -143,7 +143,7 @@ def read_settings(
         entry, pass_on = entry_of(name, sections), f"--ignore {prefix}{name} goes on without it"
         if entry is None:
             known = {known for section in sections for known in table()[section]}
-            raise UserError(f"{source}: no setting '{prefix}{name}'{meant(name, known)}; {pass_on}")
+            raise UserError(f"{source}: no setting '{prefix}{name}'{did_you_mean(name, known)}; {pass_on}")
         entry = entry.of(value)
         if entry.kind in (LIVE, REFUSED):
             shown = value if isinstance(value, (str, int, float)) else "..."

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckpt_ft.errors import UserError, meant
+from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.spec.launch import SIZES
 from ckpt_ft.validation import load_yaml
 
@@ -329,7 +329,7 @@ class _Entries:
         named = str(self.get("optimizer") or "adamw_torch_fused").lower()
         if named not in OPTIMIZERS:
             raise self.refuse(
-                f"optimizer {named} is not modelled{meant(named, OPTIMIZERS)} (docs/settings.md lists those that are)"
+                f"optimizer {named} is not modelled{did_you_mean(named, OPTIMIZERS)} (docs/settings.md lists them)"
             )
         return OPTIMIZERS[named]
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
 
-from ckpt_ft.errors import UserError, meant
+from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.spec.launch import Launch
 
 from .defaults import IMAGE_SIZE, LORA_R, SEQ_LENGTH
@@ -545,7 +545,7 @@ class TrainingSpec:
             elif key in known:
                 changed.setdefault(known[key].part, {})[known[key].name] = value
             else:
-                raise UserError(f"no setting '{key}'{meant(key, known)} ({', '.join(known)})")
+                raise UserError(f"no setting '{key}'{did_you_mean(key, known)} ({', '.join(known)})")
         kinds = PARTS
         return cls(
             policy,

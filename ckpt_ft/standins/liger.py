@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from ckpt_ft.errors import UserError, meant
+from ckpt_ft.errors import UserError, did_you_mean
 
 IGNORED = -100  # label without a loss
 _LIBRARY = torch.library.Library("ckpt_ft", "FRAGMENT")
@@ -453,7 +453,7 @@ def apply(model: Any, asked: Mapping[str, bool]) -> None:
         )
     strange = [name for name in asked if name not in KERNELS and name != "layer_norm"]
     if strange:
-        raise UserError(f"no Liger kernel '{strange[0]}'{meant(strange[0], KERNELS)} ({', '.join(KERNELS)})")
+        raise UserError(f"no Liger kernel '{strange[0]}'{did_you_mean(strange[0], KERNELS)} ({', '.join(KERNELS)})")
     _check_language_model(model, "Liger's kernels")
     on = dict.fromkeys(("rms_norm", family.product, family.loss), True) | {"rope": family.rope} | dict(asked)
     replaces = bool(family.product) and on[family.product]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_ft.errors import UserError, meant
+from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.memory.measure import REPORT_KINDS
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import is_bare, parse_budget
@@ -127,7 +127,7 @@ class ACArguments:
             return ()
         for kind in kinds:
             if kind not in REPORT_KINDS:
-                known = f"{meant(kind, REPORT_KINDS)} ({', '.join(REPORT_KINDS)}, or none)"
+                known = f"{did_you_mean(kind, REPORT_KINDS)} ({', '.join(REPORT_KINDS)}, or none)"
                 raise UserError(f"--ac_report {self.ac_report}: no report '{kind}'{known}")
         return kinds
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin,
 
 from annotated_types import Ge, Gt, Interval
 
-from ckpt_ft.errors import UserError, meant, one_line
+from ckpt_ft.errors import UserError, did_you_mean, one_line
 from ckpt_ft.spec.optimizers import OFFLOADING, check_offloading
 from ckpt_ft.validation import require_package
 
@@ -166,7 +166,7 @@ class SplitArguments:
             raise UserError(f"--columns {self.columns}: a column is named twice")
         for theirs in names:
             if theirs not in rows.column_names:
-                suggestion, there = meant(theirs, rows.column_names), ", ".join(rows.column_names)
+                suggestion, there = did_you_mean(theirs, rows.column_names), ", ".join(rows.column_names)
                 raise UserError(f"--columns {self.columns}: no column '{theirs}'{suggestion}; there are {there}")
         hidden = [ours for ours in names.values() if ours in rows.column_names and ours not in names]
         return rows.remove_columns(hidden).rename_columns({a: b for a, b in names.items() if a != b})

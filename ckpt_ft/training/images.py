@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from annotated_types import Interval
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ckpt_ft.errors import UserError, meant, one_line
+from ckpt_ft.errors import UserError, did_you_mean, one_line
 from ckpt_ft.training.flags import (
     AtLeastOne,
     Count,
@@ -70,7 +70,7 @@ def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) ->
         if (other := flags.setdefault(column, option)) != option:
             raise UserError(f"--{other} and --{option} both name the column {column}; give each its own")
         if column not in rows.column_names:
-            suggestion, there = meant(column, rows.column_names), ", ".join(rows.column_names)
+            suggestion, there = did_you_mean(column, rows.column_names), ", ".join(rows.column_names)
             raise UserError(f"--{option} {column}: {source} has no such column{suggestion}; it has {there}")
     rows = rows.select_columns([column for _, column, _ in columns])
     return rows.rename_columns({theirs: ours for _, theirs, ours in columns if theirs != ours})

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.files import make_directory, write
-from ckpt_ft.spec.peft_file import NAME
+from ckpt_ft.spec.peft_file import ADAPTER_CONFIG
 from ckpt_ft.training.checkpoints import PIPELINE_LORA
-from ckpt_ft.validation import library_reads
+from ckpt_ft.validation import is_of_the_disk, library_reads
 
 logger = logging.getLogger(__name__)
 _PROCESSOR_FILES = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
@@ -45,28 +45,33 @@ def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Pat
         raise UserError(f"--output {output} exists already; give a new directory")
     if (source / PIPELINE_LORA).is_file():
         merged = _merged_pipeline(source, base, dtype)
-    elif (source / NAME).is_file():
+    elif (source / ADAPTER_CONFIG).is_file():
         merged = _merged_adapter(source, base, dtype)
     else:
         raise UserError(
-            f"{adapter} holds no adapter: neither {NAME} nor {PIPELINE_LORA}; give a LoRA run's output_dir"
+            f"{adapter} holds no adapter: neither {ADAPTER_CONFIG} nor {PIPELINE_LORA}; give a LoRA run's output_dir"
         )
     if target.is_dir():
         target.rmdir()
     try:
         return make_directory(target, lambda directory: [part.save_pretrained(directory) for part in merged])
     except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {one_line(error)}") from error
+        raise _unwritable(output, error) from error
+
+
+def _unwritable(output: str, error: OSError) -> UserError | WorkFailed:
+    kind = WorkFailed if is_of_the_disk(error) else UserError
+    return kind(f"--output {output} cannot be written: {one_line(error)}")
 
 
 def _merged_adapter(source: Path, base: str, dtype: str) -> list[Any]:
     """Returns the model and its tokenizer or processor if it has one; or the pipeline. For PEFT's files."""
-    with library_reads(f"{source / NAME} cannot be read"):
-        settings = json.loads((source / NAME).read_text(encoding="utf-8"))
+    with library_reads(f"{source / ADAPTER_CONFIG} cannot be read"):
+        settings = json.loads((source / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         name = base or settings.get("base_model_name_or_path")
         part, library = (str((settings.get("auto_mapping") or {}).get(key)) for key in _BASE_CLASS_KEYS)
     if not name:
-        raise UserError(f"{source / NAME} names no base model; give it with --base")
+        raise UserError(f"{source / ADAPTER_CONFIG} names no base model; give it with --base")
     with library_reads(_cannot_merge(source, name)):
         if library.startswith("diffusers"):
             return _merged_part(source, name, dtype, part)
@@ -224,7 +229,7 @@ def to_kohya(adapter: str, output: str) -> Path:
     try:
         write(target, partial(save_file, named, metadata={"format": "pt"}))
     except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {one_line(error)}") from error
+        raise _unwritable(output, error) from error
     return target
 
 

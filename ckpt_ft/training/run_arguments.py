@@ -22,7 +22,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.training_args import OptimizerNames, ParallelMode
 
-from ckpt_ft.errors import UserError, meant, one_line
+from ckpt_ft.errors import UserError, did_you_mean, one_line
 from ckpt_ft.spec.settings import known_as
 from ckpt_ft.spec.training_file import read_yaml
 from ckpt_ft.training.flags import (
@@ -290,7 +290,7 @@ def _flag(token: str) -> str:
 def _unknown(option: str, parser: Parser) -> str:
     if not option.startswith("-"):
         return f"'{option}' belongs to no flag"
-    return f"no flag '{option}'{meant(option, (f'--{name}' for name in parser.names))}"
+    return f"no flag '{option}'{did_you_mean(option, (f'--{name}' for name in parser.names))}"
 
 
 # Flags whose value may be the name of a Hub repository.

@@ -28,12 +28,12 @@ from torch import nn
 from ckpt_ft.checkpointing.applied_policy import AppliedPolicy, suspended
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.verify import VerificationError
-from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line, raised_in
+from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line, why_untraceable
 from ckpt_ft.export.holders import holder_line
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.policy import Policy
-from ckpt_ft.workloads.from_trainer import compiled_by, is_divided, own_shards
+from ckpt_ft.workloads.from_trainer import compiled_by, is_sharded, own_shards
 
 from .arguments import ACArguments
 from .fit import Fitted, launch_of, next_policies
@@ -242,11 +242,11 @@ class Session:
         predicted, notes, what = None, [], ""
         phases: dict[str, StepTrace] = {}
         try:
-            here = self.accelerator.device.type == "cpu"  # where measured steps ran eagerly
-            compiled = "" if here else compiled_by(self.accelerator)
+            on_cpu = self.accelerator.device.type == "cpu"  # where measured steps ran eagerly
+            compiled = "" if on_cpu else compiled_by(self.accelerator)
             step = replace(workload(), launch=launch_of(self.accelerator, model=self.model), compile=compiled)
-            with ExitStack() as stack, torch.compiler.set_stance("force_eager") if here else nullcontext():
-                if self.policy is not None and is_divided(self.model):
+            with ExitStack() as stack, torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+                if self.policy is not None and is_sharded(self.model):
                     apply_policy(step.model, self.policy, verify="never")
                 elif self.policy is not None and self.applied is None:  # it was removed when training ended
                     assert self.model is not None
@@ -260,7 +260,7 @@ class Session:
         except UserError as error:
             notes.append(f"no prediction{what}: {one_line(error)}")
         except Exception as error:  # a prediction must not cost the run that it describes
-            notes.append(f"no prediction{what}: {raised_in(error)}")
+            notes.append(f"no prediction{what}: {why_untraceable(error)}")
         return predicted, phases, notes
 
     def _notes(self) -> list[str]:

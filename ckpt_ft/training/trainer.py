@@ -29,7 +29,7 @@ from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
 from ckpt_ft.training.text import IGNORED
 from ckpt_ft.units import format_bytes
-from ckpt_ft.workloads.from_trainer import is_divided
+from ckpt_ft.workloads.from_trainer import is_sharded
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -246,7 +246,7 @@ def prompts_of(rows: Dataset) -> list[list[int]]:
 
 def answers(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Sequence[int]]) -> list[Answer]:
     """Returns the model's answers to `prompts`, on the main process; none if the model is sharded."""
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_divided(trainer.model)
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_sharded(trainer.model)
     if sharded or not trainer.is_world_process_zero():
         return []
     model = trainer.accelerator.unwrap_model(trainer.model).eval()

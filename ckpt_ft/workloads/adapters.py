@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_ft.checkpointing.blocks import find_blocks
 from ckpt_ft.checkpointing.towers import Tower, find_towers
-from ckpt_ft.errors import UserError, meant
+from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.spec.defaults import LORA_DROPOUT, TRAINED_TOWERS
 from ckpt_ft.spec.peft_file import configuration, takes
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -233,7 +233,7 @@ def check_target_parameters(model: nn.Module, targets: Sequence[str]) -> None:
             fused = dict.fromkeys(".".join(name.split(".")[-3:]) for name, _ in fused_experts(model))
             known = f"; those of experts are {', '.join(fused)}" if fused else "; it has no fused experts"
             raise UserError(
-                f"LoRA target parameter '{target}': no parameter has that name{meant(target, fused)}{known}"
+                f"LoRA target parameter '{target}': no parameter has that name{did_you_mean(target, fused)}{known}"
             )
 
 

@@ -28,7 +28,7 @@ from ckpt_ft.workloads.model_config import known_models, read_parts
 from ckpt_ft.workloads.sample_sizes import ImageSizes, Size, sizes_of
 from ckpt_ft.workloads.workload import DTYPES, MIXED_PRECISION, Batch, Forward, Workload
 
-NAMES = ("text_encoder", "text_encoder_2")  # their names in a pipeline
+TRAINABLE_ENCODERS = ("text_encoder", "text_encoder_2")  # their names in a pipeline
 IDS = ("input_ids", "input_ids_2")
 _TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")  # the targets of diffusers' scripts
 
@@ -44,13 +44,13 @@ class TextAndUNet(nn.Module):
     def __init__(self, unet: Any, text_encoders: Sequence[Any]) -> None:
         super().__init__()
         self.unet = unet
-        for name, encoder in zip(NAMES, text_encoders, strict=False):
+        for name, encoder in zip(TRAINABLE_ENCODERS, text_encoders, strict=False):
             self.add_module(name, encoder)
 
     @property
     def text_encoders(self) -> dict[str, Any]:
         """The text encoders by their names in a pipeline."""
-        return {name: getattr(self, name) for name in NAMES if hasattr(self, name)}
+        return {name: getattr(self, name) for name in TRAINABLE_ENCODERS if hasattr(self, name)}
 
     def encode(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         """Encoded prompts of `input_ids` and, for SDXL, `input_ids_2`, each (B, length)."""
@@ -122,13 +122,13 @@ def add_text_adapters(model: TextAndUNet, rank: int, alpha: int | None = None, d
         )
         cast_training_params(encoder, dtype=torch.float32)
     if len(model.text_encoders) > 1:
-        modules = model.text_encoders[NAMES[0]].named_modules()
+        modules = model.text_encoders[TRAINABLE_ENCODERS[0]].named_modules()
         layers: Any = next(module for name, module in modules if name.endswith("encoder.layers"))
         layers[-1].requires_grad_(False)  # SDXL reads the output of the layer before
     return model.train()
 
 
-TEXT_ENCODERS = (*NAMES, "text_encoder_3")
+TEXT_ENCODERS = (*TRAINABLE_ENCODERS, "text_encoder_3")
 UNET = "UNet2DConditionModel"
 _MOST_LEVELS = 8  # of a VAE; each level halves the side
 _OF_PROMPTS = ("_class_name", "cross_attention_dim", "joint_attention_dim")  # class, and width of the prompts
@@ -146,7 +146,7 @@ def unet_sizes(name: str) -> tuple[int, int] | None:
     Read from the pipeline's VAE and text encoder; None if their configurations do not say.
     """
     parts = read_parts(name)
-    vae, text = (parts.get(part, {}) for part in ("vae", NAMES[0]))
+    vae, text = (parts.get(part, {}) for part in ("vae", TRAINABLE_ENCODERS[0]))
     widths, tokens = vae.get("block_out_channels"), text.get("max_position_embeddings")
     if not (isinstance(widths, list) and 0 < len(widths) <= _MOST_LEVELS and isinstance(tokens, int) and tokens > 0):
         return None

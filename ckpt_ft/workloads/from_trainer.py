@@ -93,7 +93,7 @@ def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[
         copied.model = model
         return _trained(copied.create_optimizer(), model, _MANY)
 
-    model = undivided(trainer.model)
+    model = without_shards(trainer.model)
     spec = spec_of_arguments(args, precision_of(args))
     return {
         "model": model,
@@ -143,11 +143,11 @@ def measured_step(
 
     # Later micro-batches find the gradients of the first: the largest of them is as high as any.
     by_size = [batches[0], *sorted(batches[1:], key=lambda batch: -batch.elements)]
-    spec = spec_of_arguments(args, precision_of(args) if is_divided(model) else "")
+    spec = spec_of_arguments(args, precision_of(args) if is_sharded(model) else "")
     optimizer = profiler.optimizer
     return {
-        "model": undivided(model),
-        "autocast": _AUTOCAST.get(spec.precision.mixed_precision) if is_divided(model) else None,
+        "model": without_shards(model),
+        "autocast": _AUTOCAST.get(spec.precision.mixed_precision) if is_sharded(model) else None,
         "make_batch": lambda samples, length: rebuilt(max(batches, key=lambda batch: batch.elements)),
         "first": profiler.fullest == 1 < profiler.sampled,
         "micro_batches": () if loss is None else tuple(partial(rebuilt, batch) for batch in by_size),
@@ -160,7 +160,7 @@ def measured_step(
     }
 
 
-def is_divided(model: Any) -> bool:
+def is_sharded(model: Any) -> bool:
     """Whether transformers divided the weights of `model` while loading it: by a DistributedConfig, or for ZeRO-3."""
     if getattr(getattr(model, "config", None), "distributed_config", None) is not None:
         return True
@@ -178,13 +178,13 @@ def own_shards(model: nn.Module) -> None:
             shard.set_(shard.clone())  # type: ignore[call-overload]
 
 
-def undivided(model: Any) -> Any:
+def without_shards(model: Any) -> Any:
     """Returns a whole copy, on "meta", of a model that was divided while it was loaded; any other model itself.
 
     Raises:
         UserError: it has adapters, which were added after it was divided.
     """
-    if not is_divided(model):
+    if not is_sharded(model):
         return model
     if hasattr(model, "peft_config"):
         raise UserError(

@@ -34,7 +34,7 @@ from .from_trainer import loss_of
 from .phases import Phase, evaluation_of, generation, separate_accelerate_state
 from .workload import Batch, Forward, Workload
 
-NAMES = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
+TRL_TRAINERS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
 _TOKEN = "a"
 
 
@@ -92,7 +92,7 @@ def _build(model: Any, spec: TrainingSpec) -> Any:
     import trl
     from datasets import Dataset
 
-    name = NAMES[spec.trainer.trainer]
+    name = TRL_TRAINERS[spec.trainer.trainer]
     kind = getattr(trl, f"{name}Trainer")
     module: Any = sys.modules[kind.__module__]
     base = without_adapters(model)

@@ -19,7 +19,7 @@ from ckpt_ft.spec.defaults import ONLINE, TRL_BATCH
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.trl_trainers import NAMES, _no_reward, _tokenizer
+from ckpt_ft.workloads.trl_trainers import TRL_TRAINERS, _no_reward, _tokenizer
 
 trl = pytest.importorskip("trl")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -57,7 +57,7 @@ def measured(kind: str, config: Path, out: Path, lora: bool = False, policy: str
         model = AutoModelForCausalLM.from_config(made)
     model.save_pretrained(out / "start")
     model = type(model).from_pretrained(out / "start")
-    args = getattr(trl, f"{NAMES[kind]}Config")(
+    args = getattr(trl, f"{TRL_TRAINERS[kind]}Config")(
         str(out), max_steps=1 + options.get("steps_per_generation", 1),
         per_device_train_batch_size=ROWS, use_cpu=True, report_to="none", save_strategy="no",
         logging_strategy="no", disable_tqdm=True, gradient_checkpointing=False, optim="adamw_torch_fused",
@@ -73,7 +73,7 @@ def measured(kind: str, config: Path, out: Path, lora: bool = False, policy: str
             task_type="SEQ_CLS" if kind == "reward" else "CAUSAL_LM",
             target_modules=["q_proj"] if made.model_type == "mixtral" else None,
         )
-    trainer = getattr(trl, f"{NAMES[kind]}Trainer")(
+    trainer = getattr(trl, f"{TRL_TRAINERS[kind]}Trainer")(
         model, args=args, train_dataset=Dataset.from_list([ROW[kind]] * rows), processing_class=_tokenizer(),
         **given,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def predicted(kind: str, config: Path, policy: str = "none", **fields: Any) -> i
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in NAMES if kind not in ONLINE])
+@pytest.mark.parametrize("kind", [kind for kind in TRL_TRAINERS if kind not in ONLINE])
 def test_estimate_equals_the_trainers_step(kind: str, lora: bool, config: Path, tmp_path: Path) -> None:
     expected = measured(kind, config, tmp_path, lora)
     fields = {"lora_r": 4, "lora_dropout": 0.0} if lora else {}

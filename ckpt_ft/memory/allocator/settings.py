@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ckpt_ft.errors import UserError, meant
+from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.units import MIB, whole_number
 
 MIN_BLOCK = 512  # every size is rounded up to a multiple of this
@@ -91,7 +91,7 @@ def _apply(settings: AllocatorSettings, key: str, value: str) -> AllocatorSettin
         if value != "native":
             raise UserError(f"allocator settings 'backend:{value}': only the native caching allocator is replayed")
     elif key not in _NO_EFFECT:
-        raise UserError(f"allocator settings: no option '{key}'{meant(key, _OPTIONS)} ({', '.join(_OPTIONS)})")
+        raise UserError(f"allocator settings: no option '{key}'{did_you_mean(key, _OPTIONS)} ({', '.join(_OPTIONS)})")
     return settings
 
 

@@ -27,8 +27,8 @@ from ckpt_ft.units import MIB
 
 # compute capability -> bytes/s, one direction
 _NVLINK = {(7, 0): 150e9, (8, 0): 300e9, (9, 0): 450e9, (10, 0): 900e9, (10, 3): 900e9}
-_CARDS = {(8, 0): 25e9, (9, 0): 50e9, (10, 0): 50e9, (10, 3): 100e9}  # of a DGX, for each GPU
-_ONE_CARD = 12.5e9
+_NETWORK_CARDS = {(8, 0): 25e9, (9, 0): 50e9, (10, 0): 50e9, (10, 3): 100e9}  # of a DGX, for each GPU
+_ONE_NETWORK_CARD = 12.5e9
 _REACHED, _REACHED_BETWEEN = 0.8, 0.9  # within a machine, between machines
 _CHANNELS = {True: 24, False: 4}  # of NCCL, over NVLink (as NCCL logs on eight H100) or a slot: an assumption
 _TO_EACH_RANK = {True: 32, False: 2}  # channels of an all-to-all between two ranks
@@ -77,8 +77,8 @@ def bus_bandwidth(launch: Launch, gpu: GPU, group: tuple[int, int] = (0, 0)) -> 
     if ring.machines == 1:
         return inside
     ranks = launch.processes // launch.machines
-    cards = _CARDS[gpu.arch] * ranks if gpu.arch in _CARDS else _ONE_CARD
-    return min(inside, _REACHED_BETWEEN * cards / ring.groups)
+    network = _NETWORK_CARDS[gpu.arch] * ranks if gpu.arch in _NETWORK_CARDS else _ONE_NETWORK_CARD
+    return min(inside, _REACHED_BETWEEN * network / ring.groups)
 
 
 def collective_seconds(wire: int, launch: Launch, gpu: GPU, name: str = "", group: tuple[int, int] = (0, 0)) -> float:

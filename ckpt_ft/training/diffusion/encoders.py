@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.validation import library_reads, require_weights
-from ckpt_ft.workloads.diffusion_models import NAMES, TextAndUNet, inpaints
+from ckpt_ft.workloads.diffusion_models import TRAINABLE_ENCODERS, TextAndUNet, inpaints
 from ckpt_ft.workloads.model_config import check_sizes
 from ckpt_ft.workloads.sample_sizes import Size
 from ckpt_ft.workloads.workload import MIXED_PRECISION
@@ -49,7 +49,7 @@ class Encoders:
         self.vae = _load_vae(args, family)
         self.scheduler = load_part(from_diffusers(family.scheduler), args, "scheduler")
         set_prediction_type(self.scheduler, args)
-        absent = dict.fromkeys(NAMES) if getattr(args, "train_text_encoder", False) else {}
+        absent = dict.fromkeys(TRAINABLE_ENCODERS) if getattr(args, "train_text_encoder", False) else {}
         self.pipeline = _load_text_parts(args, family, dtype, vae=self.vae, scheduler=self.scheduler, **absent)
         components = self.pipeline.components
         self.absent = [name for name in components if name.startswith(("text_encoder", "tokenizer", "safety_checker"))]
@@ -213,7 +213,7 @@ def load_denoiser(args: PipelineArguments, family: Family, dtype: torch.dtype) -
         if args.train_text_encoder:
             components = _load_text_parts(args, family, dtype, vae=None).components
             model = TextAndUNet(
-                model, [components[name].requires_grad_(False) for name in NAMES if name in components]
+                model, [components[name].requires_grad_(False) for name in TRAINABLE_ENCODERS if name in components]
             )
     return model
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.workloads.diffusion_models import IDS, NAMES, conditions, encoded_text
+from ckpt_ft.workloads.diffusion_models import IDS, TRAINABLE_ENCODERS, conditions, encoded_text
 
 Prompts = dict[str, Tensor]  # by the names of the pipeline's arguments
 
@@ -109,7 +109,7 @@ def from_diffusers(name: str) -> Any:
         raise UserError(f"diffusers {diffusers.__version__} has no {name}: pip install -U diffusers") from None
 
 
-def _unpacked(latents: Tensor) -> Tensor:
+def _unchanged(latents: Tensor) -> Tensor:
     return latents
 
 
@@ -161,7 +161,7 @@ def _unet_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch
         name: torch.tensor(tokenizer(captions, padding="max_length", truncation=True).input_ids, device=device)
         for name, tokenizer in zip(IDS, tokenizers, strict=False)
     }
-    encoders = [components[name] for name in NAMES if components.get(name) is not None]
+    encoders = [components[name] for name in TRAINABLE_ENCODERS if components.get(name) is not None]
     return encoded_text(encoders, ids) if encoders else ids
 
 
@@ -295,7 +295,7 @@ def _sana_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, g
 def _unet(name: str, pipeline: str, *absent: str) -> Family:
     return Family(
         name, "unet", "UNet2DConditionModel", pipeline, "AutoencoderKL", 0,
-        _unet_prompts, _unet_inputs, _moments, _shifted, _unpacked, patch=1,
+        _unet_prompts, _unet_inputs, _moments, _shifted, _unchanged, patch=1,
         scheduler="DDPMScheduler", side=None, decodes_apart=True, absent=absent,
         old_lora_names=True,
     )  # fmt: skip
@@ -318,7 +318,7 @@ FAMILIES = {  # transformers, by the class of their pipeline
         Family(
             "Stable Diffusion 3", "transformer", "SD3Transformer2DModel", "StableDiffusion3Pipeline",
             "AutoencoderKL", 256,
-            _sd3_prompts, _sd3_inputs, _moments, _shifted, _unpacked, weighting="logit_normal",
+            _sd3_prompts, _sd3_inputs, _moments, _shifted, _unchanged, weighting="logit_normal",
         ),
         Family(
             "Qwen-Image", "transformer", "QwenImageTransformer2DModel", "QwenImagePipeline",
@@ -330,7 +330,7 @@ FAMILIES = {  # transformers, by the class of their pipeline
             _sana_prompts, _sana_inputs,
             lambda vae, pixels: vae.encode(pixels).latent,
             lambda vae, latents: latents * vae.config.scaling_factor,
-            _unpacked, patch=1,
+            _unchanged, patch=1,
         ),
     )
 }  # fmt: skip
