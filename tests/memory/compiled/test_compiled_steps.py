@@ -19,6 +19,7 @@ from accelerate.utils import compile_regions
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.flex_attention import flex_attention
@@ -218,6 +219,26 @@ def test_peak_and_buffers_are_the_compiled_steps(kind: str, policy: str) -> None
     predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
     recorded = steady_peak(step, model)
     print(f"{kind}, {policy}: {predicted} predicted, {recorded} recorded")
+    assert predicted == pytest.approx(recorded, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_peak_of_the_longest_batch_is_that_of_the_graph_with_dynamic_shapes(kind: str, policy: str) -> None:
+    """torch.compile compiles a second length with dynamic shapes; the trace compiles the longest with static ones."""
+    torch._dynamo.reset()
+    model, loss = MODELS[kind]()
+    apply_policy(model, policy)
+    model.compile()
+    step, shorter = training_step(loss), torch.randint(0, 500, (4, 96))
+    trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
+    predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
+    counters.clear()
+    training_step(lambda model: model(input_ids=shorter, labels=shorter).loss)(model, adamw(model))
+    recorded = steady_peak(step, model)
+    assert counters["stats"]["unique_graphs"] == 2
+    print(f"{kind}, {policy}: {predicted} predicted, {recorded} recorded with dynamic shapes")
     assert predicted == pytest.approx(recorded, rel=0.02)
 
 
