@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +15,7 @@ from forked_ranks import run_ranks
 from test_compiled_steps import assert_buffers_are_the_codes, generated_code, steady_peak, traced_with_buffers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from trace_models import Loss, adamw, language_model, training_step
+from trace_models import Loss, adamw, training_step
 
 from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.memory.fake.compiled.lowering import compiling
@@ -46,15 +47,11 @@ class Stack(nn.Module):
         return hidden
 
 
-def build(kind: str, policy: str) -> tuple[nn.Module, Loss]:
+def build(blocks: int, policy: str) -> tuple[nn.Module, Loss]:
     torch.manual_seed(0)
-    if kind == "llama":
-        model, loss = language_model(shape=(4, 128), hidden_size=256, intermediate_size=512, num_hidden_layers=2)
-    else:
-        hidden = torch.randn(64, 256)
-        model, loss = Stack(int(kind)), lambda model: model(hidden).square().mean()
+    model, hidden = Stack(blocks), torch.randn(2048, 256)
     apply_policy(model, policy)
-    return model, loss
+    return model, lambda model: model(hidden).pow(2).mean()
 
 
 def on_rank(model: nn.Module, what: str) -> nn.Module:
@@ -63,21 +60,21 @@ def on_rank(model: nn.Module, what: str) -> nn.Module:
     return compile_regions(ddp) if what == "regional" else torch.compile(ddp)
 
 
-def write_codes(rank: int, out: str, what: str, kind: str, policy: str) -> None:
+def write_codes(rank: int, out: str, what: str, blocks: int, policy: str) -> None:
     dist.init_process_group("gloo")
-    model, loss = build(kind, policy)
+    model, loss = build(blocks, policy)
     Path(out).write_text(json.dumps(generated_code(on_rank(model, what), training_step(loss))))
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("what", "kind", "policy"), [("whole", "2", "full"), ("regional", "1", "none")])
-def test_graphs_and_their_buffers_are_those_of_ddp(what: str, kind: str, policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "blocks", "policy"), [("whole", 2, "full"), ("regional", 1, "none")])
+def test_graphs_and_their_buffers_are_those_of_ddp(what: str, blocks: int, policy: str, tmp_path: Path) -> None:
     """A region of two halves, which end with a checkpoint or within a block; no kernel is compiled."""
-    model, loss = build(kind, policy)
+    model, loss = build(blocks, policy)
     with compiling(model, what):
         trace, replayed = traced_with_buffers(model, training_step(loss), LAUNCH)
     out = tmp_path / "codes.json"
-    run_ranks(write_codes, str(out), what, kind, policy, ranks=1)
+    run_ranks(write_codes, str(out), what, blocks, policy, ranks=1)
     codes = json.loads(out.read_text())
     assert len(codes) == 4
     assert_buffers_are_the_codes(codes, replayed)
@@ -91,8 +88,9 @@ def write_peak(rank: int, out: str, what: str, policy: str) -> None:
     from torch._inductor import compile_fx
 
     dist.init_process_group("gloo")
-    model, loss = build("llama", policy)
-    with mock.patch.object(compile_fx, "compile_fx_inner", wraps=compile_fx.compile_fx_inner) as lowered:
+    model, loss = build(2, policy)
+    lowered = mock.Mock(wraps=compile_fx.compile_fx_inner)
+    with mock.patch.object(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=lowered)):
         peak = steady_peak(training_step(loss), on_rank(model, what))
     Path(out, f"{rank}.json").write_text(json.dumps([peak, lowered.call_count]))
     dist.destroy_process_group()
@@ -102,7 +100,7 @@ def write_peak(rank: int, out: str, what: str, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["none", "full", "save:matmul"])
 @pytest.mark.parametrize("what", ["whole", "regional"])
 def test_peak_and_graphs_are_those_of_two_ranks(what: str, policy: str, tmp_path: Path) -> None:
-    model, loss = build("llama", policy)
+    model, loss = build(2, policy)
     with compiling(model, what):
         trace = trace_step(model, training_step(loss), make_optimizer=adamw, device="cpu", launch=LAUNCH)
     predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
