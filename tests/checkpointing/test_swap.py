@@ -462,7 +462,7 @@ def test_killed_run_leaves_no_process_or_shared_memory(number: signal.Signals) -
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     with subprocess.Popen(
         [sys.executable, "-c", _ENDLESS], cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
+        text=True, start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ) as run:  # fmt: skip
         assert run.stdout is not None
         assert run.stdout.readline() == "step\n"
