@@ -74,9 +74,9 @@ class DroppedTensors:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:  # must not refer to `self`: reference cycle
             nonlocal made
+            tensor = tensor.detach() if tensor.requires_grad else tensor
             if made == total:  # the forward has caught `RunComplete` (a fast path with a fallback, a `finally`)
                 return tensor
-            tensor = tensor.detach() if tensor.requires_grad else tensor
             if (slot := slots[made]()) is not None:
                 if tensor.shape != slot.shape or tensor.dtype != slot.dtype or tensor.device != slot.device:
                     raise CheckpointError(
