@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ckpt_ft import trace_step
 from ckpt_ft.checkpointing.tile import Tiled
-from ckpt_ft.standins import liger
+from ckpt_ft.standins import liger_kernels
 
 ROWS = Path(__file__).parent / "data" / "liger_operator_memory.csv"
 CARDS = {"NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA GeForce RTX 4090": "rtx-4090"}
@@ -118,14 +118,14 @@ class Operator(nn.Module):
 def _rms_norm(config: dict[str, Any], fused: bool) -> nn.Module:
     x = torch.empty(config["M"], config["H"], dtype=torch.bfloat16)
     norm: Any = LlamaRMSNorm(config["H"])
-    call = (lambda n, x: liger.RMSNorm.apply(x, n.weight)) if fused else (lambda n, x: n(x))
+    call = (lambda n, x: liger_kernels.RMSNorm.apply(x, n.weight)) if fused else (lambda n, x: n(x))
     return Operator(x, norm, call, torch.empty_like(x))
 
 
 def _layer_norm(config: dict[str, Any], fused: bool) -> nn.Module:
     x = torch.empty(config["M"], config["N"])
     norm: Any = nn.LayerNorm(config["N"])
-    call = (lambda n, x: liger.LayerNorm.apply(x, n.weight, n.bias)) if fused else (lambda n, x: n(x))
+    call = (lambda n, x: liger_kernels.LayerNorm.apply(x, n.weight, n.bias)) if fused else (lambda n, x: n(x))
     return Operator(x, norm, call, torch.empty_like(x))
 
 
@@ -136,7 +136,7 @@ def _gated(config: dict[str, Any], fused: bool) -> nn.Module:
     def call(mlp: Any, x: Tensor) -> Tensor:
         if not fused:
             return mlp(x)
-        return mlp.down_proj(liger.GatedProduct.apply(mlp.gate_proj(x), mlp.up_proj(x)))
+        return mlp.down_proj(liger_kernels.GatedProduct.apply(mlp.gate_proj(x), mlp.up_proj(x)))
 
     return Operator(x, mlp.to(torch.bfloat16), call)
 
@@ -163,7 +163,7 @@ def _cross_entropy(config: dict[str, Any], fused: bool) -> nn.Module:
 
     def call(layer: Any, x: Tensor) -> Tensor:
         if fused:
-            return liger.CrossEntropy.apply(x, layer.target, "mean")
+            return liger_kernels.CrossEntropy.apply(x, layer.target, "mean")
         return F.cross_entropy(x, layer.target)
 
     return Operator(logits, layer, call)
@@ -177,7 +177,7 @@ def _fused_linear_cross_entropy(config: dict[str, Any], fused: bool) -> nn.Modul
 
     def call(head: Any, x: Tensor) -> Tensor:
         if fused:
-            return liger.FusedLinearCrossEntropy.apply(x, head.weight, head.target, None, "mean")
+            return liger_kernels.FusedLinearCrossEntropy.apply(x, head.weight, head.target, None, "mean")
         return F.cross_entropy(head(x), head.target)
 
     return Operator(x, head, call)
@@ -199,35 +199,35 @@ class _Rope(nn.Module):
 
     def run(self, backward: bool = True) -> None:
         q, k, dq, dk = (t.transpose(1, 2) for t in (self.q, self.k, self.get_buffer("dq"), self.get_buffer("dk")))
-        rotate: Any = liger.Rotation.apply if self.fused else apply_rotary_pos_emb
+        rotate: Any = liger_kernels.Rotation.apply if self.fused else apply_rotary_pos_emb
         out = rotate(q, k, self.cos, self.sin)
         torch.autograd.grad(out, (q, k), (dq, dk), retain_graph=True)
 
 
-class RMSNorm021(liger.RMSNorm):
+class RMSNorm021(liger_kernels.RMSNorm):
     """Sums the weight's gradient from a tensor as large as the input, in the weight's dtype, as version 0.2.1 did."""
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, scale = ctx.saved_tensors
         dw = torch.empty_like(x, dtype=weight.dtype)
-        liger.liger_rms_norm_backward([dy, x, scale, weight], out=[dy, dw])
+        liger_kernels.liger_rms_norm_backward([dy, x, scale, weight], out=[dy, dw])
         return dy.view(dy.shape), dw.sum(0)
 
 
-class Loss042(liger.FusedLinearCrossEntropy):
+class Loss042(liger_kernels.FusedLinearCrossEntropy):
     """Casts each chunk of logits to float32 and back and scales it, as version 0.4.2 did."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, *args: Any) -> Tensor:
         to_weight, to_hidden = torch.zeros_like(weight), torch.zeros_like(hidden)
         losses = torch.zeros(len(hidden), dtype=torch.float32)
-        chunk = liger._chunk(len(hidden), hidden.shape[1], len(weight))
+        chunk = liger_kernels._chunk(len(hidden), hidden.shape[1], len(weight))
         for start in range(0, len(hidden), chunk):
             rows = hidden[start : start + chunk]
             logits = rows @ weight.t()
             logits = logits.float()
-            liger.liger_cross_entropy([target], out=[logits, losses])
+            liger_kernels.liger_cross_entropy([target], out=[logits, losses])
             logits = logits.to(hidden.dtype)
             scaled = logits * 0.5
             to_hidden[start : start + chunk] = scaled @ weight
@@ -237,7 +237,7 @@ class Loss042(liger.FusedLinearCrossEntropy):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *liger.FusedLinearCrossEntropy.backward(ctx, grad)[:2], None
+        return *liger_kernels.FusedLinearCrossEntropy.backward(ctx, grad)[:2], None
 
 
 OLDER: dict[tuple[str, str], Forward] = {

@@ -19,7 +19,7 @@ from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.training_file import read_training_file
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.standins import liger
+from ckpt_ft.standins import liger, liger_kernels
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload
 
@@ -155,7 +155,7 @@ def test_bytes_of_fused_experts(config: str) -> None:
             self.scores = nn.Parameter(scores)
 
     def step(model: Any, optimizer: None) -> None:
-        out = liger.FusedExperts.apply(model.x, model.gate_up, model.down, model.index, model.scores)
+        out = liger_kernels.FusedExperts.apply(model.x, model.gate_up, model.down, model.index, model.scores)
         out.backward(out.detach())
 
     trace = trace_step(Experts(), step, device="a100-80gb", warmup_steps=0)

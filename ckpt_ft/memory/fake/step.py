@@ -51,7 +51,7 @@ from ckpt_ft.memory.record.tracker import Tracker, swapped_weights
 from ckpt_ft.memory.rules import cuda
 from ckpt_ft.policy import STREAMS
 from ckpt_ft.spec.launch import Launch
-from ckpt_ft.standins import flash_attention, fused_head, liger
+from ckpt_ft.standins import flash_attention, fused_head, liger, liger_kernels
 from ckpt_ft.standins.float8 import refuse_block_scales
 from ckpt_ft.standins.quantised_layers import refuse_compiled, swap_library_layers
 
@@ -267,7 +267,7 @@ class _Trace:
             flash_attention.for_live_models(),
             liger.for_live_models(),
             nullcontext() if gpu is None else fused_head.on_gpu(),
-            nullcontext() if gpu is None else liger.on_card(gpu.sms, gpu.capability),
+            nullcontext() if gpu is None else liger_kernels.on_card(gpu.sms, gpu.capability),
             process_group(launch, sharding) as mesh,
             torch_like(gpu, self.compiled) as fakes,
             faked(model, self.beside, fakes, sharding),
