@@ -236,8 +236,9 @@ def test_peak_of_the_longest_batch_is_that_of_the_graph_with_dynamic_shapes(kind
     predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
     counters.clear()
     training_step(lambda model: model(input_ids=shorter, labels=shorter).loss)(model, adamw(model))
+    graphs = counters["stats"]["unique_graphs"]  # two for gpt2, which logs before its loss
     recorded = steady_peak(step, model)
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 2 * graphs > 0
     print(f"{kind}, {policy}: {predicted} predicted, {recorded} recorded with dynamic shapes")
     assert predicted == pytest.approx(recorded, rel=0.02)
 
