@@ -20,6 +20,8 @@ from torch.distributed._composable_state import _get_module_state, _module_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -105,6 +107,21 @@ class Sharding:
         return []
 
 
+def sharded_alike(one: FSDPState, other: FSDPState) -> bool:
+    """Whether FSDP2 gathers and reduces two modules in the same way. It does if they themselves are alike."""
+    units = _Unit(one), _Unit(other)
+    told = [(u.options, u.mesh, [(name, to) for _, name, to in u.parameters]) for u in units]
+    return told[0] == told[1] and not any(prefetched for unit in units for prefetched in unit.prefetched)
+
+
+def pass_over(block: nn.Module) -> None:
+    """Tell FSDP2, before backward, that a block that did not run has nothing to reduce or release."""
+    for module in block.modules():
+        group = _get_module_state(module)._fsdp_param_group if isinstance(module, FSDPModule) else None  # type: ignore[union-attr]
+        if group is not None:
+            group._training_state = TrainingState.POST_BACKWARD
+
+
 class _Unit:
     """The modules of one call of `fully_shard`, whose parameters are gathered together."""
 
@@ -163,6 +180,7 @@ def host_copies(recorder: Recorder, streams: Any) -> Iterator[None]:
     """
     shard: Any = _fsdp_param.FSDPParam
     inputs, sharded = shard.all_gather_inputs.fget, shard.to_sharded_dtensor
+    last_copied: list[Any] = []
 
     def gathered(parameter: Any) -> list[Tensor]:
         if not parameter.offload_to_cpu or parameter.sharded_state != _fsdp_param.ShardedState.SHARDED:
@@ -173,6 +191,9 @@ def host_copies(recorder: Recorder, streams: Any) -> Iterator[None]:
     def placed(parameter: Any, tensor: Tensor) -> Tensor:
         if parameter.offload_to_cpu and recorder.splits_host and not recorder.is_on_host(tensor):
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+            for earlier in last_copied:  # the host waits for the last copy, before which all others end
+                earlier.grad_offload_event = None
+            last_copied[:] = [parameter]
             parameter.grad_offload_event = streams.current_stream().record_event()
         return sharded(parameter, tensor)
 

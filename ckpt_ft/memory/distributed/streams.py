@@ -12,11 +12,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed._functional_collectives as functional
+from torch.distributed import _meta_registrations
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_ft.memory.record.dispatch import unrecorded
@@ -164,6 +166,8 @@ def streams_are_followed() -> Iterator[Streams]:
         ):
             if owner is not None:
                 replace(owner, name, unrecorded(getattr(owner, name)))
+        # A fake collective draws a number from Python's generator, which would look as if blocks were drawn at random.
+        replace(_meta_registrations, "generate_unique_id", count().__next__)
         # Functional collectives return a tensor that waits at its first use; on fakes they would wait at once.
         replace(functional, "_maybe_wrap_tensor", functional.AsyncCollectiveTensor)
         replace(torch.accelerator, "current_stream", streams.current_stream)

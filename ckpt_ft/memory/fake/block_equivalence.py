@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from ckpt_ft.memory.distributed.fsdp2 import sharded_alike
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _BY_HANDLE = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # a module's tables, keyed by handle numbers
@@ -23,6 +26,7 @@ _DICTS = (dict, OrderedDict)
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # a tensor with any is never skipped
 _FORWARD = "forward"  # an instance attribute where a policy has replaced it; it changes from step to step
+_IDLE = "state_dict"  # in the names of hooks that do not run in a step
 _LATEST = 8  # kinds that a block is compared with
 
 
@@ -114,9 +118,11 @@ class _Pair:
             return self._same_tensor(one, other)
         if isinstance(one, nn.Module):
             self.modules.append((one, other))
-            return self._same_items(*({k: v for k, v in vars(m).items() if k != _FORWARD} for m in (one, other)))
+            return self._same_items(*({k: v for k, v in vars(m).items() if k != _FORWARD and _IDLE not in k} for m in (one, other)))
         if isinstance(one, dict):
             return self._same_items(one, other) and (type(one) in _DICTS or self._same_state(one, other))
+        if isinstance(one, FSDPState):
+            return sharded_alike(one, other)
         if isinstance(one, MethodType):
             return one.__func__ is other.__func__ and self.same(one.__self__, other.__self__)
         return self._same_state(one, other)
@@ -154,7 +160,10 @@ class _Pair:
     def _same_tensor(self, one: Tensor, other: Tensor) -> bool:
         if one.layout is not torch.strided or other.layout is not torch.strided:
             return False
-        described = ((t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_leaf) for t in (one, other))
+        described = (
+            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_leaf, getattr(t, "placements", None))
+            for t in (one, other)
+        )
         hooked = any(getattr(t, name) for t in (one, other) for name in _HOOKS)
         return len(set(described)) == 1 and not hooked and self.same(one.grad, other.grad)
 

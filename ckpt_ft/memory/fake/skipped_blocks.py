@@ -26,8 +26,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ckpt_ft.memory.distributed.fsdp2 import pass_over
 from ckpt_ft.memory.record.recorder import Position
 from ckpt_ft.memory.record.splice import FIRST, NotPeriodic, SkippedRun, Unit, splice
 from ckpt_ft.memory.record.tracker import Tracker
@@ -123,6 +125,7 @@ class SkippedBlocks:
         busy = self._busy
         if run is not None and not run.traced_whole:
             if found.skips(run, number, self.recorder.position, in_backward):
+                pass_over(module)
                 return call.result_if_skipped(found.calls[-1 - run.period])
             self._busy = True
         try:
@@ -145,26 +148,39 @@ class SkippedBlocks:
                 [parameter for module in run.modules(unit) for parameter in module.parameters(recurse=False)]
                 for unit in (FIRST - 1, *run.missing)
             ]
+            made: dict[int, list[Tensor]] = {}  # by the storage of the third unit's: FSDP2's lie in one
             for like, *missing in zip(third, *others, strict=True):
-                index = None if like.grad is None else self.recorder.index_of(like.grad)
-                if like.grad is None or (
-                    index is not None and (index < self._start.storages or index in run.gradients)
-                ):
-                    continue  # none, or given when it was made
-                if index is None or not is_whole(like.grad):
+                if like.grad is None:
+                    continue
+                shard = local(like.grad)
+                index = self.recorder.index_of(shard)
+                if index is not None and (index < self._start.storages or index in run.gradients.keys() - made.keys()):
+                    continue  # given when it was made
+                if index is None or type(shard) is not FakeTensor or shard.layout is not torch.strided:
                     run.failed = True
                     break
-                run.gradients[index] = [self._give_gradient(parameter, like.grad, index) for parameter in missing]
+                if index not in made:
+                    nbytes = shard.untyped_storage().nbytes()
+                    made[index] = [self.fakes.new((nbytes,), (1,), torch.uint8) for _ in missing]
+                    run.gradients[index] = [self.recorder.follow_like(storage, index) for storage in made[index]]
+                for parameter, storage in zip(missing, made[index], strict=True):
+                    if parameter.grad is not None:
+                        self.recorder.unfollow(local(parameter.grad))
+                    parameter.grad = self._gradient(like.grad, storage)
 
-    def _give_gradient(self, parameter: torch.Tensor, like: torch.Tensor, index: int) -> int:
-        """Set a gradient `like` that of the third unit, which is storage `index`; returns its own storage."""
-        if parameter.grad is not None:
-            self.recorder.unfollow(parameter.grad)
-        parameter.grad = self.fakes.new(like.shape, like.stride(), like.dtype)
-        return self.recorder.follow_like(parameter.grad, index)
+    def _gradient(self, like: Tensor, storage: Tensor) -> Tensor:
+        """A gradient like another, in the storage of another tensor."""
+        shard = local(like)
+        made = self.fakes.view(storage, shard.shape, shard.stride(), shard.storage_offset(), shard.dtype)
+        return DTensor(made, like._spec, requires_grad=False) if isinstance(like, DTensor) else made
 
 
-def is_whole(gradient: torch.Tensor) -> bool:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_whole(gradient: Tensor) -> bool:
     """Whether it is a fake tensor that covers all of its storage."""
     if type(gradient) is not FakeTensor or gradient.layout is not torch.strided:
         return False

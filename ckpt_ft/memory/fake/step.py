@@ -128,7 +128,8 @@ def trace_steps(
             step is then copied from the first (replay_step.py).
         phase: runs after `steps` and is then the measured step; all of its blocks are traced.
     """
-    traced: Traced | None = None if launch or sharding_of(model) or any(swapped_weights(model)) else set()
+    whole = launch is not None and (launch.strategy != "fsdp2" or launch.by_transformers)
+    traced: Traced | None = None if whole or any(swapped_weights(model)) else set()
     return _Trace(model, steps, make_optimizer, device, launch, alloc_conf, beside, update, traced, phase).run()
 
 

@@ -136,16 +136,20 @@ class _Repeated:
     # -- where the four units are in the record ---------------------------------------------------------------------
 
     def _find_starts(self) -> None:
-        """Note each op at which another one of the four units begins."""
+        """Note each op or allocation at which another one of the four units begins."""
         unit_of: dict[str, int | None] = {}
         self._order: list[int] = []
         self._starts: list[int] = []
         for at, item in enumerate(self.items):
-            if not isinstance(item, Op):
+            if isinstance(item, Op):
+                module = item.module
+            elif is_allocation(item):
+                module = self.storages[item].module
+            else:
                 continue
-            if item.module not in unit_of:
-                unit_of[item.module] = next((k for k, unit in enumerate(self._four) if unit.within(item.module)), None)
-            unit = unit_of[item.module]
+            if module not in unit_of:
+                unit_of[module] = next((k for k, unit in enumerate(self._four) if unit.within(module)), None)
+            unit = unit_of[module]
             if unit is not None and (not self._order or unit != self._order[-1]):
                 self._order.append(unit)
                 self._starts.append(at)

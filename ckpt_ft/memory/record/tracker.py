@@ -305,6 +305,7 @@ class Tracker(TorchDispatchMode):
                 self._follow_unknown(tensor)
         if op.collective:
             recorder.label_sent(tensors(args))
+        stream = dispatcher.collective_stream(func, args) if op.collective else recorder.stream
         at = len(recorder.events)
         out, work = dispatcher.call(op, func, args, kwargs)
         if context.phase == "backward" and op.name in IN_PLACE and is_in_place(func, args, recorder.made_by):
@@ -319,10 +320,7 @@ class Tracker(TorchDispatchMode):
         if op.after is not None:
             op.after(recorder, func, args, kwargs, out)
         if recorder.keeps_ops:
-            stream, wire = recorder.stream, 0
-            if op.collective:
-                wire = collective_bytes(func, args)
-                stream = dispatcher.collective_stream(func, args)
+            wire = collective_bytes(func, args) if op.collective else 0
             around = "mode" if from_python_dispatch() else "hooks" if context.recomputing else ""
             recorder.add_op(op.name, work, module, at, stream, wire, around)
             if op.collective:
