@@ -18,6 +18,7 @@ from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.events import Op
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.tracing import Traced, trace_policies
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload
@@ -71,6 +72,29 @@ SLOW = ("unet", "flux", "llama", "bart")
 def test_spliced_trace_of_every_kind_of_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, policy, settings = CASES[name]
     assert spliced(config, policy, settings, tmp_path, monkeypatch)
+
+
+_FSDP2 = Launch("fsdp2", 4, mixed_precision="bf16")
+_MIXED = TrainingSpec.of(seq_length=32, mixed_precision="bf16")
+_FROZEN = TrainingSpec.of(seq_length=32, dtype="bfloat16", lora_r=2, accumulation=3)
+SHARDED: dict[str, tuple[dict[str, Any], str, TrainingSpec, Launch]] = {
+    "fsdp2": (LLAMA, "full,head", _MIXED.edit(accumulation=2), _FSDP2),
+    "kept": (LLAMA, "none", _MIXED, replace(_FSDP2, reshard_after_forward=False)),
+    "lora": (LLAMA, "pointwise", _FROZEN, Launch("fsdp2", 4)),
+    "qlora": (LLAMA, "full", _FROZEN.edit(load_in_4bit=True, quant_storage="bfloat16"), Launch("fsdp2", 4)),
+    "in host memory": (LLAMA, "full,offload", _MIXED, replace(_FSDP2, offload_params=True)),
+    "replicated": (MIXTRAL, "save:attention", _MIXED, replace(_FSDP2, dp_replicate=2)),
+    "in a ring": (LLAMA, "full,head,tile:4", _MIXED, replace(_FSDP2, cp=4)),
+    "flux": (FLUX, "full", TrainingSpec.of(dtype="bfloat16", lora_r=2), Launch("fsdp2", 4)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("fsdp2", "lora") else pytest.param(n, marks=pytest.mark.slow) for n in SHARDED]
+)
+def test_a_trace_under_fsdp2(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, policy, settings, launch = SHARDED[name]
+    assert spliced(config, policy, settings, tmp_path, monkeypatch, launch)
 
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -134,14 +158,19 @@ def test_spliced_trace_of_blocks_of_alternating_kinds(
 
 
 def spliced(
-    config: dict[str, Any], policy: str, settings: TrainingSpec, where: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any],
+    policy: str,
+    settings: TrainingSpec,
+    where: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launch: Launch | None = None,
 ) -> list[tuple[int, int]]:
     """Asserts that the trace with skipped blocks equals the one in which all run.
 
     Returns (number of units, blocks per unit) for each run of the last step.
     """
     (where / "config.json").write_text(json.dumps(config))
-    workload = load(settings.edit(model=str(where / "config.json")), find_gpu("a100-40gb"))
+    workload = replace(load(settings.edit(model=str(where / "config.json")), find_gpu("a100-40gb")), launch=launch)
     apply_policy(workload.model, policy)
     found: list[tuple[int, int]] = []
     splice = skipped_blocks.splice
@@ -152,8 +181,8 @@ def spliced(
 
     monkeypatch.setattr(skipped_blocks, "splice", noted)
     trace = workload.trace(2)
-    step = workload.step(2)
-    every = tracing.trace_step(workload.model, step, make_optimizer=workload.make_optimizer, device=workload.device)
+    made = {"make_optimizer": workload.make_optimizer, "device": workload.device, "launch": launch}
+    every = tracing.trace_step(workload.model, workload.step(2), **made)
     every = workload.with_metadata(every)
     assert trace.storages == every.storages
     assert trace.ops == every.ops

@@ -26,8 +26,12 @@ _DICTS = (dict, OrderedDict)
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # a tensor with any is never skipped
 _FORWARD = "forward"  # an instance attribute where a policy has replaced it; it changes from step to step
-_IDLE = "state_dict"  # in the names of hooks that do not run in a step
 _LATEST = 8  # kinds that a block is compared with
+
+
+def _runs(attribute: str) -> bool:
+    """Whether what a module has under this name matters to a step; policies are compared apart."""
+    return attribute != _FORWARD and "state_dict" not in attribute
 
 
 class BlockComparison:
@@ -118,7 +122,7 @@ class _Pair:
             return self._same_tensor(one, other)
         if isinstance(one, nn.Module):
             self.modules.append((one, other))
-            return self._same_items(*({k: v for k, v in vars(m).items() if k != _FORWARD and _IDLE not in k} for m in (one, other)))
+            return self._same_items(*({k: v for k, v in vars(m).items() if _runs(k)} for m in (one, other)))
         if isinstance(one, dict):
             return self._same_items(one, other) and (type(one) in _DICTS or self._same_state(one, other))
         if isinstance(one, FSDPState):

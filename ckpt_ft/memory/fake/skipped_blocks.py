@@ -171,7 +171,7 @@ class SkippedBlocks:
     def _gradient(self, like: Tensor, storage: Tensor) -> Tensor:
         """A gradient like another, in the storage of another tensor."""
         shard = local(like)
-        made = self.fakes.view(storage, shard.shape, shard.stride(), shard.storage_offset(), shard.dtype)
+        made = self.fakes.view(storage, shard.shape, shard.stride(), int(shard.storage_offset()), shard.dtype)
         return DTensor(made, like._spec, requires_grad=False) if isinstance(like, DTensor) else made
 
 
@@ -218,42 +218,6 @@ def repetitions(kinds: Sequence[object]) -> Iterator[Repetition]:
             continue
         yield best
         first = best.blocks.stop
-
-
-class ShortenedRun(NamedTuple):
-    """A run of blocks of which some were removed.
-
-    Attributes:
-        units: how many units the run had.
-        left: the names of the blocks that are left.
-        period: blocks of a unit.
-    """
-
-    units: int
-    left: list[str]
-    period: int
-
-    def part_of(self, module: str, ends: int) -> object:
-        """The unit that `module` is in, counted from the nearer end of the run; the module if it is outside.
-
-        None for units that are not among the first or last `ends`.
-        """
-        for block, name in enumerate(self.left):
-            if module == name or module.startswith(f"{name}."):
-                unit, last = block // self.period, len(self.left) // self.period
-                return unit if unit < ends else unit - last if unit >= last - ends else None
-        return module
-
-
-def shorten(model: nn.Module, units: int) -> ShortenedRun | None:
-    """Remove blocks of the longest run that repeats until `units` units are left; None if it has no more."""
-    runs = [(found, repetition) for found in _block_lists(model) for repetition in repetitions(found.kinds)]
-    found, (blocks, period) = max(runs, key=lambda run: len(run[1].blocks), default=(None, Repetition(range(0), 1)))
-    count, left = len(blocks) // period, slice(blocks.start, blocks.start + units * period)
-    if found is None or count <= units or not isinstance(found.parent, (nn.ModuleList, nn.Sequential)):
-        return None
-    del found.parent[left.stop : blocks.stop]
-    return ShortenedRun(count, found.names[left], period)
 
 
 class _BlockList:
