@@ -120,7 +120,8 @@ def trace_steps(
     """Trace `steps` one after another, in a time that grows with the kinds of blocks rather than their number.
 
     Blocks that are alike are traced once (skipped_blocks.py); the record is that of all of them. If they do not repeat
-    each other, or on several processes, every block is traced. A step may be called twice, and must do the same.
+    each other, or on several processes without FSDP2, every block is traced. A step may be called twice, and must do
+    the same.
 
     Args:
         beside: models on the device that are not trained.
