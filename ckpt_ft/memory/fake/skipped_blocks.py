@@ -88,9 +88,8 @@ class SkippedBlocks:
         self.tracker.start_step()
         try:
             step()
-            names = {run.name for run in self._skipped() if run.failed}
-            if not names:
-                splice(self.recorder, self._start, self._skipped())
+            splice(self.recorder, self._start, self._skipped())
+            names = set()
         except NotPeriodic as error:
             names = error.names
         except Exception:  # an error of the step itself, or of skipping blocks; tracing all blocks shows which
@@ -157,8 +156,7 @@ class SkippedBlocks:
                 if index is not None and (index < self._start.storages or index in run.gradients.keys() - made.keys()):
                     continue  # given when it was made
                 if index is None or type(shard) is not FakeTensor or shard.layout is not torch.strided:
-                    run.failed = True
-                    break
+                    raise NotPeriodic(f"{run.name}: a gradient cannot be copied", [run.name])
                 if index not in made:
                     nbytes = shard.untyped_storage().nbytes()
                     made[index] = [self.fakes.new((nbytes,), (1,), torch.uint8) for _ in missing]
@@ -348,7 +346,6 @@ class _Run(SkippedRun):
     Attributes:
         skipped: whether some of its blocks were skipped.
         traced_whole: whether all blocks are traced, because calls differed before any block was skipped.
-        failed: whether a gradient of the third unit cannot be copied.
         unlike_calls: the calls of the traversal in which calls differ, if it is the current one.
         random_states: those when the first block was called.
         counts: the numbers of references to the third unit's arguments.
@@ -357,7 +354,7 @@ class _Run(SkippedRun):
     def __init__(self, first: int, blocks: list[nn.Module], names: list[str], period: int) -> None:
         super().__init__([Unit(names[at : at + period]) for at in range(0, len(names), period)])
         self.first, self.blocks, self.period = first, blocks, period
-        self.skipped = self.traced_whole = self.failed = False
+        self.skipped = self.traced_whole = False
         self.unlike_calls: list[_Call] | None = None
         self.random_states: object = None
         self.counts: list[tuple[int, int, int]] = []

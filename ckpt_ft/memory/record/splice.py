@@ -141,12 +141,9 @@ class _Repeated:
         self._order: list[int] = []
         self._starts: list[int] = []
         for at, item in enumerate(self.items):
-            if isinstance(item, Op):
-                module = item.module
-            elif is_allocation(item):
-                module = self.storages[item].module
-            else:
+            if not isinstance(item, Op) and not is_allocation(item):
                 continue
+            module = (item if isinstance(item, Op) else self.storages[item]).module
             if module not in unit_of:
                 unit_of[module] = next((k for k, unit in enumerate(self._four) if unit.within(module)), None)
             unit = unit_of[module]
