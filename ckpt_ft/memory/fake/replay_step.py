@@ -12,9 +12,8 @@ The graph of the loss is freed after it, before the update begins.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
 from ckpt_ft.memory.record.events import Item, Op, is_allocation, is_free
@@ -22,13 +21,6 @@ from ckpt_ft.memory.record.tracker import Tracker
 
 from .faked_model import Fakes
 from .skipped_blocks import is_whole
-
-
-class _Gradient(NamedTuple):
-    parameter: nn.Parameter
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class ReplayStep:
@@ -53,7 +45,7 @@ class ReplayStep:
         self._repeatable = not self._seen and len(indices) == len(given) and None not in indices
         self._seen = True
         self.recorder.attached = {
-            index: _Gradient(parameter, gradient.shape, gradient.stride(), gradient.dtype)
+            index: (parameter, self.fakes.like(gradient))
             for index, (parameter, gradient) in indices.items()
             if index is not None
         }
@@ -102,8 +94,7 @@ class ReplayStep:
             elif isinstance(item, str):
                 recorder.mark(item)
             elif item in gradients:
-                parameter, shape, stride, dtype = gradients[item]
-                parameter.grad = self.fakes.new(shape, stride, dtype)
+                parameter, parameter.grad = gradients[item]
                 number[item] = recorder.follow_like(parameter.grad, item)
                 recorder.events.append(number[item])
             elif item in freed:

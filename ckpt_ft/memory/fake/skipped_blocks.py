@@ -19,7 +19,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 from unittest.mock import patch
 
 import numpy
@@ -185,22 +186,11 @@ def is_whole(gradient: Tensor) -> bool:
     return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
 
 
-class Repetition(NamedTuple):
-    """Numbers of the blocks of a run, and how many blocks make a unit."""
-
-    blocks: range
-    period: int
-
-    @property
-    def skipped(self) -> int:
-        """How many blocks are skipped."""
-        return len(self.blocks) - (FIRST + 1) * self.period
-
-
-def repetitions(kinds: Sequence[object]) -> Iterator[Repetition]:
+def repetitions(kinds: Sequence[object]) -> Iterator[tuple[range, int]]:
     """The parts of a list of blocks, of these kinds, in which the kinds repeat often enough.
 
-    From each block on, the period with the largest share of skipped blocks is taken.
+    From each block on, the period with the largest share of skipped blocks is taken. Yields the numbers of a part's
+    blocks, and how many blocks make a unit.
     """
     first = 0
     while first < len(kinds):
@@ -209,13 +199,15 @@ def repetitions(kinds: Sequence[object]) -> Iterator[Repetition]:
             end = first + period
             while end < len(kinds) and kinds[end] == kinds[end - period]:
                 end += 1
-            found.append(Repetition(range(first, end - (end - first) % period), period))
-        best = max(found, key=lambda one: one.skipped / len(one.blocks), default=None)
-        if best is None or best.skipped < _FEWEST:
+            blocks = range(first, end - (end - first) % period)
+            skipped = len(blocks) - (FIRST + 1) * period
+            found.append((skipped / len(blocks), skipped, blocks, period))
+        _, skipped, blocks, period = max(found, key=itemgetter(0), default=(0, 0, range(0), 0))
+        if skipped < _FEWEST:
             first += 1
             continue
-        yield best
-        first = best.blocks.stop
+        yield blocks, period
+        first = blocks.stop
 
 
 class _BlockList:
@@ -234,11 +226,6 @@ class _BlockList:
         self._comparison = BlockComparison(blocks, unique)
         self.begin(set())
 
-    @property
-    def kinds(self) -> list[int]:
-        """Equal numbers for blocks that are built alike."""
-        return self._comparison.kinds()
-
     def begin(self, traced: set[str]) -> None:
         """Begin a step, in which all blocks of the runs named `traced` are traced."""
         self._traced, self.traced_whole = traced, False
@@ -256,7 +243,7 @@ class _BlockList:
         if not self._run_of:
             self._run_of = [None] * len(self.blocks)
             called = _CALL_KINDS.get(self.parent, [0] * len(self.blocks))
-            for blocks, period in repetitions(list(zip(self.kinds, called, strict=True))):
+            for blocks, period in repetitions(list(zip(self._comparison.kinds(), called, strict=True))):
                 if self.names[blocks.start] not in self._traced:
                     numbers = slice(blocks.start, blocks.stop)
                     self.runs.append(_Run(blocks.start, self.blocks[numbers], self.names[numbers], period))
