@@ -83,7 +83,7 @@ SHARDED: dict[str, tuple[dict[str, Any], str, TrainingSpec, Launch]] = {
     "kept": (LLAMA, "none", _MIXED, replace(_FSDP2, reshard_after_forward=False)),
     "lora": (LLAMA, "pointwise", _FROZEN, Launch("fsdp2", 4)),
     "qlora": (LLAMA, "full", _FROZEN.edit(load_in_4bit=True, quant_storage="bfloat16"), Launch("fsdp2", 4)),
-    "in host memory": (LLAMA, "full,offload", _MIXED, replace(_FSDP2, offload_params=True)),
+    "in host memory": (LLAMA, "full", _MIXED, replace(_FSDP2, offload_params=True)),
     "in one": (LLAMA, "full", _MIXED, replace(_FSDP2, wrap=None)),
     "replicated": (MIXTRAL, "save:attention", _MIXED, replace(_FSDP2, dp_replicate=2)),
     "in a ring": (LLAMA, "full,head,tile:4", _MIXED, replace(_FSDP2, cp=4)),

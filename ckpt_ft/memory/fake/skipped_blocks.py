@@ -27,6 +27,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -123,6 +124,8 @@ class SkippedBlocks:
         call = found.call(number, args, kwargs, in_backward)
         run = found.run_of(number)
         busy = self._busy
+        if run is not None and number == run.first + FIRST * run.period and isinstance(module, FSDPModule):
+            run.traced_whole |= not run.skipped and self._offloads()
         if run is not None and not run.traced_whole:
             if found.skips(run, number, self.recorder.position, in_backward):
                 pass_over(module)
@@ -135,6 +138,13 @@ class SkippedBlocks:
         call.returns(out)
         found.last_run, found.position_after = call, self.recorder.position
         return out
+
+    def _offloads(self) -> bool:
+        """Whether this step keeps tensors in host memory.
+
+        Among FSDP2's events, those of the block before the last are then counted otherwise than the third unit's.
+        """
+        return any(storage.host_kind for storage in self.recorder.storages[self._start.storages :])
 
     # -- gradients of skipped blocks --------------------------------------------------------------------------------
 
