@@ -23,7 +23,8 @@ from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .budget import Candidate, MemoryBudget, better, limited_by_phases
-from .scaled_traces import LOW, Estimates
+from .depth import Shallow, suits
+from .scaled_traces import LOW, Estimates, Latest, host_bytes, with_sizes
 from .search import ends, pick_first, search, timed, trace_final_batches
 from .tracing import Key, Tracer, trace_all
 
@@ -61,12 +62,19 @@ def with_experts(launches: Sequence[Launch], model: nn.Module) -> list[Launch]:
 
 
 def first_that_fits(tracer: Tracer, launches: Sequence[Launch], room_of: Room, key: Key) -> Candidate | None:
-    """The policy and batch `key` under the first of `launches` that suits the model, if it fits: an early answer."""
+    """The policy and batch `key` under the first of `launches` that suits a deep model, if it fits: an early answer.
+
+    The two shallow models are traced at the same time if `tracer` has several processes.
+    """
+    jobs = 2 if tracer.parallel else 1
     for launch in launches:
-        with suppress(UserError):
-            beside, room = tracer.under(launch), room_of(launch)
-            if isinstance(trace := beside.trace(*key), StepTrace):
-                one = Candidate.of(*key, trace, beside.workload.accumulation)
+        room = room_of(launch)
+        if not suits(key[0]) or (shallow := Shallow.of(tracer.under(launch).workload)) is None:
+            return None
+        few, more = (Tracer(workload, jobs, tracer.report) for workload in shallow.workloads)
+        with suppress(UserError), few, more:
+            if all(isinstance(trace, StepTrace) for (trace,) in trace_all([(few, [key]), (more, [key])])):
+                one = Extended(more, room, few=few, shallow=shallow).estimate(*key)
                 return one if room.fits(one) else None
     return None
 
@@ -77,11 +85,12 @@ def search_shared(
 ) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:  # fmt: skip
     """The candidates under each of `launches`, which share sequences, and the launches that do not suit the model.
 
-    By default few policies are tried, those that long sequences need. A later launch is tried only under the best
-    policy so far, and traced at its batch only if its estimate beats all earlier candidates.
+    By default few policies are tried, those that long sequences need. Of a later launch, only candidates whose
+    estimate beats all earlier ones are traced at their batch and returned.
 
     Args:
-        on_fit: called with each candidate that fits.
+        on_fit: called with each candidate that fits. The figures of a deep model are then extended from those of
+            shallow ones, and a later launch is tried only under the best policy so far.
     """
     found: list[tuple[Estimates, list[Candidate]]] = []
     rejected, key = {}, better(target)
@@ -89,8 +98,11 @@ def search_shared(
         leader = max((one for _, each in found for one in each), key=key, default=None)
         try:
             beside, room = tracer.under(launch), room_of(launch)
-            limits = target, batch, limited_by_phases(beside.workload, room, most, batch), tolerance
-            estimates = Estimates(beside, room, *limits)
+            limits = room, target, batch, limited_by_phases(beside.workload, room, most, batch), tolerance
+            estimates = Estimates(beside, *limits)
+            if all(map(suits, policies)) and (shallow := Shallow.of(beside.workload)):
+                few, more = (Tracer(one, report=lambda line: tracer.report(line)) for one in shallow.workloads)
+                estimates = Extended(more, *limits, few=few, shallow=shallow)
             settled = []
             for policy in [leader.policy] if leader else policies:
                 estimates.trace_candidates([policy])
@@ -193,6 +205,77 @@ class Launched(Estimates):
 
     def _correct(self, policy: str, batch: int, trace: StepTrace) -> None:
         self.ratios[policy] = self.ratios.get(policy, 1.0) * trace.peak_reserved / self.scaled_reserved(policy, batch)
+
+
+@dataclass
+class Extended(Estimates):
+    """Estimates of a deep model under a launch, extended from two models with fewer blocks (depth.py).
+
+    The tracer's model is the deeper of the two, and that of `few` the other one.
+    """
+
+    shallow: Shallow = field(kw_only=True)
+    resized: dict[str, list[Latest]] = field(default_factory=dict, kw_only=True)  # both models' latest traces
+
+    def _both(self, policy: str, batch: int) -> list[StepTrace]:
+        """The traces of both models."""
+        return [tracer.trace_of(policy, batch) for tracer in (self.few, self.tracer) if tracer is not None]
+
+    def estimate(self, policy: str, batch: int) -> Candidate:
+        if (policy, batch) in self.tracer.traced:
+            return self.shallow.candidate(policy, batch, self._both(policy, batch))
+        if (policy, batch) not in self.scaled:
+            scaled = [self.growth.scale(trace, batch) for trace in self._both(policy, LOW)]
+            made = self.shallow.candidate(policy, batch, scaled)
+            self.scaled[policy, batch] = replace(made, host=self._host(policy, batch))
+        return self.scaled[policy, batch]
+
+    def _correct(self, policy: str, batch: int, trace: StepTrace) -> None:
+        """Scale the traces at `batch` from now on."""
+        pairs = zip(self._both(policy, LOW), self._both(policy, batch), strict=True)
+        self.resized[policy] = [
+            Latest(latest, batch, self.growth.like(low, latest), self.growth) for low, latest in pairs
+        ]
+
+    def _sizes(self, policy: str, batch: int) -> list[tuple[StepTrace, list[int]]]:
+        """Both models' latest traces, and the bytes of their storages at `batch`."""
+        if policy in self.resized:
+            return [(latest.trace, latest.sizes(batch)) for latest in self.resized[policy]]
+        return [(trace, self.growth.sizes(trace, batch)) for trace in self._both(policy, LOW)]
+
+    def scaled_reserved(self, policy: str, batch: int) -> int:
+        return self.shallow.peaks([with_sizes(*each) for each in self._sizes(policy, batch)])[1]
+
+    def floor(self, policy: str, batch: int) -> int:
+        ends = [trace.requested_with(sizes) for trace, sizes in self._sizes(policy, batch)]
+        return int(self.shallow.extend(*ends))
+
+    def _host(self, policy: str, batch: int) -> int:
+        return int(self.shallow.extend(*(host_bytes(trace, LOW, batch) for trace in self._both(policy, LOW))))
+
+    def whole(self, tracer: Tracer, found: Sequence[Candidate]) -> tuple[Estimates, list[Candidate]]:
+        """The first of the candidates `found` whose trace fits on the whole model, at its batch or the next below.
+
+        Extended bytes tend to be too high. Without candidates, the smallest batch of each policy is therefore traced,
+        unless its allocated bytes alone are over the limit.
+
+        Args:
+            tracer: of the whole model.
+        """
+        beside = tracer.under(self.tracer.workload.launch)
+        estimates = Estimates(beside, self.room, self.target, self.batch, self.most, self.tolerance)
+        least = self.batch or 1
+        for policy in [] if found else self.anchors:
+            self._both(policy, least)
+        smallest = sorted(
+            (self.estimate(policy, least) for policy in self.anchors), key=better(self.target), reverse=True
+        )
+        for one in found or [one for one in smallest if one.peak <= self.room.limit]:
+            for batch in [one.batch] if self.batch else range(one.batch, 0, -1):
+                beside.trace(one.policy, batch)
+                if self.room.fits(traced := estimates.estimate(one.policy, batch)):
+                    return estimates, [traced]
+        return estimates, []
 
 
 class Launches:

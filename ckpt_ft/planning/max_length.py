@@ -2,7 +2,8 @@
 
 A search over lengths is a search over batch sizes in which a "sample" is a piece of every sequence, `GRANULARITY`
 tokens long. So `by_length` turns a workload into one of pieces, and the estimates and real steps of
-`find_max_batch_size` do the rest. Every length that is shown has been traced at that length.
+`find_max_batch_size` do the rest. Every length that is shown has been traced at that length, on several GPUs of a deep
+model with fewer blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckpt_ft.workloads.workload import Step, Workload, or_loop
 
 from .batch_size import Trial, find_max_batch_size
 from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
-from .launches import OF_LONG, Launches, search_shared, split_by_sharing
+from .launches import OF_LONG, Extended, Launches, search_shared, split_by_sharing
 from .plan import searching
 from .scaled_traces import HIGH, Estimates
 from .search import trace_final_batches, with_term
@@ -36,6 +37,7 @@ LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "f
 OF_SEVERAL_GPUS = LADDER[3:]
 TERMS = ("full", "head", "tile:16", "offload")  # the ones that gain most for their time first
 _TARGET = "effective_batch"
+_EXTENDED = "figures are extended from models with fewer blocks; `ckpt-ft estimate --launch` traces the whole model"
 _TOLERANCE = 0.01  # reserved bytes do not grow evenly with the length: within it, a longer one may or may not fit
 
 
@@ -92,7 +94,7 @@ class MaxLength:
         batch_size: sequences of a micro-batch.
         room: the memory budget.
         ladder: the longest sequence of every policy that fits, the longest first.
-        holders: what holds the peak of the first of them.
+        holders: what holds the peak of the first of them; empty if its figures are extended.
         next_term: what one more term of the first policy would give, if that was asked for and lengthens it.
         rejected: policies and launches that do not suit the model, each with the reason.
         needed: if nothing fits, the smallest budget that works for `granularity` tokens; else 0.
@@ -231,9 +233,10 @@ def predict_max_length(
         more = None if launches or not next_term else _next_term(estimates, candidates[0], granularity, batch_size)
     ladder = [LongestSequence.of(candidate, granularity, batch_size) for candidate in candidates]
     length = ladder[0].length
+    holders, notes = ([], [_EXTENDED]) if isinstance(estimates, Extended) else (best.grouped_holders(8), [])
     return MaxLength(
-        length, length, batch_size, estimates.room, ladder, best.grouped_holders(8), rejected, 0, granularity,
-        list(best.notes), next_term=more,
+        length, length, batch_size, estimates.room, ladder, holders, rejected, 0, granularity, [*best.notes, *notes],
+        next_term=more,
     )  # fmt: skip
 
 

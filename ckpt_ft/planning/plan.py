@@ -31,7 +31,7 @@ from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .budget import Candidate, MemoryBudget, better, frontier, limited_by_phases, memory_budget, spans
-from .launches import LONG, OF_LONG, Launches, first_that_fits, search_shared, split_by_sharing
+from .launches import LONG, OF_LONG, Extended, Launches, first_that_fits, search_shared, split_by_sharing
 from .scaled_traces import Estimates
 from .search import search, so_far
 from .tracing import Report, Tracer
@@ -157,8 +157,12 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
         else:
             shared, refused = search_shared(tracer, sharing, room_of, *limits, policies=policies, on_fit=on_fit)
             several.rejected |= refused
-            if fitting := [each for each in shared if each[1]]:
-                estimates, found = max(fitting, key=lambda each: [better(asked.target)(one) for one in each[1]])
+            best_first = sorted(shared, key=lambda each: [better(asked.target)(one) for one in each[1]], reverse=True)
+            for estimates, found in best_first:
+                if isinstance(estimates, Extended):
+                    estimates, found = estimates.whole(tracer, found)
+                if found:
+                    break
             else:
                 nearest = [each for each, _ in shared if each.anchors]
                 if not long or not nearest:

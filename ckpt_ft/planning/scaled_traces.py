@@ -89,11 +89,7 @@ class Growth:
 
     def scale(self, trace: StepTrace, batch: int) -> StepTrace:
         """Returns `trace` (at `low`) scaled to `batch`; records of unknown growth keep their size."""
-        storages = [
-            s if nbytes == s.nbytes else Storage(nbytes, s.category, s.op, s.module, s.phase, s.stream)
-            for s, nbytes in zip(trace.storages, self.sizes(trace, batch), strict=True)
-        ]
-        return replace(trace, storages=storages, ops=self.ops(trace, batch))
+        return replace(with_sizes(trace, self.sizes(trace, batch)), ops=self.ops(trace, batch))
 
     def ops(self, trace: StepTrace, batch: int) -> list[Op]:
         """The ops of `trace`, scaled to `batch`."""
@@ -155,6 +151,15 @@ class Growth:
         return self._costs[id(records)][1]
 
 
+def with_sizes(trace: StepTrace, sizes: Sequence[int]) -> StepTrace:
+    """Returns `trace` with storages of these sizes in bytes."""
+    storages = [
+        s if nbytes == s.nbytes else Storage(nbytes, s.category, s.op, s.module, s.phase, s.stream)
+        for s, nbytes in zip(trace.storages, sizes, strict=True)
+    ]
+    return replace(trace, storages=storages)
+
+
 Record = TypeVar("Record", Storage, Op)
 
 
@@ -214,6 +219,11 @@ class Latest:
         return [round(s.nbytes * factors[ends]) for s, ends in zip(self.trace.storages, self.ends, strict=True)]
 
 
+def host_bytes(trace: StepTrace, at: int, batch: int) -> int:
+    """Bytes in host memory of the step `trace` (at batch size `at`) at another one."""
+    return max(trace.peak_host + trace.at_host_peak.get("activations", 0) * (batch - at) // at, 0)
+
+
 @dataclass
 class Estimates:
     """The candidates of one plan.
@@ -221,6 +231,7 @@ class Estimates:
     Attributes:
         batch: the only batch size to look at; None for all sizes up to `most`.
         tolerance: share of the largest batch that a search may miss, so that it ends after fewer traces.
+        few: traces the same model with fewer blocks, if the growth with the batch is to be learned from it.
         separate: whether each anchor has a session of its own, as final traces have, with the same reserved bytes. A
             search then also finds batch sizes that fit above one that does not.
         anchors: the trace of each policy at `batch`, or at `LOW`.
@@ -239,6 +250,7 @@ class Estimates:
     most: int = 1024
     tolerance: float = 0.0
     separate: bool = False
+    few: Tracer | None = None
     growth: Growth = field(default_factory=lambda: Growth(LOW, HIGH))
     anchors: dict[str, StepTrace] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
@@ -265,7 +277,7 @@ class Estimates:
         while unsure := [policy for policy in unsure if not self.growth.knows(self.anchors[policy])]:
             ends = unsure[:: max(len(unsure) - 1, 1)] if self.tracer.parallel else unsure[:1]  # the least similar ones
             unsure = [policy for policy in unsure if policy not in ends]
-            smalls, larges = (self.tracer.all([(policy, at) for policy in ends]) for at in (LOW, HIGH))
+            smalls, larges = ((self.few or self.tracer).all([(policy, at) for policy in ends]) for at in (LOW, HIGH))
             for small, large in zip(smalls, larges, strict=True):
                 assert not isinstance(small, str), "its policy has an anchor"
                 assert not isinstance(large, str), "it was traced at LOW"
@@ -408,7 +420,7 @@ class Estimates:
         """Estimated bytes in host memory, where only activations grow."""
         latest = self._latest.get(policy)
         trace, at = (latest.trace, latest.batch) if latest else (self.anchors[policy], self.batch or LOW)
-        return max(trace.peak_host + trace.at_host_peak.get("activations", 0) * (batch - at) // at, 0)
+        return host_bytes(trace, at, batch)
 
     def _is_known_largest(self, policy: str, batch: int) -> bool:
         """Whether the traced `batch` fits, and the next one exceeds the limit by more than an estimate's error."""

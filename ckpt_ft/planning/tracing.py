@@ -209,7 +209,6 @@ class Tracer:
     def under(self, launch: Launch | None) -> Tracer:
         """A tracer of the same workload under `launch`, on the same processes, with separate traces."""
         other = copy.copy(self)
-        other.report = lambda line: self.report(line)
         other.workload, other.traced, other._alone = replace(self.workload, launch=launch), {}, set()
         return other
 

@@ -126,7 +126,7 @@ def test_evaluation_limits_the_length(config: str, launches: tuple[Launch, ...])
 
 
 @pytest.mark.slow
-def test_longest_sequence_on_several_gpus_has_the_figures_of_estimate(tmp_path: Path) -> None:
+def test_figures_of_a_deep_model_are_extrapolated_on_several_gpus(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**_SIZES, "num_hidden_layers": 10, "model_type": "llama"}))
     launches, said = [Launch("fsdp2", 2), Launch("fsdp2", 2, cp=2)], []
@@ -142,9 +142,11 @@ def test_longest_sequence_on_several_gpus_has_the_figures_of_estimate(tmp_path: 
     whole = estimate(spec)
     assert one.launch == launches[1]
     assert 0.6 * found.room.limit < one.peak_reserved <= found.room.limit
-    assert (one.peak_allocated, one.peak_reserved) == (whole.peak_allocated, whole.peak_reserved)
-    assert one.seconds == whole.seconds
-    assert found.holders == whole.holders
+    assert one.peak_allocated == pytest.approx(whole.peak_allocated, rel=1e-3)
+    assert whole.peak_reserved <= one.peak_reserved < 1.15 * whole.peak_reserved
+    assert one.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert found.holders == []
+    assert "figures are extended from models with fewer blocks" in found.notes[-1]
 
 
 @pytest.mark.slow

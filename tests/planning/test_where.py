@@ -21,10 +21,14 @@ from ckpt_ft.errors import Interrupted, UserError
 from ckpt_ft.memory.gpus import GPUS, find_gpu
 from ckpt_ft.memory.rules import cuda, sdpa
 from ckpt_ft.planning import tracing
+from ckpt_ft.planning.budget import Candidate
+from ckpt_ft.planning.depth import Shallow, suits
 from ckpt_ft.planning.estimate import estimate
+from ckpt_ft.planning.tracing import Tracer
 from ckpt_ft.planning.where import MOST_BATCH, Place, Places, where
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload
 
 TINY = {
@@ -192,3 +196,25 @@ def test_interrupt_prints_the_best_so_far(config: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "where", config, "--device", "l4,h100", "--method", "full"])
     with pytest.raises(Interrupted, match="stopped after 1 of 2 answers; full, fastest on 1 x l4: ckpt-ft"):
         cli._main()
+
+
+def test_step_of_a_deep_model_is_extrapolated_from_shallow_models(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**TINY, "num_hidden_layers": 14}))
+    fields = fields_of({"launch": "fsdp2", "processes": 2})
+    spec = TrainingSpec.of(str(config), dtype="bfloat16", seq_length=256, lora_r=8, device="l4", **fields)
+    whole = load(spec, "l4")
+    shallow = Shallow.of(whole)
+    assert shallow is not None
+    assert not shallow.all_weights
+    assert [(run.units, len(run.left)) for run in shallow.runs] == [(14, 4), (14, 8)]
+    assert Shallow.of(shallow.workloads[1]) is None
+    traces = [Tracer(workload).trace("full,head", 2) for workload in (*shallow.workloads, whole)]
+    _, of_more, of_all = (Candidate.of("full,head", 2, trace) for trace in traces)
+    found = shallow.candidate("full,head", 2, traces[:2])
+    assert abs(found.peak / of_all.peak - 1) < 0.01
+    assert abs(found.seconds / of_all.seconds - 1) < 0.01
+    assert abs(found.reserved / of_all.reserved - 1) < 0.03
+    assert of_more.seconds < 0.7 * of_all.seconds
+    assert suits("full,head,tile:16")
+    assert not suits("first:3,head")

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy
@@ -220,6 +220,42 @@ def repetitions(kinds: Sequence[object]) -> Iterator[tuple[range, int]]:
         first = blocks.stop
 
 
+class ShortenedRun(NamedTuple):
+    """A run of blocks of which some were removed.
+
+    Attributes:
+        units: how many units the run had.
+        left: the names of the blocks that are left.
+        period: blocks of a unit.
+    """
+
+    units: int
+    left: list[str]
+    period: int
+
+    def part_of(self, module: str, ends: int) -> object:
+        """The unit that `module` is in, counted from the nearer end of the run; the module if it is outside.
+
+        None for units that are not among the first or last `ends`.
+        """
+        for block, name in enumerate(self.left):
+            if module == name or module.startswith(f"{name}."):
+                unit, last = block // self.period, len(self.left) // self.period
+                return unit if unit < ends else unit - last if unit >= last - ends else None
+        return module
+
+
+def shorten(model: nn.Module, units: int) -> ShortenedRun | None:
+    """Remove blocks of the longest run that repeats until `units` units are left; None if it has no more."""
+    runs = [(found, *each) for found in _block_lists(model) for each in repetitions(found.comparison.kinds())]
+    found, blocks, period = max(runs, key=lambda run: len(run[1]), default=(None, range(0), 1))
+    count, left = len(blocks) // period, slice(blocks.start, blocks.start + units * period)
+    if found is None or count <= units or not isinstance(found.parent, (nn.ModuleList, nn.Sequential)):
+        return None
+    del found.parent[left.stop : blocks.stop]
+    return ShortenedRun(count, found.names[left], period)
+
+
 class _BlockList:
     """The numbered children of a module, `parent`, and the runs of blocks among them.
 
@@ -233,7 +269,7 @@ class _BlockList:
     def __init__(self, parent: nn.Module, blocks: list[nn.Module], names: list[str], shared: set[int]) -> None:
         self.parent, self.blocks, self.names = parent, blocks, names
         unique = [any(id(p) in shared for p in block.parameters()) for block in blocks]
-        self._comparison = BlockComparison(blocks, unique)
+        self.comparison = BlockComparison(blocks, unique)
         self.begin(set())
 
     def begin(self, traced: set[str]) -> None:
@@ -253,7 +289,7 @@ class _BlockList:
         if not self._run_of:
             self._run_of = [None] * len(self.blocks)
             called = _CALL_KINDS.get(self.parent, [0] * len(self.blocks))
-            for blocks, period in repetitions(list(zip(self._comparison.kinds(), called, strict=True))):
+            for blocks, period in repetitions(list(zip(self.comparison.kinds(), called, strict=True))):
                 if self.names[blocks.start] not in self._traced:
                     numbers = slice(blocks.start, blocks.stop)
                     self.runs.append(_Run(blocks.start, self.blocks[numbers], self.names[numbers], period))
