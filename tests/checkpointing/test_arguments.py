@@ -276,7 +276,7 @@ def test_input_written_in_place_only_in_a_later_call(policy: str) -> None:
     if made_inside:
         assert_same(numbers(model), numbers(plain))
         return
-    with pytest.raises(UserError, match="Late modified its argument 0 in place and did not in its first call"):
+    with pytest.raises(UserError, match="WritesLater modified its argument 0 in place and did not in its first call"):
         numbers(model)
 
 
