@@ -163,7 +163,7 @@ class Contents:
             if isinstance(value, tuple):
                 self._add_values(value, owner, path, seen, depth - 1)
             elif isinstance(value, (dict, list, deque, set)):
-                if isinstance(type(value).__iter__, FunctionType):  # makes its entries when they are asked for
+                if _makes_entries(type(value)):  # type: ignore[arg-type]
                     return
                 if len(value) <= _MAX_ENTRIES:
                     self.extra.append((owner, path, value))
@@ -201,6 +201,12 @@ def _keeps_state(kind: type) -> bool:
     if kind.__dictoffset__ == 0 or issubclass(kind, (type, FunctionType)):
         return False
     return not (_is_built_in(kind) or is_class(kind, CONFIG))
+
+
+@cache
+def _makes_entries(kind: type) -> bool:
+    """Whether a container makes or loads its entries when it is asked for them, by code in Python."""
+    return any(isinstance(getattr(kind, name, None), FunctionType) for name in ("__iter__", "items", "values"))
 
 
 @cache

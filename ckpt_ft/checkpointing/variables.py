@@ -129,7 +129,7 @@ class Reached:
         if isinstance(value, property):
             return value.fget, value.fset
         if isinstance(value, dict):
-            return value.values() if len(value) <= MAX_ENTRIES else ()
+            return dict.values(value) if len(value) <= MAX_ENTRIES else ()  # its own may load them
         if isinstance(value, (list, tuple, set, deque)):
             return value if len(value) <= MAX_ENTRIES else ()
         if is_a(value, CONFIG):

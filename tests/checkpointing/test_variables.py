@@ -276,3 +276,27 @@ def test_list_subclass_as_a_class_attribute() -> None:
     apply_policy(model, "full", blocks=["0", "1"])
     model(torch.ones(2, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Lazy(dict[str, int]):
+    """As transformers' tables of models, which import a model when they are asked for it."""
+
+    def values(self) -> Any:
+        raise AssertionError("a lookup reads its entries")
+
+
+LAZY = Lazy(block=1)
+
+
+class NamesLazyTable(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if "block" in LAZY else x
+
+
+def test_a_table_that_loads_its_entries_is_not_asked_for_them() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), NamesLazyTable()) for _ in range(2)))
+    x = torch.ones(1, 2, requires_grad=True)
+    apply_policy(model, "full")
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
