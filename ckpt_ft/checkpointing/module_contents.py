@@ -163,7 +163,7 @@ class Contents:
             if isinstance(value, tuple):
                 self._add_values(value, owner, path, seen, depth - 1)
             elif isinstance(value, (dict, list, deque, set)):
-                if _makes_entries(type(value)):  # type: ignore[arg-type]
+                if _makes_entries(type(value)):
                     return
                 if len(value) <= _MAX_ENTRIES:
                     self.extra.append((owner, path, value))
