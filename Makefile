@@ -66,7 +66,7 @@ test-app: $(STAMP)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$(out/app/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/libraries.pth"
 	out/app/bin/python -m pip install --quiet --disable-pip-version-check 'gradio>=6'
-	OMP_NUM_THREADS=1 out/app/bin/python -m pytest tests/cli/test_web.py
+	OMP_NUM_THREADS=1 out/app/bin/python -m pytest tests/cli/test_app.py
 
 # Runs the suite on the lowest versions that pyproject.toml allows. torch is the CUDA build there, and old libraries emit
 # warnings that newer ones do not.

@@ -10,7 +10,7 @@ import typer
 from mkdocs.structure.files import File
 from typer.cli import get_docs_for_click
 
-from ckpt_ft.cli.app import app
+from ckpt_ft.cli.main import app
 
 NOTEBOOK = Path(__file__).parent / "docs" / "notebook.ipynb"
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ckpt_ft.cli.web import launch
+from ckpt_ft.cli.app import launch
 
 if __name__ == "__main__":
     os.environ.setdefault("CKPT_FT_CACHE", str(Path(__file__).parent / "cache"))  # with the answers of `make space`

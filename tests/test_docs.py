@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import typer
 
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import parse_bytes

@@ -68,7 +68,7 @@ def test_public_names_load_no_optional_package() -> None:
 def test_installed_package_has_its_command_and_extras() -> None:
     distribution = importlib.metadata.distribution("ckpt_ft")
     (script,) = [entry for entry in distribution.entry_points if entry.group == "console_scripts"]
-    assert (script.name, script.value) == ("ckpt-ft", "ckpt_ft.cli.app:main")
+    assert (script.name, script.value) == ("ckpt-ft", "ckpt_ft.cli.main:main")
     assert callable(script.load())
     extras = {"diffusion", "vision", "plot", "trl", "deepspeed", "offload", "lomo", "app", "test", "dev", "docs"}
     assert set(distribution.metadata.get_all("Provides-Extra") or []) == extras

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.units import format_bytes
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,8 @@ from torch import nn
 
 _RATES = ("p", "dropout", "dropout_p", "attention_dropout", "activation_dropout", "drop_prob")
 CPU = torch.device("cpu")
-SETTERS = frozenset({"fork_rng", "get_rng_state", "getstate", "get_state", "manual_seed", "seed"})  # hide draws
+# a region that names one of these may look as if it drew nothing
+SETTERS = frozenset({"fork_rng", "get_rng_state", "getstate", "get_state", "manual_seed", "seed"})
 
 
 class Snapshot:
@@ -32,31 +33,30 @@ class Snapshot:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Snapshot) and not self.moved(other).states
 
-    def moved(self, later: Snapshot, known: Container[Hashable] = ()) -> Snapshot:
-        """Return a snapshot of only those generators whose state differs in `later`, and of those that are `known`."""
-        return Snapshot(
-            {of: state for of, state in self.states.items() if of in known or not _same(state, later.states[of])}
-        )
+    def moved(self, later: Snapshot, drawn_before: Container[Hashable] = ()) -> Snapshot:
+        """Return a snapshot of only those generators that differ in `later`, and of those in `drawn_before`."""
+        states = self.states
+        return Snapshot({x: states[x] for x in states if x in drawn_before or not _same(states[x], later.states[x])})
 
     def now(self) -> Snapshot:
         """Return the current states of the same generators."""
-        return Snapshot({of: HOST[of]() if of in HOST else _state(of) for of in self.states})
+        return Snapshot({one: HOST[one]() if one in HOST else _state(one) for one in self.states})
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        for of, state in self.states.items():
-            if of == "random":
+        for generator, state in self.states.items():
+            if generator == "random":
                 random.setstate(state.full)
-            elif of == "numpy":
+            elif generator == "numpy":
                 sys.modules["numpy.random"].set_state(state.full)
-            elif isinstance(of, torch.Generator):
-                of.set_state(state)
+            elif isinstance(generator, torch.Generator):
+                generator.set_state(state)
             elif isinstance(state, _HostState):
-                _restore_own(of, state.full)
-            elif of == CPU:
+                _restore_own(generator, state.full)
+            elif generator == CPU:
                 torch.default_generator.set_state(state)
             else:
-                torch.get_device_module(of).set_rng_state(state, of)
+                torch.get_device_module(generator).set_rng_state(state, generator)
 
 
 def snapshot(*devices: torch.device, host: bool = False, own: Iterable[Any] = ()) -> Snapshot:
@@ -64,7 +64,7 @@ def snapshot(*devices: torch.device, host: bool = False, own: Iterable[Any] = ()
 
     Args:
         host: include the generators of Python and numpy.
-        own: include these.
+        own: generators that the region holds.
     """
     states: dict[Hashable, Any] = {CPU: torch.default_generator.get_state()}
     for generator in own:
@@ -73,7 +73,7 @@ def snapshot(*devices: torch.device, host: bool = False, own: Iterable[Any] = ()
         if device.type not in ("cpu", "meta"):
             states[device] = _state(device)
     if host:
-        states |= {of: read() for of, read in HOST.items() if of != "numpy" or "numpy.random" in sys.modules}
+        states |= {name: read() for name, read in HOST.items() if name != "numpy" or "numpy.random" in sys.modules}
     return Snapshot(states)
 
 
@@ -98,16 +98,16 @@ def is_generator(kind: type) -> bool:
     return issubclass(kind, kinds if numpy is None else (*kinds, numpy.Generator, numpy.RandomState))
 
 
-def _state(of: Any) -> Any:
+def _state(generator: Any) -> Any:
     """The state of a generator, or of a device's default one."""
-    if isinstance(of, torch.Generator):
-        return of.get_state()
-    if of == CPU:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if generator == CPU:
         return torch.default_generator.get_state()
-    if isinstance(of, torch.device):
-        return torch.get_device_module(of).get_rng_state(of)
-    keeper = getattr(of, "bit_generator", of)  # of numpy's Generator
-    full: Any = keeper.__getstate__() if keeper is of else keeper.state
+    if isinstance(generator, torch.device):
+        return torch.get_device_module(generator).get_rng_state(generator)
+    keeper = getattr(generator, "bit_generator", generator)  # of numpy's Generator
+    full: Any = keeper.__getstate__() if keeper is generator else keeper.state
     return _HostState(pickle.dumps(full), full)
 
 
@@ -154,7 +154,7 @@ def _memory(generator: Any) -> bytes:
 
 
 HOST = {"random": _python_state, "numpy": _numpy_state}
-_last = {of: _HostState(b"", None) for of in HOST}  # used again until the next draw
+_last = {of: _HostState(b"", None) for of in HOST}  # the last state read, valid until the next draw
 
 
 def _same(state: Any, other: Any) -> bool:

@@ -1,10 +1,10 @@
 """Checkpoints consecutive blocks as one segment: only the first block's input is kept (Chen et al. 2016, section 3).
 
 The model loops over its blocks and passes each a mask and keyword arguments, so a segment cannot be one wrapper
-module. Instead, the blocks share a sequence: saved-tensor hooks drop the tensors that the blocks save, and the first
-unpack in backward re-runs all blocks in order. A block joins the sequence of the preceding block if its arguments
-contain that block's output, either the same tensor or an alias of it (the hooks of FSDP2 and ZeRO-3 create aliases of
-a block's inputs). Otherwise it starts its own sequence, and results stay correct.
+module. Instead, the blocks share a sequence of calls: saved-tensor hooks drop the tensors that the blocks save, and
+the first unpack in backward re-runs all blocks in order. A block joins the sequence of the preceding block if its
+arguments contain that block's output, either the same tensor or an alias of it (the hooks of FSDP2 and ZeRO-3 create
+aliases of a block's inputs). Otherwise it starts its own sequence, and results stay correct.
 
 The second run bypasses FSDP2's hooks. It gathers the weights that FSDP2 has resharded, for each block while the
 preceding block runs; the weights stay gathered until the block's own backward, which reshards them.
@@ -34,14 +34,14 @@ from .tensor_identity import view_of
 
 
 class Segment:
-    """State shared by a segment's blocks: a weak reference to the open sequence, which saved tensors keep alive."""
+    """What a segment's blocks share: a weak reference to their sequence of calls, which saved tensors keep alive."""
 
     def __init__(self) -> None:
-        self.open: Callable[[], _CallSequence | None] = nothing
+        self.current: Callable[[], _CallSequence | None] = nothing
         self.joined = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"open": nothing, "joined": 0}
+        return {"current": nothing, "joined": 0}
 
 
 class SegmentMember(Checkpointed):
@@ -64,13 +64,13 @@ class SegmentMember(Checkpointed):
         if contexts is None:
             return self.forward(*args, **kwargs)
         given = [*leaves(args), *leaves(kwargs)]
-        sequence = self.segment.open()
+        sequence = self.segment.current()
         if sequence is None or not sequence.feeds(given):
             sequence = _CallSequence()
         else:
             self.segment.joined += 1
         out = sequence.call(self, contexts, given, args, kwargs)
-        self.segment.open = nothing if self.last else weakref.ref(sequence)
+        self.segment.current = nothing if self.last else weakref.ref(sequence)
         return out
 
 
@@ -84,7 +84,7 @@ class _Link:
         self.call, self.leaf = call, leaf
 
     def is_to(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`, which has the same key, is that output and was not modified since the call."""
+        """Whether `tensor`, which has the same `_key`, is that output and was not modified since the call."""
         return self.storage() is tensor.untyped_storage() and self.version == tensor._version
 
 
@@ -126,7 +126,7 @@ class _CallSequence(DroppedTensors):
     ) -> Any:
         aliases: dict[int, torch.Tensor] = {}
 
-        def kept(leaf: Any) -> Any:  # no tensor of the graph: its nodes keep the sequence alive
+        def kept(leaf: Any) -> Any:  # keeps no tensor of the graph, because its nodes would keep this sequence alive
             if not _is_variable(leaf):
                 return leaf
             link = self.link(leaf)

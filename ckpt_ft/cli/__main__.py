@@ -1,5 +1,5 @@
 """`python -m ckpt_ft.cli` is `ckpt-ft`."""
 
-from .app import main
+from .main import main
 
 main()

@@ -1,120 +1,426 @@
-"""`ckpt-ft`: what a training step costs, which policy fits, and whether it changes any number, from the command line.
+"""`ckpt-ft app`: the questions of the command line in a browser, for people who have installed nothing.
 
-Exit codes: 0 done, 1 the work failed (parity broken), 2 the input is wrong (one line on stderr), 128 + N stopped by
-signal N.
+A visitor's question becomes a `ckpt-ft` command, which runs in a process of its own, in an empty directory,
+with limits on its time and memory, and without the server's tokens. It reads the model's configuration, never its code
+or weights. So an answer here is the answer of the command line, and its errors are the same single lines.
+
+`ckpt-ft app --fill MINUTES` answers what is asked most before anybody asks, and puts the answers into the cache, from
+where they are shown at once. Their keys have a digest of this package and the libraries' versions, so an answer that
+other code made is never found.
 """
 
 from __future__ import annotations
 
-import atexit
-import gc
-import logging
+import gzip
+import html
+import itertools
+import json
 import os
+import re
+import signal
+import subprocess
 import sys
-import warnings
-from functools import cache
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-import ckpt_ft
-from ckpt_ft.errors import UserError, one_line, run
-from ckpt_ft.spec.settings import typed_as
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import GPUS, find_gpu
+from ckpt_ft.policy import Policy
+from ckpt_ft.spec.defaults import LORA_R, SEQ_LENGTH
+from ckpt_ft.validation import library_reads, read_json
 
-from . import catalogue, estimate, max_length, planning, policies, recipe, web, where
-from .params import words_in_our_names
+from .answer_cache import AnswerCache
+
+QUESTIONS = {
+    "Does it fit?": "estimate",
+    "Which policy and batch are fastest?": "plan",
+    "How long a sequence fits?": "max-length",
+    "Which cards train it?": "where",
+}
+METHODS = {"full": [], "LoRA": ["--lora", str(LORA_R)], "QLoRA": ["--lora", str(LORA_R), "--load-in-4bit"]}
+POLICIES = ("auto", "none", "pointwise", "pointwise,head", "full", "full,head", "save:attention+matmul")
+MOST_TOKENS, MOST_BATCH, MOST_GPUS, MOST_CARDS = 131_072, 64, 8, 6
+LIMIT = 300  # seconds of an answer
+_FILLED = "rtx-4090", "rtx-3090", "a100-80gb", "h100", "t4"  # the cards of `--fill`, in its order
+_FAMILIES = "language", "diffusion", "vision_language"  # their models first
+_MEMORY = 12 * 2**30  # bytes of address space of each process that answers
+_REMEMBERED = 64  # answers; a page has some hundred KB
+_VISITS, _WINDOW = 12, 300.0  # questions of a visitor in that many seconds
+_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")  # of the server's owner
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+_PRICES = re.compile(r"[a-z0-9-]+=\d{1,5}(\.\d{1,4})?(,[a-z0-9-]+=\d{1,5}(\.\d{1,4})?)*", re.ASCII)
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:ckpt-ft recipe|accelerate launch) .+")
+_VERDICT = re.compile(r"(fits|does not fit|pick:|error:)")
 
 
-class _Commands(TyperGroup):
-    def invoke(self, ctx: Any) -> Any:
+@dataclass(frozen=True)
+class Question:
+    """What a visitor asks; the fields are the page's inputs."""
+
+    asked: str
+    model: str
+    cards: tuple[str, ...]
+    method: str = "full"
+    policy: str = "auto"
+    tokens: int = SEQ_LENGTH
+    batch: int = 1
+    gpus: int = 1
+    prices: str = ""
+
+    def words(self) -> list[str]:
+        """The words after `ckpt-ft` that ask this.
+
+        Raises:
+            UserError: an input that no visitor can choose on the page, or an unknown card or policy.
+        """
+        command, model, policy = QUESTIONS.get(self.asked, ""), self.model.strip(), self.policy.strip()
+        if not command or self.method not in METHODS:
+            raise UserError(f"question '{self.asked}' about '{self.method}': choose from the lists")
+        if not _NAME.fullmatch(model):
+            raise UserError(f"model '{model[:60]}': give a name on the Hub, such as Qwen/Qwen2.5-0.5B")
+        for name, value, most in (
+            ("tokens", self.tokens, MOST_TOKENS), ("batch", self.batch, MOST_BATCH), ("GPUs", self.gpus, MOST_GPUS)
+        ):  # fmt: skip
+            if not 1 <= value <= most:
+                raise UserError(f"{name} {value}: give 1 to {most}")
+        cards = list(dict.fromkeys(find_gpu(card).name for card in self.cards[: MOST_CARDS + 1]))
+        if len(cards) > MOST_CARDS or not (cards or command == "where"):
+            raise UserError(f"{len(cards)} cards: choose 1 to {MOST_CARDS}")
+        if len(cards) > 1 and command in ("plan", "max-length"):
+            raise UserError(f"{self.asked} is asked of one card at a time; choose one of {', '.join(cards)}")
+        words = [command, model, *(["--device", ",".join(cards)] if cards else [])]
+        words += ["--method", self.method] if command == "where" else METHODS[self.method]
+        if policy != "auto" and command != "plan":
+            words += ["--policy", str(Policy.parse(policy[:100]))]
+        if command != "max-length" and self.tokens != SEQ_LENGTH:  # models without sequences refuse the flag
+            words += ["--seq-length", str(self.tokens)]
+        if command in ("estimate", "max-length") and self.batch > 1:
+            words += ["--batch-size", str(self.batch)]
+        if command == "where":
+            words += ["--gpus", str(self.gpus)] if self.gpus > 1 else []
+            if self.prices.strip():
+                words += ["--price", _prices(self.prices.replace(" ", ""))]
+        elif self.gpus > 1:
+            several = ["--launch", "fsdp2", "--processes"] if command == "estimate" else ["--gpus"]
+            words += [*several, str(self.gpus)]
+        return words
+
+
+def _prices(text: str) -> str:
+    if not _PRICES.fullmatch(text):  # the flag takes files, too
+        raise UserError(f"prices '{text[:60]}': give dollars an hour, as in rtx-4090=0.4,h100=2.5")
+    return text
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the command printed, and its page; "" if it makes none."""
+
+    text: str
+    page: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """The line that answers the question."""
+        lines = self.text.splitlines() or [""]
+        return next((line for line in lines if _VERDICT.match(line)), lines[0])
+
+    @property
+    def commands(self) -> str:
+        """The commands that train so, the first one first."""
+        return "\n\n".join(_COMMAND.findall(self.text))
+
+
+def kept_answer(words: list[str]) -> AnswerCache[Answer]:
+    """The place in the cache of the answer to these words; `fill` puts it there."""
+
+    def read(content: bytes, name: str) -> Answer:
+        with library_reads(name):
+            return read_json(Answer, gzip.decompress(content), name, "an answer")
+
+    cache = AnswerCache("answer", {"words": words}, read)
+    cache.path = cache.path.with_suffix(".json.gz")
+    return cache
+
+
+def fill(minutes: float) -> tuple[int, int]:
+    """Answer in advance, for up to that many minutes, what the page asks about each known model with one click.
+
+    Goes on where an earlier call ended, and deletes the answers that other code made.
+
+    Returns:
+        How many answers there are, and how many there may be.
+    """
+    from ckpt_ft.workloads.model_config import known_models
+
+    known = sorted(known_models().values(), key=lambda model: (*_FAMILIES, model.family).index(model.family))
+    combined = itertools.product(_FILLED, ("LoRA", "QLoRA", "full"), known)
+    questions = [Question("Does it fit?", model.name, (card,), method) for card, method, model in combined]
+    caches = {tuple(question.words()): kept_answer(question.words()) for question in questions}
+    folder = next(iter(caches.values())).path.parent
+    wanted = {cache.path for cache in caches.values()}
+    for stale in set(folder.glob("*.gz")) - wanted:
+        stale.unlink()
+    end = time.monotonic() + 60 * minutes
+    for words, cache in caches.items():
+        if cache.path.is_file() or time.monotonic() >= end:
+            continue
         try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as stop:  # typer would print nothing
-            return stop
+            *_, found = run([*words])
+            assert isinstance(found, Answer)
+        except UserError as error:  # there are no 4-bit layers in a ResNet, for example
+            print(f"{' '.join(words)}: {error}", flush=True)
+            continue
+        packed = gzip.compress(json.dumps(asdict(found)).encode())
+        cache.put(partial(Path.write_bytes, data=packed))
+        print(f"{' '.join(words)}: {found.verdict}", flush=True)
+    return len(list(folder.glob("*.gz"))), len(caches)
 
 
-app = typer.Typer(
-    cls=_Commands,
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    help=__doc__,
-    context_settings={"token_normalize_func": typed_as},
-)
+@dataclass
+class Visitors:
+    """Answers questions, each once, and keeps a visitor from asking more than `_VISITS` in `_WINDOW` seconds."""
 
-_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of click inside newer typers
+    limit: float = LIMIT
+    answers: OrderedDict[tuple[str, ...], Answer] = field(default_factory=OrderedDict)
+    visits: dict[str, deque[float]] = field(default_factory=dict)
+    running: Lock = field(default_factory=Lock)  # one question runs at a time; known answers do not wait for it
+
+    def answer(self, words: list[str], visitor: str) -> Iterator[str | Answer]:
+        """What runs, about once a second, then the answer.
+
+        Raises:
+            UserError: too many questions, or the command's own line.
+        """
+        key = tuple(words)
+        found = self.answers.get(key) or kept_answer(words).get()
+        if found is None:
+            self._count(visitor)
+            while not self.running.acquire(timeout=1):
+                yield "waiting for another visitor's answer"
+            try:
+                for step in run(words, self.limit):
+                    if isinstance(step, str):
+                        yield step
+                    else:
+                        found = self.answers[key] = step
+            finally:
+                self.running.release()
+            while len(self.answers) > _REMEMBERED:
+                self.answers.popitem(last=False)
+        assert found is not None
+        yield found
+
+    def _count(self, visitor: str) -> None:
+        now = time.monotonic()
+        self.visits = {name: times for name, times in self.visits.items() if times[-1] > now - _WINDOW}
+        times = self.visits.setdefault(visitor, deque(maxlen=_VISITS))
+        if len(times) == _VISITS and times[0] > now - _WINDOW:
+            wait = times[0] + _WINDOW - now
+            raise UserError(f"{_VISITS} questions in {_WINDOW:.0f} s: ask again in {wait:.0f} s, or install ckpt_ft")
+        times.append(now)
 
 
-def main() -> None:
-    """The console script."""
-    for library in ("TRANSFORMERS", "DIFFUSERS"):
-        os.environ.setdefault(f"{library}_VERBOSITY", "error")
-    logging.getLogger("DeepSpeed").addFilter(lambda record: False)  # it would write into our standard output
-    logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # the error that follows is one line of ours
-    warnings.showwarning = lambda message, *_, **__: print(f"warning: {one_line(message)}", file=sys.stderr)
-    gc.disable()  # a command lives for seconds and makes no cycles worth looking for among its millions of objects
-    atexit.register(gc.freeze)  # at exit none is looked for either
+def run(words: list[str], limit: float = LIMIT) -> Iterator[str | Answer]:
+    """Run `ckpt-ft` with these words; yields what it is doing about once a second, then the answer.
+
+    Raises:
+        UserError: the command's error line, or that it took too long.
+    """
+    with TemporaryDirectory() as folder:
+        page, out, err = (Path(folder, name) for name in ("page.html", "out", "err"))
+        empty = Path(folder, "empty")
+        empty.mkdir()
+        pages = words[0] == "where" or (words[0] == "estimate" and "," not in words[words.index("--device") + 1])
+        files = ["--html", str(page)] if pages else []
+        environment = {key: value for key, value in os.environ.items() if key not in _TOKENS}
+        paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
+        environment |= {
+            "CKPT_FT_CACHE": str(Path(folder, "cache")), "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+            "PYTHONIOENCODING": "utf-8", "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }  # fmt: skip
+        begun = time.monotonic()
+        with out.open("w") as printed, err.open("w") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ckpt_ft.cli", *words, *files],
+                cwd=empty, env=environment, stdout=printed, stderr=said, start_new_session=True,
+            )  # fmt: skip
+        try:
+            if sys.platform == "linux":
+                import resource
+
+                resource.prlimit(process.pid, resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+            while process.poll() is None:
+                passed = time.monotonic() - begun
+                if passed > limit:
+                    raise UserError(
+                        f"no answer in {limit:.0f} s: ask about fewer cards or a shorter sequence, or install ckpt_ft"
+                    )
+                yield f"{passed:.0f} s: {re.sub(r'^[0-9]+ s: ', '', _last_line(err)) or 'starting'}"
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=1)
+        finally:  # the visitor may have left
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if process.returncode:
+            line = _last_line(err)
+            raise UserError(line.removeprefix("error: ") if line.startswith("error: ") else "this cannot be answered")
+        yield Answer(out.read_text("utf-8"), page.read_text("utf-8") if page.is_file() else "")
+
+
+def _last_line(file: Path) -> str:
+    return next(iter(file.read_text("utf-8", errors="replace").splitlines()[-1:]), "")
+
+
+_STYLE = """
+.gradio-container { width: 100% !important; min-width: 0; max-width: 1200px !important; margin: 0 auto; }
+.gradio-container > .main, .gradio-container .wrap, .gradio-container .contain { min-width: 0; max-width: 100%; }
+@media (max-width: 600px) { .gradio-container > .main { padding: 8px !important; } }
+#page iframe { width: 100%; height: 900px; border: 0; }
+.verdict { font-size: 1.3rem; font-weight: 600; overflow-wrap: anywhere; }
+.wrong { color: #b3261e; }
+.dark .wrong { color: #ff8f85; }
+.printed { overflow-x: auto; font-size: 0.8rem; margin: 0; padding: 12px; background: var(--block-background-fill); }
+"""
+# A page of ours tells its height; the message of any other frame is passed over.
+_SCRIPT = """() => addEventListener("message", ({source, data}) => {
+  const frame = document.querySelector("#page iframe"), height = Math.min(data.height, 9999);
+  if (frame && source === frame.contentWindow && height > 0) frame.style.height = `${height}px`;
+})"""
+
+
+def launch(host: str = "127.0.0.1", port: int = 7860, open_browser: bool = False) -> None:
+    """Serve the page at `host`:`port` until Ctrl-C."""
+    page = make_page()
+    theme = _gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    page.queue(max_size=20, default_concurrency_limit=20)
+    page.launch(
+        server_name=host, server_port=port, inbrowser=open_browser, theme=theme, css=_STYLE, js=_SCRIPT,
+        max_file_size=1024, footer_links=[], ssr_mode=False,
+    )  # fmt: skip
+
+
+def _gradio() -> Any:
     try:
-        run(_main)
-    finally:
-        gc.enable()
+        import gradio
+    except ImportError as error:
+        raise UserError("ckpt-ft app needs gradio: pip install 'ckpt_ft[app]'") from error
+    return gradio
 
 
-def _main() -> int:
-    try:
-        done = _commands()(words_in_our_names(sys.argv[1:], _switches) or ["--help"], standalone_mode=False) or 0
-    except typer.Exit as stop:
-        return stop.exit_code
-    except _UsageError as error:
-        faults: Any = getattr(error.__cause__, "errors", list)()  # pydantic's, whose message has no value
-        given = f": {faults[0]['input']!r}" if faults else ""
-        raise UserError(f"{one_line(error.format_message())}{given}") from error
-    if isinstance(done, KeyboardInterrupt):
-        raise done
-    return done
+def make_page() -> Any:
+    """The page, which `launch` serves."""
+    gr = _gradio()
+    from ckpt_ft.workloads.model_config import known_models
+
+    visitors = Visitors()
+
+    def shown(text: str, **changes: str) -> Any:
+        """Puts `text` into a code box, which is hidden while it is empty."""
+        return gr.Code(text, visible=bool(text), **changes)
+
+    def ask(
+        asked: str, model: str, cards: list[str], method: str, policy: str, tokens: float, batch: float, gpus: float,
+        prices: str, request: Any,
+    ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
+        try:
+            numbers = int(tokens), int(batch), int(gpus)
+            words = Question(
+                asked, str(model or ""), tuple(cards or ()), method, str(policy), *numbers, prices
+            ).words()
+            typed = f"ckpt-ft {' '.join(words)}"
+            for step in visitors.answer(words, request.client.host if request.client else ""):
+                if isinstance(step, str):
+                    yield _line(step, "running"), shown(""), "", "", shown(typed)
+                else:
+                    said = _line(step.verdict, "verdict")
+                    label = "these would fit" if step.verdict.startswith("does not fit") else "train it so"
+                    yield said, shown(step.commands, label=label), _frame(step.page), _printed(step.text), shown(typed)
+        except (UserError, TypeError, ValueError) as error:
+            yield _line(str(error), "verdict wrong"), shown(""), "", "", shown("")
+
+    ask.__annotations__["request"] = gr.Request  # gradio looks for it
+    with gr.Blocks(title="ckpt_ft: does it fit?", analytics_enabled=False) as page:
+        gr.Markdown(
+            "# Does it fit?\nPredicts the memory and the time of a fine-tuning step before you rent a card. Only the "
+            "model's configuration is read: no weights, no GPU, and no code of the model."
+        )
+        with gr.Row():
+            with gr.Column():
+                asked = gr.Dropdown([*QUESTIONS], value=next(iter(QUESTIONS)), label="question")
+                model = gr.Dropdown(
+                    sorted(known_models(), key=str.lower), value="Qwen/Qwen2.5-0.5B", allow_custom_value=True,
+                    label="model", info="or any other name on the Hub",
+                )  # fmt: skip
+                cards = gr.Dropdown(
+                    sorted(GPUS), value=["rtx-4090"], multiselect=True, max_choices=MOST_CARDS, label="cards",
+                    info="several are compared; none with 'Which cards' looks at the common ones",
+                )  # fmt: skip
+                method = gr.Radio([*METHODS], value="LoRA", label="method")
+            with gr.Column():
+                policy = gr.Dropdown(
+                    [*POLICIES], value="auto", allow_custom_value=True, label="checkpointing policy",
+                    info="auto is the best of several; for a single step, none",
+                )  # fmt: skip
+                tokens = gr.Slider(128, 32_768, SEQ_LENGTH, step=128, label="tokens of a sequence")
+                batch = gr.Slider(1, MOST_BATCH, 1, step=1, label="samples on a card at once")
+                gpus = gr.Slider(1, MOST_GPUS, 1, step=1, label="cards that share the run")
+                prices = gr.Textbox("", label="dollars an hour (which cards)", placeholder="rtx-4090=0.4,h100=2.5")
+        button = gr.Button("Ask", variant="primary")
+        verdict = gr.HTML(elem_id="verdict")
+        looks = {"language": "shell", "wrap_lines": True, "show_line_numbers": False, "visible": False}
+        commands = gr.Code(label="train it so", **looks)
+        frame = gr.HTML(elem_id="page")
+        text = gr.HTML()
+        typed = gr.Code(label="the same on your machine", **looks)
+        inputs = [asked, model, cards, method, policy, tokens, batch, gpus, prices]
+        outputs = [verdict, commands, frame, text, typed]
+        button.click(ask, inputs, outputs, api_visibility="private", show_progress="hidden")
+    return page
 
 
-@cache
-def _commands() -> Any:
-    return typer.main.get_command(app)
+def _line(text: str, kind: str) -> str:
+    return f'<p class="{kind}">{html.escape(text)}</p>'
 
 
-def _switches(command: str) -> dict[str, bool]:
-    """The options of a command that takes a spec, and whether each has no value; {} for other commands."""
-    found = _commands().commands.get(command)
-    options = [one for one in found.params if one.param_type_name == "option"] if found else []
-    names = {name: one.is_flag for one in options for name in one.opts}
-    return names if "--config" in names else {}
+def _printed(text: str) -> str:
+    return f'<pre class="printed">{html.escape(text)}</pre>'
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
-        print(ckpt_ft.__version__)
-        raise typer.Exit
+def _frame(page: str) -> str:
+    """The page in a frame that reaches nothing outside of it."""
+    if not page:
+        return ""
+    return f'<iframe title="the step" sandbox="allow-scripts" srcdoc="{html.escape(page)}"></iframe>'
 
 
-@app.callback(help=__doc__)
-def _common(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version and stop")
-    ] = False,
+def app(
+    host: Annotated[str, typer.Option("--host", help="the address to serve; 0.0.0.0 for every one")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 7860,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="open it in a browser")] = True,
+    minutes: Annotated[
+        float,
+        typer.Option("--fill", min=0, help="instead of serving, answer what is asked most, for so many minutes"),
+    ] = 0,
 ) -> None:
-    pass
+    """Serve a page that answers these questions in a browser. It needs gradio: pip install 'ckpt_ft[app]'.
 
-
-for command in (
-    estimate.estimate, estimate.report, policies.explain, policies.check, planning.plan, planning.max_batch,
-    max_length.max_length, where.where, catalogue.models, catalogue.gpus, catalogue.calibrate,
-):  # fmt: skip
-    app.command()(command)
-# What follows the recipe's name is the recipe's own, its --help included.
-app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-)(recipe.recipe)  # fmt: skip
-for command in (recipe.merge, recipe.kohya, web.app):
-    app.command()(command)
-
-if __name__ == "__main__":
-    main()
+    With --fill it puts answers about the known models into the cache instead, which the page shows at once. A later
+    call goes on where it ended; a new version of the package or of PyTorch begins anew.
+    """
+    if minutes:
+        done, total = fill(minutes)
+        print(f"{done} of {total} answers are in the cache")
+    else:
+        launch(host, port, browser)

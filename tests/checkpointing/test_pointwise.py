@@ -19,7 +19,7 @@ from torch import nn
 
 from ckpt_ft.checkpointing import standin
 from ckpt_ft.checkpointing.pointwise import install as pointwise
-from ckpt_ft.checkpointing.pointwise.engine import MAX_CHAIN, Discarded, Pass, Reader, claim_on
+from ckpt_ft.checkpointing.pointwise.engine import MAX_CHAIN, Discarded, DiscardedOutput, Pass, claim_on
 from ckpt_ft.errors import UserError
 
 
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 def handles() -> list[Discarded]:
     """Returns all handles that are alive."""
-    return [o for o in gc.get_objects() if type(o) in (Discarded, Reader)]
+    return [o for o in gc.get_objects() if type(o) in (Discarded, DiscardedOutput)]
 
 
 def treat(model: nn.Module) -> pointwise.Installed:

@@ -12,7 +12,7 @@ import pytest
 from model_configs import write_config
 
 import ckpt_ft
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.memory import gpus
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.units import GIB, MIB, format_bytes

@@ -12,7 +12,7 @@ import torch
 import typer
 from safetensors.torch import save_file
 
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.cli.params import words_in_our_names
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.flags import fields_of

@@ -17,7 +17,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 from model_configs import write_config
 
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.cli import planning as planning_commands
 from ckpt_ft.errors import NothingFits, UserError, WorkFailed
 from ckpt_ft.export import plan_page

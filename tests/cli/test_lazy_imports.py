@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.cli import planning
 from ckpt_ft.planning.budget import Candidate, MemoryBudget
 from ckpt_ft.planning.results import Plan
@@ -23,7 +23,7 @@ try:
 finally:
     print([name for name in {_HEAVY} if name in sys.modules], len(sys.modules), file=sys.stderr, sep=";")
 """
-_COMMAND = "from ckpt_ft.cli.app import main; main()"
+_COMMAND = "from ckpt_ft.cli.main import main; main()"
 
 
 def imported(code: str, *words: str) -> tuple[str, int]:

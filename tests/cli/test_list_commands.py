@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPUS
 from ckpt_ft.workloads.model_config import known_models

@@ -63,7 +63,7 @@ def test_holders_without_a_module_are_named_by_role() -> None:
 
 
 def test_several_gpus_are_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    from ckpt_ft.cli.app import app
+    from ckpt_ft.cli.main import app
 
     words = ["estimate", "gpt2", "--device", "t4,h100", "--batch-size", "2", "--seq-length", "64", "--policy", "full"]
     app(words, standalone_mode=False)
@@ -82,7 +82,7 @@ def test_several_gpus_are_columns(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_if_no_gpu_fits_the_command_suggests_what_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ckpt_ft.cli.app import app
+    from ckpt_ft.cli.main import app
 
     config = tmp_path / "config.json"
     sizes = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2}

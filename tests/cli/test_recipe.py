@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.cli.recipe import find_recipe
 from ckpt_ft.errors import UserError
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from model_configs import write_config
 
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.flags import fields_of, words_of
 from ckpt_ft.spec.launch import Launch

@@ -15,7 +15,7 @@ from test_batch_size import measured
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.cli import app
+from ckpt_ft.cli import main as cli
 from ckpt_ft.errors import NothingFits
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.batch_size import predict_max_batch_size
@@ -194,7 +194,7 @@ def test_real_steps_prove_the_longest_sequence() -> None:
 def _search(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "max-length", *argv])
     with pytest.raises(SystemExit) as stop:
-        app.main()
+        cli.main()
     printed = capsys.readouterr()
     return int(stop.value.code or 0), printed.out, printed.err
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.cli.where import read_prices
 from ckpt_ft.errors import Interrupted, UserError
 from ckpt_ft.memory.gpus import GPUS, find_gpu

@@ -22,7 +22,7 @@ from recipe_scripts import assert_same_weights, copy_checkpoint, load_recipe, lo
 from safetensors.torch import load_file
 from tiny_transformers import KINDS, make_tiny_transformer
 
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.errors import Interrupted, UserError, run
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.training.arguments import ACArguments

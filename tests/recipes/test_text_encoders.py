@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tiny_unets import make_tiny_pipeline
 
 from ckpt_ft.checkpointing.parity import check_parity
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.denoiser import prepare

@@ -17,7 +17,7 @@ from recipe_scripts import history, load_recipe
 from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.spec.training_spec import TrainingSpec

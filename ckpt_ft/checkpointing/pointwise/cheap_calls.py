@@ -27,14 +27,14 @@ from torch.overrides import TorchFunctionMode
 from ckpt_ft.checkpointing.standin import StandIn
 from ckpt_ft.checkpointing.tensor_identity import is_dtensor, version_of
 
-from .engine import CheapCall, Pass, Saved, claim_on
+from .engine import CheapCall, Pass, Versioned, claim_on
 
 # Autograd saves the result of these, not the input, so discarding the result saves memory only if the input is free.
 _KEEPS_RESULT = (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Threshold)
 _ZERO3 = "ds_id"  # attribute of every parameter that DeepSpeed ZeRO-3 partitions
 
 # tensors that the output depends on with their versions, the module's attributes, parameters and buffers
-State = tuple[list[Saved], dict[str, Any], dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]
+State = tuple[list[Versioned], dict[str, Any], dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]
 
 
 class _Local(threading.local):
@@ -92,7 +92,7 @@ class ModuleCall(StandIn):
         if not self._unchanged():
             self.attributes = dict(module.__dict__)  # a new one, because earlier calls refer to the old
         parameters, buffers = module._parameters, dict(module._buffers)
-        tensors: list[Saved] = [(p, version_of(p)) for p in parameters.values() if p is not None]
+        tensors: list[Versioned] = [(p, version_of(p)) for p in parameters.values() if p is not None]
         found = _copies(module) if tensors and hasattr(tensors[0][0], _ZERO3) else dict(parameters)
         if buffers and not (self.own and module.training):  # in training BatchNorm does not read its statistics
             tensors += [(b, version_of(b)) for b in buffers.values() if b is not None]
@@ -121,7 +121,7 @@ class ModuleCall(StandIn):
         now, known = self.module.__dict__, self.attributes
         return len(now) == len(known) and all(map(is_, now.values(), known.values()))
 
-    def _check(self, tensors: list[Saved]) -> None:
+    def _check(self, tensors: list[Versioned]) -> None:
         parameters = self.module._parameters
         for tensor, version in tensors:
             if type(tensor) is nn.Parameter and not any(tensor is parameter for parameter in parameters.values()):

@@ -50,7 +50,7 @@ _set_grad = torch._C._set_grad_enabled
 # argument types that cannot change between forward and backward
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.Size, Module)
 
-Saved = tuple[torch.Tensor, int]  # a tensor and its version when it was saved
+Versioned = tuple[torch.Tensor, int]  # a tensor and its version when it was saved
 
 
 class CheapCall(Protocol):
@@ -87,7 +87,7 @@ class Proof:
     def __init__(self, verification: Verification, call: CheapCall) -> None:
         self.comparison = TensorComparison(verification, call.name, call.kind)
         self.unread = {id(buffer) for buffer in call.unread()}
-        self.slots: list[int | None] = []  # one per internal, in order
+        self.slots: list[int | None] = []  # one per tensor that the call's own nodes saved, in order
         self.read: dict[tuple[int, View], int] = {}  # slots of views of outputs that other nodes saved
 
     def saved(self, handle: Discarded | None, tensor: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ class Discarded:
         return self.source  # type: ignore[return-value]
 
 
-class Reader(Discarded):
+class DiscardedOutput(Discarded):
     """A handle that replaces a view of a cheap call's `index`-th output saved by a node outside the call."""
 
     __slots__ = ("index", "view")
@@ -177,10 +177,10 @@ class Claim:
             return False
         return self.counter is None or counts_with(self.counter, tensor)
 
-    def discard(self, tensor: torch.Tensor) -> Reader:
+    def discard(self, tensor: torch.Tensor) -> DiscardedOutput:
         """Return a handle that replaces `tensor`, which the claim covers."""
         run = self.run
-        handle = Reader(run, self.index, view_of(tensor))
+        handle = DiscardedOutput(run, self.index, view_of(tensor))
         run.readers.append(weakref.ref(handle))
         if run.proof is not None:
             run.proof.saved_output(self.index, handle.view, tensor)
@@ -192,7 +192,7 @@ class Input:
 
     __slots__ = ("held", "requires_grad")
 
-    def __init__(self, held: Discarded | PackedByOuterHooks | Saved, requires_grad: bool) -> None:
+    def __init__(self, held: Discarded | PackedByOuterHooks | Versioned, requires_grad: bool) -> None:
         self.held, self.requires_grad = held, requires_grad
 
     def get(self) -> torch.Tensor:
@@ -218,8 +218,8 @@ class CheapRun:
         self.call, self.depth, self.proof = call, depth, proof
         self.args: list[Any] | None = args  # None once rebuilt
         self.kwargs = kwargs
-        self.internals: list[weakref.ref[Discarded] | None] = []
-        self.readers: list[weakref.ref[Reader]] = []
+        self.internals: list[weakref.ref[Discarded] | None] = []  # of what the call's own nodes saved
+        self.readers: list[weakref.ref[DiscardedOutput]] = []
         self.state = call.state()
         self.random = rng.snapshot(device) if call.random else None
         self.autocast = autocast_now(device.type)
@@ -277,7 +277,7 @@ class CheapRun:
                 handle.source = tensor
 
 
-def _held(tensor: torch.Tensor) -> Saved:
+def _held(tensor: torch.Tensor) -> Versioned:
     """Return the tensor and its version. A node's own output is detached, so that it does not keep the node alive."""
     return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
@@ -288,7 +288,7 @@ def claim_on(tensor: torch.Tensor) -> Claim | None:
     return claim if claim is not None and claim.covers(tensor) else None
 
 
-def unpack(packed: Discarded | PackedByOuterHooks | Saved) -> torch.Tensor:
+def unpack(packed: Discarded | PackedByOuterHooks | Versioned) -> torch.Tensor:
     """The unpack hook."""
     kind = type(packed)
     if kind is not tuple:
@@ -327,14 +327,14 @@ MAX_CHAIN = 32
 class Pass:
     """One forward pass of a model: its saved-tensor hooks, and the cheap call that is running, if any."""
 
-    def __init__(self, notes_kept: bool, verification: Verification | None = None) -> None:
+    def __init__(self, marks_kept: bool, verification: Verification | None = None) -> None:
         self.current: CheapRun | None = None
         self.verification = verification  # None if the step is not verified
-        self.kept: object | None = object() if notes_kept else None  # marks storages that some node saves anyway
+        self.kept: object | None = object() if marks_kept else None  # marks storages that some node saves anyway
         # autograd calls only the innermost pair of hooks
         self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-    def pack(self, tensor: torch.Tensor) -> Discarded | PackedByOuterHooks | Saved:
+    def pack(self, tensor: torch.Tensor) -> Discarded | PackedByOuterHooks | Versioned:
         """The pack hook; it receives the tensor itself, including its `grad_fn`."""
         run = self.current
         if run is not None:

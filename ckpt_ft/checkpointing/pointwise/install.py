@@ -154,9 +154,9 @@ def _widths(module: nn.Module) -> tuple[int, int] | None:
 class ModelWithHooks(StandIn):
     """Replaces the model's forward and runs it inside the saved-tensor hooks."""
 
-    def __init__(self, module: nn.Module, notes_kept: bool) -> None:
+    def __init__(self, module: nn.Module, marks_kept: bool) -> None:
         super().__init__(module)
-        self.notes_kept = notes_kept
+        self.marks_kept = marks_kept
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -164,7 +164,7 @@ class ModelWithHooks(StandIn):
             return self.forward(*args, **kwargs)
         if not torch.is_grad_enabled() or local.running is not None:
             return self.forward(*args, **kwargs)
-        local.running = running = Pass(self.notes_kept, self.verification if self.verification.active else None)
+        local.running = running = Pass(self.marks_kept, self.verification if self.verification.active else None)
         try:
             with torch.autograd.graph.saved_tensors_hooks(running.pack, unpack):
                 return self.forward(*args, **kwargs)
@@ -206,8 +206,8 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
             "kind that it knows, outside of checkpoints; leave 'pointwise' out of the policy"
         )
     stand_ins += [CastInput(module) for module in modules_in(model) if takes_casts(module)]
-    notes_kept = any(s.needs_free_input for s in stand_ins if isinstance(s, ModuleCall))
-    stand_ins.append(ModelWithHooks(model, notes_kept))
+    marks_kept = any(s.needs_free_input for s in stand_ins if isinstance(s, ModuleCall))
+    stand_ins.append(ModelWithHooks(model, marks_kept))
     described = [Treated(module, count, dropped, kept) for (module, dropped, kept), count in sorted(rows.items())]
     return Installed("pointwise", stand_ins, described)
 

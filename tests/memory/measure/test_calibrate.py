@@ -14,7 +14,7 @@ from model_configs import write_config
 from torch import nn
 
 from ckpt_ft import trace_step
-from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import main as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.kernels import STRIDED, WINDOW, device_seconds, kind_of
 from ckpt_ft.memory.cost.schedule import HOST, Host

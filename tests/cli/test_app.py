@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from ckpt_ft.cli import web
-from ckpt_ft.cli.web import Answer, Question, Visitors, run
+from ckpt_ft.cli import app
+from ckpt_ft.cli.app import Answer, Question, Visitors, run
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning import results
 from ckpt_ft.workloads import model_config
 
 ROOT = Path(__file__).parents[2]
-STEP, PLAN, LONGEST, CARDS = web.QUESTIONS
+STEP, PLAN, LONGEST, CARDS = app.QUESTIONS
 ASKED = Question(STEP, "gpt2", ("rtx-4090",))
 
 
@@ -88,17 +88,17 @@ def test_errors_are_one_line_and_slow_questions_time_out(monkeypatch: pytest.Mon
 def test_answers_are_cached_and_questions_are_limited_per_visitor(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     monkeypatch.setattr(
-        web, "run", lambda words, limit: ran.append(words) or iter(["1 s: starting", Answer(words[0])])
+        app, "run", lambda words, limit: ran.append(words) or iter(["1 s: starting", Answer(words[0])])
     )
     visitors = Visitors()
     assert list(visitors.answer(["a"], "one")) == ["1 s: starting", Answer("a")]
     assert list(visitors.answer(["a"], "one")) == [Answer("a")]
-    for number in range(web._VISITS - 1):
+    for number in range(app._VISITS - 1):
         list(visitors.answer([str(number)], "one"))
     with pytest.raises(UserError, match=r"12 questions in 300 s: ask again in \d+ s"):
         list(visitors.answer(["more"], "one"))
     assert list(visitors.answer(["more"], "another"))[-1] == Answer("more")
-    assert len(ran) == web._VISITS + 1
+    assert len(ran) == app._VISITS + 1
 
 
 def test_precomputed_answers_are_shown_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,32 +111,32 @@ def test_precomputed_answers_are_shown_at_once(monkeypatch: pytest.MonkeyPatch, 
             raise UserError("this cannot be answered")
         yield Answer("fits, \u00bd", f"<p>{words[1]}</p>" * 1000)
 
-    monkeypatch.setattr(web, "run", answer)
-    monkeypatch.setattr(web, "_FILLED", ("t4",))
+    monkeypatch.setattr(app, "run", answer)
+    monkeypatch.setattr(app, "_FILLED", ("t4",))
     names = "openai-community/gpt2", "google/gemma-2b", "stabilityai/stable-diffusion-2-1", "microsoft/resnet-50"
     known = {name: model_config.known_models()[name] for name in reversed(names)}
     monkeypatch.setattr(model_config, "known_models", lambda: known)
-    assert web.fill(0) == (0, 12)
+    assert app.fill(0) == (0, 12)
     clock = iter(range(1000))  # the clock advances by one second per call
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    assert web.fill(5 / 60) == (3, 12)
+    assert app.fill(5 / 60) == (3, 12)
     assert [words.split()[1] for words in ran] == [names[1], names[0], *names[2:]]  # language models first
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
-    assert web.fill(1) == (9, 12)
+    assert app.fill(1) == (9, 12)
     assert len(ran) == len(set(ran)) + 1 == 13  # the second call continues; the failed question is asked again
 
     visitors, words = Visitors(), ran[0].split()
     with visitors.running:  # another visitor's question is running
         assert list(visitors.answer(words, "one")) == [Answer("fits, \u00bd", f"<p>{words[1]}</p>" * 1000)]
     assert visitors.visits == {}
-    kept = web.kept_answer(words).path
+    kept = app.kept_answer(words).path
     assert kept.stat().st_size < 400
     for wrong in (b"", b"no", kept.read_bytes()[:-9]):
         kept.write_bytes(wrong)
-        assert web.kept_answer(words).get() is None
+        assert app.kept_answer(words).get() is None
     monkeypatch.setattr(results, "source_digest", lambda: "other code")
-    assert web.kept_answer(ran[1].split()).get() is None
-    assert web.fill(0) == (0, 12)
+    assert app.kept_answer(ran[1].split()).get() is None
+    assert app.fill(0) == (0, 12)
     assert list(kept.parent.iterdir()) == []
 
 

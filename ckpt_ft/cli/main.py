@@ -1,0 +1,121 @@
+"""`ckpt-ft`: what a training step costs, which policy fits, and whether it changes any number, from the command line.
+
+Exit codes: 0 done, 1 the work failed (parity broken), 2 the input is wrong (one line on stderr), 128 + N stopped by
+signal N.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import os
+import sys
+import warnings
+from functools import cache
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import ckpt_ft
+from ckpt_ft.errors import UserError, one_line, run
+from ckpt_ft.spec.settings import typed_as
+
+from . import app as browser
+from . import catalogue, estimate, max_length, planning, policies, recipe, where
+from .params import words_in_our_names
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:  # typer would print nothing
+            return stop
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help=__doc__,
+    context_settings={"token_normalize_func": typed_as},
+)
+
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of click inside newer typers
+
+
+def main() -> None:
+    """The console script."""
+    for library in ("TRANSFORMERS", "DIFFUSERS"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    logging.getLogger("DeepSpeed").addFilter(lambda record: False)  # it would write into our standard output
+    logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # the error that follows is one line of ours
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {one_line(message)}", file=sys.stderr)
+    gc.disable()  # a command lives for seconds and makes no cycles worth looking for among its millions of objects
+    atexit.register(gc.freeze)  # at exit none is looked for either
+    try:
+        run(_main)
+    finally:
+        gc.enable()
+
+
+def _main() -> int:
+    try:
+        done = _commands()(words_in_our_names(sys.argv[1:], _switches) or ["--help"], standalone_mode=False) or 0
+    except typer.Exit as stop:
+        return stop.exit_code
+    except _UsageError as error:
+        faults: Any = getattr(error.__cause__, "errors", list)()  # pydantic's, whose message has no value
+        given = f": {faults[0]['input']!r}" if faults else ""
+        raise UserError(f"{one_line(error.format_message())}{given}") from error
+    if isinstance(done, KeyboardInterrupt):
+        raise done
+    return done
+
+
+@cache
+def _commands() -> Any:
+    return typer.main.get_command(app)
+
+
+def _switches(command: str) -> dict[str, bool]:
+    """The options of a command that takes a spec, and whether each has no value; {} for other commands."""
+    found = _commands().commands.get(command)
+    options = [one for one in found.params if one.param_type_name == "option"] if found else []
+    names = {name: one.is_flag for one in options for name in one.opts}
+    return names if "--config" in names else {}
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(ckpt_ft.__version__)
+        raise typer.Exit
+
+
+@app.callback(help=__doc__)
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version and stop")
+    ] = False,
+) -> None:
+    pass
+
+
+for command in (
+    estimate.estimate, estimate.report, policies.explain, policies.check, planning.plan, planning.max_batch,
+    max_length.max_length, where.where, catalogue.models, catalogue.gpus, catalogue.calibrate,
+):  # fmt: skip
+    app.command()(command)
+# What follows the recipe's name is the recipe's own, its --help included.
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)(recipe.recipe)  # fmt: skip
+for command in (recipe.merge, recipe.kohya, browser.app):
+    app.command()(command)
+
+if __name__ == "__main__":
+    main()
