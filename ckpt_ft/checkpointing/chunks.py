@@ -22,27 +22,27 @@ _SHARDING = ("torch.distributed", "deepspeed", "transformers.integrations.tensor
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class InPieces(Checkpointed):
-    """A module's forward in pieces of its input, each of which is one call of a checkpointed region."""
+class InChunks(Checkpointed):
+    """A module's forward in chunks of its input, each of which is one call of a checkpointed region."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, None)
-        self.inputs.written = set()  # pieces share memory, so none may be written to
+        self.inputs.written = set()  # chunks share memory, so none may be written to
         self.unhooked = Unhooked(self)
-        self.wrote = False  # whether the preceding piece did
+        self.wrote = False  # whether the preceding chunk did
 
-    def run_piece(self, term: str, forward: Callable[..., torch.Tensor], *piece: torch.Tensor) -> torch.Tensor:
-        """Run `forward`, which computes with the module, on one piece.
+    def run_chunk(self, term: str, forward: Callable[..., torch.Tensor], *chunk: torch.Tensor) -> torch.Tensor:
+        """Run `forward`, which computes with the module, on one chunk.
 
-        The first piece of a call may set up a layer (`Linear8bitLt.state` of bitsandbytes).
+        The first chunk of a call may write state while it sets up a layer (`Linear8bitLt.state` of bitsandbytes).
 
         Raises:
-            UserError: two pieces in a row wrote buffers or attributes of the module.
+            UserError: two chunks in a row wrote buffers or attributes of the module.
         """
-        contexts = runs(self, piece, {})
+        contexts = runs(self, chunk, {})
         if contexts is None:  # lazy layers
-            return forward(*piece)
-        output: torch.Tensor = RegionCall(forward, contexts, self.inputs, piece, {})()
+            return forward(*chunk)
+        output: torch.Tensor = RegionCall(forward, contexts, self.inputs, chunk, {})()
         before, written = self.wrote, contexts[0].state.written()
         self.wrote = bool(written)
         if before and written:

@@ -22,7 +22,7 @@ from ckpt_ft.units import MIB
 
 from . import rng
 from .autocast import AutocastState
-from .chunks import InPieces, Weights, hooked
+from .chunks import InChunks, Weights, hooked
 from .libraries import FSDP2, is_a
 from .standin import warn_once
 from .verify import TensorComparison
@@ -172,7 +172,7 @@ def cross_entropy(
             return loss(projection.rows(hidden, weights.of_chunk()), target, reduction="sum")
 
         parts = zip(hidden.split(rows), target.split(rows), strict=True)
-        losses = [layer.run_piece("head", chunk, *part) for part in parts]
+        losses = [layer.run_chunk("head", chunk, *part) for part in parts]
         weights.drop_copies()
         return torch.stack(losses).sum()
 
@@ -365,7 +365,7 @@ Logits.__hash__ = object.__hash__  # type: ignore[method-assign]
 # -- the output layer -------------------------------------------------------------------------------------------------
 
 
-class OutputLayer(InPieces):
+class OutputLayer(InChunks):
     """The layer from hidden states to logits; it returns deferred logits while `Deferring` runs.
 
     Attributes:

@@ -181,14 +181,14 @@ def _causes(model: nn.Module, rows: list[Row], plain: Outcome, other: Outcome) -
     missing = [name for name in plain.gradients if name not in other.gradients]
     if missing:
         causes.append(
-            f"frozen front: {len(missing)} parameters ({missing[0]}, ...) receive a gradient without it "
-            "and none with it. Possible causes: a reentrant checkpoint whose inputs need no gradient (use "
+            f"gradients are cut off: {len(missing)} parameters ({missing[0]}, ...) receive a gradient without the "
+            "policy and none with it. Possible causes: a reentrant checkpoint whose inputs need no gradient (use "
             "use_reentrant=False), no_grad inside a region, or a KV cache that is switched off"
         )
     gained = [name for name in other.gradients if name not in plain.gradients]
     if gained:
         causes.append(
-            f"{len(gained)} parameters ({gained[0]}, ...) receive a gradient with it and none without: backward "
+            f"{len(gained)} parameters ({gained[0]}, ...) receive a gradient with the policy and none without it: backward "
             "reaches parts of the model that the plain step does not train"
         )
     if not buffers.same:

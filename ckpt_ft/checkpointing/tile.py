@@ -21,7 +21,7 @@ from ckpt_ft.errors import UserError, WorkFailed
 from . import rng
 from .autocast import AutocastState
 from .blocks import submodules
-from .chunks import InPieces, Weights, hooked
+from .chunks import InChunks, Weights, hooked
 from .dropped_tensors import same
 from .fingerprint import can_hash
 from .module_contents import modules_in
@@ -32,7 +32,7 @@ _MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.modules.batchnorm._
 _TOLERANCE = 1e-2  # relative; of half precision
 
 
-class Tiled(InPieces):
+class Tiled(InChunks):
     """Replaces the forward of an MLP.
 
     Args:
@@ -76,7 +76,7 @@ class Tiled(InPieces):
             return self.unhooked.run(piece, {} if weights is None else weights.of_chunk())
 
         self.wrote = False  # a second run may have stopped after any piece
-        outputs = [self.run_piece("tile", run, piece) for piece in pieces]
+        outputs = [self.run_chunk("tile", run, piece) for piece in pieces]
         if weights is not None:
             weights.drop_copies()
         return torch.cat(outputs, dim=1).view(hidden.shape)
@@ -89,7 +89,7 @@ class Tiled(InPieces):
         unseen = torch.autograd.graph.saved_tensors_hooks(same, same)
         with torch.no_grad(), _disable_current_modes(), unseen:
             rows = hidden.detach().reshape(1, -1, hidden.shape[-1])
-            one, two = (self.run_piece("tile", self.forward, rows[:, :count].clone()) for count in (1, 2))
+            one, two = (self.run_chunk("tile", self.forward, rows[:, :count].clone()) for count in (1, 2))
             random = rng.snapshot(hidden.device, host=True) != drawn
         drawn.restore()
         if not isinstance(one, torch.Tensor) or one.shape != rows[:, :1].shape:

@@ -83,7 +83,7 @@ class Point:
 class Pick:
     """The points that fit a budget, the pick first.
 
-    left: bytes that the pick leaves free. flags: let a recipe plan for this budget.
+    left: bytes that the pick leaves free. flags: with these a recipe plans for this budget.
     """
 
     budget: int
@@ -108,7 +108,7 @@ class ChoiceView:
 
 
 def choice_view(sweep: BudgetSweep) -> ChoiceView:
-    """The data of the chart in which one drags the budget."""
+    """The data of the chart with a slider for the budget."""
     candidates = sorted(sweep.traces, key=lambda candidate: (candidate.policy, candidate.batch))
     number = {candidate: i for i, candidate in enumerate(candidates)}
     picks = [
@@ -117,7 +117,7 @@ def choice_view(sweep: BudgetSweep) -> ChoiceView:
             point.room.limit,
             [number[candidate] for candidate in point.candidates],
             point.room.limit - point.pick.reserved,
-            f"--ac_policy auto --ac_budget {_typed(format_at_least(point.room.budget))}",
+            f"--ac_policy auto --ac_budget {_without_spaces(format_at_least(point.room.budget))}",
         )
         for point in sweep.points
     ]
@@ -186,5 +186,5 @@ def _tables(plan: Plan) -> list[Table]:
     return tables
 
 
-def _typed(amount: str) -> str:
+def _without_spaces(amount: str) -> str:
     return amount.replace(" ", "")

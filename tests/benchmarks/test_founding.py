@@ -56,7 +56,7 @@ def test_segments_save_memory_in_a_linear_stack(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("the frozen front that trains nothing", "frozen front: 8 parameters"),
+        ("the frozen front that trains nothing", "gradients are cut off: 8 parameters"),
         ("dropout without RNG", "dropout without RNG"),
         ("BatchNorm twice", "BatchNorm twice"),
         ("no_grad inside a region", "no_grad inside a region"),

@@ -78,7 +78,7 @@ def test_dropout_and_batchnorm_pass_under_a_policy() -> None:
 
 def test_names_a_frozen_input() -> None:
     reentrant = check_parity(Stack(), X, partial(install, run=_quiet_reentrant))
-    assert "frozen front: 6 parameters (blocks.0.linear.weight, ...)" in causes(reentrant)
+    assert "gradients are cut off: 6 parameters (blocks.0.linear.weight, ...)" in causes(reentrant)
 
 
 def _quiet_reentrant(forward: Any, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,8 @@ def test_counts_parameters_that_lost_or_gained_a_gradient() -> None:
         model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0].detach(),))
 
     lost = check_parity(Stack(), X, detached)
-    assert "2 parameters (blocks.0.linear.weight, ...) receive a gradient without it and none with it" in causes(lost)
+    weights = "2 parameters (blocks.0.linear.weight, ...) receive a gradient"
+    assert f"{weights} without the policy and none with it" in causes(lost)
     assert lost.rows[1].what == "parameters that received a gradient (2 lost theirs, 0 have a new one)"
     assert (lost.rows[1].plain, lost.rows[1].policy, lost.rows[1].same) == ("8", "6", False)
 
@@ -126,7 +127,7 @@ def test_counts_parameters_that_lost_or_gained_a_gradient() -> None:
     half_frozen.blocks[0].requires_grad_(False)
     gained = check_parity(half_frozen, X, lambda model: model.requires_grad_(True))
     assert gained.rows[1].what == "parameters that received a gradient (0 lost theirs, 2 have a new one)"
-    assert "2 parameters (blocks.0.linear.weight, ...) receive a gradient with it and none without" in causes(gained)
+    assert f"{weights} with the policy and none without it" in causes(gained)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
