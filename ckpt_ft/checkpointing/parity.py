@@ -188,8 +188,8 @@ def _causes(model: nn.Module, rows: list[Row], plain: Outcome, other: Outcome) -
     gained = [name for name in other.gradients if name not in plain.gradients]
     if gained:
         causes.append(
-            f"{len(gained)} parameters ({gained[0]}, ...) receive a gradient with the policy and none without it: backward "
-            "reaches parts of the model that the plain step does not train"
+            f"{len(gained)} parameters ({gained[0]}, ...) receive a gradient with the policy and none without it: "
+            "backward reaches parts of the model that the plain step does not train"
         )
     if not buffers.same:
         norm = buffers.worst.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
