@@ -22,7 +22,7 @@ from torch import nn
 from ckpt_ft.errors import UserError, WorkFailed
 
 from .deferred_logits import Logits, OutputLayer, local
-from .standin import Installed, StandIn, Treated, warn_once
+from .standin import Installed, StandIn, Treated, say_compiled
 
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 
@@ -44,7 +44,7 @@ class Deferring(StandIn):
             self._warn("is called without labels")
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            _say_compiled()
+            say_compiled("head")
             return self.forward(*args, **kwargs)
         before, local.deferring = local.deferring, True
         self.layer.called = False
@@ -158,13 +158,3 @@ def _without_logits(output: Any) -> Any:
     if isinstance(output, tuple):
         return tuple(NoLogits() if isinstance(value, Logits) else value for value in output)
     return type(output)(**{key: NoLogits() if isinstance(value, Logits) else value for key, value in output.items()})
-
-
-def _say_compiled() -> None:
-    from torch._dynamo.comptime import comptime
-
-    comptime(_warn_compiled)  # runs at trace time and accepts no closure
-
-
-def _warn_compiled(context: Any) -> None:
-    warn_once("policy 'head' does nothing under torch.compile: the logits are computed whole")

@@ -193,3 +193,21 @@ def warn_once(message: str) -> None:
 
 
 _warned: set[str] = set()
+_INSTEAD = {
+    "pointwise": "its partitioner decides what is recomputed",
+    "head": "the logits are computed whole",
+    "tile": "MLPs run whole",
+    "offload": "what is saved stays on the device",
+}
+
+
+def say_compiled(term: str) -> None:
+    """Warn, while torch.compile traces the caller, that this term of a policy does nothing there."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_warn_compiled)  # runs at trace time and accepts no closure
+
+
+def _warn_compiled(context: Any) -> None:
+    term = context.get_local("term").as_python_constant()
+    warn_once(f"policy '{term}' does nothing under torch.compile: {_INSTEAD[term]}")

@@ -160,6 +160,18 @@ def test_head_under_compile_computes_complete_logits_with_a_warning() -> None:
     assert output.logits.shape == (2, 12, VOCABULARY)
 
 
+@pytest.mark.parametrize("term", ["tile:2", "offload"])
+def test_term_that_does_nothing_under_compile_warns(term: str) -> None:
+    from ckpt_ft import apply_policy
+
+    model, inputs = build("llama")
+    apply_policy(model, term)
+    standin._warned.clear()
+    with pytest.warns(UserWarning, match=f"'{term.partition(':')[0]}' does nothing under torch.compile"):
+        torch.compile(model, backend="eager")(**inputs).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_head_keeps_no_graph_alive() -> None:
     model, inputs = build("llama")
     head.install(model)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ckpt_ft.checkpointing.module_contents import modules_in
-from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated, warn_once
+from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated, say_compiled
 from ckpt_ft.errors import UserError
 
 from .cheap_calls import ROTATION, CastInput, GatedProduct, ModuleCall, Products, RotaryAttention, local
@@ -160,7 +160,7 @@ class ModelWithHooks(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            _say_compiled()
+            say_compiled("pointwise")
             return self.forward(*args, **kwargs)
         if not torch.is_grad_enabled() or local.running is not None:
             return self.forward(*args, **kwargs)
@@ -210,13 +210,3 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
     stand_ins.append(ModelWithHooks(model, marks_kept))
     described = [Treated(module, count, dropped, kept) for (module, dropped, kept), count in sorted(rows.items())]
     return Installed("pointwise", stand_ins, described)
-
-
-def _say_compiled() -> None:
-    from torch._dynamo.comptime import comptime
-
-    comptime(_warn_compiled)  # runs at trace time and accepts no closure
-
-
-def _warn_compiled(context: Any) -> None:
-    warn_once("policy 'pointwise' does nothing under torch.compile: its partitioner decides what is recomputed")
