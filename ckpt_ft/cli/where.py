@@ -48,7 +48,8 @@ def where(
 ) -> None:
     """Predict which cards a model trains on, with which method, how fast, and for how many dollars.
 
-    A row is the answer of `estimate` for its method, policy, batch and launch. Nothing needs a GPU or weights.
+    A row of one card is the answer of `estimate` for its method, policy and batch; those of several cards are extended
+    from models with fewer blocks. Nothing needs a GPU or weights.
     """
     from ckpt_ft.planning.where import CARDS, POLICIES
     from ckpt_ft.planning.where import where as find_places
@@ -90,6 +91,12 @@ def print_places(tables: Sequence[Table], found: Places) -> None:
         print_table(table, console)
     for name, reason in found.refused.items():
         console.print(f"not possible: {name}: {reason}", markup=False)
+    if any(place.extended for place in found.rows):
+        console.print(
+            "note: figures on several GPUs are extended from models with fewer blocks; with all weights trained, "
+            "their seconds may be a sixth too low. `ckpt-ft estimate --launch` traces the whole model.",
+            markup=False,
+        )
     for line in _commands(found):
         console.print(line, markup=False, soft_wrap=True)
 

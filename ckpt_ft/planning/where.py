@@ -3,7 +3,8 @@
 A trace depends on the card only through the kernels that run there, so cards with the same kernels share their traces
 (`same_kernels`), and reserved bytes and seconds are computed for each card. The policies are ranked by the traces of
 one card, scaled to each batch; every row of one card was traced alone, so it is the answer of `estimate` for its
-card, policy and batch. A method that does not fit one card is tried under FSDP2.
+card, policy and batch. A method that does not fit one card is tried under FSDP2; figures of a deep model on several
+cards are extended from those of shallower ones (depth.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload
 
 from .budget import Candidate, MemoryBudget, largest_fitting, memory_budget
+from .depth import Shallow, suits
 from .launches import SHARDED
 from .scaled_traces import HIGH, LOW, Estimates
 from .search import search
@@ -58,6 +60,7 @@ class Place:
         needed: if nothing fits, the smallest memory of a single card that works.
         dollars_per_hour: of all cards together; None without a price.
         command: trains with this method, policy and batch.
+        extended: the figures were extended from those of a model with fewer blocks.
     """
 
     card: str
@@ -72,6 +75,7 @@ class Place:
     needed: int = 0
     dollars_per_hour: float | None = None
     command: str = ""
+    extended: bool = False
 
     @property
     def dollars_per_million(self) -> float | None:
@@ -233,9 +237,9 @@ class _Method:
         moves = self.workload.launch is not None or any(Policy.parse(policy).swap for policy in policies)
         self.policies = policies if count == 1 or moves else policies[-1:]  # no policy makes such weights fit
         self.tokens = self.workload.shape.get("seq_length", 0)
-        self.traces: dict[tuple[Any, int], Tracer] = {}  # by kernels and number of cards
+        self.traces: dict[tuple[Any, int, int], list[Tracer]] = {}  # by kernels, number of cards and of models
         self.added: dict[str, dict[int, int]] = {}  # policy -> batch -> the most bytes that FSDP2 added
-        tracer = self._tracer(cards[0], 1).tracer
+        tracer = self._tracers(cards[0], 1)[0].tracer
         tracer.all((policy, batch) for batch in (LOW, HIGH) for policy in self.policies)  # a session for each batch
         self.first = Estimates(tracer, self._room(cards[0]), most=MOST_BATCH)
         self.first.trace_candidates(self.policies)
@@ -250,7 +254,7 @@ class _Method:
 
     def place(self, card: GPU, most_gpus: int) -> Place:
         """The place on `card`."""
-        room, tracer = self._room(card), self._tracer(card, 1)
+        room, (tracer,) = self._room(card), self._tracers(card, 1)
         estimates = replace(
             self.first, tracer=tracer, room=room, scaled={}, bests={}, typical_seconds={},
             anchors={policy: on_card(trace, card) for policy, trace in self.first.anchors.items()},
@@ -303,9 +307,11 @@ class _Method:
         return None
 
     def _candidate(self, card: GPU, gpus: int, policy: str, batch: int) -> Candidate:
-        """The candidate on that many cards."""
-        trace = self._tracer(card, gpus).trace_of(policy, batch)
-        return Candidate.of(policy, batch, trace, self.spec.data.accumulation)
+        """The candidate on that many cards, extended from shallow models if the model is deep."""
+        traces = [tracer.trace_of(policy, batch) for tracer in self._tracers(card, gpus, policy)]
+        if len(traces) > 1 and self._shallow is not None:
+            return self._shallow.candidate(policy, batch, traces)
+        return Candidate.of(policy, batch, traces[0], self.spec.data.accumulation)
 
     def _of(self, gpus: int) -> TrainingSpec:
         """The spec on that many cards, under FSDP2 if there are several."""
@@ -319,20 +325,29 @@ class _Method:
         """The model for several cards."""
         return load(self._of(2), self.workload.device)
 
-    def _tracer(self, card: GPU, gpus: int) -> _CardTracer:
-        """Traces on that many such cards."""
-        key = same_kernels(card), gpus
+    @cached_property
+    def _shallow(self) -> Shallow | None:
+        """Two models with fewer blocks, for several cards; None if the model is not deep."""
+        return Shallow.of(self._whole)
+
+    def _tracers(self, card: GPU, gpus: int, policy: str = "none") -> list[_CardTracer]:
+        """Traces on that many such cards: of the whole model, or of the two shallow ones."""
+        models: Sequence[Workload] = [self.workload if gpus == 1 else self._whole]
+        if gpus > 1 and suits(policy) and self._shallow is not None:
+            models = self._shallow.workloads
+        key = same_kernels(card), gpus, len(models)
         if key not in self.traces:
-            workload = self.workload if gpus == 1 else self._whole
-            self.traces[key] = Tracer(replace(workload, device=card, launch=self._of(gpus).launch.launch))
-        return _CardTracer(self.traces[key], card)
+            launch = self._of(gpus).launch.launch
+            self.traces[key] = [Tracer(replace(one, device=card, launch=launch)) for one in models]
+        return [_CardTracer(tracer, card) for tracer in self.traces[key]]
 
     def _found(self, card: GPU, gpus: int, best: Candidate) -> Place:
         spec = self._of(gpus).edit(policy=best.policy, batch_size=best.batch, device=card.name)
         speed = best.samples_per_second * gpus * (self.tokens or 1)
         figures = best.policy, best.batch, best.reserved, best.seconds, speed
         command = command_for(spec, self.workload.kind, self.tokens)
-        return Place(card.name, self.method, self.tokens, gpus, *figures, command=command)
+        extended = len(self._tracers(card, gpus, best.policy)) > 1
+        return Place(card.name, self.method, self.tokens, gpus, *figures, command=command, extended=extended)
 
 
 class _CardTracer(Tracer):
