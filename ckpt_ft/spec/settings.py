@@ -188,8 +188,8 @@ def _names() -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
     for section in TYPED:
         for name, entry in table()[section].items():
-            own = name not in _OTHER_MEANING and entry.text not in _COLLECTED
-            if entry.kind == MODELLED and not entry.values and own:
+            is_synonym = name not in _OTHER_MEANING and entry.text not in _COLLECTED
+            if entry.kind == MODELLED and not entry.values and is_synonym:
                 found.setdefault(entry.text, [entry.text]).append(name)
     rows = [tuple(dict.fromkeys(row)) for row in found.values()]
     return {name: row for row in rows for name in row}
