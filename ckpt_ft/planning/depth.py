@@ -1,6 +1,6 @@
 """The step of a deep model, from traces of the same model with fewer blocks.
 
-Under DeepSpeed and with `offload`, every block is traced, which takes minutes for 80 of them. But blocks repeat: with
+Under DeepSpeed every block is traced, which takes minutes for 80 of them. But blocks repeat: with
 each further block, the bytes that are allocated while the first, the second, the last block or the head runs grow by
 the same amount, and so does the time of the step. Traces at two depths show this amount.
 """

@@ -27,7 +27,6 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -124,8 +123,9 @@ class SkippedBlocks:
         call = found.call(number, args, kwargs, in_backward)
         run = found.run_of(number)
         busy = self._busy
-        if run is not None and number == run.first + FIRST * run.period and isinstance(module, FSDPModule):
-            run.traced_whole |= not run.skipped and self._offloads()
+        if run is not None and number == run.first + FIRST * run.period and not run.skipped and self._offloads():
+            found.end_before_last(run)
+            run = found.run_of(number)
         if run is not None and not run.traced_whole:
             if found.skips(run, number, self.recorder.position, in_backward):
                 pass_over(module)
@@ -142,7 +142,7 @@ class SkippedBlocks:
     def _offloads(self) -> bool:
         """Whether this step keeps tensors in host memory.
 
-        Among FSDP2's events, those of the block before the last are then counted otherwise than the third unit's.
+        The block before the last is then fetched earlier than the others, so a run ends one unit earlier.
         """
         return any(storage.host_kind for storage in self.recorder.storages[self._start.storages :])
 
@@ -295,6 +295,14 @@ class _BlockList:
                     self.runs.append(_Run(blocks.start, self.blocks[numbers], self.names[numbers], period))
                     self._run_of[numbers] = [self.runs[-1]] * len(blocks)
         return self._run_of[number]
+
+    def end_before_last(self, run: _Run) -> None:
+        """Trace the last unit of `run` as if it were not part of the run; the whole run if it is too short."""
+        if len(run.missing) <= 1:
+            run.traced_whole = True
+            return
+        del run.units[-1], run.blocks[-run.period :]
+        self._run_of[run.first + len(run.blocks) : run.first + len(run.blocks) + run.period] = [None] * run.period
 
     def call(self, number: int, args: Any, kwargs: Any, in_backward: bool) -> _Call:
         """Note that a block is called; a new traversal begins unless it follows the block called last."""
