@@ -34,7 +34,7 @@ def on_gpu() -> Iterator[None]:
                 "triton": SimpleNamespace(cdiv=lambda size, block: -(-size // block)),
             }
             stack.enter_context(patch.multiple(kernels, create=True, **replaced))
-            for module in (kernels, users):
+            for module in filter(None, (kernels, users)):
                 stack.enter_context(patch.object(module, "_use_triton", lambda device: True))
         yield
 

@@ -489,7 +489,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
             )  # fmt: skip
     if config.get("tie_word_embeddings") is False:
         _untie(model)
-    _keep_in_float32(model, spec.precision.dtype)
+    keep_in_float32(model, spec.precision.dtype)
     model.config.use_cache = model.config.get_text_config().use_cache = False  # the recipes train without a KV cache
     return model.train()
 
@@ -511,7 +511,7 @@ def _fuse(model: Any, spec: TrainingSpec) -> None:
         liger.apply_cut_cross_entropy(model)
 
 
-def _keep_in_float32(model: Any, dtype: str) -> None:
+def keep_in_float32(model: Any, dtype: str) -> None:
     """Cast to float32 the weights that transformers keeps so even in half precision (T5's `wo` in float16).
 
     [transformers/modeling_utils.py, _get_dtype_plan; core_model_loading.py, build_glob_alternation]

@@ -58,6 +58,14 @@ class _Stream:
         """The host waits for the kernels issued so far."""
         self.record_event().synchronize()
 
+    def query(self) -> bool:
+        """Whether all kernels issued so far have ended: the record has no clock."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """No stream is captured in a CUDA graph."""
+        return False
+
 
 class _Event:
     """A CUDA event."""
@@ -80,6 +88,14 @@ class _Event:
     def synchronize(self) -> None:
         """The host waits for this event."""
         self.awaited("sync", "")
+
+    def query(self) -> bool:
+        """Whether the kernels before it have ended: the record has no clock."""
+        return True
+
+    def elapsed_time(self, end: _Event) -> float:
+        """One millisecond: the record has no clock."""
+        return 1.0
 
 
 class Streams:

@@ -1,0 +1,157 @@
+"""What a script sees of a card that is not there: `torch.cuda` and `torch.accelerator` answer as the card would.
+
+Fakes on the card say that they are on "cuda:0" (for PyTorch's own code they are CPU tensors, whose kernels exist
+everywhere). Nothing is restored: the process that shows a card to a script ends with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ckpt_ft.memory.distributed.streams import Streams
+from ckpt_ft.memory.gpus import GPU
+
+from .ops import ScriptTracker, on_card, swap
+
+_CARD, _HOST = torch.device("cuda", 0), torch.device("cpu")
+_UNKNOWN = "values that the script reads from tensors are taken as 1"
+
+
+def show_tensors(tracker: ScriptTracker) -> None:
+    """Make fakes readable: printing, formatting, numpy and copies, with 1 where a value is not known."""
+    ops = tracker.dispatcher
+    form, deep = Tensor.__format__, Tensor.__deepcopy__
+
+    def numbers(tensor: FakeTensor) -> Any:
+        known = ops.values.of(tensor)
+        if known is None:
+            tracker.recorder.note(_UNKNOWN)
+            with torch._C._DisableTorchDispatch():
+                known = torch.ones(tensor.shape, dtype=tensor.dtype)
+        return known.float().numpy() if known.dtype is torch.bfloat16 else known.numpy()
+
+    def formatted(tensor: Tensor, spec: str) -> str:
+        plain = type(tensor) is FakeTensor and tensor.dim() == 0
+        return format(tensor.item(), spec) if plain else form(tensor, spec)
+
+    def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if type(tensor) is not FakeTensor:
+            return deep(tensor, memo)
+        if id(tensor) not in memo:
+            with torch.no_grad():
+                new = tensor.clone()
+            made = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+    Tensor.__format__, Tensor.__deepcopy__ = formatted, copied  # type: ignore[method-assign]
+    FakeTensor.numpy = lambda tensor, **options: numbers(tensor)  # type: ignore[method-assign]
+    FakeTensor.__array__ = lambda tensor, dtype=None, copy=None: numpy.asarray(numbers(tensor), dtype)  # type: ignore[method-assign]
+    FakeTensor.__repr__ = FakeTensor.__str__ = lambda tensor: f"tensor(..., size={tuple(tensor.shape)})"  # type: ignore[method-assign]
+    torch.__future__.set_swap_module_params_on_conversion(True)  # parameters keep their identity on the way to a card
+    torch.utils.swap_tensors = swap
+
+
+def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams) -> None:
+    """Make this process see `gpu`."""
+    _show_devices(tracker)
+    nothing: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
+    properties = SimpleNamespace(
+        name=gpu.name, total_memory=gpu.memory, major=gpu.arch[0], minor=gpu.arch[1], multi_processor_count=gpu.sms,
+        warp_size=32, gcnArchName="", is_integrated=False, is_multi_gpu_board=False, L2_cache_size=gpu.l2,
+        max_threads_per_multi_processor=gpu.threads, shared_memory_per_block=48 << 10,
+    )  # fmt: skip
+    state = torch.zeros(16, dtype=torch.uint8)
+    answers: dict[str, Any] = {
+        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "is_bf16_supported": gpu.arch >= (8, 0),
+        "get_device_capability": gpu.arch, "get_device_properties": properties, "get_device_name": gpu.name,
+        "mem_get_info": (gpu.memory, gpu.memory), "get_rng_state": state, "get_rng_state_all": [state], "initial_seed": 0,
+        "get_arch_list": [f"sm_{gpu.capability}"], "can_device_access_peer": False, "is_current_stream_capturing": False, "memory_summary": "", "memory_snapshot": [],
+        "is_tf32_supported": gpu.arch >= (8, 0), "memory_stats": defaultdict(int),
+    }  # fmt: skip
+    quiet = (
+        "init", "_lazy_init", "set_device", "synchronize", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all", "seed",
+        "seed_all", "set_rng_state", "set_rng_state_all", "reset_peak_memory_stats", "reset_max_memory_allocated",
+        "reset_accumulated_memory_stats", "set_per_process_memory_fraction", "_lazy_call",
+    )  # fmt: skip
+    counted = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization")
+    for name in quiet:
+        setattr(torch.cuda, name, nothing)
+    for name, answer in {**answers, **dict.fromkeys(counted, 0)}.items():
+        setattr(torch.cuda, name, _always(answer))
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        setattr(torch.cuda, name, getattr(streams, name))
+    torch.cuda.default_stream = streams.current_stream
+    torch.cuda.device = torch.cuda.device_of = lambda *args: nullcontext()  # type: ignore[assignment,misc]
+    torch.cuda.memory._record_memory_history = nothing
+    torch.version.cuda = torch.version.cuda or "13.0"
+    accelerator: dict[str, Any] = {
+        "is_available": True, "device_count": 1, "current_accelerator": torch.device("cuda"), "current_device_index": 0,
+        "current_device_idx": 0, "get_device_capability": {}, "get_memory_info": (gpu.memory, gpu.memory), "memory_stats": defaultdict(int),
+    }  # fmt: skip
+    for name, answer in {**accelerator, **dict.fromkeys(counted, 0)}.items():
+        setattr(torch.accelerator, name, _always(answer))
+    for name in ("set_device_index", "set_device_idx", "synchronize", "empty_cache", *quiet[-5:-1]):
+        setattr(torch.accelerator, name, nothing)
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer
+
+
+def _show_devices(tracker: ScriptTracker) -> None:
+    """Fakes on the card say so, and `to`, `cuda` and `cpu` move between host and card."""
+    ops, recorder, plain = tracker.dispatcher, tracker.recorder, FakeTensor.device
+    move, tensor_of, as_tensor, generator = Tensor.to, torch.tensor, torch.as_tensor, torch.Generator
+
+    def is_on_card(tensor: Tensor) -> bool:
+        return type(tensor) is FakeTensor and not recorder.is_on_host(tensor)
+
+    def device(tensor: FakeTensor) -> torch.device:
+        if ops.depth or tensor.fake_mode.in_kernel_invocation:
+            return plain.fget(tensor)  # type: ignore[attr-defined, no-any-return]
+        return _CARD if is_on_card(tensor) else _HOST
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copy = kwargs.pop("copy", False)
+        if args and isinstance(args[-1], bool) and len([a for a in args if isinstance(a, bool)]) == 2:
+            *args, copy = args  # type: ignore[assignment]
+        where, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        format = {} if memory_format is None else {"memory_format": memory_format}
+        if where is None or (on_card(where) == is_on_card(tensor) and where.type != "meta"):
+            return move(tensor, dtype or tensor.dtype, copy=copy, **format)
+        return torch.ops.aten._to_copy(tensor, dtype=dtype, device=where, **format)  # type: ignore[no-any-return]
+
+    def made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            made = make(data, *args, **kwargs)
+            if device is None:
+                return made
+            needs = made.requires_grad
+            return to(made.detach(), device).requires_grad_(needs) if needs else to(made, device)
+
+        return call
+
+    class Generator(generator):  # type: ignore[misc, valid-type]
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls, "cpu")
+
+    FakeTensor.device = property(device)  # type: ignore[assignment, misc]
+    FakeTensor.is_cuda = property(is_on_card)  # type: ignore[assignment, misc]
+    FakeTensor.get_device = lambda tensor: 0 if is_on_card(tensor) else -1  # type: ignore[method-assign]
+    Tensor.to, Tensor.cpu = to, lambda tensor, **kwargs: to(tensor, _HOST)  # type: ignore[method-assign, assignment]
+    Tensor.cuda = lambda tensor, *args, **kwargs: to(tensor, _CARD)  # type: ignore[method-assign, assignment]
+    Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign, assignment]
+    Tensor.is_pinned = lambda tensor, *args: False  # type: ignore[method-assign, assignment]
+    Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign, assignment]
+    nn.Module.cuda = lambda module, *args: module.to(_CARD)  # type: ignore[method-assign, assignment]
+    torch.tensor, torch.as_tensor, torch.Generator = made(tensor_of), made(as_tensor), Generator  # type: ignore[misc]

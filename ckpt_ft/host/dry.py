@@ -1,0 +1,347 @@
+"""`ckpt-ft dry-run`: the memory and time of a script's training step on a card, without the card, weights or a run.
+
+The script runs in a process of its own, on fake tensors (ops.py), up to the first forward of its training step. There
+the process forks once for each policy that is asked for. Each fork applies its policy, lets the script make a few
+steps and ends; the script's savers are not reached, and what it has written is taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.memory.distributed.fsdp2 import gathers_in_8_bits, host_copies
+from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
+from ckpt_ft.memory.fake import patches
+from ckpt_ft.memory.fake.step import torch_like
+from ckpt_ft.memory.gpus import GPU, GPUS
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.policy import STREAMS
+from ckpt_ft.standins import flash_attention, fused_head, liger, liger_kernels
+
+from .card import show_card, show_tensors
+from .kept_files import KeptFiles
+from .ops import ScriptOps, ScriptTracker
+from .script import Script, TrainingLoop
+from .weightless import load_no_weights
+
+AS_IT_IS = ""  # the policy of a script that is left as it is
+_EAGER = "torch.compile is left out: the answer is that of the eager step"
+_HERE = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one policy gives.
+
+    Attributes:
+        policy: as asked for; AS_IT_IS for the script's own.
+        model: the class of the model that the script trains.
+        trace: of the step with the highest peak; None if there is an `error`.
+        step, steps: the number of that step, and how many were looked at.
+        batches: for each micro-batch of that step, the shapes of the tensors that the model was given.
+        error: one line.
+    """
+
+    policy: str
+    model: str = ""
+    trace: StepTrace | None = None
+    step: int = 0
+    steps: int = 0
+    batches: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A script, the card it shall see (None: the CPU), the policies to apply and how many steps to look at.
+
+    capacity: bytes; if the first policy's step reserves more, `otherwise` are asked for, too.
+    """
+
+    script: Script
+    gpu: GPU | None
+    policies: tuple[str, ...] = (AS_IT_IS,)
+    steps: int = 3
+    capacity: int | None = None
+    otherwise: tuple[str, ...] = ()
+
+
+def ask(question: Question) -> list[Answer]:
+    """Run the script of `question` in a process of its own.
+
+    Raises:
+        UserError: the script ends before a training step. The message has its last words.
+    """
+    question.script.check()
+    with tempfile.TemporaryDirectory(prefix="ckpt_ft-") as folder:
+        asked, output = Path(folder, "question"), Path(folder, "output")
+        asked.write_bytes(pickle.dumps(question))
+        start = f"import sys; sys.path.append({str(_HERE)!r}); from ckpt_ft.host.dry import main; main({str(asked)!r})"
+        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+        with output.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", start], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env={**os.environ, **environment},
+            )  # fmt: skip
+            try:
+                code = process.wait()
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+        answers: list[Answer] = [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).glob("answer-*"))]
+        if not answers or os.environ.get("CKPT_FT_TRACEBACK") == "1":
+            sys.stderr.write(output.read_text(errors="replace"))
+    if not answers:
+        raise UserError(f"{question.script.name}: its process ended with exit code {code} before a training step")
+    return answers
+
+
+def main(path: str) -> NoReturn:
+    """Answer the question in the file `path`, in this process, which then ends."""
+    if "" in sys.path:
+        sys.path.remove("")  # the folder of `python -c`
+    _DryRun(pickle.loads(Path(path).read_bytes()), Path(path).parent).run()
+
+
+class _DryRun:
+    """A script that is looked at."""
+
+    def __init__(self, question: Question, folder: Path) -> None:
+        self.question, self.folder = question, folder
+        self.policy = question.policies[0]
+        self.best: Answer | None = None
+        self.steps = self.number = 0
+        self.stack = contextlib.ExitStack()
+        self.loop = TrainingLoop(self._begins, self._next_step)
+
+    # -- before the first step --------------------------------------------------------------------------------------
+
+    def run(self) -> NoReturn:
+        """Run the script to the end of what is looked at."""
+        gpu = self.question.gpu
+        torch.set_num_threads(1)
+        for name in (
+            "transformers.integrations.moe",
+            "trl.kernels.chunked_logprob",
+        ):  # before their kernels are replaced
+            with contextlib.suppress(ImportError):
+                __import__(name)
+        fakes = self.stack.enter_context(torch_like(gpu))
+        fakes.mode.__exit__(None, None, None)  # only ops that meet a fake run under it
+        gc.enable()
+        self.streams = self.stack.enter_context(streams_are_followed())
+        make_ops = partial(ScriptOps, fakes=fakes, gpu=gpu, streams=self.streams)
+        self.tracker = ScriptTracker(make_ops, gpu)
+        self.streams.recorder = self.tracker.recorder
+        setattr(fakes.mode, STREAMS, self.streams)
+        show_tensors(self.tracker)
+        if gpu is not None:
+            show_card(gpu, self.tracker, self.streams)
+        _leave_out(self.tracker.recorder.note)
+        self.files = KeptFiles()
+        self._track(self.tracker, self.streams)
+        load_no_weights(self._put)
+        self.loop.watch()
+        error: BaseException | None = None
+        try:
+            self.question.script.run()
+        except BaseException as raised:
+            error = raised
+        self._ended(error)
+
+    def _track(self, tracker: ScriptTracker, streams: Streams) -> None:
+        recorder, ops = tracker.recorder, tracker.dispatcher
+        enter = self.stack.enter_context
+        enter(tracker)
+        enter(patches.device_calls(recorder))
+        enter(patches.lists_of_fakes(recorder, ops.values))
+        enter(host_copies(recorder, streams))
+        enter(gathers_in_8_bits(recorder, ops.fakes))
+
+    def _put(self, model: nn.Module) -> None:
+        """Turn what a model holds into fakes: on the CPU, or on the host of a card."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            if type(tensor) in (torch.Tensor, nn.Parameter):
+                self.tracker.dispatcher.put(tensor)
+
+    def _begins(self, model: nn.Module) -> None:
+        """The script has come to its training step: fork for each policy, and go on in the forks."""
+        gpu = self.question.gpu
+        modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+        for module in modules if gpu is None else ():
+            self._put(module)
+        self._fork()
+        notes = apply_policy(model, self.policy).notes if self.policy != AS_IT_IS else []
+        for note in notes:
+            self.tracker.recorder.note(note)
+        enter = self.stack.enter_context
+        enter(patches.triton_launches(self.tracker.recorder))
+        enter(patches.unnoticed())
+        enter(flash_attention.for_live_models())
+        enter(liger.for_live_models())
+        if gpu is not None:
+            enter(fused_head.on_gpu())
+            enter(liger_kernels.on_card(gpu.sms, gpu.capability))
+        gc.collect()
+        gc.disable()  # cycles are collected between steps
+        self.tracker.dispatcher.stepping = True
+        self.tracker.restart()
+        self.tracker.add_model(model)
+        own = set(model.modules())
+        self.tracker.add_beside(module for module in modules if module not in own)
+        _before_saving(self._finish)
+        self.tracker.start_step()
+
+    def _fork(self) -> None:
+        """Fork for each policy and return in the forks. This process waits for them and ends."""
+        asked, running = list(self.question.policies), []
+        for number in count():
+            if not asked:
+                break
+            policy = asked.pop(0)
+            child = os.fork()
+            if not child:
+                self.policy, self.number = policy, number
+                self.files.begin()
+                return
+            running.append(child)
+            if len(running) >= (os.cpu_count() or 1) or (number == 0 and self.question.otherwise):
+                os.waitpid(running.pop(0), 0)
+            if number == 0 and self._misses():
+                asked += self.question.otherwise
+        for child in running:
+            os.waitpid(child, 0)
+        self.files.restore()
+        os._exit(0)
+
+    def _misses(self) -> bool:
+        """Whether the first policy's step does not fit."""
+        path, capacity = self._file(0), self.question.capacity
+        if capacity is None or not path.exists():
+            return False
+        trace = pickle.loads(path.read_bytes()).trace
+        return trace is not None and trace.peak_reserved > capacity
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"answer-{number:03}"
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def _next_step(self, batches: Sequence[dict[str, tuple[int, ...]]]) -> None:
+        """A step has ended, and a module is about to be called."""
+        self._keep(batches)
+        if self.steps == self.question.steps:
+            self._finish()
+        gc.collect(1)
+        self.tracker.start_step()
+
+    def _keep(self, batches: Sequence[dict[str, tuple[int, ...]]]) -> None:
+        """Keep the record if the step that has ended is the highest; the first one is a warm-up."""
+        self.steps += 1
+        gpu = self.question.gpu
+        trace = self.tracker.trace(gpu.name if gpu else "cpu", None if gpu in GPUS.values() else gpu)
+        trace = replace(trace, ops=flash_attention.renamed(trace.ops))
+        best = self.best
+        if best is None or best.trace is None or best.step == 1 or trace.peak_allocated > best.trace.peak_allocated:
+            self.best = Answer(self.policy, type(self.loop.model).__name__, trace, self.steps, batches=list(batches))
+
+    def _finish(self) -> None:
+        """Write the answer and end, if a step has ended."""
+        if self.best is not None:
+            self._end(replace(self.best, steps=self.steps))
+
+    def _ended(self, error: BaseException | None) -> NoReturn:
+        """The script has ended, by `error` or by itself."""
+        if self.loop.model is not None and self.loop.stepped:
+            self._keep(self.loop.batches)
+        self._finish()
+        name = self.question.script.name
+        if error is not None and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            said = f"its step calls {error.func}, whose result depends on values that a dry run does not have"
+        elif isinstance(error, UserError):
+            said = str(error)
+        elif isinstance(error, ModuleNotFoundError):
+            said = f"it needs the package {error.name}, which is not installed"
+        elif error is None or isinstance(error, SystemExit):
+            code = getattr(error, "code", None)
+            said = (
+                f"it ended without a training step{f' ({one_line(code, 200)})' if code else ''}: a step calls a model in "
+                "training mode, and then the step() of an optimizer that holds its parameters, in this process"
+            )
+        else:
+            when = f"in step {self.steps + 1}" if self.loop.model is not None else "before its first training step"
+            said = f"{when}, {_where(error, name)} raised {type(error).__name__}: {one_line(error, 300)}"
+        self._end(Answer(self.policy, error=f"{name}: {said}"))
+
+    def _end(self, answer: Answer) -> NoReturn:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.files.restore()
+        self._file(self.number).write_bytes(pickle.dumps(answer))
+        os._exit(0)
+
+
+def _where(error: BaseException, name: str) -> str:
+    """The last line of the script itself on the way to `error`."""
+    at = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == Path(name).name]
+    return f"line {at[-1].lineno}" if at else "a library"
+
+
+def _leave_out(note: Callable[[str], None]) -> None:
+    """What a dry run does without: torch.compile, and processes that load data."""
+
+    def compile(model: Any = None, **kwargs: Any) -> Any:
+        note(_EAGER)
+        return model if model is not None else lambda function: function
+
+    def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        note(_EAGER)
+
+    loader = torch.utils.data.DataLoader.__init__
+
+    def load(self: Any, *args: Any, **kwargs: Any) -> None:
+        alone = {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "prefetch_factor": None}
+        given = inspect.signature(loader).bind(self, *args, **{**kwargs, "multiprocessing_context": None})
+        loader(**{**given.arguments, **alone, "timeout": 0})
+
+    torch.compile, nn.Module.compile = compile, compile_module  # type: ignore[assignment, method-assign]
+    torch.utils.data.DataLoader.__init__ = load  # type: ignore[method-assign]
+
+
+def _before_saving(finish: Callable[[], None]) -> None:
+    """Call `finish` where the script saves tensors: there is nothing to save."""
+    savers: list[tuple[Any, str]] = [(torch, "save")]
+    with contextlib.suppress(ImportError):
+        import safetensors.torch
+
+        savers += [(safetensors.torch, name) for name in ("save", "save_file", "save_model")]
+    for owner, name in savers:
+
+        def saved(*args: Any, save: Any = getattr(owner, name), **kwargs: Any) -> Any:
+            finish()
+            return save(*args, **kwargs)
+
+        setattr(owner, name, saved)

@@ -1,0 +1,129 @@
+"""Runs a person's training script in this process and finds its training step.
+
+The script is not changed and needs no import of ours. Its model is the first module that is called, from outside of
+other modules, in training mode and with gradients, and that holds a parameter of an optimizer. A step ends with
+`Optimizer.step()`; the next one begins at the next call of a module. Nothing here knows Trainer, Accelerate, TRL,
+Lightning or diffusers.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ckpt_ft.errors import UserError
+
+Batches = list[dict[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script as `python` runs it: a file, or with `is_module` a module as after `python -m`."""
+
+    name: str
+    args: tuple[str, ...] = ()
+    is_module: bool = False
+
+    def check(self) -> None:
+        """Raises UserError if there is no such file."""
+        if not self.is_module and not Path(self.name).is_file():
+            raise UserError(f"{self.name}: no such script; give a Python file, or -m and a module, then its arguments")
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the command line, as after `python`."""
+        return [*(["-m"] if self.is_module else []), self.name, *self.args]
+
+    def run(self) -> None:
+        """Run the script as `__main__`."""
+        if self.is_module:
+            sys.path[0:0] = [os.getcwd()]
+            sys.argv = [self.name, *self.args]
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            return
+        sys.path[0:0] = [str(Path(self.name).resolve().parent)]
+        sys.argv = [self.name, *self.args]
+        runpy.run_path(self.name, run_name="__main__")
+
+
+class TrainingLoop:
+    """Watches the process for the training step of a script.
+
+    Args:
+        begins: called with the model before the first forward of its first step.
+        next_step: called with the `batches` of the step that has ended, before the first call of a module after it.
+
+    Attributes:
+        stepped: whether `Optimizer.step()` was called and no module since.
+        optimizers: those that were constructed, in order.
+        batches: the shapes of the tensors that the model was given, one dict for each micro-batch of this step.
+    """
+
+    def __init__(self, begins: Callable[[nn.Module], None], next_step: Callable[[Batches], None]) -> None:
+        self.begins, self.next_step = begins, next_step
+        self.optimizers: list[Optimizer] = []
+        self.model: nn.Module | None = None
+        self.batches: Batches = []
+        self.stepped = False
+        self._depth = 0
+        self._thread = threading.get_ident()
+
+    def watch(self) -> None:
+        """Begin; the script has not constructed an optimizer yet."""
+        made, call, optimizers = Optimizer.__init__, nn.Module.__call__, self.optimizers
+
+        def constructed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            made(optimizer, *args, **kwargs)
+            optimizers.append(optimizer)
+
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._depth or threading.get_ident() != self._thread:
+                return call(module, *args, **kwargs)
+            self._arrive(module, args, kwargs)
+            self._depth += 1
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        Optimizer.__init__, nn.Module.__call__ = constructed, called  # type: ignore[method-assign,assignment]
+        register_optimizer_step_post_hook(self._step_ends)
+
+    @property
+    def parameters(self) -> Iterator[Tensor]:
+        """The parameters of all optimizers."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.stepped = self.model is not None
+
+    def _arrive(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if self.model is None:
+            if not (module.training and torch.is_grad_enabled() and self.optimizers and self._is_trained(module)):
+                return
+            self.model = module
+            self.begins(module)
+        elif self.stepped:
+            self.stepped = False
+            ended, self.batches = self.batches, []
+            self.next_step(ended)
+        if module is self.model:
+            named = {**{f"input {at}": value for at, value in enumerate(args)}, **kwargs}
+            self.batches.append({name: tuple(v.shape) for name, v in named.items() if isinstance(v, Tensor)})
+
+    def _is_trained(self, module: nn.Module) -> bool:
+        trained = set(map(id, self.parameters))
+        return any(id(parameter) in trained for parameter in module.parameters())

@@ -1,0 +1,170 @@
+"""`from_pretrained` of transformers and diffusers without weights: a model has the shapes and dtypes of its config.
+
+The files of a checkpoint are not opened, and need not exist.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.standins import flash_attention
+from ckpt_ft.standins.quantised_layers import to_int8, to_nf4
+from ckpt_ft.workloads.transformers_models import keep_in_float32
+
+Put = Callable[[nn.Module], None]
+_OWN = (  # arguments of `from_pretrained` that are about files, or read here
+    "state_dict", "proxies", "tqdm_class", "output_loading_info", "_from_pipeline", "_from_auto", "dtype", "torch_dtype",
+    "device_map", "max_memory", "offload_folder", "offload_buffers", "quantization_config", "subfolder", "_commit_hash",
+    "variant", "adapter_kwargs", "adapter_name", "generation_config", "gguf_file", "distributed_config", "device_mesh",
+    "tp_plan", "tp_size", "trust_remote_code", "allow_all_kernels", "use_kernels", "kernel_config", "key_mapping", "mirror",
+    "_fast_init", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict", "cache_dir", "ignore_mismatched_sizes",
+    "force_download", "local_files_only", "token", "revision", "use_safetensors", "weights_only", "fusion_config",
+    "disable_mmap",
+)  # fmt: skip
+_OF_CONFIG = ("subfolder", "cache_dir", "force_download", "local_files_only", "token", "revision", "trust_remote_code")
+
+
+def load_no_weights(put: Put) -> None:
+    """Replace `from_pretrained` in this process.
+
+    put: called with each model on "meta", and turns its tensors into fakes.
+    """
+    if find_spec("transformers"):
+        _patch_transformers(put)
+    if find_spec("diffusers"):
+        _patch_diffusers(put)
+
+
+def _patch_transformers(put: Put) -> None:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    own_of_config = PreTrainedModel._from_config.__func__  # type: ignore[attr-defined]
+
+    def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        given = {key: kwargs.pop(key) for key in _OWN if key in kwargs}
+        given = {key: value for key, value in given.items() if value is not None}
+        if unsupported := [key for key in ("gguf_file", "distributed_config", "tp_plan") if given.get(key)]:
+            raise UserError(f"from_pretrained({unsupported[0]}=...) is not modelled in a dry run; leave it out")
+        if not isinstance(config, PreTrainedConfig):
+            files = {key: given[key] for key in _OF_CONFIG if key in given and key != "trust_remote_code"}
+            config, kwargs = cls.config_class.from_pretrained(
+                config or name, return_unused_kwargs=True, **files, **kwargs
+            )
+        config = copy.deepcopy(config)
+        attention = kwargs.pop("attn_implementation", None) or config._attn_implementation_internal
+        quantised = given.get("quantization_config") or getattr(config, "quantization_config", None)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        experts = (
+            {"experts_implementation": kwargs.pop("experts_implementation")}
+            if kwargs.get("experts_implementation")
+            else {}
+        )
+        kwargs.pop("experts_implementation", None)
+        model = built(
+            cls, config, *args, dtype=_dtype(given, config), attn_implementation=_fused(attention), **experts, **kwargs
+        )
+        model.name_or_path = model.config._name_or_path = str(name)
+        _quantise(model, quantised)
+        put(model)
+        _to_device_map(model, given.get("device_map"))
+        model.eval()
+        empty: dict[str, Any] = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"), [])
+        return (model, empty) if given.get("output_loading_info") else model
+
+    def built(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.device("meta"):
+            model = own_of_config(cls, config, **kwargs)
+        keep_in_float32(model, str(model.dtype).removeprefix("torch."))
+        return model
+
+    def from_config(cls: Any, config: Any, **kwargs: Any) -> Any:
+        if kwargs.get("attn_implementation"):
+            kwargs["attn_implementation"] = _fused(kwargs["attn_implementation"])
+        model = built(cls, config, **kwargs)
+        put(model)
+        return model
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+    PreTrainedModel._from_config = classmethod(from_config)  # type: ignore[assignment]
+
+
+def _dtype(given: dict[str, Any], config: Any) -> torch.dtype:
+    asked = given.get("dtype", given.get("torch_dtype", "auto"))
+    if isinstance(asked, dict):
+        asked = asked.get("", "auto")
+    if asked == "auto":
+        asked = getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, asked) if isinstance(asked, str) else asked  # type: ignore[no-any-return]
+
+
+def _fused(attention: Any) -> Any:
+    """The stand-in for a kernel of FlashAttention, which need not be installed."""
+    if not isinstance(attention, str) or "flash" not in attention:
+        return attention
+    flash_attention.register()
+    return flash_attention.NAME_3 if attention.endswith("3") else flash_attention.NAME
+
+
+def _quantise(model: nn.Module, config: Any) -> None:
+    """Pack the layers of `model` as bitsandbytes does.
+
+    Raises:
+        UserError: another library's method.
+    """
+    if config is None:
+        return
+    asked = config if isinstance(config, dict) else config.to_dict()
+    skip = tuple(asked.get("llm_int8_skip_modules") or ()) or None
+    if asked.get("load_in_8bit"):
+        to_int8(model, skip)
+    elif asked.get("load_in_4bit"):
+        compute = asked.get("bnb_4bit_compute_dtype") or "float32"
+        compute = getattr(torch, compute.removeprefix("torch.")) if isinstance(compute, str) else compute
+        to_nf4(model, compute, skip, bool(asked.get("bnb_4bit_use_double_quant")))
+    else:
+        raise UserError(
+            f"quantization {asked.get('quant_method', type(config).__name__)}: a dry run knows bitsandbytes' 4 and 8 bits; "
+            "ask `ckpt-ft estimate MODEL` for others"
+        )
+    model.is_quantized = model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = bool(asked.get("load_in_4bit")), bool(asked.get("load_in_8bit"))  # type: ignore[assignment]
+    model.quantization_method = "bitsandbytes"  # type: ignore[assignment]
+    model.config.quantization_config = config  # type: ignore[union-attr]
+
+
+def _to_device_map(model: nn.Module, where: Any) -> None:
+    """Move a model to the card if its device map names it, or says "auto"."""
+    if where is None:
+        return
+    parts = set(where.values()) if isinstance(where, dict) else {where}
+    if parts <= {"cpu", torch.device("cpu")} or not torch.cuda.is_available():
+        return
+    if not all(
+        part in ("auto", "balanced", "sequential", "cuda", "cuda:0", 0, torch.device("cuda", 0)) for part in parts
+    ):
+        raise UserError(f'device_map {where}: a dry run puts a model on one card; give "auto" or leave it out')
+    model.to("cuda")
+
+
+def _patch_diffusers(put: Put) -> None:
+    from diffusers.models.modeling_utils import ModelMixin
+
+    def from_pretrained(cls: Any, name: Any, **kwargs: Any) -> Any:
+        files = {key: kwargs[key] for key in (*_OF_CONFIG[:-1], "proxies") if kwargs.get(key) is not None}
+        config = cls.load_config(name, **files)
+        with torch.device("meta"):
+            model = cls.from_config(config)
+        if isinstance(kwargs.get("torch_dtype"), torch.dtype):
+            model.to(kwargs["torch_dtype"])
+        put(model)
+        return model.eval()
+
+    ModelMixin.from_pretrained = classmethod(from_pretrained)
