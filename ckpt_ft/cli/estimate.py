@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import GPU, asked_gpu, find_gpu
-from ckpt_ft.planning.results import Estimate, Suggestions
+from ckpt_ft.planning.results import Estimate, Suggestion, Suggestions
 from ckpt_ft.spec.flags import words_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import Table, print_table
@@ -177,18 +177,23 @@ def print_advice(result: Estimate, spec: TrainingSpec) -> None:
         console.print(f"ready-made: {ready}", markup=False, soft_wrap=True)
 
 
+def print_ways(ways: Sequence[Suggestion], console: Console) -> None:
+    """Print changes under which the step fits, each with its command."""
+    on_host = any(way.host for way in ways)
+    rows = [
+        (way.change, format_bytes(way.reserved), *([format_bytes(way.host)] * on_host), f"{way.slower:+.0%}")
+        for way in ways
+    ]
+    columns = ("with", "peak reserved", *(["host memory"] * on_host), "time a sample")
+    print_table(Table("Would fit", columns, rows), console)
+    for way in ways:
+        console.print(f"{way.change}:\n  {way.command}", markup=False, soft_wrap=True)
+
+
 def _print_suggestions(result: Estimate, answer: Suggestions, spec: TrainingSpec, console: Console) -> None:
     """What would fit, each with its command, and the command that looks at more."""
     if answer.ways:
-        on_host = any(way.host for way in answer.ways)
-        rows = [
-            (way.change, format_bytes(way.reserved), *([format_bytes(way.host)] * on_host), f"{way.slower:+.0%}")
-            for way in answer.ways
-        ]
-        columns = ("with", "peak reserved", *(["host memory"] * on_host), "time a sample")
-        print_table(Table("Would fit", columns, rows), console)
-        for way in answer.ways:
-            console.print(f"{way.change}:\n  {way.command}", markup=False, soft_wrap=True)
+        print_ways(answer.ways, console)
         quickest = min(answer.ways, key=lambda way: way.slower)
         kept = {key: value for key, value in quickest.edits.items() if key not in ("policy", "batch_size")}
         spec = spec.edit(**kept)

@@ -23,7 +23,7 @@ from ckpt_ft.errors import UserError, one_line, run
 from ckpt_ft.spec.settings import typed_as
 
 from . import app as browser
-from . import catalogue, estimate, max_length, planning, policies, recipe, where
+from . import catalogue, dry_run, estimate, max_length, planning, policies, recipe, where
 from .params import words_in_our_names
 
 
@@ -110,6 +110,8 @@ for command in (
     max_length.max_length, where.where, catalogue.models, catalogue.gpus, catalogue.calibrate,
 ):  # fmt: skip
     app.command()(command)
+# What follows the script's name is the script's own.
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(dry_run.dry_run)
 # What follows the recipe's name is the recipe's own, its --help included.
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -53,10 +53,17 @@ def show_tensors(tracker: ScriptTracker) -> None:
             memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
         return memo[id(tensor)]
 
-    Tensor.__format__, Tensor.__deepcopy__ = formatted, copied  # type: ignore[method-assign]
-    FakeTensor.numpy = lambda tensor, **options: numbers(tensor)  # type: ignore[method-assign]
-    FakeTensor.__array__ = lambda tensor, dtype=None, copy=None: numpy.asarray(numbers(tensor), dtype)  # type: ignore[method-assign]
-    FakeTensor.__repr__ = FakeTensor.__str__ = lambda tensor: f"tensor(..., size={tuple(tensor.shape)})"  # type: ignore[method-assign]
+    def described(tensor: Tensor, **options: Any) -> str:
+        return f"tensor(..., size={tuple(tensor.shape)})"
+
+    _replace(Tensor, __format__=formatted, __deepcopy__=copied)
+    _replace(
+        FakeTensor,
+        numpy=lambda tensor, **options: numbers(tensor),
+        __array__=lambda tensor, dtype=None, copy=None: numpy.asarray(numbers(tensor), dtype),
+        __repr__=described,
+        __str__=described,
+    )
     torch.__future__.set_swap_module_params_on_conversion(True)  # parameters keep their identity on the way to a card
     torch.utils.swap_tensors = swap
 
@@ -72,36 +79,51 @@ def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams) -> None:
     )  # fmt: skip
     state = torch.zeros(16, dtype=torch.uint8)
     answers: dict[str, Any] = {
-        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "is_bf16_supported": gpu.arch >= (8, 0),
+        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
+        "is_bf16_supported": gpu.arch >= (8, 0),
         "get_device_capability": gpu.arch, "get_device_properties": properties, "get_device_name": gpu.name,
-        "mem_get_info": (gpu.memory, gpu.memory), "get_rng_state": state, "get_rng_state_all": [state], "initial_seed": 0,
-        "get_arch_list": [f"sm_{gpu.capability}"], "can_device_access_peer": False, "is_current_stream_capturing": False, "memory_summary": "", "memory_snapshot": [],
+        "mem_get_info": (gpu.memory, gpu.memory), "get_rng_state": state, "get_rng_state_all": [state],
+        "initial_seed": 0,
+        "get_arch_list": [f"sm_{gpu.capability}"], "can_device_access_peer": False,
+        "is_current_stream_capturing": False, "memory_summary": "", "memory_snapshot": [],
         "is_tf32_supported": gpu.arch >= (8, 0), "memory_stats": defaultdict(int),
     }  # fmt: skip
     quiet = (
-        "init", "_lazy_init", "set_device", "synchronize", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all", "seed",
-        "seed_all", "set_rng_state", "set_rng_state_all", "reset_peak_memory_stats", "reset_max_memory_allocated",
+        "init", "_lazy_init", "set_device", "synchronize", "empty_cache", "ipc_collect", "manual_seed",
+        "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all", "reset_peak_memory_stats",
+        "reset_max_memory_allocated",
         "reset_accumulated_memory_stats", "set_per_process_memory_fraction", "_lazy_call",
     )  # fmt: skip
     counted = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization")
-    for name in quiet:
-        setattr(torch.cuda, name, nothing)
-    for name, answer in {**answers, **dict.fromkeys(counted, 0)}.items():
-        setattr(torch.cuda, name, _always(answer))
-    for name in ("Stream", "Event", "stream", "current_stream"):
-        setattr(torch.cuda, name, getattr(streams, name))
-    torch.cuda.default_stream = streams.current_stream
-    torch.cuda.device = torch.cuda.device_of = lambda *args: nullcontext()  # type: ignore[assignment,misc]
-    torch.cuda.memory._record_memory_history = nothing
+    _replace(torch.cuda, **dict.fromkeys(quiet, nothing))
+    _replace(
+        torch.cuda, **{name: _always(answer) for name, answer in {**answers, **dict.fromkeys(counted, 0)}.items()}
+    )
+    _replace(torch.cuda, **{name: getattr(streams, name) for name in ("Stream", "Event", "stream", "current_stream")})
+    _replace(
+        torch.cuda,
+        default_stream=streams.current_stream,
+        device=lambda *args: nullcontext(),
+        device_of=lambda *args: nullcontext(),
+    )
+    _replace(torch.cuda.memory, _record_memory_history=nothing)
     torch.version.cuda = torch.version.cuda or "13.0"
     accelerator: dict[str, Any] = {
-        "is_available": True, "device_count": 1, "current_accelerator": torch.device("cuda"), "current_device_index": 0,
-        "current_device_idx": 0, "get_device_capability": {}, "get_memory_info": (gpu.memory, gpu.memory), "memory_stats": defaultdict(int),
+        "is_available": True, "device_count": 1, "current_accelerator": torch.device("cuda"),
+        "current_device_index": 0, "current_device_idx": 0, "get_device_capability": {},
+        "get_memory_info": (gpu.memory, gpu.memory),
+        "memory_stats": defaultdict(int),
     }  # fmt: skip
-    for name, answer in {**accelerator, **dict.fromkeys(counted, 0)}.items():
-        setattr(torch.accelerator, name, _always(answer))
-    for name in ("set_device_index", "set_device_idx", "synchronize", "empty_cache", *quiet[-5:-1]):
-        setattr(torch.accelerator, name, nothing)
+    answers = {**accelerator, **dict.fromkeys(counted, 0)}
+    _replace(torch.accelerator, **{name: _always(answer) for name, answer in answers.items()})
+    silent = ("set_device_index", "set_device_idx", "synchronize", "empty_cache", "reset_peak_memory_stats")
+    _replace(torch.accelerator, **dict.fromkeys(silent, nothing))
+
+
+def _replace(owner: Any, **parts: Any) -> None:
+    """Set attributes of a class or module."""
+    for name, part in parts.items():
+        setattr(owner, name, part)
 
 
 def _always(answer: Any) -> Callable[..., Any]:
@@ -118,7 +140,7 @@ def _show_devices(tracker: ScriptTracker) -> None:
 
     def device(tensor: FakeTensor) -> torch.device:
         if ops.depth or tensor.fake_mode.in_kernel_invocation:
-            return plain.fget(tensor)  # type: ignore[attr-defined, no-any-return]
+            return plain.fget(tensor)  # type: ignore[attr-defined]
         return _CARD if is_on_card(tensor) else _HOST
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -126,10 +148,10 @@ def _show_devices(tracker: ScriptTracker) -> None:
         if args and isinstance(args[-1], bool) and len([a for a in args if isinstance(a, bool)]) == 2:
             *args, copy = args  # type: ignore[assignment]
         where, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        format = {} if memory_format is None else {"memory_format": memory_format}
+        format: dict[str, Any] = {} if memory_format is None else {"memory_format": memory_format}
         if where is None or (on_card(where) == is_on_card(tensor) and where.type != "meta"):
             return move(tensor, dtype or tensor.dtype, copy=copy, **format)
-        return torch.ops.aten._to_copy(tensor, dtype=dtype, device=where, **format)  # type: ignore[no-any-return]
+        return torch.ops.aten._to_copy(tensor, dtype=dtype, device=where, **format)
 
     def made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -145,13 +167,20 @@ def _show_devices(tracker: ScriptTracker) -> None:
         def __new__(cls, device: Any = "cpu") -> Any:
             return super().__new__(cls, "cpu")
 
-    FakeTensor.device = property(device)  # type: ignore[assignment, misc]
-    FakeTensor.is_cuda = property(is_on_card)  # type: ignore[assignment, misc]
-    FakeTensor.get_device = lambda tensor: 0 if is_on_card(tensor) else -1  # type: ignore[method-assign]
-    Tensor.to, Tensor.cpu = to, lambda tensor, **kwargs: to(tensor, _HOST)  # type: ignore[method-assign, assignment]
-    Tensor.cuda = lambda tensor, *args, **kwargs: to(tensor, _CARD)  # type: ignore[method-assign, assignment]
-    Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign, assignment]
-    Tensor.is_pinned = lambda tensor, *args: False  # type: ignore[method-assign, assignment]
-    Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign, assignment]
-    nn.Module.cuda = lambda module, *args: module.to(_CARD)  # type: ignore[method-assign, assignment]
-    torch.tensor, torch.as_tensor, torch.Generator = made(tensor_of), made(as_tensor), Generator  # type: ignore[misc]
+    _replace(
+        FakeTensor,
+        device=property(device),
+        is_cuda=property(is_on_card),
+        get_device=lambda tensor: 0 if is_on_card(tensor) else -1,
+    )
+    _replace(
+        Tensor,
+        to=to,
+        cpu=lambda tensor, **kwargs: to(tensor, _HOST),
+        cuda=lambda tensor, *args, **kwargs: to(tensor, _CARD),
+        pin_memory=lambda tensor, *args: tensor,
+        is_pinned=lambda tensor, *args: False,
+        record_stream=lambda tensor, stream: None,
+    )
+    _replace(nn.Module, cuda=lambda module, *args: module.to(_CARD))
+    _replace(torch, tensor=made(tensor_of), as_tensor=made(as_tensor), Generator=Generator)

@@ -76,6 +76,7 @@ class Question:
     """A script, the card it shall see (None: the CPU), the policies to apply and how many steps to look at.
 
     capacity: bytes; if the first policy's step reserves more, `otherwise` are asked for, too.
+    longest: give the script the longest rows of its dataset first.
     """
 
     script: Script
@@ -84,6 +85,7 @@ class Question:
     steps: int = 3
     capacity: int | None = None
     otherwise: tuple[str, ...] = ()
+    longest: bool = False
 
 
 def ask(question: Question) -> list[Answer]:
@@ -288,8 +290,8 @@ class _DryRun:
         elif error is None or isinstance(error, SystemExit):
             code = getattr(error, "code", None)
             said = (
-                f"it ended without a training step{f' ({one_line(code, 200)})' if code else ''}: a step calls a model in "
-                "training mode, and then the step() of an optimizer that holds its parameters, in this process"
+                f"it ended without a training step{f' ({one_line(code, 200)})' if code else ''}: a step calls a model "
+                "in training mode, and then the step() of an optimizer that holds its parameters, in this process"
             )
         else:
             when = f"in step {self.steps + 1}" if self.loop.model is not None else "before its first training step"
@@ -338,10 +340,13 @@ def _before_saving(finish: Callable[[], None]) -> None:
         import safetensors.torch
 
         savers += [(safetensors.torch, name) for name in ("save", "save_file", "save_model")]
-    for owner, name in savers:
 
-        def saved(*args: Any, save: Any = getattr(owner, name), **kwargs: Any) -> Any:
+    def before(save: Callable[..., Any]) -> Callable[..., Any]:
+        def saved(*args: Any, **kwargs: Any) -> Any:
             finish()
             return save(*args, **kwargs)
 
-        setattr(owner, name, saved)
+        return saved
+
+    for owner, name in savers:
+        setattr(owner, name, before(getattr(owner, name)))

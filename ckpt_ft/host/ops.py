@@ -1,4 +1,4 @@
-"""The record of a script's step: what it makes on the card, or moves there, is fake; what it makes on the host is real.
+"""The record of a script's step: what it makes on the card, or moves there, is fake, on the host real.
 
 A script makes and indexes its data between steps, and decides by numbers of the host; these stay what they are. On the
 card only shapes are known. A tensor that the script brings to the card has a fake there, with the values of small
@@ -45,7 +45,7 @@ _SMALL = 1024  # elements, whose numbers a script may decide by
 
 def has_fakes(values: Any) -> bool:
     """Whether there is a fake tensor among an op's arguments."""
-    for value in values:  # no generator: once for every op
+    for value in values:  # noqa: SIM110 (once for every op: a generator is slower)
         if type(value) is FakeTensor or (isinstance(value, (tuple, list)) and has_fakes(value)):
             return True
     return False
@@ -79,7 +79,7 @@ class ScriptOps(FakeOps):
         return super().prepare(func, args, kwargs)
 
     def stays_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an op of a step on the CPU has only real tensors, and does not make a large one of unknown numbers."""
+        """Whether an op of a step on the CPU has only real tensors, and makes no large one of unknown numbers."""
         if self.gpu is not None or has_fakes(args):
             return False
         if not self.stepping or func not in _MAKES:
@@ -128,7 +128,9 @@ class ScriptOps(FakeOps):
         try:
             with self.fakes.mode:
                 given = self.faked(args)
-                if func is aten._to_copy.default:  # the fake kernel returns its argument: to it, the device is the same
+                if (
+                    func is aten._to_copy.default
+                ):  # the fake kernel returns its argument: to it, the device is the same
                     layout = plain.get("memory_format") or torch.preserve_format
                     out = torch.empty_like(given[0], dtype=plain.get("dtype"), memory_format=layout)
                 else:
@@ -163,7 +165,7 @@ class ScriptOps(FakeOps):
 def swap(one: Any, other: Any) -> None:
     """Exchange the contents of two tensors, which keep their identities.
 
-    As `torch.utils.swap_tensors`, which refuses tensors with weak references; those of an LSTM to its weights stay right.
+    As `torch.utils.swap_tensors`, which refuses tensors with weak references; an LSTM has such to its weights.
     """
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__

@@ -20,13 +20,13 @@ from ckpt_ft.workloads.transformers_models import keep_in_float32
 
 Put = Callable[[nn.Module], None]
 _OWN = (  # arguments of `from_pretrained` that are about files, or read here
-    "state_dict", "proxies", "tqdm_class", "output_loading_info", "_from_pipeline", "_from_auto", "dtype", "torch_dtype",
-    "device_map", "max_memory", "offload_folder", "offload_buffers", "quantization_config", "subfolder", "_commit_hash",
-    "variant", "adapter_kwargs", "adapter_name", "generation_config", "gguf_file", "distributed_config", "device_mesh",
-    "tp_plan", "tp_size", "trust_remote_code", "allow_all_kernels", "use_kernels", "kernel_config", "key_mapping", "mirror",
-    "_fast_init", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict", "cache_dir", "ignore_mismatched_sizes",
-    "force_download", "local_files_only", "token", "revision", "use_safetensors", "weights_only", "fusion_config",
-    "disable_mmap",
+    "state_dict", "proxies", "tqdm_class", "output_loading_info", "_from_pipeline", "_from_auto", "dtype",
+    "torch_dtype", "device_map", "max_memory", "offload_folder", "offload_buffers", "quantization_config",
+    "subfolder", "_commit_hash", "variant", "adapter_kwargs", "adapter_name", "generation_config", "gguf_file",
+    "distributed_config", "device_mesh", "tp_plan", "tp_size", "trust_remote_code", "allow_all_kernels", "use_kernels",
+    "kernel_config", "key_mapping", "mirror", "_fast_init", "low_cpu_mem_usage", "from_tf", "from_flax",
+    "offload_state_dict", "cache_dir", "ignore_mismatched_sizes", "force_download", "local_files_only", "token",
+    "revision", "use_safetensors", "weights_only", "fusion_config", "disable_mmap",
 )  # fmt: skip
 _OF_CONFIG = ("subfolder", "cache_dir", "force_download", "local_files_only", "token", "revision", "trust_remote_code")
 
@@ -45,7 +45,7 @@ def load_no_weights(put: Put) -> None:
 def _patch_transformers(put: Put) -> None:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    own_of_config = PreTrainedModel._from_config.__func__  # type: ignore[attr-defined]
+    own_of_config = PreTrainedModel._from_config.__func__
 
     def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         given = {key: kwargs.pop(key) for key in _OWN if key in kwargs}
@@ -76,7 +76,9 @@ def _patch_transformers(put: Put) -> None:
         put(model)
         _to_device_map(model, given.get("device_map"))
         model.eval()
-        empty: dict[str, Any] = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"), [])
+        empty: dict[str, Any] = {
+            key: [] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+        }
         return (model, empty) if given.get("output_loading_info") else model
 
     def built(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,8 +94,8 @@ def _patch_transformers(put: Put) -> None:
         put(model)
         return model
 
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
-    PreTrainedModel._from_config = classmethod(from_config)  # type: ignore[assignment]
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    PreTrainedModel._from_config = classmethod(from_config)
 
 
 def _dtype(given: dict[str, Any], config: Any) -> torch.dtype:
@@ -102,7 +104,7 @@ def _dtype(given: dict[str, Any], config: Any) -> torch.dtype:
         asked = asked.get("", "auto")
     if asked == "auto":
         asked = getattr(config, "dtype", None) or torch.float32
-    return getattr(torch, asked) if isinstance(asked, str) else asked  # type: ignore[no-any-return]
+    return getattr(torch, asked) if isinstance(asked, str) else asked
 
 
 def _fused(attention: Any) -> Any:
@@ -131,8 +133,8 @@ def _quantise(model: nn.Module, config: Any) -> None:
         to_nf4(model, compute, skip, bool(asked.get("bnb_4bit_use_double_quant")))
     else:
         raise UserError(
-            f"quantization {asked.get('quant_method', type(config).__name__)}: a dry run knows bitsandbytes' 4 and 8 bits; "
-            "ask `ckpt-ft estimate MODEL` for others"
+            f"quantization {asked.get('quant_method', type(config).__name__)}: a dry run knows bitsandbytes' 4 and 8 "
+            "bits; ask `ckpt-ft estimate MODEL` for others"
         )
     model.is_quantized = model.is_loaded_in_4bit = True  # type: ignore[assignment]
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = bool(asked.get("load_in_4bit")), bool(asked.get("load_in_8bit"))  # type: ignore[assignment]

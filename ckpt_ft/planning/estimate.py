@@ -210,15 +210,27 @@ def _with_phases(found: Estimate, phases: Mapping[str, StepTrace]) -> Estimate:
 
 
 def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTrace, capacity: int | None) -> Estimate:
-    gpu: GPU | None = gpu_of(workload.device)
-    parts = trace.seconds_parts if trace.timed else None
-    return Estimate(
+    found = of_trace(trace, gpu_of(workload.device), workload.launch, capacity)
+    return replace(
+        found,
         model=workload.name,
         policy=str(policy),
-        device=trace.device,
         batch_size=batch_size,
         accumulation=workload.accumulation,
         shape=workload.shape,
+    )
+
+
+def of_trace(trace: StepTrace, gpu: GPU | None, launch: Launch | None, capacity: int | None) -> Estimate:
+    """The estimate that a trace gives; whoever knows the model and its batch fills them in."""
+    parts = trace.seconds_parts if trace.timed else None
+    return Estimate(
+        model="",
+        policy="",
+        device=trace.device,
+        batch_size=1,
+        accumulation=1,
+        shape={},
         peak_allocated=trace.peak_allocated,
         peak_reserved=trace.peak_reserved,
         peaks=trace.peaks,
@@ -228,8 +240,8 @@ def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTr
         seconds_parts=parts.parts if parts else {},
         bound=parts.bound if parts else "",
         capacity=capacity,
-        context=memory_budget(None, gpu, 0, workload.launch).context if gpu else 0,
-        launch=str(workload.launch or ""),
+        context=memory_budget(None, gpu, 0, launch).context if gpu else 0,
+        launch=str(launch or ""),
         notes=trace.notes,
         peak_host=trace.peak_host,
         at_host_peak=trace.at_host_peak,

@@ -1,0 +1,214 @@
+"""`ckpt-ft dry-run`: what a training script costs on a card, without the card and without a run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.files import check_writable
+from ckpt_ft.memory.gpus import GPU, asked_gpu, find_gpu
+from ckpt_ft.planning.results import Estimate, Suggestion, Suggestions
+from ckpt_ft.policy import Policy
+from ckpt_ft.tables import Table, print_table
+from ckpt_ft.units import format_bytes
+
+from .console import progress, stdout
+from .estimate import print_figures, print_ways
+from .params import AsJson, Html
+
+if TYPE_CHECKING:
+    from ckpt_ft.host.dry import Answer
+    from ckpt_ft.host.script import Script
+
+OTHERWISE = ("pointwise", "save:attention", "full", "full,head", "full,head,offload")
+
+Module = Annotated[str, typer.Option("-m", metavar="MODULE", help="run a module, as python -m does")]
+
+
+def dry_run(
+    words: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGS...", help="as after python")] = None,
+    module: Module = "",
+    device: Annotated[str, typer.Option(help="a card, or several with commas; 'cpu' for this CPU")] = "",
+    gpu_memory: Annotated[str, typer.Option(help="bytes of the card where it differs, such as 20GiB")] = "",
+    policy: Annotated[
+        list[str] | None, typer.Option(help="apply this policy first; several are compared (--policy none,full)")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="look at the first N steps; the highest one counts")] = 3,
+    rows: Annotated[str, typer.Option(help="'all': batches with the longest rows of the dataset come first")] = "",
+    html: Html = "",
+    as_json: AsJson = False,
+) -> None:
+    """Predict peak memory and time of a training script's step, without a GPU and without weights.
+
+    The script runs as it is (Trainer, Accelerate, TRL, diffusers, Lightning or a loop of its own) up to its first
+    training step, and sees the card that is asked about. Options of the script come after its name.
+    """
+    from ckpt_ft.host.dry import AS_IT_IS, Question, ask
+    from ckpt_ft.host.script import Script
+    from ckpt_ft.memory.rules.cuda import same_kernels
+    from ckpt_ft.planning.tracing import on_card
+
+    if not module and not words:
+        raise UserError("dry-run needs a script: ckpt-ft dry-run [OPTIONS] train.py ARGS..., or -m MODULE ARGS...")
+    if rows not in ("", "all"):
+        raise UserError(f"--rows {rows}: give 'all', or leave it out for batches as the script makes them")
+    if html:
+        check_writable(html, "--html")
+    script = Script(module, tuple(words or ()), True) if module else Script(words[0], tuple(words[1:]))  # type: ignore[index]
+    script.check()
+    policies = tuple(several(policy or [])) or (AS_IT_IS,)
+    cards = _cards(device, gpu_memory)
+    if html and (len(cards) > 1 or len(policies) > 1):
+        raise UserError("--html shows one step: give one --device and one --policy")
+    found: list[Estimate] = []
+    known: dict[object, list[Answer]] = {}
+    with progress() as say:
+        for card in cards:
+            say(f"running {script.name} up to its first training step, for {card.name if card else 'the CPU'}")
+            kernels = same_kernels(card) if card else None
+            if kernels not in known:
+                only = len(cards) == len(policies) == 1 and card is not None
+                otherwise = OTHERWISE if only and policies == (AS_IT_IS,) else ()
+                capacity = card.usable if card else None
+                known[kernels] = ask(Question(script, card, policies, steps, capacity, otherwise, longest=bool(rows)))
+            answers = known[kernels]
+            if card is not None:
+                answers = [replace(one, trace=one.trace and on_card(one.trace, card)) for one in answers]
+            found += _estimates(script, card, answers)
+    if len(cards) == 1 and len(policies) == 1:
+        first = _with_ways(found[0], found[1:], script)
+        if as_json:
+            print(json.dumps({**asdict(first), "headroom": first.headroom}, indent=2))
+        else:
+            print_figures(first)
+            _print_next(first, script)
+        if html:
+            from ckpt_ft.export.page import estimate_page
+
+            trace = known[same_kernels(cards[0]) if cards[0] else None][0].trace
+            assert trace is not None
+            estimate_page(first, trace).write(html)
+    elif as_json:
+        print(json.dumps([{**asdict(one), "headroom": one.headroom} for one in found], indent=2))
+    else:
+        _print_table(found, script)
+
+
+def several(given: Sequence[str]) -> Iterator[str]:
+    """The policies that `given` names: 'full,head' is one, 'none,full,pointwise' are three.
+
+    Words that make one policy together are one; where the next word contradicts them, another one begins.
+    """
+    for text in given:
+        terms: list[str] = []
+        for term in text.split(","):
+            try:
+                Policy.parse(",".join([*terms, term]))
+                terms.append(term)
+            except UserError:
+                if not terms:
+                    raise
+                yield ",".join(terms)
+                terms = [str(Policy.parse(term))]
+        yield ",".join(terms)
+
+
+def _cards(device: str, memory: str) -> list[GPU | None]:
+    if "," in device:
+        return list({card.name: card for card in map(find_gpu, device.split(","))}.values())
+    return [asked_gpu(device, memory, "")]
+
+
+def _estimates(script: Script, card: GPU | None, answers: Sequence[Answer]) -> Iterator[Estimate]:
+    """The estimate of each answer.
+
+    Raises:
+        UserError: the first answer is an error; of other policies, errors are left out.
+    """
+    from ckpt_ft.planning.estimate import of_trace
+
+    for number, answer in enumerate(answers):
+        if answer.trace is None:
+            if number == 0:
+                raise UserError(answer.error)
+            continue
+        sizes = [next(iter(batch.values()), (1,)) for batch in answer.batches] or [(1,)]
+        largest = max(sizes, key=lambda size: size[:2])
+        given = "; ".join(f"{name} {'x'.join(map(str, size))}" for name, size in answer.batches[0].items())
+        looked = f"step {answer.step} of the {answer.steps} looked at is the highest: {given}"
+        yield replace(
+            of_trace(answer.trace, card, None, card.memory if card else None),
+            model=f"{script.name}: {answer.model}",
+            policy=answer.policy or "as the script has it",
+            batch_size=largest[0] if largest else 1,
+            accumulation=len(answer.batches) or 1,
+            notes=[looked, *answer.trace.notes],
+        )
+
+
+def _with_ways(first: Estimate, others: Sequence[Estimate], script: Script) -> Estimate:
+    """`first` with the policies under which the step fits, if it does not fit by itself."""
+    if first.headroom is None or first.headroom >= 0:
+        return first
+    ways = [
+        Suggestion(
+            f"--policy {one.policy}", one.peak_reserved, (one.seconds or 0) / (first.seconds or 1) - 1,
+            command=run_command(script, one.policy),
+        )
+        for one in others
+        if one.headroom is not None and one.headroom >= 0
+    ]  # fmt: skip
+    least = min(one.peak_reserved + one.context for one in (first, *others))
+    return replace(first, answer=Suggestions(sorted(ways, key=lambda way: way.slower), 0 if ways else least))
+
+
+def run_command(script: Script, policy: str) -> str:
+    """The command that runs a script with a policy."""
+    return shlex.join(["ckpt-ft", "run", *(["--policy", policy] if policy else []), *script.words])
+
+
+def _print_next(found: Estimate, script: Script) -> None:
+    """What to do next."""
+    console = stdout()
+    if found.answer is None:
+        return
+    if found.answer.ways:
+        print_ways(found.answer.ways, console)
+        return
+    console.print(
+        f"no policy that was tried fits: the leanest needs {format_bytes(found.answer.needed)}; a smaller batch or "
+        "shorter rows are options of the script"
+    )
+
+
+def _print_table(found: Sequence[Estimate], script: Script) -> None:
+    """One row for each card and policy."""
+    rows = [
+        (
+            one.device,
+            one.policy,
+            "-" if one.headroom is None else "yes" if one.headroom >= 0 else "no",
+            format_bytes(one.peak_allocated),
+            format_bytes(one.peak_reserved),
+            "-" if one.seconds is None else f"{one.seconds:.3f}",
+        )
+        for one in found
+    ]
+    console = stdout()
+    columns = ("device", "policy", "fits", "peak allocated", "peak reserved", "seconds per step")
+    print_table(Table(f"{found[0].model}, predicted", columns, rows), console)
+    for note in dict.fromkeys(note for one in found for note in one.notes):
+        console.print(f"note: {note}", markup=False)
+    fitting = [one for one in found if (one.headroom or 0) >= 0 and one.seconds]
+    if fitting:
+        best = min(fitting, key=lambda one: one.seconds or 0)
+        policy = "" if best.policy == "as the script has it" else best.policy
+        console.print(
+            f"fastest that fits, on {best.device}: {run_command(script, policy)}", markup=False, soft_wrap=True
+        )
