@@ -44,7 +44,7 @@ def measure(name: str, device: str) -> dict[str, dict[str, int]]:
     """Returns kept bytes and peak bytes by policy."""
     model_id, batch, settings = WORKLOADS[name]
     workload = load(TrainingSpec.of(model_id, **settings), "t4")
-    policies = POLICIES + (HEAD_POLICIES if workload.kind == "language model" else ())
+    policies = POLICIES + (HEAD_POLICIES if workload.kind == "causal-lm" else ())
     rows: dict[str, dict[str, int]] = {}
     for policy in policies:
         apply_policy(workload.model, policy)

@@ -111,7 +111,7 @@ def _of_run(
     spec: TrainingSpec, gpu: GPU | None, workload: Workload, policy: Policy, traces: dict[str, StepTrace]
 ) -> Estimate:
     capacity = spec.host.budget or (gpu.memory if gpu else None)
-    alone = spec.data.batch_size == 1 and workload.kind == "image classifier" and has_batch_norm(workload.model)
+    alone = spec.data.batch_size == 1 and workload.kind == "image-classification" and has_batch_norm(workload.model)
     more = [*[_ALONE] * alone, *_slow(spec, gpu), *_starved(traces[""], gpu), *_of_host(traces[""], gpu)]
     step = replace(traces[""], notes=[*traces[""].notes, *more])
     found = _estimate(workload, policy, spec.data.batch_size, step, capacity)

@@ -234,7 +234,7 @@ class Plan:
         fixes: changes other than a policy that lower the peak of `best`, each with its predicted saving.
         holders: the largest holders of the peak of `best`.
         rejected: policies and launches that do not suit this model, each with the reason.
-        kind, tokens: the kind of workload, such as "language model", and the tokens of a sequence; 0 for none.
+        kind, tokens: the kind of workload, such as "causal-lm", and the tokens of a sequence; 0 for none.
         data: the lengths of the dataset's rows in words; "" if all batches are alike.
         notes: assumptions of the traces, one sentence each.
         fewest: with several launches, the candidate on the fewest GPUs, if that is fewer than the launches have.

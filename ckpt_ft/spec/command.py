@@ -53,8 +53,9 @@ _NAMES_OF_DIFFUSION = {
 }  # fmt: skip
 # kind of workload -> recipe
 RECIPES = {
-    "language model": "llm",
-    "image classifier": "image_classification",
+    "causal-lm": "llm",
+    "image-text-to-text": "vlm",
+    "image-classification": "image_classification",
     "diffusion U-Net": "diffusion_unet",
     "diffusion transformer": "diffusion_transformer",
 }
@@ -98,16 +99,16 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
 
 
 def recipe_of(spec: TrainingSpec, kind: str) -> str:
-    """The recipe that trains a kind of workload, such as "language model"; "" if none does."""
+    """The recipe that trains a kind of workload, such as "causal-lm"; "" if none does."""
     if spec.trainer.trainer:
         return spec.trainer.trainer if spec.trainer.trainer in _FIELDS else ""
-    return "vlm" if kind == "language model" and spec.data.images else RECIPES.get(kind, "")
+    return "vlm" if spec.data.images else RECIPES.get(kind, "")
 
 
 def recipe_command(spec: TrainingSpec, kind: str) -> str:
     """The command of the recipe that trains as `spec` describes; "" if no recipe does.
 
-    kind: the kind of workload, such as "language model".
+    kind: the kind of workload, such as "causal-lm".
     """
     recipe = recipe_of(spec, kind)
     return training_command(spec, recipe) if recipe and can_train(recipe, spec) else ""

@@ -23,6 +23,7 @@ from ckpt_ft.spec.peft_file import configuration, read_peft, takes
 from ckpt_ft.validation import library_reads, require_package
 from ckpt_ft.workloads.model_config import (
     STRETCHES,
+    check_causal,
     is_rotary,
     read_config,
     set_router_loss,
@@ -215,6 +216,11 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
 
     max_length: tokens of the longest sequence, for `--rope_scaling`.
     """
+    from transformers import AutoModelForCausalLM
+
+    assert args.model_name_or_path is not None
+    if auto is AutoModelForCausalLM:
+        check_causal(args.model_name_or_path, _config(args))
     kwargs: dict[str, Any] = {**args.source, "dtype": args.dtype, "use_kernels": args.use_kernels, **more}
     if args.rope_scaling is not None:
         stretch_positions(kwargs.setdefault("config", _config(args)), args.rope_scaling, max_length)
@@ -233,7 +239,6 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
         if args.load_in_4bit:
             raise UserError(f"--load_in_4bit: {args.model_name_or_path} is quantised by mxfp4; leave the flag out")
         kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
-    assert args.model_name_or_path is not None
     config = Path(args.model_name_or_path, "config.json")
     if config.is_file():
         read_config(str(config))  # rejects absurd sizes, which would take forever to build

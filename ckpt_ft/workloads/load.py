@@ -35,6 +35,7 @@ from .sample_sizes import Lengths
 from .trl_trainers import as_reward_model, trainer_step, vllm_share
 from .workload import MIXED_PRECISION, Batch, Forward, Loss, MakeBatch, Workload
 
+_OF_ROWS = ("causal-lm", "masked-lm", "image-text-to-text")  # tasks whose rows may have lengths of their own
 _CASTS = "without torch.compile each cast to 8 bits is several kernels; --compile regional fuses them"
 _FALLBACK = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"([\w-]+)"')
 
@@ -86,7 +87,7 @@ def load(
         _check_scores(workload, spec, gpu)
     if lengths is not None and spec.data.images:
         raise UserError("a dataset's lengths and images in every row: leave one of them out")
-    if lengths is not None and workload.kind != "language model":
+    if lengths is not None and workload.kind not in _OF_ROWS:
         raise UserError(
             f"a dataset's lengths: the batches of {name}, of kind '{workload.kind}', are all alike; leave it out"
         )

@@ -318,6 +318,22 @@ def stretch_positions(config: Any, rope_scaling: str, length: int) -> None:
             stated |= {"original_max_position_embeddings": trained} if rope_scaling == "yarn" else {}
 
 
+def check_causal(name: str, config: Any) -> None:
+    """Raises UserError for an encoder, which as a causal language model would see the label of each of its tokens."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+    causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)  # BERT's flag, XLM's
+    if config.is_encoder_decoder or (config.model_type in ENCODERS and not causal):
+        kind = (
+            "encoder-decoder"
+            if config.is_encoder_decoder
+            else "encoder: each token sees the one that it is to predict"
+        )
+        raise UserError(
+            f"model {name} cannot be trained as a causal language model: a {config.model_type} is an {kind}"
+        )
+
+
 def set_router_loss(config: Any, coefficient: float | None, kind: type, by_trl: bool = False) -> None:
     """Set the weight of the routers' auxiliary loss in the configuration of a `kind`; None keeps the model's own.
 

@@ -26,6 +26,7 @@ from ckpt_ft.workloads.from_trainer import own_loss
 from ckpt_ft.workloads.images import RowImages, images_of_row
 from ckpt_ft.workloads.model_config import (
     beyond_note,
+    check_causal,
     position_limit,
     read_processor,
     set_router_loss,
@@ -84,7 +85,7 @@ class Task:
     """The training task of the classes in a table of transformers' auto classes.
 
     Attributes:
-        kind: the name in messages, for example "language model".
+        name: as `--task` has it.
         table: X of transformers' MODEL_XMAPPING_NAMES.
         fields: (model, spec) -> the inputs.
         sized: the fields of the spec that set the size of a sample.
@@ -92,7 +93,7 @@ class Task:
         loss_fields: inputs of the loss that forward does not take.
     """
 
-    kind: str
+    name: str
     table: str
     fields: Callable[[Any, TrainingSpec], Fields]
     sized: tuple[str, ...] = ("seq_length",)
@@ -193,23 +194,23 @@ def _span(model: Any, spec: TrainingSpec) -> Fields:
 
 # In order of preference: a configuration that names no class gets the first class for its model type.
 TASKS = (
-    Task("speech recogniser", "FOR_SPEECH_SEQ_2_SEQ_", _speech),
-    Task("sequence-to-sequence model", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", _text),
-    Task("language model", "FOR_CAUSAL_LM_", _text),
-    Task("language model", "FOR_MASKED_LM_", _text),
-    Task("image classifier", "FOR_IMAGE_CLASSIFICATION_", _image, ("resolution",)),
-    Task("language model", "FOR_IMAGE_TEXT_TO_TEXT_", _text),
-    Task("text classifier", "FOR_SEQUENCE_CLASSIFICATION_", _whole_text),
-    Task("token classifier", "FOR_TOKEN_CLASSIFICATION_", _each_token),
-    Task("question answerer", "FOR_QUESTION_ANSWERING_", _span),
-    Task("image segmenter", "FOR_SEMANTIC_SEGMENTATION_", _each_pixel, ("resolution",)),
-    Task("speech recogniser", "FOR_CTC_", _letters, ("audio_seconds",)),
-    Task("audio classifier", "FOR_AUDIO_CLASSIFICATION_", _whole_sound, ("audio_seconds",)),
+    Task("speech", "FOR_SPEECH_SEQ_2_SEQ_", _speech),
+    Task("seq2seq", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", _text),
+    Task("causal-lm", "FOR_CAUSAL_LM_", _text),
+    Task("masked-lm", "FOR_MASKED_LM_", _text),
+    Task("image-classification", "FOR_IMAGE_CLASSIFICATION_", _image, ("resolution",)),
+    Task("image-text-to-text", "FOR_IMAGE_TEXT_TO_TEXT_", _text),
+    Task("text-classification", "FOR_SEQUENCE_CLASSIFICATION_", _whole_text),
+    Task("token-classification", "FOR_TOKEN_CLASSIFICATION_", _each_token),
+    Task("question-answering", "FOR_QUESTION_ANSWERING_", _span),
+    Task("image-segmentation", "FOR_SEMANTIC_SEGMENTATION_", _each_pixel, ("resolution",)),
+    Task("speech", "FOR_CTC_", _letters, ("audio_seconds",)),
+    Task("audio-classification", "FOR_AUDIO_CLASSIFICATION_", _whole_sound, ("audio_seconds",)),
     Task(
-        "image-text model", "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_", _image_and_text, ("resolution", "seq_length"),
+        "contrastive", "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_", _image_and_text, ("resolution", "seq_length"),
         own_contrastive_loss,
     ),
-    Task("embedding model", "", _pair, loss=in_batch_loss, loss_fields=frozenset({POSITIVES})),
+    Task("embedding", "", _pair, loss=in_batch_loss, loss_fields=frozenset({POSITIVES})),
 )  # fmt: skip
 
 
@@ -349,7 +350,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     Raises:
         UserError: no training step is known for the class, it has fewer positions, or its config makes no model.
     """
-    kind, task = _class(name, config)
+    kind, task = class_and_task(name, config)
     if "resolution" in task.sized:
         spec = spec.edit(resolution=spec.data.resolution or _image_size(config, task))
         config = _of_size(config, spec.data.resolution)
@@ -361,13 +362,13 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     if seen is not None and spec.data.rows == "packed":
         check_packing(built)
     spec, said = _with_length(name, built, spec, seen) if "seq_length" in task.sized else (spec, ())
-    if task.kind == "text classifier" and text.pad_token_id is None:
+    if task.name == "text-classification" and text.pad_token_id is None:
         text.pad_token_id = 0  # as training code does: the model looks for the last token before the padding
     _fuse(built, spec)
     fields = task.fields(built, spec)
     check_fields(built, fields.keys() - task.loss_fields)
     if spec.data.rows != "alike" and "input_ids" not in fields:
-        raise UserError(f"{spec.data.rows} rows: the batches of {name}, of kind '{task.kind}', hold no text")
+        raise UserError(f"{spec.data.rows} rows: the batches of {name}, of kind '{task.name}', hold no text")
 
     def filled(samples: int, length: int | None) -> Batch:
         shaped = fields if length is None else task.fields(built, spec.edit(seq_length=length))
@@ -399,7 +400,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     notes = (*said, *notes_on(built, task, spec), *notes_on_experts(built, spec))
     adapted = adapt(built, spec)
     liger.check_experts(adapted)
-    return Workload(adapted, make_batch, task.loss, kind=task.kind, shape=shape, notes=notes)
+    return Workload(adapted, make_batch, task.loss, kind=task.name, shape=shape, notes=notes)
 
 
 def _with_length(
@@ -446,7 +447,7 @@ def _packed_positions(ids: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.arange(first), torch.arange(tokens - first)]).expand(samples, -1).clone()
 
 
-def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, Task]:
+def class_and_task(name: str, config: Mapping[str, Any]) -> tuple[Any, Task]:
     """The class to build and its task. A bare backbone is replaced by the class that adds a head to it."""
     import transformers
 
@@ -457,11 +458,11 @@ def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, Task]:
         raise UserError(f"{name}: transformers {transformers.__version__} has no {wanted}")
     task = task_of(named)
     if task is None:
-        kinds = ", ".join(dict.fromkeys(f"{task.kind}s" for task in TASKS))
+        kinds = ", ".join(dict.fromkeys(task.name for task in TASKS))
         raise UserError(f"{name}: no training step is known for {named} (known: {kinds})")
     alone = task.loss_fields and kind.main_input_name != "input_ids"  # a backbone for images or sound
     if alone and class_for(config["model_type"]) != named:
-        return _class(name, {"model_type": config["model_type"]})
+        return class_and_task(name, {"model_type": config["model_type"]})
     return kind, task
 
 
@@ -480,6 +481,8 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
     values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     with library_reads(f"{name}: its config does not make a model"):
         parsed = AutoConfig.for_model(config["model_type"], **values)
+        if (task := task_of(kind.__name__)) and task.name == "causal-lm":
+            check_causal(name, parsed)
         stretch_positions(parsed, spec.model.rope_scaling, spec.data.tokens)
         set_router_loss(parsed, spec.model.router_aux_loss_coef, kind, by_trl=bool(spec.trainer.trainer))
         with torch.device("meta"):

@@ -44,8 +44,12 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
     Raises:
         UserError: TRL is not installed, or refuses the settings.
     """
-    if workload.kind != ("text classifier" if spec.trainer.trainer == "reward" else "language model"):
-        raise UserError(f"trainer {spec.trainer.trainer}: {spec.model.name} is a {workload.kind}")
+    trained = ("text-classification",) if spec.trainer.trainer == "reward" else ("causal-lm", "image-text-to-text")
+    if workload.kind not in trained:
+        raise UserError(
+            f"trainer {spec.trainer.trainer} trains {' and '.join(trained)}; of {spec.model.name}, {workload.kind} is"
+            " estimated"
+        )
     require_package("trl", f"--trainer {spec.trainer.trainer}")
     states: dict[Any, dict[str, Any]] = {}
     asked = f"--trainer {spec.trainer.trainer}: TRL refuses these settings"

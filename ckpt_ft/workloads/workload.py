@@ -170,7 +170,7 @@ class Workload:
         expert_imbalance: tokens of the busiest expert over the mean (memory/fake/data_dependent_ops.py).
         liger: kernels of Liger that a Trainer puts into the model when it begins to train, on or off; None without.
         notes: assumptions about the model and the batches, one sentence each; traces repeat them.
-        name, kind, shape: for messages: the model's name, its kind ("language model"), the sizes of a sample.
+        name, kind, shape: for messages: the model's name, its kind ("causal-lm"), the sizes of a sample.
     """
 
     model: nn.Module

@@ -248,7 +248,7 @@ def test_dataset_of_an_image_classifier_is_refused(tmp_path: Path, monkeypatch: 
     data.write_text(json.dumps({"input_ids": [1, 2]}))
     with pytest.raises(
         UserError,
-        match="padded rows: the batches of microsoft/resnet-50, of kind 'image classifier', hold no text",
+        match="padded rows: the batches of microsoft/resnet-50, of kind 'image-classification', hold no text",
     ):
         run_cli(monkeypatch, "plan", "microsoft/resnet-50", "--dataset", str(data))
 
@@ -276,7 +276,7 @@ def test_recipe_command_has_every_planned_setting(config: str) -> None:
     settings = TrainingSpec.of(config, **asked, load_in_4bit=True, double_quant=True, seq_length=32)
     launch = Launch("ddp", 2)
     candidate = Candidate("full", 2, 1, 1, 1.0, 4, launch)
-    plan = Plan([candidate], MemoryBudget(GIB), config, "t4", "throughput", "", kind="language model")
+    plan = Plan([candidate], MemoryBudget(GIB), config, "t4", "throughput", "", kind="causal-lm")
     words = shlex.split(planning_commands._command(plan, settings, "rows.jsonl", "").partition('--path llm)"')[2])
     model, data, memory, run = parse_args((ModelArguments, DataArguments, ACArguments, RunArguments), words)
     assert (model.lora_r, model.use_dora, model.lora_dropout, data.max_length, data.packing) == (

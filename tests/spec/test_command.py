@@ -86,7 +86,7 @@ def test_spec_that_no_recipe_trains_gets_a_template_command(fields: dict[str, ob
         "YOUR_SCRIPT.py --ac_policy full --per_device_train_batch_size 1"
     )
     assert "prodigy" not in training_command(launched, "llm")
-    assert command_for(spec, "language model").startswith("ckpt-ft estimate gpt2 --policy full")
+    assert command_for(spec, "causal-lm").startswith("ckpt-ft estimate gpt2 --policy full")
     assert command_for(TrainingSpec.of("a/unet"), "diffusion model") == "ckpt-ft estimate a/unet"
 
 
@@ -103,10 +103,10 @@ def test_diffusion_and_vision_language_models_use_their_own_recipes() -> None:
     assert command_for(whole, "diffusion U-Net").endswith(
         "--mixed_precision bf16 --use_8bit_adam --train_data_dir IMAGES"
     )
-    assert "--train_towers both" in command_for(TrainingSpec.of("a/vlm", images=1), "language model")
+    assert "--train_towers both" in command_for(TrainingSpec.of("a/vlm", images=1), "causal-lm")
     seeing = TrainingSpec.of("a/vlm", lora_r=8, images=1, image_size=(640, 480), train_towers="language")
     assert "YOUR_SCRIPT.py" in training_command(seeing, "llm")
-    assert command_for(seeing, "language model") == (
+    assert command_for(seeing, "causal-lm") == (
         "ckpt-ft recipe vlm --model_name_or_path a/vlm --ac_policy none --use_peft --max_length 1024 "
         "--per_device_train_batch_size 1 --dtype float32 --optim adamw_torch_fused --lora_r 8 --train_towers language "
         "--dataset_name DATASET"
@@ -115,21 +115,21 @@ def test_diffusion_and_vision_language_models_use_their_own_recipes() -> None:
 
 def test_printed_max_length_includes_the_image_tokens() -> None:
     spec = TrainingSpec.of("a/vlm", images=1)  # 1,024 text tokens follow the image tokens
-    assert "--max_length 2394 " in command_for(spec, "language model", 2394)
+    assert "--max_length 2394 " in command_for(spec, "causal-lm", 2394)
 
 
 def test_dpo_and_grpo_use_their_own_recipes() -> None:
     spec = TrainingSpec.of("a/llm", trainer="dpo", trainer_args='{"beta": 0.2, "loss_type": ["sigmoid", "hinge"]}')
-    assert command_for(spec, "language model", 64).endswith(
+    assert command_for(spec, "causal-lm", 64).endswith(
         "recipe dpo --model_name_or_path a/llm --ac_policy none --max_length 64 --per_device_train_batch_size 1 "
         "--dtype float32 --optim adamw_torch_fused --beta 0.2 --loss_type sigmoid hinge --dataset_name DATASET"
     )
     online = spec.edit(trainer="grpo", trainer_args='{"scale_rewards": "none"}', batch_size=8)
-    said = command_for(online, "language model", 64)
+    said = command_for(online, "causal-lm", 64)
     assert "recipe grpo " in said
     assert "--scale_rewards none --max_completion_length 63 " in said
-    assert "--max_completion_length 512 " in command_for(online, "language model", 2048)
-    assert command_for(spec.edit(trainer="sft"), "language model").startswith("ckpt-ft estimate a/llm ")
+    assert "--max_completion_length 512 " in command_for(online, "causal-lm", 2048)
+    assert command_for(spec.edit(trainer="sft"), "causal-lm").startswith("ckpt-ft estimate a/llm ")
 
 
 def test_ulysses_command_sets_the_attention_of_the_model() -> None:
@@ -142,11 +142,11 @@ def test_ulysses_command_sets_the_attention_of_the_model() -> None:
 
 def test_image_classifier_uses_its_own_recipe() -> None:
     spec = TrainingSpec.of("resnet-50", policy="full", batch_size=32, resolution=160, optimizer="sgd")
-    assert command_for(spec, "image classifier") == (
+    assert command_for(spec, "image-classification") == (
         "ckpt-ft recipe image_classification --model_name_or_path resnet-50 --ac_policy full --resolution 160 "
         "--per_device_train_batch_size 32 --dtype float32 --optim sgd --dataset_name DATASET"
     )
-    assert command_for(spec.edit(lora_r=4), "image classifier").startswith("ckpt-ft estimate resnet-50")
+    assert command_for(spec.edit(lora_r=4), "image-classification").startswith("ckpt-ft estimate resnet-50")
 
 
 @pytest.mark.parametrize("recipe", ["llm", "image_classification"])

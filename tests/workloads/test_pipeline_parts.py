@@ -100,7 +100,7 @@ def test_pipeline_files_decide_latent_size_and_prompt_length(tmp_path: Path) -> 
             "give the directory or Hub id of its pipeline",
         ),
         ("black-forest-labs/FLUX.1-dev", {"lora_r": 4, "train_text_encoder": True}, "is no U-Net"),
-        ("gpt2", {"encode_each_step": True}, "gpt2, of kind 'language model', has no images to encode"),
+        ("gpt2", {"encode_each_step": True}, "gpt2, of kind 'causal-lm', has no images to encode"),
     ],
 )
 def test_missing_pipeline_parts_are_refused(name: str, asked: dict[str, Any], says: str) -> None:

@@ -68,43 +68,43 @@ SOUND = {"input_values": (2, 16_000)}
 IDS = {"input_ids": (2, 24)}
 LABELS = {"labels": (2, 24)}
 CLASSES = {
-    "XLNetForTokenClassification": (XLNET, "token classifier", {**IDS, **LABELS}),
-    "BertForMaskedLM": (BERT, "language model", {**IDS, **LABELS}),
-    "BertForSequenceClassification": (BERT, "text classifier", {**IDS, "labels": (2,)}),
-    "LlamaForSequenceClassification": (LLAMA, "text classifier", {**IDS, "labels": (2,)}),
-    "BertForTokenClassification": (BERT, "token classifier", {**IDS, **LABELS}),
+    "XLNetForTokenClassification": (XLNET, "token-classification", {**IDS, **LABELS}),
+    "BertForMaskedLM": (BERT, "masked-lm", {**IDS, **LABELS}),
+    "BertForSequenceClassification": (BERT, "text-classification", {**IDS, "labels": (2,)}),
+    "LlamaForSequenceClassification": (LLAMA, "text-classification", {**IDS, "labels": (2,)}),
+    "BertForTokenClassification": (BERT, "token-classification", {**IDS, **LABELS}),
     "BertForQuestionAnswering": (
         ANSWERS,
-        "question answerer",
+        "question-answering",
         {**IDS, "start_positions": (2,), "end_positions": (2,)},
     ),
-    "BartForConditionalGeneration": (BART, "sequence-to-sequence model", {**IDS, **LABELS}),
-    "T5ForConditionalGeneration": (T5, "sequence-to-sequence model", {**IDS, **LABELS}),
-    "WhisperForConditionalGeneration": (WHISPER, "speech recogniser", {"input_features": (2, 8, 40), **LABELS}),
-    "Gemma3ForConditionalGeneration": (GEMMA, "language model", {**IDS, **LABELS}),
-    "ViTForImageClassification": (VIT, "image classifier", {"pixel_values": (2, 3, 32, 32), "labels": (2,)}),
-    "BertModel": (BERT, "embedding model", {**IDS, "positives": (2, 24)}),
-    "LlamaModel": (LLAMA, "embedding model", {**IDS, "positives": (2, 24)}),
-    "Wav2Vec2ForCTC": (WAVE, "speech recogniser", {**SOUND, "labels": (2, 15)}),
-    "Wav2Vec2ForSequenceClassification": (WAVE, "audio classifier", {**SOUND, "labels": (2,)}),
-    "ASTForAudioClassification": (SPECTRUM, "audio classifier", {"input_values": (2, 64, 32), "labels": (2,)}),
+    "BartForConditionalGeneration": (BART, "seq2seq", {**IDS, **LABELS}),
+    "T5ForConditionalGeneration": (T5, "seq2seq", {**IDS, **LABELS}),
+    "WhisperForConditionalGeneration": (WHISPER, "speech", {"input_features": (2, 8, 40), **LABELS}),
+    "Gemma3ForConditionalGeneration": (GEMMA, "causal-lm", {**IDS, **LABELS}),
+    "ViTForImageClassification": (VIT, "image-classification", {"pixel_values": (2, 3, 32, 32), "labels": (2,)}),
+    "BertModel": (BERT, "embedding", {**IDS, "positives": (2, 24)}),
+    "LlamaModel": (LLAMA, "embedding", {**IDS, "positives": (2, 24)}),
+    "Wav2Vec2ForCTC": (WAVE, "speech", {**SOUND, "labels": (2, 15)}),
+    "Wav2Vec2ForSequenceClassification": (WAVE, "audio-classification", {**SOUND, "labels": (2,)}),
+    "ASTForAudioClassification": (SPECTRUM, "audio-classification", {"input_values": (2, 64, 32), "labels": (2,)}),
     "WhisperForAudioClassification": (
         {**WHISPER, "num_labels": 3},
-        "audio classifier",
+        "audio-classification",
         {"input_features": (2, 8, 40), "labels": (2,)},
     ),
     "SegformerForSemanticSegmentation": (
         SEGMENTS,
-        "image segmenter",
+        "image-segmentation",
         {"pixel_values": (2, 3, 64, 64), "labels": (2, 64, 64)},
     ),
-    "CLIPModel": (CLIP, "image-text model", {**IDS, "pixel_values": (2, 3, 32, 32)}),
+    "CLIPModel": (CLIP, "contrastive", {**IDS, "pixel_values": (2, 3, 32, 32)}),
 }
 # arguments that make a step short
 ASKED: dict[str, dict[str, Any]] = {
-    "speech recogniser": {"audio_seconds": 1},
-    "audio classifier": {"audio_seconds": 1},
-    "image segmenter": {"resolution": 64},
+    "speech": {"audio_seconds": 1},
+    "audio-classification": {"audio_seconds": 1},
+    "image-segmentation": {"resolution": 64},
 }
 
 
@@ -136,7 +136,7 @@ def test_named_class_is_traced_on_its_own_batch(name: str, tmp_path: Path) -> No
         (
             VIT,
             ["ViTForMaskedImageModeling"],
-            r"no training step is known for ViTForMa\w+ \(known: speech recog.*image",
+            r"no training step is known for ViTForMa\w+ \(known: speech, seq2seq.*image",
         ),
         ({"model_type": "vit_mae"}, ["ViTMAEModel"], "no batch is known for ViTMAEModel, which takes no input_ids"),
         (BERT, ["BertForPreTraining"], "no training step is known for BertForPreTraining"),

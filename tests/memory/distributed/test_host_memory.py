@@ -187,7 +187,7 @@ def test_offload_is_suggested_before_adapters() -> None:
     edit = Edit(away)
     assert edit.text(spec) == "--offload all --bf16"
     assert edit.of(spec).launch.launch == Launch("zero3", 1, mixed_precision="bf16", zero=BOTH)
-    said = command_for(edit.of(spec), "language model")
+    said = command_for(edit.of(spec), "causal-lm")
     assert "--zero_stage 3 --offload_optimizer_device cpu --offload_param_device cpu" in said
     assert [sorted(changes) for changes in adapters] == [["lora_r"], ["load_in_4bit", "load_in_8bit", "lora_r"]]
     for other in (spec.edit(lora_r=16), spec.edit(launch=Launch("ddp", 2))):
