@@ -129,10 +129,10 @@ def saved_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     if _make_saved_tensor is not None:
         unpack: Callable[[], torch.Tensor] = _make_saved_tensor(tensor, is_output=False).unpack
     else:
-        node: Any = _Saved.apply(torch.empty(0, requires_grad=True), tensor).grad_fn
+        out = _Saved.apply(torch.empty(0, requires_grad=True), tensor)  # its node forgets the tensor with it
 
         def unpack() -> torch.Tensor:
-            saved: torch.Tensor = node.saved_tensors[0]
+            saved: torch.Tensor = out.grad_fn.saved_tensors[0]
             return saved
 
     def as_in_backward() -> torch.Tensor:
