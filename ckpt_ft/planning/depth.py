@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckpt_ft.memory.fake.skipped_blocks import ShortenedRun, shorten
+import torch
+from torch import nn
+
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.workload import Workload
 
@@ -22,11 +24,93 @@ UNITS = 4, 8  # of repeated blocks that the shallow models have
 _ENDS = 2  # units at either end of a run whose bytes are extended; the bytes of the others are between theirs
 _MORE_UNUSED = 0.02, 0.1  # share of the bytes allocated, for adapters and for training of all weights
 _WHOLE = ("none", "full", "pointwise", "head", "tile", "offload")  # policies that treat all blocks alike
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 def suits(policy: str) -> bool:
     """Whether `policy` treats all blocks alike."""
     return all(term.partition(":")[0] in _WHOLE for term in policy.split(","))
+
+
+class ShortenedRun(NamedTuple):
+    """A run of blocks of which some were removed.
+
+    Attributes:
+        units: how many units the run had.
+        left: the names of the blocks that are left.
+        period: blocks of a unit.
+    """
+
+    units: int
+    left: list[str]
+    period: int
+
+    def part_of(self, module: str, ends: int) -> object:
+        """The unit that `module` is in, counted from the nearer end of the run; the module if it is outside.
+
+        None for units that are not among the first or last `ends`.
+        """
+        for block, name in enumerate(self.left):
+            if module == name or module.startswith(f"{name}."):
+                unit, last = block // self.period, len(self.left) // self.period
+                return unit if unit < ends else unit - last if unit >= last - ends else None
+        return module
+
+
+def shorten(model: nn.Module, units: int) -> ShortenedRun | None:
+    """Remove blocks of the longest run that repeats until `units` units are left; None if it has no more.
+
+    A unit is one block or, if kinds of blocks alternate (Gemma 3: five with a window of attention, one without), the
+    shortest sequence of blocks that repeats.
+    """
+    lists = [(name, one) for name, one in model.named_modules() if isinstance(one, (nn.ModuleList, nn.Sequential))]
+    runs = [(name, one, *_repeating(_kinds(one))) for name, one in lists]
+    name, blocks, numbers, period = max(runs, key=lambda run: len(run[2]), default=("", None, range(0), 1))
+    count, left = len(numbers) // period, range(numbers.start, numbers.start + units * period)
+    if blocks is None or count <= units:
+        return None
+    del blocks[left.stop : numbers.stop]
+    return ShortenedRun(count, [f"{name}.{number}".lstrip(".") for number in left], period)
+
+
+def _kinds(blocks: Sequence[nn.Module] | nn.Sequential) -> list[int]:
+    """For each block, the number of the first one that is built like it."""
+    described = [_described(block) for block in blocks]
+    return [
+        next(first for first in range(number + 1) if _alike(described[first], mine, (first, number)))
+        for number, mine in enumerate(described)
+    ]
+
+
+def _described(block: nn.Module) -> list[Any]:
+    """A block's modules, their settings and parameters."""
+    found: list[Any] = []
+    for name, module in block.named_modules():
+        found += (name, type(module))
+        found += ((key, value) for key, value in vars(module).items() if isinstance(value, _PLAIN))
+        found += ((key, p.shape, p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False))
+    return found
+
+
+def _alike(one: list[Any], other: list[Any], numbers: tuple[int, int]) -> bool:
+    """Whether two blocks are described alike, but for settings that are their own numbers."""
+    return len(one) == len(other) and all(
+        a == b or (len(a) == 2 and a[0] == b[0] and (a[1], b[1]) == numbers) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _repeating(kinds: Sequence[int]) -> tuple[range, int]:
+    """The longest part of a list of blocks, of these kinds, that repeats a unit: its blocks, and a unit's length."""
+    longest, length = range(0), 1
+    for first in range(len(kinds)):
+        for period in range(1, (len(kinds) - first) // 2 + 1):
+            end = first + period
+            while end < len(kinds) and kinds[end] == kinds[end - period]:
+                end += 1
+            blocks = range(first, end - (end - first) % period)
+            if len(blocks) > max(len(longest), period):
+                longest, length = blocks, period
+    return longest, length
 
 
 @dataclass(frozen=True)

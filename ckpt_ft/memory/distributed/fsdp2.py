@@ -20,8 +20,6 @@ from torch.distributed._composable_state import _get_module_state, _module_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -105,21 +103,6 @@ class Sharding:
             if unit.prefetched[1]:
                 first.set_modules_to_backward_prefetch(unit.prefetched[1])
         return []
-
-
-def sharded_alike(one: FSDPState, other: FSDPState) -> bool:
-    """Whether FSDP2 gathers and reduces two modules in the same way. It does if they themselves are alike."""
-    units = _Unit(one), _Unit(other)
-    told = [(u.options, u.mesh, [(name, to) for _, name, to in u.parameters]) for u in units]
-    return told[0] == told[1] and not any(prefetched for unit in units for prefetched in unit.prefetched)
-
-
-def pass_over(block: nn.Module) -> None:
-    """Tell FSDP2, before backward, that a block that did not run has nothing to reduce or release."""
-    for module in block.modules():
-        group = _get_module_state(module)._fsdp_param_group if isinstance(module, FSDPModule) else None  # type: ignore[union-attr]
-        if group is not None:
-            group._training_state = TrainingState.POST_BACKWARD
 
 
 class _Unit:

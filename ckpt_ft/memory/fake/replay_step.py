@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ckpt_ft.memory.record.events import Item, Op, is_allocation, is_free
 from ckpt_ft.memory.record.tracker import Tracker
 
 from .faked_model import Fakes
-from .skipped_blocks import is_whole
 
 
 class ReplayStep:
@@ -35,16 +36,17 @@ class ReplayStep:
         self._start = self.recorder.position
         self._repeatable = False  # one optimizer phase, before which each gradient has a storage of its own
         self._seen = False
+        self._gradients: dict[int, Any] = {}  # by storage: the parameter of each, and a gradient like it
         tracker.context.phase_listeners.append(self._phase_begins)
 
     def _phase_begins(self, phase: str) -> None:
         if phase != "optimizer":
             return
         given = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
-        indices = {self.recorder.index_of(gradient): (p, gradient) for p, gradient in given if is_whole(gradient)}
+        indices = {self.recorder.index_of(gradient): (p, gradient) for p, gradient in given if _is_whole(gradient)}
         self._repeatable = not self._seen and len(indices) == len(given) and None not in indices
         self._seen = True
-        self.recorder.attached = {
+        self._gradients = {
             index: (parameter, self.fakes.like(gradient))
             for index, (parameter, gradient) in indices.items()
             if index is not None
@@ -53,7 +55,7 @@ class ReplayStep:
     def replay(self) -> bool:
         """Record the step once more; returns False if a second run of it might do something else."""
         self.tracker.context.phase_listeners.remove(self._phase_begins)
-        gradients, self.recorder.attached = self.recorder.attached, {}
+        gradients = self._gradients
         if not self._repeatable:
             return False
         items = self.recorder.since(self._start)
@@ -94,7 +96,7 @@ class ReplayStep:
             elif isinstance(item, str):
                 recorder.mark(item)
             elif item in gradients:
-                parameter, parameter.grad = gradients[item]
+                parameter, parameter.grad = gradients.pop(item)  # the update must free it
                 number[item] = recorder.follow_like(parameter.grad, item)
                 recorder.events.append(number[item])
             elif item in freed:
@@ -104,6 +106,13 @@ class ReplayStep:
             elif ~item in number:
                 recorder.events.append(~number[~item])
         return number
+
+
+def _is_whole(gradient: Tensor) -> bool:
+    """Whether it is a fake tensor that covers all of its storage."""
+    if type(gradient) is not FakeTensor or gradient.layout is not torch.strided:
+        return False
+    return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
 
 
 def _where_update_begins(items: list[Item]) -> int:

@@ -45,7 +45,6 @@ from ckpt_ft.memory.distributed.wrap import (
 )
 from ckpt_ft.memory.fake.compiled.lowering import FoundCompiled, compiled_steps, eager_steps, is_compiled, prepare
 from ckpt_ft.memory.gpus import GPU, GPUS, gpu_of
-from ckpt_ft.memory.record.splice import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker, swapped_weights
 from ckpt_ft.memory.rules import cuda
@@ -59,7 +58,6 @@ from . import patches
 from .dispatcher import FakeOps
 from .faked_model import Fakes, faked_model, restored
 from .replay_step import ReplayStep
-from .skipped_blocks import SkippedBlocks, Traced
 
 Step = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -117,21 +115,18 @@ def trace_steps(
     update: Step | None = None,
     phase: Step | None = None,
 ) -> StepTrace:
-    """Trace `steps` one after another, in a time that grows with the kinds of blocks rather than their number.
-
-    Blocks that are alike are traced once (skipped_blocks.py); the record is that of all of them. If they do not repeat
-    each other, or on several processes without FSDP2, every block is traced. A step may be called twice, and must do
-    the same.
+    """Trace `steps` one after another.
 
     Args:
         beside: models on the device that are not trained.
         update: the part of a step after its backward, if the first two steps are the same. The rest of the second
-            step is then copied from the first (replay_step.py).
-        phase: runs after `steps` and is then the measured step; all of its blocks are traced.
+            step is then copied from the first (replay_step.py), unless a launch or `swap` makes steps differ.
+        phase: runs after `steps` and is then the measured step.
     """
-    whole = launch is not None and (launch.strategy != "fsdp2" or launch.by_transformers)
-    traced: Traced | None = None if whole or any(swapped_weights(model)) else set()
-    return _Trace(model, steps, make_optimizer, device, launch, alloc_conf, beside, update, traced, phase).run()
+    differ = launch is not None and (launch.strategy != "fsdp2" or launch.by_transformers)
+    if differ or any(swapped_weights(model)):
+        update = None
+    return _Trace(model, steps, make_optimizer, device, launch, alloc_conf, beside, update, phase).run()
 
 
 def _left_on_host(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -213,12 +208,7 @@ def launched(
 
 @dataclass
 class _Trace:
-    """A trace: the arguments of `trace_steps`, and what its attempts found out.
-
-    traced: the runs of blocks that must be traced whole, which grow where blocks turn out not to repeat each other;
-        None if nothing may be skipped.
-    compiled: whether torch.compile compiles anything in the step.
-    """
+    """A trace: the arguments of `trace_steps`, and whether torch.compile compiles anything in the step."""
 
     model: nn.Module
     steps: Sequence[Step]
@@ -228,21 +218,17 @@ class _Trace:
     alloc_conf: str
     beside: Sequence[nn.Module] = ()
     update: Step | None = None
-    traced: Traced | None = None
     phase: Step | None = None
     compiled: bool = False
 
     def run(self) -> StepTrace:
         """Run the steps and return their record."""
         self.compiled = is_compiled(self.model)
-        while True:
-            self.traced = None if self.compiled else self.traced
-            try:
-                return self._attempt()
-            except NotPeriodic:  # `traced` has grown
-                continue
-            except FoundCompiled:
-                self.compiled = True
+        try:
+            return self._attempt()
+        except FoundCompiled:
+            self.compiled = True
+        return self._attempt()
 
     def _attempt(self) -> StepTrace:
         gpu = gpu_of(self.device)
@@ -348,30 +334,12 @@ class _Trace:
 
     def _record(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:
         """Run the steps, and the phase after them."""
-        self._record_steps(tracker, fakes, optimizer)
-        if self.phase is not None:
-            self._between_steps(len(self.steps))
-            tracker.start_step()
-            self.phase(self.model, optimizer)
-
-    def _record_steps(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:
-        """Run the steps. Blocks are not skipped if hooks act on gradients: they run where a gradient is computed."""
-        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
-        if self.traced is None or any(getattr(p, name, None) for p in self.model.parameters() for name in hooks):
-            for number, step in enumerate(self.steps):
-                self._between_steps(number)
+        replay = None
+        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.model.parameters())
+        if self.update is not None and not self.compiled and not hooked:  # a copied step computes no gradients
+            replay = ReplayStep(self.model, tracker, fakes, partial(self.update, self.model, optimizer))
+        for number, step in enumerate(self.steps if self.phase is None else [*self.steps, self.phase]):
+            gc.collect(min(number, 1))  # what outlives a step is old after it: no later collection looks at its record
+            if number != 1 or replay is None or not replay.replay():
                 tracker.start_step()
                 step(self.model, optimizer)
-            return
-        skipped = SkippedBlocks(self.model, tracker, fakes, self.traced)
-        replay = None
-        if self.update is not None:
-            replay = ReplayStep(self.model, tracker, fakes, partial(self.update, self.model, optimizer))
-        with skipped.on():
-            for number, step in enumerate(self.steps):
-                self._between_steps(number)
-                if number != 1 or replay is None or not replay.replay():
-                    skipped.record(partial(step, self.model, optimizer), number)
-
-    def _between_steps(self, number: int) -> None:
-        gc.collect(min(number, 1))  # what outlives a step is old after it: no later collection looks at its record

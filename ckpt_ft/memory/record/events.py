@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, TypeGuard
@@ -33,12 +33,9 @@ class Storage:
         """The module that owns the tensor, or else the module that was running."""
         return self.owner or self.module
 
-    def copy(self, called: Callable[[str], str] | None = None) -> Storage:
-        """A copy; `called` renames its modules."""
-        made = Storage(*_OF_STORAGE(self))
-        if called is not None:
-            made.module, made.owner = called(made.module), called(made.owner)
-        return made
+    def copy(self) -> Storage:
+        """A copy."""
+        return Storage(*_OF_STORAGE(self))
 
 
 @dataclass(slots=True)
@@ -59,12 +56,10 @@ class Op:
     around: str = ""  # Python around it on the host: "hooks" of a checkpoint's second run, or a dispatch "mode"
     group: tuple[int, int] = (0, 0)  # ranks of a collective, and how far apart they are; zeros for all of the launch
 
-    def later(self, events: int, module: str | None = None) -> Op:
-        """A copy that is `events` later, in `module` if given."""
+    def later(self, events: int) -> Op:
+        """A copy that is `events` later."""
         made = Op(*_OF_OP(self))
         made.at += events
-        if module is not None:
-            made.module = module
         return made
 
 

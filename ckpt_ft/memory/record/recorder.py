@@ -6,7 +6,7 @@ Each storage is followed by a weak reference, so that autograd keeps and reuses 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -70,7 +70,6 @@ class Recorder:
         live: storages that are followed or ignored, by address.
         splits_host: whether host memory is recorded apart from the device's; False for steps on the CPU.
         swapped: owners, by the storage's address, of parameters that `swap` moves between host and device.
-        attached: notes of other classes about storages, by index; `rewrite` updates the indices.
     """
 
     def __init__(self, context: StepContext, limit: int | None = None, keeps_ops: bool = True) -> None:
@@ -79,7 +78,6 @@ class Recorder:
         self.stream = ""
         self.notes: list[str] = []
         self.swapped: dict[int, str] = {}
-        self.attached: dict[int, Any] = {}
         self.live: dict[int, _Followed] = {}
         self._clear()
 
@@ -124,37 +122,6 @@ class Recorder:
         found += [(op.at, 1, op) for op in self.ops[start.ops :]]
         found += [(at, 2, event) for at, event in enumerate(self.events[start.events :], start.events)]
         return [item for _, _, item in sorted(found, key=itemgetter(0, 1))]
-
-    def rewrite(self, start: Position, items: Iterable[Item], storages: Sequence[Storage]) -> None:
-        """Replace what was recorded since `start`; storages are numbered in the order in which they are allocated.
-
-        storages: those that `items` allocate and free, by index: the recorded ones, then others.
-        """
-        recorded = len(self.storages)
-        del self.ops[start.ops :], self.marks[start.marks :], self.events[start.events :]
-        made: dict[int, int] = {}  # storage -> the event that allocates it
-        for item in items:
-            if isinstance(item, Op):
-                item.at = len(self.events)
-                self.ops.append(item)
-            elif isinstance(item, str):
-                self.mark(item)
-            else:
-                if item >= 0:
-                    made[item] = len(self.events)
-                self.events.append(item)
-        at = start.events
-        for index in range(start.storages, recorded):
-            at = max(at, made.setdefault(index, at))  # a resident comes after what was recorded before it
-        order = sorted(made, key=lambda index: (made[index], index))
-        number = {index: start.storages + place for place, index in enumerate(order)}
-        events = self.events[start.events :]
-        self.events[start.events :] = [number.get(e, e) if e >= 0 else ~number.get(~e, ~e) for e in events]
-        self.storages[start.storages :] = [storages[index] for index in order]
-        for seen in self.live.values():
-            seen.index = number.get(seen.index, seen.index)
-        self.residents = [number.get(index, index) for index in self.residents]
-        self.attached = {number.get(index, index): value for index, value in self.attached.items()}
 
     def note(self, text: str) -> None:
         """Add a sentence to `notes`, unless it is there."""
@@ -219,12 +186,6 @@ class Recorder:
                     self.storages[seen.index].category = category
                 else:
                     self.follow(tensor, category, "", resident=True)
-
-    def add_resident_like(self, tensor: torch.Tensor, like: torch.Tensor) -> None:
-        """Follow `tensor` as a resident if `like` is one."""
-        index = self.index_of(like)
-        if index is not None and index in self.residents:
-            self.follow(tensor, self.storages[index].category, "", resident=True)
 
     def put_on_host(
         self, values: Iterable[torch.Tensor], category: str, kind: str = "pageable", packed: bool = False
@@ -320,11 +281,6 @@ class Recorder:
         self.allocated += like.nbytes
         self._hold(tensor.untyped_storage(), len(self.storages) - 1)
         return len(self.storages) - 1
-
-    def unfollow(self, tensor: torch.Tensor) -> None:
-        """Stop following this tensor; no free event is recorded for it."""
-        seen = self.live.pop(tensor.untyped_storage()._cdata)
-        self.allocated -= self.storages[seen.index].nbytes
 
     def reuse(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Record `new`, the result of an op, as if the op had written it into `old` in place."""

@@ -1,14 +1,11 @@
-"""The parts of a tracker: the recorder, the step context, and the insertion of skipped units into a record."""
+"""The parts of a tracker: the recorder and the step context."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from ckpt_ft.memory.cost.op_work import Work
 from ckpt_ft.memory.record.recorder import Recorder
-from ckpt_ft.memory.record.splice import NotPeriodic, SkippedRun, Unit, splice
 from ckpt_ft.memory.record.step_context import StepContext
 
 
@@ -46,50 +43,3 @@ def test_context_names_the_module_that_runs_forward_or_backward() -> None:
         context.locate(dispatching=False)
     assert seen == [("forward", "1"), ("backward", "1")]
     assert phases == ["backward"]
-
-
-def recorded(units: int, sizes: dict[int, int] | None = None) -> Recorder:
-    """Returns a record in which each unit allocates its output and frees its input."""
-    recorder = Recorder(StepContext())
-    recorder.mark("step")
-    before = None
-    for unit in range(units):
-        at = len(recorder.events)
-        recorder.add_op("aten.mm.default", Work(), f"layers.{unit}.mlp", at, "", 0, "")
-        made = recorder.allocate((sizes or {}).get(unit, 64), "activations", "aten.mm.default")
-        recorder.storages[made].module = f"layers.{unit}.mlp"
-        if before is not None:
-            recorder.free(before)
-        before = made
-    recorder.add_op("aten.sum.default", Work(), "", len(recorder.events), "", 0, "")
-    assert before is not None
-    recorder.free(before)
-    return recorder
-
-
-def rename_last_unit(recorder: Recorder, last: str) -> None:
-    """Renames the fourth traced unit to the last unit of the model."""
-    for one in (*recorder.ops, *recorder.storages):
-        if one.module == "layers.3.mlp":
-            one.module = last
-
-
-def test_skipped_units_are_spliced_into_the_record() -> None:
-    whole, short = recorded(7), recorded(4)
-    rename_last_unit(short, "layers.6.mlp")
-    start = short.position._replace(ops=0, storages=0, events=0, marks=1)
-    splice(short, start, [SkippedRun([Unit([f"layers.{unit}"]) for unit in range(7)])])
-    assert (short.ops, short.events, short.storages, short.marks) == (
-        whole.ops, whole.events, whole.storages, whole.marks,
-    )  # fmt: skip
-
-
-def test_units_that_differ_are_not_spliced() -> None:
-    short = recorded(4, {2: 128})
-    rename_last_unit(short, "layers.6.mlp")
-    before = list(short.events), list(short.storages), list(short.ops)
-    start = short.position._replace(ops=0, storages=0, events=0, marks=1)
-    with pytest.raises(NotPeriodic, match=r"layers\.0: .*do not do the same") as error:
-        splice(short, start, [SkippedRun([Unit([f"layers.{unit}"]) for unit in range(7)])])
-    assert error.value.names == {"layers.0"}
-    assert (short.events, short.storages, short.ops) == before

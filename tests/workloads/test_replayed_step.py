@@ -1,4 +1,4 @@
-"""A workload's trace with skipped blocks equals the trace in which every block runs, for each kind of model."""
+"""A step whose forward and backward are copied in the record equals the step that runs, for each kind of model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 from trace_models import sorted_events
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.memory.fake import skipped_blocks
-from ckpt_ft.memory.fake import step as tracing
 from ckpt_ft.memory.fake.replay_step import ReplayStep
+from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.events import Op
 from ckpt_ft.memory.record.trace import StepTrace
@@ -45,6 +44,15 @@ BART = {
     "encoder_layers": 7, "decoder_layers": 7, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
 }  # fmt: skip
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+GEMMA3 = {
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 8, "num_key_value_heads": 2,
+    "layer_types": [*[_SLIDING, _SLIDING, _FULL] * 6, _SLIDING], "num_hidden_layers": 19, "sliding_window": 8, **_TEXT,
+}  # fmt: skip
+SDXL = {**UNET, "transformer_layers_per_block": [1, 7], "down_block_types": UNET["down_block_types"][::-1],
+        "up_block_types": UNET["up_block_types"][::-1]}  # fmt: skip
+_IMAGES_LORA = TrainingSpec.of(dtype="bfloat16", lora_r=2, optimizer="adamw")
+_LORA = _IMAGES_LORA.edit(seq_length=16)
 
 CASES: dict[str, tuple[dict[str, Any], str, TrainingSpec]] = {
     "unet": (UNET, "none", TrainingSpec.of(dtype="bfloat16", lora_r=2, optimizer="adamw")),
@@ -65,16 +73,6 @@ CASES: dict[str, tuple[dict[str, Any], str, TrainingSpec]] = {
     "bart": (BART, "full", TrainingSpec.of(seq_length=16, lora_r=2, dtype="bfloat16")),
 }
 
-
-SLOW = ("unet", "flux", "llama", "bart")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
-def test_spliced_trace_of_every_kind_of_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, policy, settings = CASES[name]
-    assert spliced(config, policy, settings, tmp_path, monkeypatch)
-
-
 _FSDP2 = Launch("fsdp2", 4, mixed_precision="bf16")
 _MIXED = TrainingSpec.of(seq_length=32, mixed_precision="bf16")
 _FROZEN = TrainingSpec.of(seq_length=32, dtype="bfloat16", lora_r=2, accumulation=3)
@@ -92,106 +90,16 @@ SHARDED: dict[str, tuple[dict[str, Any], str, TrainingSpec, Launch]] = {
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of Flux, whose single blocks return views
-@pytest.mark.parametrize("name", slow_except(SHARDED, "fsdp2", "lora"))
-def test_spliced_trace_under_fsdp2(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", slow_except(SHARDED, "fsdp2"))
+def test_replayed_step_under_fsdp2_equals_the_step_that_runs(name: str, tmp_path: Path) -> None:
     config, policy, settings, launch = SHARDED[name]
-    assert spliced(config, policy, settings, tmp_path, monkeypatch, launch)
-
-
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-GEMMA3 = {
-    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 8, "num_key_value_heads": 2,
-    "layer_types": [*[_SLIDING, _SLIDING, _FULL] * 6, _SLIDING], "num_hidden_layers": 19, "sliding_window": 8, **_TEXT,
-}  # fmt: skip
-GEMMA2 = {
-    "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 8, "num_key_value_heads": 2,
-    "num_hidden_layers": 12, "sliding_window": 8, **_TEXT,
-}  # fmt: skip
-QWEN25_VL = {
-    "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "image_token_id": 7, "video_token_id": 8, "vision_start_token_id": 9,
-    "text_config": {
-        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10_000.0},
-    },
-    "vision_config": {
-        "depth": 14, "fullatt_block_indexes": [6, 13], "patch_size": 14, "spatial_merge_size": 2, "num_heads": 2,
-        "temporal_patch_size": 2, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 32, "window_size": 56,
-    },
-}  # fmt: skip
-SDXL = {**UNET, "transformer_layers_per_block": [1, 7], "down_block_types": UNET["down_block_types"][::-1],
-        "up_block_types": UNET["up_block_types"][::-1]}  # fmt: skip
-_IMAGES_LORA = TrainingSpec.of(dtype="bfloat16", lora_r=2, optimizer="adamw")
-_LORA = _IMAGES_LORA.edit(seq_length=16)
-POLICIES = ("none", "full", "save:attention", "pointwise", "full,offload", "head", "segments:3")
-# its attention is a matmul
-MATMULS = tuple("save:matmul" if policy == "save:attention" else policy for policy in POLICIES)
-STAGED = ("none", "full", "save:attention", "pointwise", "full,offload", "sqrt", "stages")
-# and the units of each run, and the number of blocks per unit
-PERIODIC: dict[str, tuple[dict[str, Any], TrainingSpec, tuple[str, ...], list[tuple[int, int]]]] = {
-    "gemma 3": (GEMMA3, _LORA, POLICIES, [(6, 3)]),
-    "gemma 2": (GEMMA2, _LORA.edit(lora_r=0), MATMULS, [(6, 2)]),
-    "qwen2.5-vl": (QWEN25_VL, _LORA.edit(seq_length=48, images=1, image_size=(112, 112)), POLICIES, [(6, 1)] * 2),
-    "sdxl": (SDXL, _IMAGES_LORA, STAGED, [(7, 1)] * 4),
-}
-_QUICK = (("gemma 2", "none"), ("qwen2.5-vl", "none"), ("gemma 3", "full"), ("sdxl", "stages"))
-
-
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    [
-        pytest.param(name, policy, marks=() if (name, policy) in _QUICK[:1] else pytest.mark.slow)
-        for name, (_, _, policies, _) in PERIODIC.items()
-        for policy in policies
-    ],
-)
-def test_spliced_trace_of_blocks_of_alternating_kinds(
-    name: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, settings, _, units = PERIODIC[name]
-    found = spliced(config, policy, settings, tmp_path, monkeypatch)
-    if (name, policy) in _QUICK:
-        assert found == units
-    elif policy not in ("sqrt", "segments:3"):  # the first block of each segment is a kind of its own
-        assert found
-        assert set(found) <= set(units)  # a block that learned something in its first run is another kind
-
-
-def spliced(
-    config: dict[str, Any],
-    policy: str,
-    settings: TrainingSpec,
-    where: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    launch: Launch | None = None,
-) -> list[tuple[int, int]]:
-    """Asserts that the trace with skipped blocks equals the one in which all run.
-
-    Returns (number of units, blocks per unit) for each run of the last step.
-    """
-    (where / "config.json").write_text(json.dumps(config))
-    workload = replace(load(settings.edit(model=str(where / "config.json")), find_gpu("a100-40gb")), launch=launch)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gpu = find_gpu("a100-40gb")
+    workload = replace(load(settings.edit(model=str(tmp_path / "config.json")), gpu), launch=launch)
     apply_policy(workload.model, policy)
-    found: list[tuple[int, int]] = []
-    splice = skipped_blocks.splice
-
-    def noted(recorder: Any, start: Any, runs: list[Any]) -> None:
-        splice(recorder, start, runs)
-        found[:] = [(len(run.units), len(run.units[0])) for run in runs]
-
-    monkeypatch.setattr(skipped_blocks, "splice", noted)
     trace = workload.trace(2)
     made = {"make_optimizer": workload.make_optimizer, "device": workload.device, "launch": launch}
-    every = tracing.trace_step(workload.model, workload.step(2), **made)
-    every = workload.with_metadata(every)
-    assert trace.storages == every.storages
-    assert trace.ops == every.ops
-    assert sorted_events(trace) == sorted_events(every)
-    assert (trace.marks, trace.notes) == (every.marks, every.notes)
-    assert trace.seconds_parts == every.seconds_parts
-    assert trace.peaks == every.peaks
-    return found
+    assert_same(trace, workload.with_metadata(trace_step(workload.model, workload.step(2), **made)))
 
 
 _REPLAYED: dict[str, tuple[dict[str, Any], str, TrainingSpec]] = {
