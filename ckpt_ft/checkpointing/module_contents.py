@@ -1,7 +1,7 @@
 """What a region's modules hold at one moment, found by walking their attributes, and shallow copies of it.
 
-`Contents` lists the containers, tensors, arrays and generators of the modules and of the plain objects and variables
-that they refer to. `Copies` has a shallow copy of every container, tells whether an entry has changed, and puts the
+`Contents` lists the containers, tensors, arrays and generators of the modules and of the plain objects that they refer
+to. `Copies` has a shallow copy of every container, tells whether an entry has changed, and puts the
 entries back.
 """
 
@@ -26,7 +26,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from . import rng
 from .libraries import CONFIG, is_class
 from .tensor_identity import is_array
-from .variables import ENGINES, MAX_ENTRIES, Variables
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_pre_hooks",
     "_backward_hooks",
@@ -38,14 +37,15 @@ _global_tables = [getattr(nn.modules.module, f"_global{name}") for name in _HOOK
 _OWN = frozenset(vars(nn.Module()))
 _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
 _DEEPEST, _MOST_CONTAINERS = 4, 256  # nesting depth of containers and objects, and their number in one region
-_MAX_FOUND_OUTSIDE = 20_000  # the number of those that a search finds outside of the modules
 _CONTAINERS = (torch.Tensor, nn.Module, tuple, dict, list, deque, set, bytearray)
 _MAX_ENTRIES = 100_000  # entries; longer containers are not copied
+_MAX_SEARCHED = 1000  # entries; in longer containers we look for nothing
+_ENGINES = frozenset({"accelerate", "ckpt_ft", "deepspeed", "torch"})  # their objects count both runs
 _STATEFUL = frozenset({"collections", "queue", "weakref", "_weakrefset"})  # of Python's own modules
 _MISSING = object()
 _values_of = dict.values  # not `__getitem__`, by which DeepSpeed's tables learn what a module reads
-Container = Any  # a dict, list, deque, set or Variables
-Place = tuple[Any, str, Any]  # module or Variables, table or attribute name, key
+Container = Any  # a dict, list, deque or set
+Place = tuple[nn.Module, str, Any]  # module, table or attribute name, key
 
 
 def modules_in(module: nn.Module) -> dict[nn.Module, None]:
@@ -77,31 +77,29 @@ class Contents:
             that are referred to without being submodules.
         held: their tensors other than parameters, each with its place and container (None in a tuple).
         arrays: numpy arrays, likewise.
-        generators: random generators, each with the module or variables that have it.
+        generators: random generators.
         opaque: iterators and byte arrays, which cannot be put back.
         aliases: groups of tensors in `held`, by index, that share a storage.
 
     Args:
-        given: objects among the arguments of a call, whose attributes the forward may write.
-        variables: variables outside of the modules.
+        given: objects beside the modules that the forward may write: its arguments.
     """
 
     __slots__ = (
-        "aliases", "arrays", "copies", "extra", "generators", "given", "held", "lazy", "module", "modules",
-        "most", "opaque", "parameters", "variables",
+        "aliases", "arrays", "copies", "extra", "generators", "given", "held", "lazy", "module", "modules", "opaque",
+        "parameters",
     )  # fmt: skip
 
-    def __init__(self, module: nn.Module, given: Sequence[Any] = (), variables: Sequence[Variables] = ()) -> None:
-        self.module, self.modules, self.given, self.variables = module, modules_in(module), given, variables
+    def __init__(self, module: nn.Module, given: Sequence[Any] = ()) -> None:
+        self.module, self.modules, self.given = module, modules_in(module), given
         self.lazy = any(isinstance(inner, LazyModuleMixin) for inner in self.modules)
         found = [value for inner in self.modules for value in inner._parameters.values()]
         self.parameters = [value for value in found if value is not None]
-        self.extra: list[tuple[Any, str, Container]] = []
+        self.extra: list[tuple[nn.Module, str, Container]] = []
         self.arrays: list[tuple[Place, Container | None, Any]] = []
-        self.generators: dict[Any, Any] = {}  # with the module or variable that has it
+        self.generators: list[Any] = []
         self.opaque: list[tuple[Place, Any]] = []
         self.held: list[tuple[Place, Container | None, torch.Tensor]] = []
-        self.most = _MOST_CONTAINERS
         attributes = [inner.__dict__ for inner in self.modules]
         tables = [*chain.from_iterable(map(_tables, attributes)), *_global_tables]
         tables = [table for table in tables if isinstance(table, dict)]  # those of a TorchScript module are none
@@ -111,11 +109,6 @@ class Contents:
             self._add_values(inner.__dict__, inner, "", seen, _DEEPEST)
         for value in given:
             self._add(value, (module, "an argument", type(value).__name__), None, seen, _DEEPEST)
-        self.most = _MAX_FOUND_OUTSIDE
-        for outside in variables:
-            if outside.settable:
-                self.extra.append((outside, "", outside))
-            self._add_values(outside, outside, "variables", seen, _DEEPEST)
         containers = [value for _, _, value in self.extra]
         dicts = [value for value in containers if isinstance(value, dict)]
         others = [value for value in containers if not isinstance(value, dict)]
@@ -133,9 +126,9 @@ class Contents:
             if value is not None:
                 self.held.append(((module, "_buffers", key), module._buffers, value))
 
-    def _add_values(self, container: Container, owner: Any, path: str, seen: set[int], depth: int) -> None:
+    def _add_values(self, container: Container, owner: nn.Module, path: str, seen: set[int], depth: int) -> None:
         """Add the contents of a container's entries."""
-        entries = container.items() if isinstance(container, (dict, Variables)) else enumerate(container)
+        entries = container.items() if isinstance(container, dict) else enumerate(container)
         kept = None if isinstance(container, (set, tuple)) else container
         for key, value in entries:
             if not (_is_atom(type(value)) or (key in _OWN and not path)):  # type: ignore[arg-type]
@@ -149,8 +142,8 @@ class Contents:
         elif is_array(value):
             self.arrays.append((place, container, value))
         elif rng.is_generator(type(value)):
-            self.generators[value] = place[0]
-        elif depth and id(value) not in seen and len(self.extra) < self.most:
+            self.generators.append(value)
+        elif depth and id(value) not in seen and len(self.extra) < _MOST_CONTAINERS:
             seen.add(id(value))
             owner, path = place[0], ".".join(map(str, filter(None, place[1:])))
             if isinstance(value, nn.Module):  # not a submodule: one that the region only refers to
@@ -167,15 +160,11 @@ class Contents:
                     return
                 if len(value) <= _MAX_ENTRIES:
                     self.extra.append((owner, path, value))
-                if len(value) <= MAX_ENTRIES:
+                if len(value) <= _MAX_SEARCHED:
                     self._add_values(value, owner, path, seen, depth - 1)
             if _keeps_state(type(value)):  # type: ignore[arg-type]
                 self.extra.append((owner, path, value.__dict__))
                 self._add_values(value.__dict__, owner, path, seen, depth - 1)
-            elif names := _slots(type(value)):  # type: ignore[arg-type]
-                slots = Variables(value, names, f"an attribute of a {type(value).__name__}")
-                self.extra.append((owner, path, slots))
-                self._add_values(slots, owner, path, seen, depth - 1)
             elif hasattr(type(value), "__next__") or isinstance(value, bytearray):
                 self.opaque.append((place, value))
 
@@ -189,7 +178,6 @@ def _is_atom(kind: type) -> bool:
         or hasattr(kind, "__next__")
         or rng.is_generator(kind)
         or _keeps_state(kind)  # type: ignore[arg-type]
-        or _slots(kind)  # type: ignore[arg-type]
     )
 
 
@@ -200,27 +188,15 @@ def _keeps_state(kind: type) -> bool:
         return True
     if kind.__dictoffset__ == 0 or issubclass(kind, (type, FunctionType)):
         return False
-    return not (_is_built_in(kind) or is_class(kind, CONFIG))
+    package = kind.__module__.partition(".")[0]
+    built_in = package in _ENGINES or (package in sys.stdlib_module_names and package not in _STATEFUL)
+    return not (built_in or is_class(kind, CONFIG))
 
 
 @cache
 def _makes_entries(kind: type) -> bool:
     """Whether a container makes or loads its entries when it is asked for them, by code in Python."""
     return any(isinstance(getattr(kind, name, None), FunctionType) for name in ("__iter__", "items", "values"))
-
-
-@cache
-def _slots(kind: type) -> tuple[str, ...]:
-    """The names of the slots of a plain class without `__dict__`."""
-    if kind.__dictoffset__ or _is_built_in(kind):
-        return ()
-    declared = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
-    return tuple(name for names in declared for name in ((names,) if isinstance(names, str) else names))
-
-
-def _is_built_in(kind: type) -> bool:
-    package = kind.__module__.partition(".")[0]
-    return package in ENGINES or (package in sys.stdlib_module_names and package not in _STATEFUL)
 
 
 def _aliases(held: list[tuple[Place, Container | None, torch.Tensor]]) -> list[list[int]]:
@@ -237,7 +213,7 @@ class Copies:
 
     Args:
         dicts: the dictionaries.
-        lists: the other containers: lists, deques, sets and variables.
+        lists: the other containers: lists, deques and sets.
         empty: dictionaries that are empty at this moment.
     """
 

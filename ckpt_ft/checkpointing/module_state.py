@@ -13,13 +13,13 @@ same state as the first and must leave no change behind.
   then copies only those. Running statistics of norms are always copied in train mode, because those writes do not
   increment the version. Tensors of up to 4 KiB are copied once, and again when their version changes. A larger tensor
   that is first written in a later call raises an error once.
-* **Variables outside of the modules** that the region's code reaches (`variables.py`) are looked for in the region's
-  first two calls and in those of a new kind. Those that change are from then on copied and restored as entries are.
 * **Parameters** are never copied. A parameter that was replaced (`functional_call`) is restored as an entry. An
   in-place write, `p.data = ...` or a changed `requires_grad` raises an error that names the parameter. Parameters
   that FSDP2, ZeRO-3 or accelerate gather, shard or move are left to these libraries.
 
-Writes that do not increment the version (`x.data`, numpy) are detected in a region's first call and in verified steps.
+Variables outside of the modules (globals, closures, class attributes) are not restored: a verified step raises an
+error if the second run computes other numbers because of them. Writes that do not increment the version (`x.data`,
+numpy) are detected in a region's first call and in verified steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import GeneratorType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,10 +45,8 @@ from .fingerprint import fingerprint
 from .libraries import ADAPTED, is_a
 from .module_contents import Container, Contents, Copies, Place, is_managed, without_values
 from .tensor_identity import as_stored, flat, looked_at, version_of, view_of
-from .variables import Reached, Variables
 
 _SMALL_BYTES = 4096  # bytes
-_PARAMETRIZED = Variables(vars(parametrize), ("_cache", "_cache_enabled"), "the cache of parametrizations")
 
 
 class _TensorHistory:
@@ -72,9 +70,6 @@ class ModuleState:
     def _reset(self) -> None:
         self.history: WeakKeyDictionary[nn.Module, dict[tuple[str, Any], _TensorHistory]] = WeakKeyDictionary()
         self.last: Contents | None = None  # of the last call, for the next one if nothing has changed
-        self.reached = Reached()
-        self.changing: list[Variables] = []  # outside of the modules, known to change
-        self.drawn: set[Any] = set()  # random generators that the region is known to move
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # a copied model has its own modules
@@ -84,38 +79,26 @@ class ModuleState:
 
     def contents(self, module: nn.Module, given: Sequence[Any]) -> Contents:
         """Return the contents of the module, its submodules and the objects among its arguments."""
-        if parametrize._cache_enabled:  # inside of `parametrize.cached()`
-            return Contents(module, given, [*self.changing, _PARAMETRIZED])
+        if parametrize._cache_enabled:  # inside of `parametrize.cached()`, whose variables are of its module
+            given = [*given, vars(parametrize)]
         if given:
-            return Contents(module, given, self.changing)
+            return Contents(module, given)
         if self.last is None or not self.last.copies.unchanged():
-            self.last = Contents(module, (), self.changing)
+            self.last = Contents(module)
         return self.last
-
-    def contents_and_all_variables(self, contents: Contents, forward: Callable[..., Any]) -> Contents:
-        """Return `contents` and what the variables hold that the region's code may change."""
-        found = dict.fromkeys((*self.reached.search(contents.modules, forward), *contents.variables))
-        return Contents(contents.module, contents.given, list(found))
-
-    def note_changing(self, changed: Iterable[Any]) -> None:
-        """Restore these from now on if they are variables outside of the modules."""
-        found = [value for value in dict.fromkeys(changed) if type(value) is Variables and value not in self.changing]
-        if found:
-            self.changing, self.last = [*self.changing, *found], None
 
 
 class StateBeforeFirstRun:
     """The state of a region's modules before its first run, and of their parameters after that run."""
 
     __slots__ = (
-        "_arrays", "_contents", "_copies", "_hooks", "_learns", "_opaque", "_parameters", "_state", "_tensors",
+        "_arrays", "_contents", "_copies", "_hooks", "_opaque", "_parameters", "_state", "_tensors",
         "_values", "_versions", "_zero3",
     )  # fmt: skip
 
-    def __init__(self, state: ModuleState, contents: Contents, training: bool, learns: bool) -> None:
+    def __init__(self, state: ModuleState, contents: Contents, training: bool, verified: bool) -> None:
         self._state, self._contents, self._copies = state, contents, contents.copies
-        self._parameters, self._learns = contents.parameters, learns
-        parameters = self._parameters
+        parameters = self._parameters = contents.parameters
         self._zero3 = bool(parameters) and hasattr(parameters[0], "ds_id")
         self._versions = _versions(parameters)
         self._tensors = [_HeldTensor(place, owner, value, state, training) for place, owner, value in contents.held]
@@ -126,14 +109,11 @@ class StateBeforeFirstRun:
             for place, container, array in contents.arrays
             if array.nbytes <= MIB and container is not None
         ]
-        self._opaque = [_pickled(value) for _, value in contents.opaque] if self._learns else []
+        self._opaque = [_pickled(value) for _, value in contents.opaque] if verified else []
         self._values: Values | None = None
 
-    def end(self, drawn: Iterable[Any]) -> None:
+    def end(self) -> None:
         """Record the state after the first run.
-
-        Args:
-            drawn: the random generators that it has moved.
 
         Raises:
             UserError: the run wrote a parameter, wrote a large buffer for the first time, or changed what no copy can
@@ -157,7 +137,6 @@ class StateBeforeFirstRun:
                     f"forward changes {_named(place)} ({type(value).__name__}), and recomputation cannot set it back; "
                     "use a list and an index, or 'pointwise' or 'offload'"
                 )
-        self._note_changing(drawn)
         if any(tensor.value.grad_fn is not None for tensor in self._tensors):
             self._copies.without_graphs()  # otherwise each step would keep the graph of the last
             self._state.last, self._contents.held = None, []
@@ -173,7 +152,6 @@ class StateBeforeFirstRun:
         if _values(self._parameters) != self._values:
             self._check(self._values)
         copies = there = self._copies
-        self._note_changing(())
         if not copies.unchanged():
             there = copies.now()
             self._state.last = None  # it must not keep alive what the modules no longer have
@@ -185,16 +163,6 @@ class StateBeforeFirstRun:
             container[key] = copy.copy()
         self._hooks = {id(table): set(table) for table in _hook_tables(self._parameters)}
         return there
-
-    def _note_changing(self, drawn: Iterable[Any]) -> None:
-        """Note which variables outside of the modules are not as they were before the first run."""
-        if not self._learns:
-            return
-        changed = {id(container) for container, _ in self._copies.changed()}
-        owners = [owner for owner, _, container in self._contents.extra if id(container) in changed]
-        owners += [tensor.place[0] for tensor in self._tensors if tensor.is_written()]
-        owners += [place[0] for _, place, _ in self._written_arrays()]
-        self._state.note_changing(owners + [self._contents.generators.get(generator) for generator in drawn])
 
     def _written_arrays(self) -> Iterator[tuple[Container, Place, Any]]:
         for container, place, array, copy in self._arrays:
@@ -219,7 +187,7 @@ class StateBeforeFirstRun:
             places |= {id(module.__dict__): (module, "") for module in self._contents.modules}
             for container, copy in self._copies.changed():
                 owner, path = places.get(id(container), (self._contents.module, "a table"))
-                keys = () if path or type(owner) is Variables else (*copy, *container)
+                keys = () if path else (*copy, *container)
                 found.append(_named((owner, path, next((x for x in keys if container.get(x) is not copy.get(x)), ""))))
         return found[0] if found else ""
 
@@ -259,7 +227,7 @@ class StateBeforeFirstRun:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the current buffers, and tensors and arrays of any size in attributes, with names."""
-        now = Contents(self._contents.module, self._contents.given, self._contents.variables)
+        now = Contents(self._contents.module, self._contents.given)
         for place, _, value in now.held:
             if not is_managed(value):
                 yield _named(place), value
@@ -416,6 +384,4 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _named(place: Place) -> str:
     owner, table, key = place
-    if type(owner) is Variables:
-        return str(owner)
     return f"'{key if table in ('', '_buffers') else table}' of {type(owner).__name__}"

@@ -27,7 +27,6 @@ from . import rng
 from .arguments import ATOMS, Call, Inputs, leaves
 from .autocast import autocast_as, autocast_now
 from .dropped_tensors import DroppedTensors, RunComplete, pop_hooks, push_hooks
-from .fingerprint import can_hash
 from .kv_cache import DroppedCaches, is_cache
 from .module_contents import Contents
 from .module_state import ModuleState, StateBeforeFirstRun
@@ -73,8 +72,8 @@ class Checkpointed(StandIn):
             return self.forward(*args, **kwargs)
         return RegionCall(self.forward, contexts, self.inputs, args, kwargs)()
 
-    def comparison(self, structure: Any) -> tuple[TensorComparison | None, bool]:
-        """Return a comparison if this call of the region is verified, and whether to search for variables.
+    def comparison(self, structure: Any) -> TensorComparison | None:
+        """Return a comparison if this call of the region is verified.
 
         structure: how the region is called.
         """
@@ -82,8 +81,7 @@ class Checkpointed(StandIn):
         changed = structure not in self.structures
         if changed and len(self.structures) < _MOST_STRUCTURES:
             self.structures.add(structure)
-        searched = (changed or self.calls == 2) and can_hash()
-        return self.verification.region(self.name, self.module, self.calls, changed), searched
+        return self.verification.region(self.name, self.module, self.calls, changed)
 
 
 def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[FirstRun, SecondRun] | None:
@@ -140,7 +138,7 @@ class FirstRun:
     """Context of the first run; records the state from which the second run must start."""
 
     __slots__ = (
-        "comparison", "contents", "devices", "ended", "keeping", "learns", "parameters", "proof", "random", "region",
+        "comparison", "contents", "devices", "ended", "keeping", "parameters", "proof", "random", "region",
         "replaying", "state", "structure",
     )  # fmt: skip
 
@@ -165,13 +163,8 @@ class FirstRun:
 
     def __enter__(self) -> None:
         region = self.region
-        comparison, searched = region.comparison((*self.structure, self.contents.trained))
-        self.comparison, self.learns = comparison, searched or comparison is not None
-        if searched:
-            self.contents = region.state.contents_and_all_variables(self.contents, region.forward)
-            if not rng.SETTERS.isdisjoint(region.state.reached.used):
-                region.state.drawn |= {rng.CPU, *rng.HOST, *self.devices}
-        self.state = StateBeforeFirstRun(region.state, self.contents, region.module.training, self.learns)
+        comparison = self.comparison = region.comparison((*self.structure, self.contents.trained))
+        self.state = StateBeforeFirstRun(region.state, self.contents, region.module.training, comparison is not None)
         self.random = self.drawn()
         self.proof: SavedTensorProof | None = None
         if comparison is not None:
@@ -186,17 +179,15 @@ class FirstRun:
             self.proof.exit()
         if kind is not None:  # a run that failed, or was stopped inside of another region's second run
             return
-        self.random = self.random.moved(self.drawn(), self.region.state.drawn)
-        self.state.end(self.random.states)
-        if self.learns:
-            self.region.state.drawn |= self.random.states.keys()
+        self.random = self.random.moved(self.drawn())
+        self.state.end()
         self.ended = True
 
 
 class SecondRun:
     """Context of the second run; restores the first run's initial generators and modules, and undoes this on exit."""
 
-    __slots__ = ("before", "first", "random", "tensors", "there")
+    __slots__ = ("before", "first", "tensors", "there")
 
     def __init__(self, first: FirstRun) -> None:
         self.first = first
@@ -209,12 +200,10 @@ class SecondRun:
                 f"{kind}: its forward runs a backward of its own (torch.autograd.grad) over what a checkpoint has "
                 f"dropped; re-run only its parts (modules:mlp), or take 'pointwise' or 'offload'"
             )
-        if first.learns:
-            self.before = first.drawn()
+        self.before = first.random.now() if first.comparison is None else first.drawn()
         if first.comparison is not None:
             self.tensors = [(first.comparison.saved(x, name), x) for name, x in first.state.tensors()]
         self.there = first.state.restore()
-        self.random = first.random.now()
         first.random.restore()
         if first.proof is not None:
             first.proof.enter_second_run()
@@ -225,13 +214,9 @@ class SecondRun:
         first.replaying.__exit__(kind, *exception)
         if first.proof is not None:
             first.proof.exit()
-        self.random.restore()
+        self.before.restore()
         first.state.undo(self.there)
         del self.there
-        if first.learns:  # a first run that sets a seed seems not to draw if the generator had this state before
-            moved = self.before.moved(first.drawn())
-            moved.restore()
-            first.region.state.drawn |= moved.states.keys()
         if first.comparison is not None and (kind is None or issubclass(kind, RunComplete)):
             self._prove(first.comparison)
 

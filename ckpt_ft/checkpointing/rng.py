@@ -10,7 +10,7 @@ import ctypes
 import pickle
 import random
 import sys
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from torch import nn
 
 _RATES = ("p", "dropout", "dropout_p", "attention_dropout", "activation_dropout", "drop_prob")
 CPU = torch.device("cpu")
-# a region that names one of these may look as if it drew nothing
-SETTERS = frozenset({"fork_rng", "get_rng_state", "getstate", "get_state", "manual_seed", "seed"})
 
 
 class Snapshot:
@@ -33,10 +31,9 @@ class Snapshot:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Snapshot) and not self.moved(other).states
 
-    def moved(self, later: Snapshot, drawn_before: Container[Hashable] = ()) -> Snapshot:
-        """Return a snapshot of only those generators that differ in `later`, and of those in `drawn_before`."""
-        states = self.states
-        return Snapshot({x: states[x] for x in states if x in drawn_before or not _same(states[x], later.states[x])})
+    def moved(self, later: Snapshot) -> Snapshot:
+        """Return a snapshot of only those generators that differ in `later`."""
+        return Snapshot({x: state for x, state in self.states.items() if not _same(state, later.states[x])})
 
     def now(self) -> Snapshot:
         """Return the current states of the same generators."""

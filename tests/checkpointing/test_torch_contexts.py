@@ -392,26 +392,12 @@ def test_global_module_hook_during_forward(policy: str) -> None:
         assert_numbers_equal(numbers(model, hooked), numbers(plain, hooked), policy)
 
 
-class SeedsAndForks(Block):
-    """Draws from the CPU's generator and restores its state."""
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        with torch.random.fork_rng(devices=[]):
-            x = x * torch.rand(8)
-        torch.manual_seed(7)
-        return super().forward(x, mask)
-
-
-class Meta(type):
-    total = 0
-
-
 class ListWithAttribute(list[int]):
     calls = 0
 
 
-class CountsOutsideItsAttributes(Block, metaclass=Meta):
-    """Counts in an attribute of a list, in weak dictionaries, in its metaclass, and by the order of a dictionary."""
+class CountsInObjects(Block):
+    """Counts in an attribute of a list, in weak dictionaries, and by the order of a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,29 +410,24 @@ class CountsOutsideItsAttributes(Block, metaclass=Meta):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         self.list.calls += 1
         self.weak[self] = self.weak.get(self, 0) + 1
-        Meta.total += 1
         first = next(iter(self.order))
         self.order[first] = self.order.pop(first)
-        factor = (self.list.calls + self.weak[self] + Meta.total / 10) * self.order[first]
+        factor = (self.list.calls + self.weak[self]) * self.order[first]
         return super().forward(x * factor, mask)
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2", "save:matmul", "offload"])
-@pytest.mark.parametrize("block", [SeedsAndForks, CountsOutsideItsAttributes])
-def test_hidden_state_of_a_block_in_unverified_steps(block: type[Block], policy: str) -> None:
+def test_hidden_state_of_a_block_in_unverified_steps(policy: str) -> None:
     def drawn_in_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = model(x)
         torch.rand(3)
         return out
 
-    plain, model = Net(block), Net(block)
+    plain, model = Net(CountsInObjects), Net(CountsInObjects)
     apply_policy(model, policy, verify="never")
-    Meta.total = 0
     expected = [copy.deepcopy(numbers(plain, drawn_in_between)) for _ in range(3)]
-    Meta.total = 0
     for step in expected:
         assert_numbers_equal(numbers(model, drawn_in_between), step, policy)
-    assert Meta.total in (0, 12)
 
 
 @pytest.mark.parametrize("policy", ["full", "segments:2", "save:matmul"])
