@@ -25,7 +25,7 @@ from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record import cpu_kernels
 from ckpt_ft.memory.record.dispatch import Handling, Rule, Uncacheable, call_key
 from ckpt_ft.memory.record.recorder import Recorder
-from ckpt_ft.memory.record.tracker import handling_of
+from ckpt_ft.memory.record.tracker import ASKS_DEVICE, handling_of
 from ckpt_ft.memory.rules import cuda, fake_kernels
 
 from .data_dependent_ops import DataDependentOps
@@ -141,7 +141,6 @@ def _recipe(out: Any, args: tuple[Any, ...], homes: dict[int, int | None]) -> An
 
 aten = torch.ops.aten
 _META = torch.device("meta")
-_ASKS_DEVICE = torch.ops.prim.device.default
 _COPY, _LIFT = aten.copy_.default, aten.lift_fresh.default
 
 
@@ -193,7 +192,7 @@ class FakeOps:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # an exception in a call for the device from torch's C++ would abort the process
-        if self.interrupts.waiting and func is not _ASKS_DEVICE:
+        if self.interrupts.waiting and func is not ASKS_DEVICE:
             self.interrupts.deliver()
         if func is not _LIFT and not are_fakes(args):
             args = self.faked(args)
@@ -203,7 +202,7 @@ class FakeOps:
         return args, kwargs
 
     def handling(self, func: Any) -> Handling:
-        if func is _ASKS_DEVICE:
+        if func is ASKS_DEVICE:
             return Handling(str(func), lambda func, args, kwargs: args[0].fake_device, silent=True)
         known = handling_of(func, self._rules.get(func), self._after.get(func))
         answered = func in self._by_data.answers

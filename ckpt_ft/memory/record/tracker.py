@@ -20,6 +20,7 @@ import torch
 import torch.distributed._functional_collectives  # registers the operator of _WRAPS
 from torch import nn
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.gpus import GPU
 
 _LIFT = torch.ops.aten.lift_fresh.default
+ASKS_DEVICE = torch.ops.prim.device.default
 
 
 class Dispatcher(Protocol):
@@ -139,7 +141,7 @@ class Tracker(TorchDispatchMode):
         self.dispatcher = dispatcher(self.recorder)
         self.context.phase_listeners.append(self._phase_begins)
         self.context.before_optimizer, self.context.after_optimizer = self._before_optimizer, self._label_state
-        self._handled: dict[Any, Handling] = {}  # by overload
+        self._handled: dict[int, Handling] = {}  # by the id of the overload
         self._model: nn.Module | None = None
         self._owners: dict[int, str] = {}  # of parameters, by id: the module that has it
         # Set while a "forward" may turn out to be the optimizer's: module calls, marks, storages and ops before it.
@@ -283,6 +285,8 @@ class Tracker(TorchDispatchMode):
     # -- ops --------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE and type(args[0]) is FakeTensor:  # autograd asks twice for each op
+            return args[0].fake_device
         kwargs = kwargs or {}
         if wraps(types):
             return NotImplemented  # a DTensor's ops on its shard are dispatched separately
@@ -290,9 +294,9 @@ class Tracker(TorchDispatchMode):
         if not dispatcher.takes_fakes and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor computes shapes on its own fake tensors
         args, kwargs = dispatcher.prepare(func, args, kwargs)
-        op = self._handled.get(func)
+        op = self._handled.get(id(func))  # its own hash is slow Python
         if op is None:
-            op = self._handled[func] = dispatcher.handling(func)
+            op = self._handled[id(func)] = dispatcher.handling(func)
         if op.silent:
             return func(*args, **kwargs) if op.rule is None else op.rule(func, args, kwargs)
         if torch.is_inference_mode_enabled() and is_composite(func):
