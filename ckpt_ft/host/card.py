@@ -56,7 +56,15 @@ def show_tensors(tracker: ScriptTracker) -> None:
     def described(tensor: Tensor, **options: Any) -> str:
         return f"tensor(..., size={tuple(tensor.shape)})"
 
-    _replace(Tensor, __format__=formatted, __deepcopy__=copied)
+    data: Any = Tensor.data
+
+    def set_data(tensor: Tensor, value: Tensor) -> None:
+        """A fake gets the data of a fake: the other one of the two becomes a fake."""
+        if (type(tensor) is FakeTensor) != (type(value) is FakeTensor):
+            ops.put(value if type(tensor) is FakeTensor else tensor)
+        data.__set__(tensor, value)
+
+    _replace(Tensor, __format__=formatted, __deepcopy__=copied, data=property(data.__get__, set_data))
     _replace(
         FakeTensor,
         numpy=lambda tensor, **options: numbers(tensor),

@@ -12,6 +12,7 @@ import gc
 import inspect
 import os
 import pickle
+import queue
 import subprocess
 import sys
 import tempfile
@@ -34,18 +35,22 @@ from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.fake import patches
 from ckpt_ft.memory.fake.step import torch_like
 from ckpt_ft.memory.gpus import GPU, GPUS
+from ckpt_ft.memory.record.in_place_gradients import counts_of_a_sum
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.policy import STREAMS
 from ckpt_ft.standins import flash_attention, fused_head, liger, liger_kernels
 
 from .card import show_card, show_tensors
+from .generation import generate_longest
 from .kept_files import KeptFiles
+from .longest import longest_first
 from .ops import ScriptOps, ScriptTracker
 from .script import Script, TrainingLoop
 from .weightless import load_no_weights
 
 AS_IT_IS = ""  # the policy of a script that is left as it is
 _EAGER = "torch.compile is left out: the answer is that of the eager step"
+_AGAIN = "again"  # the file that asks for a second run: a process that has run a backward cannot fork
 _HERE = Path(__file__).parents[2]
 
 
@@ -77,6 +82,7 @@ class Question:
 
     capacity: bytes; if the first policy's step reserves more, `otherwise` are asked for, too.
     longest: give the script the longest rows of its dataset first.
+    by_hand: the script has no optimizer.
     """
 
     script: Script
@@ -86,6 +92,7 @@ class Question:
     capacity: int | None = None
     otherwise: tuple[str, ...] = ()
     longest: bool = False
+    by_hand: bool = False
 
 
 def ask(question: Question) -> list[Answer]:
@@ -99,7 +106,10 @@ def ask(question: Question) -> list[Answer]:
         asked, output = Path(folder, "question"), Path(folder, "output")
         asked.write_bytes(pickle.dumps(question))
         start = f"import sys; sys.path.append({str(_HERE)!r}); from ckpt_ft.host.dry import main; main({str(asked)!r})"
-        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+        environment = {
+            "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "",
+            "WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "CLEARML_OFFLINE_MODE": "1", "TRACKIO_MODE": "disabled",
+        }  # fmt: skip
         with output.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-c", start], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -111,6 +121,8 @@ def ask(question: Question) -> list[Answer]:
                 process.terminate()
                 process.wait()
                 raise
+        if Path(folder, _AGAIN).exists():
+            return ask(replace(question, by_hand=True))
         answers: list[Answer] = [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).glob("answer-*"))]
         if not answers or os.environ.get("CKPT_FT_TRACEBACK") == "1":
             sys.stderr.write(output.read_text(errors="replace"))
@@ -160,10 +172,12 @@ class _DryRun:
         show_tensors(self.tracker)
         if gpu is not None:
             show_card(gpu, self.tracker, self.streams)
-        _leave_out(self.tracker.recorder.note)
+        _leave_out(self.tracker.recorder.note, self.question.longest)
         self.files = KeptFiles()
         self._track(self.tracker, self.streams)
         load_no_weights(self._put)
+        generate_longest(self.tracker.recorder.note)
+        self.loop.by_hand, self.loop.found_by_hand = self.question.by_hand, self._again
         self.loop.watch()
         error: BaseException | None = None
         try:
@@ -171,6 +185,12 @@ class _DryRun:
         except BaseException as raised:
             error = raised
         self._ended(error)
+
+    def _again(self) -> None:
+        """The script has no optimizer, and has run its first forward: begin anew, knowing that."""
+        self.files.restore()
+        (self.folder / _AGAIN).touch()
+        os._exit(0)
 
     def _track(self, tracker: ScriptTracker, streams: Streams) -> None:
         recorder, ops = tracker.recorder, tracker.dispatcher
@@ -194,6 +214,7 @@ class _DryRun:
         for module in modules if gpu is None else ():
             self._put(module)
         self._fork()
+        counts_of_a_sum()
         notes = apply_policy(model, self.policy).notes if self.policy != AS_IT_IS else []
         for note in notes:
             self.tracker.recorder.note(note)
@@ -224,6 +245,8 @@ class _DryRun:
             policy = asked.pop(0)
             child = os.fork()
             if not child:
+                torch.set_num_threads(1)  # before threads of autograd do it, which race for the pool after a fork
+                queue.Queue.join = lambda waited: None  # type: ignore[method-assign]  # for threads left in the parent
                 self.policy, self.number = policy, number
                 self.files.begin()
                 return
@@ -312,8 +335,8 @@ def _where(error: BaseException, name: str) -> str:
     return f"line {at[-1].lineno}" if at else "a library"
 
 
-def _leave_out(note: Callable[[str], None]) -> None:
-    """What a dry run does without: torch.compile, and processes that load data."""
+def _leave_out(note: Callable[[str], None], longest: bool) -> None:
+    """What a dry run does without: torch.compile, processes that load data, and with `longest` random batches."""
 
     def compile(model: Any = None, **kwargs: Any) -> Any:
         note(_EAGER)
@@ -326,8 +349,8 @@ def _leave_out(note: Callable[[str], None]) -> None:
 
     def load(self: Any, *args: Any, **kwargs: Any) -> None:
         alone = {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "prefetch_factor": None}
-        given = inspect.signature(loader).bind(self, *args, **{**kwargs, "multiprocessing_context": None})
-        loader(**{**given.arguments, **alone, "timeout": 0})
+        given = inspect.signature(loader).bind(self, *args, **{**kwargs, "multiprocessing_context": None}).arguments
+        loader(**{**(longest_first(given, note) if longest else given), **alone, "timeout": 0})
 
     torch.compile, nn.Module.compile = compile, compile_module  # type: ignore[assignment, method-assign]
     torch.utils.data.DataLoader.__init__ = load  # type: ignore[method-assign]

@@ -9,9 +9,9 @@ recorded, and an op that meets a fake gives fakes.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ class ScriptOps(FakeOps):
 
     def __init__(self, recorder: Recorder, fakes: Fakes, gpu: GPU | None, streams: Streams) -> None:
         super().__init__(recorder, fakes, gpu, Interrupts(), streams)
-        self._met: dict[int, Tensor] = {}  # fakes of real tensors, by their id
+        self._met: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # fakes of real tensors, by their id
         self.stepping = False  # the first step has begun
         self.depth = 0  # of ops that are being computed: `FakeTensor.device` is then PyTorch's own
 
@@ -82,24 +82,26 @@ class ScriptOps(FakeOps):
         """Whether an op of a step on the CPU has only real tensors, and makes no large one of unknown numbers."""
         if self.gpu is not None or has_fakes(args):
             return False
-        if not self.stepping or func not in _MAKES:
+        if func not in _MAKES:
             return True
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         return not dtype.is_floating_point or math.prod(args[0]) <= _SMALL
 
     def faked(self, value: Any) -> Any:
-        """`value` with fake tensors in place of real ones; a real tensor has one fake while it lives."""
+        """`value` with fake tensors in place of real ones; a fake keeps its real tensor alive, which is counted."""
         if not isinstance(value, Tensor) or type(value) is FakeTensor:
             return type(value)(map(self.faked, value)) if isinstance(value, (tuple, list)) else value
-        number = id(value)
-        if number not in self._met:
+        fake = self._met.get(id(value))
+        if fake is None:
             fake = self.fakes.mode.from_tensor(value) if value.device == CPU else self.fakes.like(value)
             self.values.keep(fake, value)
-            self._met[number] = fake
-            if self.gpu is None and self.recorder.index_of(value) is not None:
-                self.recorder.reuse(value, fake)  # one storage, whose numbers are not needed from here on
-            weakref.finalize(value, self._met.pop, number, None).atexit = False
-        return self._met[number]
+            self._met[id(value)] = fake
+            fake.__dict__["_ckpt_ft_real"] = value
+            if self.gpu is None:
+                if self.recorder.index_of(value) is None:
+                    self.recorder.follow(value, "activations", "")
+                self.recorder.ignore(fake)
+        return fake
 
     def call(self, op: Handling, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
         if self.stays_real(func, args, kwargs):
@@ -176,6 +178,7 @@ class ScriptTracker(Tracker):
     """Records a script, from its start, on `gpu` or, if None, on the CPU."""
 
     dispatcher: ScriptOps
+    forks = True
 
     def __init__(self, make_ops: Callable[[Recorder], ScriptOps], gpu: GPU | None) -> None:
         super().__init__(dispatcher=make_ops)
@@ -183,9 +186,11 @@ class ScriptTracker(Tracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        fakes = has_fakes(args) or has_fakes(kwargs.values())
+        if self.gpu is None and not self.dispatcher.stepping and not fakes:
+            return func(*args, **kwargs)  # data that the script makes before its first step
         if self.gpu is None or wraps(types):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        fakes = has_fakes(args) or has_fakes(kwargs.values())
         device = kwargs.get("device")
         if device is not None and (on_card(device) != (fakes and not self.recorder.all_on_host(args))):
             return self.dispatcher.placed(func, args, kwargs) if fakes or on_card(device) else func(*args, **kwargs)

@@ -2,8 +2,8 @@
 
 The script is not changed and needs no import of ours. Its model is the first module that is called, from outside of
 other modules, in training mode and with gradients, and that holds a parameter of an optimizer. A step ends with
-`Optimizer.step()`; the next one begins at the next call of a module. Nothing here knows Trainer, Accelerate, TRL,
-Lightning or diffusers.
+`Optimizer.step()`; the next one begins at the next call of a module. In a script without an optimizer, which changes
+its weights by hand, a step ends with `backward()`. Nothing here knows Trainer, Accelerate, TRL, Lightning or diffusers.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class TrainingLoop:
         next_step: called with the `batches` of the step that has ended, before the first call of a module after it.
 
     Attributes:
+        by_hand: whether a script without an optimizer has a step; found at its first backward, if not told before.
+        found_by_hand: called then.
         stepped: whether `Optimizer.step()` was called and no module since.
         optimizers: those that were constructed, in order.
         batches: the shapes of the tensors that the model was given, one dict for each micro-batch of this step.
@@ -76,12 +78,14 @@ class TrainingLoop:
         self.model: nn.Module | None = None
         self.batches: Batches = []
         self.stepped = False
+        self.by_hand = False
+        self.found_by_hand: Callable[[], None] = lambda: None
         self._depth = 0
         self._thread = threading.get_ident()
 
     def watch(self) -> None:
         """Begin; the script has not constructed an optimizer yet."""
-        made, call, optimizers = Optimizer.__init__, nn.Module.__call__, self.optimizers
+        made, call, backward, optimizers = Optimizer.__init__, nn.Module.__call__, Tensor.backward, self.optimizers
 
         def constructed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
@@ -97,7 +101,15 @@ class TrainingLoop:
             finally:
                 self._depth -= 1
 
+        def went_back(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            if not optimizers and not self.by_hand:
+                self.by_hand = True
+                self.found_by_hand()
+            backward(tensor, *args, **kwargs)
+            self.stepped = self.stepped or (not optimizers and self.model is not None)
+
         Optimizer.__init__, nn.Module.__call__ = constructed, called  # type: ignore[method-assign,assignment]
+        Tensor.backward = went_back  # type: ignore[method-assign,assignment]
         register_optimizer_step_post_hook(self._step_ends)
 
     @property
@@ -112,7 +124,7 @@ class TrainingLoop:
 
     def _arrive(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self.model is None:
-            if not (module.training and torch.is_grad_enabled() and self.optimizers and self._is_trained(module)):
+            if not (module.training and torch.is_grad_enabled() and self._is_trained(module)):
                 return
             self.model = module
             self.begins(module)
@@ -125,5 +137,7 @@ class TrainingLoop:
             self.batches.append({name: tuple(v.shape) for name, v in named.items() if isinstance(v, Tensor)})
 
     def _is_trained(self, module: nn.Module) -> bool:
+        if self.by_hand and not self.optimizers:
+            return any(parameter.requires_grad for parameter in module.parameters())
         trained = set(map(id, self.parameters))
         return any(id(parameter) in trained for parameter in module.parameters())

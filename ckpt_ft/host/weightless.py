@@ -6,8 +6,10 @@ The files of a checkpoint are not opened, and need not exist.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +74,7 @@ def _patch_transformers(put: Put) -> None:
             cls, config, *args, dtype=_dtype(given, config), attn_implementation=_fused(attention), **experts, **kwargs
         )
         model.name_or_path = model.config._name_or_path = str(name)
+        _draw_missing(model, str(name), str(given.get("subfolder") or ""))
         _quantise(model, quantised)
         put(model)
         _to_device_map(model, given.get("device_map"))
@@ -96,6 +99,46 @@ def _patch_transformers(put: Put) -> None:
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
     PreTrainedModel._from_config = classmethod(from_config)
+
+
+def _draw_missing(model: Any, name: str, subfolder: str) -> None:
+    """Draw the random numbers that loading draws for weights that the checkpoint lacks, such as those of a new head.
+
+    So a script that sets a seed gets its batches in the order of a live run. Checkpoints that are not on this machine
+    are passed over.
+    """
+    from transformers import PreTrainedModel
+
+    known = _names_in_checkpoint(name, subfolder)
+    prefix, seen = f"{model.base_model_prefix}.", set()
+
+    def draw(module: nn.Module, path: str, owner: Any) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        for child, inner in module.named_children():
+            draw(inner, f"{path}{child}.", owner)
+        own = {f"{path}{part}": p for part, p in module.named_parameters(recurse=False) if id(p) not in seen}
+        seen.update(map(id, own.values()))
+        if own and not any({key, key.removeprefix(prefix), prefix + key} & known for key in own):
+            owner._init_weights(copy.deepcopy(module).to_empty(device="cpu"))
+
+    if known:
+        draw(model, "", model)
+
+
+def _names_in_checkpoint(name: str, subfolder: str) -> set[str]:
+    """The names of a checkpoint's tensors; none if it is not on this machine."""
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    where = {"subfolder": subfolder, "local_files_only": True}
+    for file in ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors"):
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **where)
+        if found is not None and file.endswith(".json"):
+            return set(json.loads(Path(found).read_text())["weight_map"])
+        if found is not None:
+            with safe_open(found, "pt") as tensors:
+                return set(tensors.keys())
+    return set()
 
 
 def _dtype(given: dict[str, Any], config: Any) -> torch.dtype:

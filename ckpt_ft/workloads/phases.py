@@ -360,7 +360,7 @@ def generation(
                 if not trainer.use_vllm:
                     ids = torch.ones(sequences, prompt, dtype=torch.long)
                     mask = torch.ones_like(ids)
-                    _generate(model, trainer.generation_config, answer, input_ids=ids, attention_mask=mask)
+                    generate(model, trainer.generation_config, answer, input_ids=ids, attention_mask=mask)
                 _score(_copy_for_evaluation(trainer, model, optimizer, workload), model, sequences, prompt, answer)
 
         return step
@@ -390,18 +390,18 @@ def _score(trainer: Any, model: Any, sequences: int, prompt: int, answer: int) -
 def _with_new_answers(model: Any, settings: Any, batch: Batch) -> Batch:
     """The batch of an online trainer, after its answers have been generated."""
     prompt, answer = batch["prompt_ids"], batch["completion_ids"]
-    _generate(model, settings, answer.shape[1], input_ids=prompt, attention_mask=torch.ones_like(prompt))
+    generate(model, settings, answer.shape[1], input_ids=prompt, attention_mask=torch.ones_like(prompt))
     return dict(batch)
 
 
 def _generate_length(model: Any, tokens: int, **inputs: Any) -> Any:
     """`model.generate` for answers of a known length."""
     settings = inputs.pop("generation_config", None) or model.generation_config
-    return _generate(model, settings, tokens, **inputs)
+    return generate(model, settings, tokens, **inputs)
 
 
 @torch.no_grad()
-def _generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> torch.Tensor:
+def generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> torch.Tensor:
     """Generates the first of `tokens` and the last two, when the KV cache is largest; returns all sequences."""
     settings = copy.deepcopy(settings)
     if (settings.num_beams or 1) > 1:
@@ -419,11 +419,13 @@ def _generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> torch.Te
         if kept:
             _fill(cache, prompt + tokens - last - 1)
         first = settings.decoder_start_token_id or 0
-        one = torch.full((1, 1), first if encodes else 1)  # expanded: the prompt alone is in memory
+        one = torch.full(
+            (1, 1), first if encodes else 1, device=given.device
+        )  # expanded: the prompt alone is in memory
         ids, mask = (one.expand(given.shape[0], length) for _ in range(2))
         named = {"decoder_input_ids": ids} if encodes else {"input_ids": ids, "attention_mask": mask}
         _sample(model, settings, last, **{**inputs, **named, **kept})
-    return torch.ones(given.shape[0], prompt + tokens, dtype=torch.long)
+    return torch.ones(given.shape[0], prompt + tokens, dtype=torch.long, device=given.device)
 
 
 def _sample(model: Any, settings: Any, tokens: int, **inputs: Any) -> Any:

@@ -1,0 +1,50 @@
+"""`python live_peak.py STEPS SCRIPT ARGS...`: runs a script on the CPU and prints the highest peak of its first steps.
+
+As in a dry run, the first step counts only if there is no other.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+import torch
+from torch import nn
+
+from ckpt_ft.host.script import Script, TrainingLoop
+from ckpt_ft.memory.record.tracker import Tracker
+
+steps, script = int(sys.argv[1]), Script(sys.argv[2], tuple(sys.argv[3:]))
+peaks: list[int] = []
+tracker = Tracker()
+
+
+def begins(model: nn.Module) -> None:
+    gc.collect()
+    gc.disable()
+    tracker.__enter__()
+    tracker.add_model(model)
+    tracker.start_step()
+
+
+def next_step(batches: object) -> None:
+    peaks.append(tracker.trace("cpu").peak_allocated)
+    if len(peaks) == steps:
+        ended()
+    gc.collect(1)
+    tracker.start_step()
+
+
+def ended() -> None:
+    print("peak", max(peaks[1:] or peaks), flush=True)
+    os._exit(0)
+
+
+torch.set_num_threads(1)
+loop = TrainingLoop(begins, next_step)
+loop.watch()
+script.run()
+if loop.stepped:
+    next_step(loop.batches)
+ended()

@@ -1,0 +1,13 @@
+"""No optimizer: the weights are changed by hand."""
+
+import torch
+from torch import nn
+
+model = nn.Linear(100, 50)
+for _ in range(5):
+    loss = model(torch.randn(8, 100)).pow(2).mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None

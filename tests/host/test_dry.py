@@ -1,0 +1,134 @@
+"""`ckpt-ft dry-run` against the same scripts, run live on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ckpt_ft.cli.dry_run import several
+from ckpt_ft.cli.main import app
+from ckpt_ft.errors import UserError
+from ckpt_ft.host.dry import AS_IT_IS, Answer, Question, ask
+from ckpt_ft.host.script import Script
+from ckpt_ft.memory.gpus import find_gpu
+
+HERE = Path(__file__).parent
+SCRIPTS = HERE / "scripts"
+
+
+def dry(name: str, *args: str, device: str = "", policies: tuple[str, ...] = (AS_IT_IS,)) -> list[Answer]:
+    gpu = find_gpu(device) if device else None
+    return ask(Question(Script(str(SCRIPTS / name), args), gpu, policies))
+
+
+def live(name: str, *args: str, steps: int = 3) -> int:
+    """The highest peak of a script's steps, in bytes."""
+    ran = subprocess.run(
+        [sys.executable, str(HERE / "live_peak.py"), str(steps), str(SCRIPTS / name), *args],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return int(ran.stdout.split("peak ")[1])
+
+
+def peak(answer: Answer) -> int:
+    assert answer.trace is not None, answer.error
+    return answer.trace.peak_allocated
+
+
+def test_a_plain_loop_and_its_files(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("kept")
+    (answer,) = dry("plain.py", str(log))
+    assert peak(answer) == pytest.approx(live("plain.py", str(tmp_path / "other")), rel=0.002)
+    assert (answer.model, answer.batches) == ("Sequential", [{"input 0": (16, 64)}])
+    assert log.read_text() == "kept"
+    assert not Path(f"{log}.pt").exists()
+
+
+def test_a_trainer_under_three_policies(tmp_path: Path) -> None:
+    plain, full, pointwise = dry("trainer.py", str(tmp_path / "out"), policies=(AS_IT_IS, "full", "pointwise"))
+    assert peak(plain) == pytest.approx(live("trainer.py", str(tmp_path / "live")), rel=0.002)
+    assert peak(full) < peak(pointwise) < peak(plain)
+    assert len(plain.batches) == 2  # micro-batches
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_changed_by_hand() -> None:
+    (answer,) = dry("by_hand.py")
+    assert peak(answer) == pytest.approx(live("by_hand.py"), rel=0.01)
+
+
+def test_a_script_that_sees_a_card(tmp_path: Path) -> None:
+    """GradScaler and fp16 autocast: the halves of a T4 are in the step, and cuBLAS's workspace."""
+    (answer,) = dry("plain.py", str(tmp_path / "log"), device="t4")
+    assert answer.trace is not None, answer.error
+    assert answer.trace.seconds is not None
+    halves = [op for op in answer.trace.ops if op.dtype == "float16"]
+    assert halves
+    assert answer.trace.peak_reserved % (2 << 20) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print('no model here')", "ended without a training step"),
+        ("raise SystemExit('give --data')", "ended without a training step (give --data)"),
+        ("import nowhere_to_be_found", "needs the package nowhere_to_be_found, which is not installed"),
+        ("x = 1\nraise ValueError('bad data')", "line 2 raised ValueError: bad data"),
+    ],
+)
+def test_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    (answer,) = ask(Question(Script(str(script)), None))
+    assert said in answer.error
+    assert "\n" not in answer.error
+
+
+def test_a_step_that_depends_on_values(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(3):\n"
+        "    out = model(torch.randn(4, 8))\n"
+        "    out[torch.nonzero(out > 0)[:, 0]].sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    (answer,) = ask(Question(Script(str(script)), None))
+    assert "aten.nonzero" in answer.error
+    assert "values that a dry run does not have" in answer.error
+
+
+def test_the_command(tmp_path: Path) -> None:
+    words = ["dry-run", "--device", "t4", "--json", str(SCRIPTS / "by_hand.py")]
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.stdout)
+    assert found["model"] == "by_hand.py: Linear"
+    assert found["headroom"] > 10 << 30
+
+
+def test_no_such_script() -> None:
+    with pytest.raises(UserError, match="no such script"):
+        dry("nowhere.py")
+
+
+@pytest.mark.parametrize(
+    ("given", "policies"),
+    [
+        (["none,full,pointwise"], ["none", "full", "pointwise"]),
+        (["full,head"], ["full,head"]),
+        (["none", "save:attention,head"], ["none", "save:attention,head"]),
+    ],
+)
+def test_several_policies(given: list[str], policies: list[str]) -> None:
+    assert list(several(given)) == policies
