@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from ckpt_ft.host.dry import Answer
     from ckpt_ft.host.script import Script
 
-OTHERWISE = ("pointwise", "save:attention", "full", "full,head", "full,head,offload")
-
 Module = Annotated[str, typer.Option("-m", metavar="MODULE", help="run a module, as python -m does")]
 
 
@@ -49,7 +46,7 @@ def dry_run(
     The script runs as it is (Trainer, Accelerate, TRL, diffusers, Lightning or a loop of its own) up to its first
     training step, and sees the card that is asked about. Options of the script come after its name.
     """
-    from ckpt_ft.host.dry import AS_IT_IS, Question, ask
+    from ckpt_ft.host.dry import AS_IT_IS, OTHERWISE, Question, ask
     from ckpt_ft.host.script import Script
     from ckpt_ft.memory.rules.cuda import same_kernels
     from ckpt_ft.planning.tracing import on_card
@@ -154,6 +151,8 @@ def _estimates(script: Script, card: GPU | None, answers: Sequence[Answer]) -> I
 
 def _with_ways(first: Estimate, others: Sequence[Estimate], script: Script) -> Estimate:
     """`first` with the policies under which the step fits, if it does not fit by itself."""
+    from ckpt_ft.host.dry import run_command
+
     if first.headroom is None or first.headroom >= 0:
         return first
     ways = [
@@ -166,11 +165,6 @@ def _with_ways(first: Estimate, others: Sequence[Estimate], script: Script) -> E
     ]  # fmt: skip
     least = min(one.peak_reserved + one.context for one in (first, *others))
     return replace(first, answer=Suggestions(sorted(ways, key=lambda way: way.slower), 0 if ways else least))
-
-
-def run_command(script: Script, policy: str) -> str:
-    """The command that runs a script with a policy."""
-    return shlex.join(["ckpt-ft", "run", *(["--policy", policy] if policy else []), *script.words])
 
 
 def _print_next(found: Estimate, script: Script) -> None:
@@ -189,6 +183,8 @@ def _print_next(found: Estimate, script: Script) -> None:
 
 def _print_table(found: Sequence[Estimate], script: Script) -> None:
     """One row for each card and policy."""
+    from ckpt_ft.host.dry import run_command
+
     rows = [
         (
             one.device,

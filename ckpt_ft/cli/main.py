@@ -24,6 +24,7 @@ from ckpt_ft.spec.settings import typed_as
 
 from . import app as browser
 from . import catalogue, dry_run, estimate, max_length, planning, policies, recipe, where
+from . import run as script_run
 from .params import words_in_our_names
 
 
@@ -50,6 +51,8 @@ _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of clic
 
 def main() -> None:
     """The console script."""
+    if sys.argv[1:2] == ["run"]:  # the script's process is as python starts it
+        os.execv(sys.executable, [sys.executable, "-m", "ckpt_ft.run", *sys.argv[2:]])
     for library in ("TRANSFORMERS", "DIFFUSERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     logging.getLogger("DeepSpeed").addFilter(lambda record: False)  # it would write into our standard output
@@ -110,8 +113,8 @@ for command in (
     max_length.max_length, where.where, catalogue.models, catalogue.gpus, catalogue.calibrate,
 ):  # fmt: skip
     app.command()(command)
-# What follows the script's name is the script's own.
-app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(dry_run.dry_run)
+for command in (dry_run.dry_run, script_run.run):  # what follows the script's name is the script's own
+    app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(command)
 # What follows the recipe's name is the recipe's own, its --help included.
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

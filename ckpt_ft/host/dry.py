@@ -13,6 +13,7 @@ import inspect
 import os
 import pickle
 import queue
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,7 @@ from .script import Script, TrainingLoop
 from .weightless import load_no_weights
 
 AS_IT_IS = ""  # the policy of a script that is left as it is
+OTHERWISE = ("pointwise", "save:attention", "full", "full,head", "full,head,offload")
 _EAGER = "torch.compile is left out: the answer is that of the eager step"
 _AGAIN = "again"  # the file that asks for a second run: a process that has run a backward cannot fork
 _HERE = Path(__file__).parents[2]
@@ -108,7 +110,8 @@ def ask(question: Question) -> list[Answer]:
         start = f"import sys; sys.path.append({str(_HERE)!r}); from ckpt_ft.host.dry import main; main({str(asked)!r})"
         environment = {
             "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "",
-            "WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "CLEARML_OFFLINE_MODE": "1", "TRACKIO_MODE": "disabled",
+            "WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "CLEARML_OFFLINE_MODE": "1",
+            "TRACKIO_MODE": "disabled",
         }  # fmt: skip
         with output.open("wb") as log:
             process = subprocess.Popen(
@@ -215,7 +218,9 @@ class _DryRun:
             self._put(module)
         self._fork()
         counts_of_a_sum()
-        notes = apply_policy(model, self.policy).notes if self.policy != AS_IT_IS else []
+        notes = []
+        if self.policy != AS_IT_IS:
+            notes = [*replace_own_checkpointing(model, self.policy), *apply_policy(model, self.policy).notes]
         for note in notes:
             self.tracker.recorder.note(note)
         enter = self.stack.enter_context
@@ -327,6 +332,19 @@ class _DryRun:
         self.files.restore()
         self._file(self.number).write_bytes(pickle.dumps(answer))
         os._exit(0)
+
+
+def replace_own_checkpointing(model: nn.Module, policy: str) -> list[str]:
+    """Switch off the checkpointing that the script has switched on, or blocks would run again twice; returns a note."""
+    own = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    for module in own:
+        module.gradient_checkpointing = False
+    return [f"policy '{policy}' replaces the script's own gradient checkpointing"] if own else []
+
+
+def run_command(script: Script, policy: str) -> str:
+    """The command that runs a script with a policy."""
+    return shlex.join(["ckpt-ft", "run", *(["--policy", policy] if policy else []), *script.words])
 
 
 def _where(error: BaseException, name: str) -> str:

@@ -3,7 +3,8 @@
 The script is not changed and needs no import of ours. Its model is the first module that is called, from outside of
 other modules, in training mode and with gradients, and that holds a parameter of an optimizer. A step ends with
 `Optimizer.step()`; the next one begins at the next call of a module. In a script without an optimizer, which changes
-its weights by hand, a step ends with `backward()`. Nothing here knows Trainer, Accelerate, TRL, Lightning or diffusers.
+its weights by hand, a step ends with `backward()`. Nothing here knows Trainer, Accelerate, TRL, Lightning or
+diffusers.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class TrainingLoop:
         """Begin; the script has not constructed an optimizer yet."""
         made, call, backward, optimizers = Optimizer.__init__, nn.Module.__call__, Tensor.backward, self.optimizers
 
+        self._call = call
+
         def constructed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
             optimizers.append(optimizer)
@@ -111,6 +114,10 @@ class TrainingLoop:
         Optimizer.__init__, nn.Module.__call__ = constructed, called  # type: ignore[method-assign,assignment]
         Tensor.backward = went_back  # type: ignore[method-assign,assignment]
         register_optimizer_step_post_hook(self._step_ends)
+
+    def release(self) -> None:
+        """Look at calls of modules no longer."""
+        nn.Module.__call__ = self._call  # type: ignore[method-assign]
 
     @property
     def parameters(self) -> Iterator[Tensor]:

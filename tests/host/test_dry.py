@@ -31,7 +31,8 @@ def live(name: str, *args: str, steps: int = 3) -> int:
     """The highest peak of a script's steps, in bytes."""
     ran = subprocess.run(
         [sys.executable, str(HERE / "live_peak.py"), str(steps), str(SCRIPTS / name), *args],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return int(ran.stdout.split("peak ")[1])

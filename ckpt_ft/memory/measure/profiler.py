@@ -285,7 +285,7 @@ class MemoryProfiler:
         self.peaks: Peaks = {}
         self.history = History()
         self.batch = self._batch = LargestBatch()  # of the step with the highest peak, and of the current step
-        self.fullest = 0
+        self.fullest = self._most = 0
         self._of_fullest: Peaks = {}
         self.loss_batches: list[LargestBatch] = []
         self._loss_batches: list[LargestBatch] = []
@@ -486,9 +486,16 @@ class MemoryProfiler:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():  # generation: its batch would keep the KV cache alive
             return
+        if module.training and not self._open:
+            batch = LargestBatch()
+            batch.note(args, kwargs)
+            if batch.elements > self._most:  # of a step that would not be measured
+                self.meter.begin()
+                self._batch, self._loss_batches, self._open = LargestBatch(), [], True
         self.meter.enter("forward")
         if self._open and module.training:
             self._batch.note(args, kwargs)
+            self._most = max(self._most, self._batch.elements)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor in _outputs(output):

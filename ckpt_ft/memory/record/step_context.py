@@ -140,7 +140,8 @@ class StepContext:
         """A forward hook, called whether the forward raised or not."""
         if get_ident() != self._thread:
             return
-        self._stack.pop()
+        if self._stack:  # else the record began inside of this call
+            self._stack.pop()
         self._note_node()
 
     def call_module(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,220 @@
+"""`ckpt-ft run`: a training script as it is, under a policy, with its memory measured and reported at its end.
+
+The script runs in this process. Before the first forward of its training step the policy is applied to the model and
+measuring begins; from then on only two hooks of PyTorch are ours, so that nothing is slower between two steps.
+Memory is predicted by a dry run of the same script, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.errors import UserError, is_oom, one_line
+from ckpt_ft.memory.gpus import GPU, gpu_of
+from ckpt_ft.memory.measure.profiler import MemoryProfiler
+from ckpt_ft.policy import Policy
+from ckpt_ft.training.session import never_fatal, write_report
+from ckpt_ft.units import format_bytes, parse_bytes
+
+from .dry import AS_IT_IS, OTHERWISE, Answer, Question, ask, replace_own_checkpointing, run_command
+from .script import Script, TrainingLoop
+
+
+@dataclass
+class LiveRun:
+    """One run of a script.
+
+    Args:
+        policy: None leaves the model as the script has it; "auto" takes the fastest policy that fits.
+        budget: bytes for "auto", such as "20GiB"; by default the card's.
+        reports: the kinds of report to write ("json", "md", "html", "png"); none only measures.
+        folder: where they are written.
+        predicts: whether a dry run predicts what is measured.
+    """
+
+    script: Script
+    policy: str | None = None
+    budget: str = ""
+    reports: Sequence[str] = ("json", "html")
+    folder: str = "."
+    predicts: bool = True
+
+    def __post_init__(self) -> None:
+        self.alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        self.profiler: MemoryProfiler | None = None
+        self.gpu: GPU | None = None
+        self.model = ""
+        self._phases = ExitStack()
+        self._loop = TrainingLoop(self._begins, lambda batches: None)
+
+    def run(self) -> int:
+        """Run the script and report.
+
+        Returns:
+            The exit code that the script has without us.
+
+        Raises:
+            UserError: no such script or policy, or "auto" finds nothing that fits.
+        """
+        self.script.check()
+        if self.policy is not None and Policy.parse(self.policy).auto:
+            self.policy = self._fastest()
+        self._loop.watch()
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        code, failed = 0, None
+        try:
+            self.script.run()
+        except UserError:
+            raise
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+            if isinstance(stop.code, str):
+                print(stop.code, file=sys.stderr)
+            failed = stop if code > 128 else None
+        except BaseException as error:
+            failed, code = error, 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+            traceback.print_exception(_of_script(error))
+        self._ends(failed)
+        return code
+
+    # -- before the run ---------------------------------------------------------------------------------------------
+
+    def _fastest(self) -> str | None:
+        """The policy that "auto" takes: the fastest that fits, or the mildest where seconds are not known."""
+        if not self.alone:
+            raise UserError("policy auto: several processes need a policy by name; `ckpt-ft dry-run` compares them")
+        gpu = _card()
+        if gpu is None and not self.budget:
+            raise UserError("policy auto on a CPU: give --budget, such as --budget 24GiB")
+        room = parse_bytes(self.budget) if self.budget else gpu.usable  # type: ignore[union-attr]
+        answers = _asked(Question(self.script, gpu, (AS_IT_IS, *OTHERWISE)))
+        if answers[0].trace is None:
+            raise UserError(answers[0].error)
+        fits = [one for one in answers if one.trace is not None and one.trace.peak_reserved <= room]
+        if not fits:
+            least = min(one.trace.peak_reserved for one in answers if one.trace is not None)
+            raise UserError(f"policy auto: nothing fits {format_bytes(room)}; the leanest needs {format_bytes(least)}")
+        chosen = min(fits, key=lambda one: (one.trace and one.trace.seconds) or 0)
+        _say(f"policy auto: {chosen.policy or 'the script as it is'}")
+        return chosen.policy or None
+
+    # -- the script's steps -----------------------------------------------------------------------------------------
+
+    def _begins(self, model: nn.Module) -> None:
+        self._loop.release()
+        self.model = type(model).__name__
+        if self.policy is not None:
+            for line in replace_own_checkpointing(model, self.policy):
+                _say(line)
+            for note in apply_policy(model, self.policy).notes:
+                _say(note)
+        inside = set(model.modules())
+        beside = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and one not in inside]
+        optimizer = self._loop.optimizers[-1] if self._loop.optimizers else None
+        self.profiler = MemoryProfiler(None, model, optimizer, auxiliary_models=beside)
+        self.gpu = _card() if self.profiler.device.type == "cuda" else None
+        self.profiler.__enter__()
+        model.register_forward_pre_hook(self._arrives, prepend=True)
+
+    def _arrives(self, model: nn.Module, args: Any) -> None:
+        """A forward of the model: of a new step, of the same one, or of an evaluation between two steps."""
+        assert self.profiler is not None
+        if self._loop.stepped:
+            self._loop.stepped = False
+            self.profiler.step()
+            if not model.training:
+                self._phases.enter_context(self.profiler.phase("evaluation", between=True))
+        elif not model.training:
+            return
+        if model.training:
+            self._phases.close()
+            if not self.profiler.measuring:
+                self.profiler.begin_step()
+
+    # -- after the run ----------------------------------------------------------------------------------------------
+
+    def _ends(self, error: BaseException | None) -> None:
+        """Report, whether the script has ended by itself or by `error`."""
+        profiler = self.profiler
+        if profiler is None:
+            if error is None:
+                _say("no training step was seen, so there is no report")
+            return
+        with never_fatal("the memory report"):
+            self._phases.close()
+            if self._loop.stepped:
+                profiler.step()
+            profiler.close(failed=error is not None)
+            stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
+            answers: list[Answer] = []
+            if error is not None and is_oom(error):
+                _say(f"out of memory in step {profiler.steps + 1}: {one_line(error, 200)}")
+                answers = self._answers((self.policy or AS_IT_IS, *OTHERWISE))
+                self._print_ways(answers)
+            elif self.predicts and not stopped and self.reports:
+                answers = self._answers((self.policy or AS_IT_IS,))
+            if profiler.steps and self.reports:
+                found = answers[0] if answers else None
+                notes = [] if error is None else [f"The script ended by {type(error).__name__}."]
+                notes += [] if found is None or not found.error else [f"no prediction: {found.error}"]
+                notes += [] if self.alone else ["no prediction: a dry run is of one process"]
+                report = profiler.report(
+                    found.trace if found else None, notes=notes, policy=self.policy, model=self.model,
+                    script=self.script.name,
+                )  # fmt: skip
+                if os.environ.get("RANK", "0") == "0":
+                    write_report(report, self.reports, self.folder)
+
+    def _answers(self, policies: tuple[str, ...]) -> list[Answer]:
+        return _asked(Question(self.script, self.gpu, policies)) if self.alone else []
+
+    def _print_ways(self, answers: Sequence[Answer]) -> None:
+        """The policies that would have needed less."""
+        traced = [one for one in answers if one.trace is not None]
+        room = None if self.gpu is None else self.gpu.usable
+        for one in traced[1:]:
+            assert one.trace is not None
+            needs = one.trace.peak_reserved
+            if needs < traced[0].trace.peak_reserved and (room is None or needs <= room):  # type: ignore[union-attr]
+                _say(f"  {format_bytes(needs)} predicted: {run_command(self.script, one.policy)}")
+
+
+def _card() -> GPU | None:
+    import torch
+
+    return gpu_of("") if torch.cuda.is_available() else None
+
+
+def _asked(question: Question) -> list[Answer]:
+    """The answers of a dry run; one with an error if there are none."""
+    try:
+        return ask(question)
+    except UserError as error:
+        return [Answer(question.policies[0], error=one_line(error))]
+
+
+def _of_script(error: BaseException) -> BaseException:
+    """`error` without the frames above the script's first one, as python prints it."""
+    at = error.__traceback__
+    while at is not None and "runpy" not in at.tb_frame.f_code.co_filename:
+        at = at.tb_next
+    while at is not None and "runpy" in at.tb_frame.f_code.co_filename:
+        at = at.tb_next
+    return error.with_traceback(at) if at is not None else error
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"ckpt-ft: {text}", file=sys.stderr, flush=True)
