@@ -335,7 +335,7 @@ class _DryRun:
 
 
 def replace_own_checkpointing(model: nn.Module, policy: str) -> list[str]:
-    """Switch off the checkpointing that the script has switched on, or blocks would run again twice; returns a note."""
+    """Switch off the script's own checkpointing, or blocks would be run again twice; returns a note."""
     own = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
     for module in own:
         module.gradient_checkpointing = False
