@@ -16,7 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tiny_models import build, gradients, loss_of
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ckpt_ft import apply_policy
 from ckpt_ft.checkpointing import standin
 from ckpt_ft.checkpointing.pointwise import install as pointwise
 from ckpt_ft.checkpointing.pointwise.engine import MAX_CHAIN, Discarded, DiscardedOutput, Pass, claim_on
@@ -423,11 +425,24 @@ def test_retain_graph_and_second_backward() -> None:
         loss.backward()
 
 
-def test_double_backward_is_refused() -> None:
+def penalty(policy: str) -> dict[str, torch.Tensor]:
+    """Returns the gradients of a gradient penalty, which needs a double backward."""
     model, inputs = build("llama")
-    treat(model)
-    with pytest.raises(RuntimeError, match=r"double backward.*without 'pointwise'"):
-        torch.autograd.grad(model(**inputs).loss, list(model.parameters()), create_graph=True)
+    apply_policy(model.double(), policy)
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        first = torch.autograd.grad(model(**inputs).loss, list(model.parameters()), create_graph=True)
+        sum(gradient.square().sum() for gradient in first).backward()  # type: ignore[union-attr]
+    return gradients(model)
+
+
+def test_double_backward_is_refused_in_one_line_that_names_policies_which_allow_it() -> None:
+    with pytest.raises(UserError, match=r"double backward.*'full', 'head', 'tile' and 'offload' allow it") as error:
+        penalty("pointwise")
+    assert "\n" not in str(error.value)
+    expected = penalty("none")
+    for policy in ("full", "head", "tile:2", "offload"):
+        for name, gradient in penalty(policy).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
 
 
 def test_two_graphs_alive_at_once() -> None:

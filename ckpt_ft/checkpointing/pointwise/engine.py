@@ -39,6 +39,7 @@ from ckpt_ft.checkpointing.tensor_identity import (
     written_to,
 )
 from ckpt_ft.checkpointing.verify import TensorComparison, Verification
+from ckpt_ft.errors import UserError
 
 CLAIM = "_ckpt_ft_claim"
 _KEPT = "_ckpt_ft_kept"  # on a storage: the pass in which an autograd node saved it
@@ -127,9 +128,9 @@ class Discarded:
         """Return the tensor; the first request rebuilds all tensors of its cheap call."""
         if type(self.source) is CheapRun:
             if torch.is_grad_enabled():
-                raise RuntimeError(
+                raise UserError(
                     "double backward (create_graph=True) through an activation that the policy 'pointwise' discarded; "
-                    "train this model without 'pointwise'"
+                    "take another policy: 'full', 'head', 'tile' and 'offload' allow it"
                 )
             with _rebuilding:
                 if type(self.source) is CheapRun:
