@@ -55,6 +55,7 @@ def max_length(
     find_max_length for a loop of your own.
     """
     from ckpt_ft.planning.max_length import LADDER
+    from ckpt_ft.workloads.load import with_task
 
     policies = LADDER if policy == "auto" else (policy,)
     if table:
@@ -72,6 +73,7 @@ def max_length(
             f"{format_bytes(found.room.budget)}; the smallest budget that would do is "
             f"{format_at_least(found.needed)}{leaner}"
         )
+    spec = with_task(spec)
     if as_json:
         print(json.dumps({"model": spec.title, "device": device, **asdict(found), "command": command}, indent=2))
         return
@@ -135,7 +137,7 @@ def _ladder(spec: TrainingSpec, found: MaxLength, device: str) -> Table:
     header = ("policy", "tokens", "peak allocated", "reserved", f"{nominal}s/step", f"{nominal}tokens/s")
     several = spec.launch.launches or ([spec.launch.launch] if spec.launch.launch else [])
     on = f"{several[0].processes} x {device}" if several and several[0] else device
-    title = f"{spec.model.name} on {on}: longest at batch {found.batch_size}"
+    title = f"{spec.title} on {on}: longest at batch {found.batch_size}"
     words = (0, 1) if spec.launch.launches else (0,)
     return Table(title, (*(["launch"] if spec.launch.launches else []), *header), rows, words)
 

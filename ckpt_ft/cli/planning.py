@@ -187,10 +187,10 @@ def max_batch(
     from ckpt_ft.workloads.load import load
 
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
-    name = spec.title
     with progress() as say:
-        say(f"building {name} from its config")
+        say(f"building {spec.model.name} from its config")
         workload = load(spec, gpu or "cpu")
+        name = workload.name
         found = predict_max_batch_size(
             workload,
             spec.policy,

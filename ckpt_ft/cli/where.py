@@ -53,6 +53,7 @@ def where(
     """
     from ckpt_ft.planning.where import CARDS, POLICIES
     from ckpt_ft.planning.where import where as find_places
+    from ckpt_ft.workloads.load import with_task
 
     if html:
         check_writable(html, "--html")
@@ -66,6 +67,7 @@ def where(
             lengths=_lengths(seq_length), policies=POLICIES if policy == "auto" else (policy,), most_gpus=gpus,
             prices=prices, jobs=jobs, report=say,
         )  # fmt: skip
+    spec = with_task(spec)
     tables = tables_of(spec, found)
     if html:
         from ckpt_ft.export.page import Page, Section

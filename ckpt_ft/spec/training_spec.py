@@ -51,6 +51,26 @@ class ModelSpec(Part):
     """The model to train, and which of its parts."""
 
     name: str = setting("", "Hub id, local directory or config file", key="model", flag=None)
+    task: Literal[
+        "",
+        "causal-lm",
+        "masked-lm",
+        "seq2seq",
+        "text-classification",
+        "token-classification",
+        "question-answering",
+        "embedding",
+        "reranker",
+        "speech",
+        "audio-classification",
+        "image-classification",
+        "image-segmentation",
+        "image-text-to-text",
+        "contrastive",
+    ] = setting("", "what the model is trained on; default: as its configuration's `architectures` say")
+    num_labels: CountOrNone = setting(
+        0, "labels of a classifier; 0 for as many as its configuration has", rule="a number, or 0 for the model's own"
+    )
     frozen: tuple[str, ...] = setting(
         (),
         "comma-separated parts that are not trained, e.g. vision_tower,embed_tokens",
@@ -565,9 +585,10 @@ class TrainingSpec:
 
     @property
     def title(self) -> str:
-        """The model's name for the head of an answer, with the settings that the user let pass."""
+        """The model's name for the head of an answer, with its task and the settings that the user let pass."""
         passed = f" ({', '.join(self.host.ignored)} ignored)" if self.host.ignored else ""
-        return self.model.name + passed
+        task = "" if self.model.task in ("", "causal-lm") else f" as {self.model.task}"
+        return self.model.name + task + passed
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as plain data."""

@@ -202,7 +202,7 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT corrects it for GPT-2's Conv1D
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings")  # it is about merging
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")  # PEFT's own, of experts
-        config = _configuration(spec, towers, on_meta, bool(fused_experts(model)))
+        config = _configuration(model, spec, towers, on_meta, bool(fused_experts(model)))
         if spec.quantisation.quantize_moe_experts and config.target_parameters:  # PEFT takes whole names of these
             packed = [f"{path}.{n}" for path, m in model.named_modules() for n in getattr(m, "parametrizations", ())]
             ends = tuple(f".{target}" for target in config.target_parameters)
@@ -402,7 +402,26 @@ def _freeze(model: Any, part: str) -> None:
         parameter.requires_grad_(False)
 
 
-def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_values: bool, experts: bool) -> Any:
+# PEFT's types of the tasks that have a head of their own, beside the adapters.
+_PEFT_TASKS = {
+    "text-classification": "SEQ_CLS", "reranker": "SEQ_CLS", "token-classification": "TOKEN_CLS",
+    "question-answering": "QUESTION_ANS", "embedding": "FEATURE_EXTRACTION",
+}  # fmt: skip
+
+
+def head_settings(model: Any, task: str) -> dict[str, Any]:
+    """Arguments of a PEFT configuration for `task`: layers beside the backbone are new, so they are trained whole."""
+    if task not in _PEFT_TASKS:
+        return {}
+    parts = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
+    heads = sorted({name.partition(".")[0] for name in parts}) if task != "embedding" else []
+    excluded = {"exclude_modules": rf"({'|'.join(heads)})(\..*)?"} if heads else {}
+    return {"task_type": _PEFT_TASKS[task], "modules_to_save": heads, **excluded}
+
+
+def _configuration(
+    model: Any, spec: TrainingSpec, towers: TrainedTowers | None, without_values: bool, experts: bool
+) -> Any:
     """The PEFT configuration of the spec: LoRA by its rank, or the given one; only in `towers` if there are any.
 
     experts: whether the model has fused experts, which PEFT may adapt among all linear layers. The default dropout is
@@ -412,7 +431,8 @@ def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_val
 
     if spec.adapter.peft is not None:
         asked = "the PEFT configuration"
-        given = dict(spec.adapter.peft)
+        heads = head_settings(model, spec.model.task)
+        given = {key: heads[key] for key in heads if takes(spec.adapter.peft, key, asked)} | dict(spec.adapter.peft)
         if without_values and given.get("init_lora_weights") in _FROM_DATA:
             given["init_lora_weights"] = True
         config: Any = configuration(given, asked)
@@ -428,13 +448,16 @@ def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_val
         chosen = pattern  # a regular expression, which may have commas
     elif towers is not None:
         chosen = towers.adapted_layers(targets or None)
+    heads = head_settings(model, spec.model.task)
+    if spec.trainer.trainer:  # TRL leaves the head to PEFT
+        heads = {"task_type": heads["task_type"]} if heads else {}
+    heads["modules_to_save"] = [*heads.get("modules_to_save", ()), *spec.adapter.lora_modules_to_save] or None
     return LoraConfig(
-        task_type="SEQ_CLS" if spec.trainer.trainer == "reward" else None,
+        **heads,
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=(LORA_DROPOUT if spec.trainer.trainer or not experts else 0.0) if dropout is None else dropout,
         target_modules=chosen,
-        modules_to_save=list(spec.adapter.lora_modules_to_save) or None,
         target_parameters=list(spec.adapter.lora_target_parameters) or None,
         use_dora=spec.adapter.use_dora,
     )

@@ -32,7 +32,7 @@ from .optimizers import notes_on as notes_on_optimizer
 from .optimizers import optimizer_maker
 from .phases import evaluation_of
 from .sample_sizes import Lengths
-from .trl_trainers import as_reward_model, trainer_step, vllm_share
+from .trl_trainers import trainer_step, vllm_share
 from .workload import MIXED_PRECISION, Batch, Forward, Loss, MakeBatch, Workload
 
 _OF_ROWS = ("causal-lm", "masked-lm", "image-text-to-text")  # tasks whose rows may have lengths of their own
@@ -69,9 +69,8 @@ def load(
             raise UserError("a dataset's lengths and packed rows: a packed sequence is full; leave one of them out")
         spec = spec.edit(rows="padded")
     config: Mapping[str, Any] = read_config(name)
-    if spec.trainer.trainer == "reward":
-        config = as_reward_model(config)
-    spec = with_quantisation_of(name, config, spec)
+    named = with_task(spec)
+    spec = with_quantisation_of(name, config, named if spec.trainer.trainer == "reward" else spec)
     workload = _by_kind(name, config, spec)
     if spec.trainer.trainer:
         workload = trainer_step(workload, spec.edit(seq_length=workload.shape.get("seq_length")))
@@ -100,7 +99,7 @@ def load(
     return replace(
         workload,
         compute_loss=_with_clear_errors(workload.compute_loss, adapters_of(spec)),
-        name=_with_missing_kernels(spec.title, workload.model) if gpu else spec.title,
+        name=_with_missing_kernels(named.title, workload.model) if gpu else named.title,
         make_optimizer=optimizer_maker(spec.optimizer.name, spec.optimizer.ema, workload.model, str(device)),
         device=device,
         autocast=MIXED_PRECISION[spec.precision.mixed_precision],
@@ -122,6 +121,21 @@ def load(
             *([gpu.note] if gpu and gpu.note else []),
         ),
     )
+
+
+def with_task(spec: TrainingSpec) -> TrainingSpec:
+    """Returns `spec` with the task that its model is trained on if it names none; a diffusion model has none.
+
+    TRL's RewardTrainer loads a model as a classifier with one label.
+    """
+    if spec.trainer.trainer == "reward":
+        return spec.edit(task="text-classification", num_labels=1)
+    config = read_config(spec.model.name)
+    if "model_type" not in config:
+        return spec
+    from ckpt_ft.workloads.transformers_models import class_and_task
+
+    return spec.edit(task=class_and_task(spec.model.name, config, spec.model.task)[1].name)
 
 
 def _with_clear_errors(loss: Loss, adapters: str) -> Loss:
@@ -215,6 +229,8 @@ def _by_kind(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Worklo
         fused = spec.kernels.use_liger_kernel or spec.kernels.cut_cross_entropy or spec.kernels.use_kernels
         if fused:
             raise UserError(f"Liger's kernels, cut cross entropy and the Hub's are not for {name}, a diffusion model")
+        if spec.model.task or spec.model.num_labels:
+            raise UserError(f"task and number of labels: {name} is a diffusion model, which is trained on noise")
         from ckpt_ft.workloads.diffusion_models import diffusion_model
 
         return diffusion_model(name, config, spec)

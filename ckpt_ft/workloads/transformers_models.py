@@ -211,12 +211,18 @@ TASKS = (
         own_contrastive_loss,
     ),
     Task("embedding", "", _pair, loss=in_batch_loss, loss_fields=frozenset({POSITIVES})),
+    Task("reranker", "FOR_SEQUENCE_CLASSIFICATION_", _whole_text),
 )  # fmt: skip
 
 
 def task_of(class_name: str) -> Task | None:
     """The task of the transformers class of that name; None if no training step is known for it."""
     return next((task for task in TASKS if any(class_name in names for names in task.classes.values())), None)
+
+
+def tasks_of(model_type: str) -> dict[str, Task]:
+    """The tasks that transformers has a class of that type for, by name."""
+    return {task.name: task for task in TASKS if model_type in task.classes}
 
 
 def class_for(model_type: str) -> str:
@@ -350,7 +356,9 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     Raises:
         UserError: no training step is known for the class, it has fewer positions, or its config makes no model.
     """
-    kind, task = class_and_task(name, config)
+    kind, task = class_and_task(name, config, spec.model.task)
+    others = [] if spec.model.task or task.name != "masked-lm" else [*tasks_of(config["model_type"])]
+    config, spec = _with_labels(name, config, task, spec.model.num_labels), spec.edit(task=task.name)
     if "resolution" in task.sized:
         spec = spec.edit(resolution=spec.data.resolution or _image_size(config, task))
         config = _of_size(config, spec.data.resolution)
@@ -362,7 +370,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     if seen is not None and spec.data.rows == "packed":
         check_packing(built)
     spec, said = _with_length(name, built, spec, seen) if "seq_length" in task.sized else (spec, ())
-    if task.name == "text-classification" and text.pad_token_id is None:
+    if task.fields is _whole_text and text.pad_token_id is None:
         text.pad_token_id = 0  # as training code does: the model looks for the last token before the padding
     _fuse(built, spec)
     fields = task.fields(built, spec)
@@ -397,6 +405,9 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
         shape |= {"images": spec.data.images, "image_tokens": seen.image_tokens}
     if kind.__name__ not in (config.get("architectures") or [kind.__name__]):
         said = (*said, f"a backbone alone has no loss: {kind.__name__} is trained")
+    if others:
+        heads = ", ".join(other for other in others if other not in ("causal-lm", "masked-lm", "text-classification"))
+        said = (*said, f"trained on masked tokens; --task text-classification for a classifier (or {heads})")
     notes = (*said, *notes_on(built, task, spec), *notes_on_experts(built, spec))
     adapted = adapt(built, spec)
     liger.check_experts(adapted)
@@ -447,23 +458,46 @@ def _packed_positions(ids: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.arange(first), torch.arange(tokens - first)]).expand(samples, -1).clone()
 
 
-def class_and_task(name: str, config: Mapping[str, Any]) -> tuple[Any, Task]:
-    """The class to build and its task. A bare backbone is replaced by the class that adds a head to it."""
+def class_and_task(name: str, config: Mapping[str, Any], asked: str = "") -> tuple[Any, Task]:
+    """The class to build and its task: the one that `asked` names, or else that of the configuration's class.
+
+    A bare backbone is replaced by the class that adds a head to it.
+    """
     import transformers
 
-    named: str = (config.get("architectures") or [""])[0] or class_for(config["model_type"])
-    kind = getattr(transformers, named, None)
-    if kind is None:
-        wanted = f"class {named}" if named else f"model of type '{config['model_type']}' whose training step is known"
+    kind, named = config["model_type"], (config.get("architectures") or [""])[0]
+    if asked:
+        tasks = tasks_of(kind)
+        if asked not in tasks:
+            raise UserError(f"task {asked}: transformers has no {kind} for it; {name} has {', '.join(tasks)}")
+        classes = tasks[asked].classes[kind]
+        return getattr(transformers, named if named in classes else classes[0]), tasks[asked]
+    named = named or class_for(kind)
+    found = getattr(transformers, named, None)
+    if found is None:
+        wanted = f"class {named}" if named else f"model of type '{kind}' whose training step is known"
         raise UserError(f"{name}: transformers {transformers.__version__} has no {wanted}")
     task = task_of(named)
     if task is None:
         kinds = ", ".join(dict.fromkeys(task.name for task in TASKS))
         raise UserError(f"{name}: no training step is known for {named} (known: {kinds})")
-    alone = task.loss_fields and kind.main_input_name != "input_ids"  # a backbone for images or sound
-    if alone and class_for(config["model_type"]) != named:
-        return class_and_task(name, {"model_type": config["model_type"]})
-    return kind, task
+    alone = task.loss_fields and found.main_input_name != "input_ids"  # a backbone for images or sound
+    if alone and class_for(kind) != named:
+        return class_and_task(name, {"model_type": kind})
+    return found, task
+
+
+def _with_labels(name: str, config: Mapping[str, Any], task: Task, labels: int) -> Mapping[str, Any]:
+    """Returns `config` with that number of labels; 0 keeps its own, of which a reranker has one."""
+    if labels and not re.search("classification|segmentation|reranker", task.name):
+        raise UserError(f"{labels} labels: {name}, of kind '{task.name}', has none; --task text-classification has")
+    labels = labels or int(task.name == "reranker")
+    if not labels:
+        return config
+    own = {key: value for key, value in config.items() if key not in ("id2label", "label2id")}
+    # a reranker's scores have the binary cross entropy of sentence-transformers' CrossEncoder
+    binary = task.name == "reranker" and labels == 1
+    return {**own, "num_labels": labels, **({"problem_type": "multi_label_classification"} if binary else {})}
 
 
 def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) -> Any:

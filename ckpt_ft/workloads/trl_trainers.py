@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -79,16 +79,6 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
         auxiliary_models=(*workload.auxiliary_models, *([] if reference is None else [reference])),
         notes=(*workload.notes, f"the step is that of TRL's {type(trainer).__name__}; every token counts in its loss"),
     )
-
-
-def as_reward_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a model's configuration as TRL's RewardTrainer loads it: with one output in place of a vocabulary."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
-
-    kind = config.get("model_type", "")
-    if kind not in CLASSES:
-        raise UserError(f"--trainer reward: transformers has no sequence classifier of type '{kind}'")
-    return {**config, "architectures": [CLASSES[kind]], "num_labels": 1}
 
 
 def _build(model: Any, spec: TrainingSpec) -> Any:

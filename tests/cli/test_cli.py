@@ -221,6 +221,28 @@ def test_step_that_fits_ends_with_its_training_command(run_cli: Any) -> None:
     ]
 
 
+BERT = ("google-bert/bert-base-uncased", "--seq-length", "16", "--device", "rtx-3060")
+
+
+def test_encoder_is_answered_as_its_architecture_says(run_cli: Any) -> None:
+    """The head of each answer names the task, and one note says how to ask for a classifier."""
+    said = run_cli("estimate", *BERT).out
+    assert said.startswith("google-bert/bert-base-uncased as masked-lm: policy none, batch 1, seq length 16")
+    assert " ".join(said.split()).count("--task text-classification for a classifier (or token-classification") == 1
+    assert "train it" not in said
+
+
+def test_asked_task_is_in_the_head_of_every_answer(run_cli: Any) -> None:
+    words = (*BERT, "--task", "token-classification", "--num-labels", "9")
+    found = json.loads(run_cli("estimate", *words, "--json").out)
+    assert found["model"] == "google-bert/bert-base-uncased as token-classification"
+    pooler, head = 768 * 768 + 768, 768 * 9 + 9
+    assert found["at_peak"]["parameters"] == pytest.approx(4 * (109_482_240 - pooler + head), rel=0.004)
+    assert run_cli("max-batch", *words, "--max-batch-size", "8").out.startswith(f"{found['model']} under 'none'")
+    placed = run_cli("where", *words, "--method", "full", "--gpus", "1", "--jobs", "1", "--json").out
+    assert json.loads(placed)["model"] == found["model"]
+
+
 def test_if_nothing_fits_the_smallest_need_is_printed(run_cli: Any, config: str) -> None:
     Path(config).write_text(json.dumps(WIDE))
     page = str(Path(config).with_name("estimate.html"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
-from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.spec.training_spec import ModelSpec, TrainingSpec
 from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.transformers_models import TASKS
 
 TEXT = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -128,6 +129,63 @@ def test_named_class_is_traced_on_its_own_batch(name: str, tmp_path: Path) -> No
     real = getattr(transformers, name)(workload.model.config)
     assert workload.trace(2).at_peak["parameters"] == sum(p.nbytes for p in real.parameters())
     assert check_model(settings.edit(model=file, policy="full", batch_size=2), 0).ok
+
+
+@pytest.mark.parametrize(
+    ("task", "labels", "kind", "shapes"),
+    [
+        ("masked-lm", 0, "BertForMaskedLM", LABELS), ("causal-lm", 0, "BertLMHeadModel", None),
+        ("text-classification", 0, "BertForSequenceClassification", {"labels": (2,)}),
+        ("text-classification", 7, "BertForSequenceClassification", {"labels": (2,)}),
+        ("token-classification", 9, "BertForTokenClassification", LABELS),
+        ("reranker", 0, "BertForSequenceClassification", {"labels": (2, 1)}),
+        ("embedding", 0, "BertModel", {"positives": (2, 24)}),
+    ],
+)  # fmt: skip
+def test_asked_task_decides_class_and_batch(
+    task: str, labels: int, kind: str, shapes: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    spec = TrainingSpec.of(written(tmp_path, BERT, "BertForMaskedLM"), default_seq_length=24, task=task)
+    spec = spec.edit(num_labels=labels)
+    if shapes is None:
+        with pytest.raises(UserError, match="cannot be trained as a causal language model: a bert is an encoder"):
+            load(spec, "cpu")
+        return
+    workload = load(spec, "cpu")
+    model: Any = workload.model
+    assert (type(model).__name__, workload.kind) == (kind, task)
+    assert {key: tuple(x.shape) for key, x in workload.make_batch(2, None).items()} == {**IDS, **shapes}
+    if hasattr(model, "classifier"):
+        assert model.classifier.out_features == (labels or {"reranker": 1}.get(task, BERT["num_labels"]))
+    assert workload.name.endswith(f"as {task}")
+    assert workload.trace(2).at_peak["parameters"] == sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"task": "speech"}, "task speech: transformers has no bert for it; .* has .*text-classification"),
+        ({"task": "masked-lm", "num_labels": 3}, "3 labels: .* of kind 'masked-lm', has none; --task text-class"),
+    ],
+)
+def test_task_or_labels_that_a_model_lacks_are_refused(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=says):
+        load(TrainingSpec.of(written(tmp_path, BERT, "BertForMaskedLM"), **settings), "cpu")
+
+
+def test_tasks_of_the_spec_are_the_known_ones() -> None:
+    assert set(get_args(get_type_hints(ModelSpec)["task"])) == {"", *(task.name for task in TASKS)}
+
+
+@pytest.mark.parametrize("task", ["text-classification", "token-classification", "reranker"])
+def test_adapters_train_a_classifiers_new_head(task: str, tmp_path: Path) -> None:
+    """PEFT trains the head whole for such a task type, as its own checkpoints have it."""
+    spec = TrainingSpec.of(written(tmp_path, BERT, "BertForMaskedLM"), default_seq_length=24, task=task, lora_r=4)
+    trained = {name for name, weight in load(spec, "cpu").model.named_parameters() if weight.requires_grad}
+    assert {name for name in trained if "lora_" not in name} == {
+        "base_model.model.classifier.modules_to_save.default.weight",
+        "base_model.model.classifier.modules_to_save.default.bias",
+    }
 
 
 @pytest.mark.parametrize(
