@@ -19,6 +19,9 @@ import torch
 from recipe_scripts import forget_process
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+# After a FakeTensorMode, the first backward of a CUDA build starts a thread, and forked ranks cannot run a backward.
+torch.zeros((), requires_grad=True).backward()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--overwrite-golden", action="store_true", help="write what is printed as the expected output")

@@ -36,7 +36,6 @@ from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.fake import patches
 from ckpt_ft.memory.fake.step import torch_like
 from ckpt_ft.memory.gpus import GPU, GPUS
-from ckpt_ft.memory.record.in_place_gradients import counts_of_a_sum
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.policy import STREAMS
 from ckpt_ft.standins import flash_attention, fused_head, liger, liger_kernels
@@ -217,7 +216,6 @@ class _DryRun:
         for module in modules if gpu is None else ():
             self._put(module)
         self._fork()
-        counts_of_a_sum()
         notes = []
         if self.policy != AS_IT_IS:
             notes = [*replace_own_checkpointing(model, self.policy), *apply_policy(model, self.policy).notes]

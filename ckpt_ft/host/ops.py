@@ -178,7 +178,6 @@ class ScriptTracker(Tracker):
     """Records a script, from its start, on `gpu` or, if None, on the CPU."""
 
     dispatcher: ScriptOps
-    forks = True
 
     def __init__(self, make_ops: Callable[[Recorder], ScriptOps], gpu: GPU | None) -> None:
         super().__init__(dispatcher=make_ops)

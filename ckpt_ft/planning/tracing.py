@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -322,10 +323,22 @@ def _trace(keys: list[Key], typical: bool, launch: Launch | None) -> list[Traced
 
 
 def can_fork() -> bool:
+    """Whether processes that are forked from this one can run a backward.
+
+    They cannot once autograd has started a thread for a card in this process, which only a fork can find out.
+    """
     if "fork" not in multiprocessing.get_all_start_methods() or sys.platform != "linux":
         return False
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not (torch.cuda.is_initialized() or distributed or threading.active_count() > 2)
+    if torch.cuda.is_initialized() or distributed or threading.active_count() > 2:
+        return False
+    child = os.fork()
+    if not child:
+        with suppress(RuntimeError):
+            torch.zeros((), requires_grad=True).backward()
+            os._exit(0)
+        os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def run_tasks(

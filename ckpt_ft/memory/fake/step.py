@@ -45,6 +45,7 @@ from ckpt_ft.memory.distributed.wrap import (
 )
 from ckpt_ft.memory.fake.compiled.lowering import FoundCompiled, compiled_steps, eager_steps, is_compiled, prepare
 from ckpt_ft.memory.gpus import GPU, GPUS, gpu_of
+from ckpt_ft.memory.record.in_place_gradients import counts_of_a_sum
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker, swapped_weights
 from ckpt_ft.memory.rules import cuda
@@ -163,6 +164,9 @@ def torch_like(gpu: GPU | None, compiled: bool = False) -> Iterator[Fakes]:
 
     compiled: leave out what would break the graphs of torch.compile, which traces into Python functions.
     """
+    # FakeTensorMode gives a CUDA build without a card the device guard of one. A first backward after it would start a
+    # thread for that card, and processes forked from this one could not run a backward.
+    counts_of_a_sum()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # the memo is faster, and gives a slice of something larger its whole storage
     with patches.quiet(), patches.unnoticed(), cuda.fakes_are_tensors(), ExitStack() as stack:

@@ -125,8 +125,6 @@ class Tracker(TorchDispatchMode):
         dispatcher: makes the dispatcher.
     """
 
-    forks = False  # whether this process forks before its first backward; none may run before
-
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -137,8 +135,7 @@ class Tracker(TorchDispatchMode):
         dispatcher: Callable[[Recorder], Dispatcher] = RealOps,
     ) -> None:
         super().__init__()
-        if not self.forks:
-            counts_of_a_sum()
+        counts_of_a_sum()
         self.context = StepContext()
         self.recorder = Recorder(self.context, limit, ops)
         self.dispatcher = dispatcher(self.recorder)
