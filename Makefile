@@ -1,15 +1,30 @@
 # The two commands of the README are `make demo` and `make test`. Each creates .venv first if it is missing or outdated.
 PYTHON ?= python3
-BIN := .venv/bin
-STAMP := .venv/.installed
 DEMO_DIR ?= out/demo
+EXTRAS := diffusion,vision,plot,trl,deepspeed,test,dev,docs
 
-.PHONY: demo test test-slow lint wheel docs space test-app oldest clean
+# The set of versions, each in an environment of its own: `pinned` is constraints.txt, `cuda` the same with PyPI's CUDA build
+# of torch where pip would find a CPU build, `newest` what `make newest` found, `oldest` the lowest that pyproject.toml allows.
+VERSIONS ?= pinned
+ENV_pinned := .venv
+ENV_cuda := .venv-cuda
+ENV_newest := .venv-newest
+ENV_oldest := .venv-oldest
+LOCK_pinned := cat constraints.txt
+LOCK_cuda := sed 's/^torch==/torch===/' constraints.txt
+LOCK_newest := cat constraints-newest.txt
+LOCK_oldest := sed -nE 's/.*"(torch|transformers|accelerate|peft|datasets|diffusers)>=([0-9.]+)".*/\1==\2/p' pyproject.toml
+ENV := $(or $(ENV_$(VERSIONS)),$(error VERSIONS is $(VERSIONS): give pinned, cuda, newest or oldest))
+BIN := $(ENV)/bin
+STAMP := $(ENV)/.installed
+
+.PHONY: demo test test-slow lint wheel docs space test-app newest clean
 .DELETE_ON_ERROR:
 
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[diffusion,vision,plot,deepspeed,test,dev,docs]'
+$(STAMP): pyproject.toml constraints.txt constraints-newest.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(ENV)
+	$(LOCK_$(VERSIONS)) > $(ENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(ENV)/constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
 
 # One thread: the model is too small for two.
@@ -24,9 +39,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# TESTS: files or folders. Old libraries emit warnings that newer ones do not.
 # One thread per worker: two workers with two threads each would compete for two cores.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(if $(filter oldest,$(VERSIONS)),-W ignore) $(TESTS)
 
 # Everything that `make test` leaves out: every architecture under every policy, long fuzzing, browsers, killed runs.
 test-slow: $(STAMP)
@@ -68,16 +84,16 @@ test-app: $(STAMP)
 	out/app/bin/python -m pip install --quiet --disable-pip-version-check 'gradio>=6'
 	OMP_NUM_THREADS=1 out/app/bin/python -m pytest tests/cli/test_app.py
 
-# Runs the suite on the lowest versions that pyproject.toml allows. torch is the CUDA build there, and old libraries emit
-# warnings that newer ones do not.
-oldest:
-	mkdir -p out
-	grep -oE '"(torch|transformers|accelerate|peft|datasets|diffusers)>=[0-9.]+"' pyproject.toml | tr -d '"' | \
-		sed 's/>=/==/' > out/oldest.txt
-	$(PYTHON) -m venv out/oldest
-	out/oldest/bin/python -m pip install --quiet -c out/oldest.txt -e '.[diffusion,vision,plot,test]'
-	OMP_NUM_THREADS=1 out/oldest/bin/python -m pytest -n 2 -m "not slow" -W ignore \
-		--deselect tests/test_package.py::test_installed_versions_equal_the_constraints
+# Writes the newest versions of everything to constraints-newest.txt, prints what changed, and runs the suite on them: its
+# last lines name what broke.
+newest:
+	rm -rf $(ENV_newest)
+	$(PYTHON) -m venv $(ENV_newest)
+	$(ENV_newest)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	{ echo "# Made by \`make newest\` on Python $$($(PYTHON) -c 'import platform; print(platform.python_version())')."; \
+		$(ENV_newest)/bin/python -m pip freeze --exclude-editable; } > constraints-newest.txt
+	git --no-pager diff --unified=0 constraints-newest.txt
+	$(MAKE) test VERSIONS=newest
 
 clean:
-	rm -rf .venv out build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* out build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -76,11 +76,13 @@ def test_installed_package_has_its_command_and_extras() -> None:
 
 
 def test_installed_versions_equal_the_constraints() -> None:
-    """Only versions for this Python are compared; `make oldest` does not run this test."""
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    """The constraints are those of this environment or the pinned ones. Compares only versions for this Python."""
+    made_with = Path(sys.prefix, "constraints.txt")
+    file = made_with if made_with.exists() else ROOT / "constraints.txt"
+    lines = file.read_text(encoding="utf-8").splitlines()
     tested = [Requirement(line) for line in lines if line and not line.startswith("#")]
     for_this_python = [one for one in tested if one.marker is None or one.marker.evaluate()]
-    assert len(for_this_python) > 10
+    assert len(for_this_python) > 5
     wrong = {one.name: found for one in for_this_python if (found := installed(one.name)) not in one.specifier}
     assert wrong == {}
 

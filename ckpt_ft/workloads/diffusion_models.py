@@ -108,18 +108,14 @@ def blank_ids(text_encoders: Sequence[Any], prompts: int) -> dict[str, Tensor]:
 def add_text_adapters(model: TextAndUNet, rank: int, alpha: int | None = None, dropout: float = 0.0) -> TextAndUNet:
     """Add LoRA in float32 to the frozen text encoders. `alpha` is `rank` by default."""
     from diffusers.training_utils import cast_training_params
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
 
     for encoder in model.text_encoders.values():
-        encoder.add_adapter(
-            LoraConfig(
-                r=rank,
-                lora_alpha=alpha or rank,
-                lora_dropout=dropout,
-                init_lora_weights="gaussian",
-                target_modules=list(_TARGETS),
-            )
-        )
+        config = LoraConfig(
+            r=rank, lora_alpha=alpha or rank, lora_dropout=dropout, init_lora_weights="gaussian",
+            target_modules=list(_TARGETS),
+        )  # fmt: skip
+        inject_adapter_in_model(config, encoder)  # transformers' add_adapter refuses versions of PEFT that can do this
         cast_training_params(encoder, dtype=torch.float32)
     if len(model.text_encoders) > 1:
         modules = model.text_encoders[TRAINABLE_ENCODERS[0]].named_modules()
