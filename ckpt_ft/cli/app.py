@@ -22,9 +22,9 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,11 +41,12 @@ from ckpt_ft.validation import library_reads, read_json
 
 from .answer_cache import AnswerCache
 
-QUESTIONS = {
-    "Does it fit?": "estimate",
-    "Which policy and batch are fastest?": "plan",
-    "How long a sequence fits?": "max-length",
-    "Which cards train it?": "where",
+QUESTIONS = {  # the command, and the fields of `Question` that it reads
+    "Does it fit?": ("estimate", ("model", "cards", "method", "policy", "tokens", "batch", "gpus")),
+    "Which policy and batch are fastest?": ("plan", ("model", "cards", "method", "tokens", "gpus")),
+    "How long a sequence fits?": ("max-length", ("model", "cards", "method", "policy", "batch", "gpus")),
+    "Which cards train it?": ("where", ("model", "cards", "method", "policy", "tokens", "gpus", "prices")),
+    "What does my card train?": ("where", ("cards",)),
 }
 METHODS = {"full": [], "LoRA": ["--lora", str(LORA_R)], "QLoRA": ["--lora", str(LORA_R), "--load-in-4bit"]}
 POLICIES = ("auto", "none", "pointwise", "pointwise,head", "full", "full,head", "save:attention+matmul")
@@ -60,7 +61,7 @@ _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")  # of the serv
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _PRICES = re.compile(r"[a-z0-9-]+=\d{1,5}(\.\d{1,4})?(,[a-z0-9-]+=\d{1,5}(\.\d{1,4})?)*", re.ASCII)
 _COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:ckpt-ft recipe|accelerate launch) .+")
-_VERDICT = re.compile(r"(fits|does not fit|pick:|error:)")
+_VERDICT = re.compile(r"(fits|does not fit|pick:|error:|[\w-]+: the largest that trains)")
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,11 @@ class Question:
         Raises:
             UserError: an input that no visitor can choose on the page, or an unknown card or policy.
         """
-        command, model, policy = QUESTIONS.get(self.asked, ""), self.model.strip(), self.policy.strip()
+        command, fields = QUESTIONS.get(self.asked, ("", ()))
+        model, policy = self.model.strip(), self.policy.strip()
         if not command or self.method not in METHODS:
             raise UserError(f"question '{self.asked}' about '{self.method}': choose from the lists")
-        if not _NAME.fullmatch(model):
+        if "model" in fields and not _NAME.fullmatch(model):
             raise UserError(f"model '{model[:60]}': give a name on the Hub, such as Qwen/Qwen2.5-0.5B")
         for name, value, most in (
             ("tokens", self.tokens, MOST_TOKENS), ("batch", self.batch, MOST_BATCH), ("GPUs", self.gpus, MOST_GPUS)
@@ -94,26 +96,39 @@ class Question:
             if not 1 <= value <= most:
                 raise UserError(f"{name} {value}: give 1 to {most}")
         cards = list(dict.fromkeys(find_gpu(card).name for card in self.cards[: MOST_CARDS + 1]))
-        if len(cards) > MOST_CARDS or not (cards or command == "where"):
+        if len(cards) > MOST_CARDS or not (cards or "prices" in fields):
             raise UserError(f"{len(cards)} cards: choose 1 to {MOST_CARDS}")
         if len(cards) > 1 and command in ("plan", "max-length"):
             raise UserError(f"{self.asked} is asked of one card at a time; choose one of {', '.join(cards)}")
-        words = [command, model, *(["--device", ",".join(cards)] if cards else [])]
-        words += ["--method", self.method] if command == "where" else METHODS[self.method]
-        if policy != "auto" and command != "plan":
+        words = [command, *([model] if "model" in fields else []), *(["--device", ",".join(cards)] if cards else [])]
+        if "method" in fields:
+            words += ["--method", self.method] if command == "where" else METHODS[self.method]
+        if "policy" in fields and policy != "auto":
             words += ["--policy", str(Policy.parse(policy[:100]))]
-        if command != "max-length" and self.tokens != SEQ_LENGTH:  # models without sequences refuse the flag
+        if "tokens" in fields and self.tokens != SEQ_LENGTH:  # models without sequences refuse the flag
             words += ["--seq-length", str(self.tokens)]
-        if command in ("estimate", "max-length") and self.batch > 1:
+        if "batch" in fields and self.batch > 1:
             words += ["--batch-size", str(self.batch)]
-        if command == "where":
-            words += ["--gpus", str(self.gpus)] if self.gpus > 1 else []
-            if self.prices.strip():
-                words += ["--price", _prices(self.prices.replace(" ", ""))]
-        elif self.gpus > 1:
+        if "gpus" in fields and self.gpus > 1:
             several = ["--launch", "fsdp2", "--processes"] if command == "estimate" else ["--gpus"]
             words += [*several, str(self.gpus)]
+        if "prices" in fields and self.prices.strip():
+            words += ["--price", _prices(self.prices.replace(" ", ""))]
         return words
+
+    @classmethod
+    def of(cls, address: Mapping[str, str]) -> Question:
+        """The question that the query of a page's address keeps; FIRST where it names nothing, or nonsense."""
+        given: dict[str, Any] = {name: text for name, text in address.items() if name in FIRST.__dataclass_fields__}
+        with suppress(ValueError):
+            given |= {name: int(given[name]) for name in ("tokens", "batch", "gpus") if name in given}
+            given |= {"cards": tuple(filter(GPUS.get, given["cards"].split(",")))} if "cards" in given else {}
+            if given.get("asked", FIRST.asked) in QUESTIONS and given.get("method", FIRST.method) in METHODS:
+                return replace(FIRST, **given)
+        return FIRST
+
+
+FIRST = Question("Does it fit?", "Qwen/Qwen2.5-0.5B", ("rtx-4090",), "LoRA")  # that of a new page
 
 
 def _prices(text: str) -> str:
@@ -300,6 +315,13 @@ _SCRIPT = """() => addEventListener("message", ({source, data}) => {
 })"""
 
 
+# The address keeps the question, so that it can be sent to others.
+_KEEP = f"""(...values) => {{
+  const named = {[*FIRST.__dataclass_fields__]}.map((name, at) => [name, values[at]]);
+  history.replaceState(null, "", "?" + new URLSearchParams(named));
+}}"""
+
+
 def launch(host: str = "127.0.0.1", port: int = 7860, open_browser: bool = False) -> None:
     """Serve the page at `host`:`port` until Ctrl-C."""
     page = make_page()
@@ -350,7 +372,18 @@ def make_page() -> Any:
         except (UserError, TypeError, ValueError) as error:
             yield _line(str(error), "verdict wrong"), shown(""), "", "", shown("")
 
-    ask.__annotations__["request"] = gr.Request  # gradio looks for it
+    def follow(asked: str) -> list[Any]:
+        """Shows the fields of the question alone."""
+        return [gr.update(visible=name in QUESTIONS[asked][1]) for name in fields]
+
+    def read(request: Any) -> list[Any]:
+        """Puts the question of the address into the fields."""
+        question = Question.of(request.query_params)
+        values = {**vars(question), "cards": [*question.cards]}
+        shown = QUESTIONS[question.asked][1]
+        return [question.asked, *(gr.update(value=values[name], visible=name in shown) for name in fields)]
+
+    ask.__annotations__["request"] = read.__annotations__["request"] = gr.Request  # gradio looks for it
     with gr.Blocks(title="ckpt_ft: does it fit?", analytics_enabled=False) as page:
         gr.Markdown(
             "# Does it fit?\nPredicts the memory and the time of a fine-tuning step before you rent a card. Only the "
@@ -358,25 +391,25 @@ def make_page() -> Any:
         )
         with gr.Row():
             with gr.Column():
-                asked = gr.Dropdown([*QUESTIONS], value=next(iter(QUESTIONS)), label="question")
+                asked = gr.Dropdown([*QUESTIONS], value=FIRST.asked, label="question")
                 model = gr.Dropdown(
-                    sorted(known_models(), key=str.lower), value="Qwen/Qwen2.5-0.5B", allow_custom_value=True,
+                    sorted(known_models(), key=str.lower), value=FIRST.model, allow_custom_value=True,
                     label="model", info="or any other name on the Hub",
                 )  # fmt: skip
                 cards = gr.Dropdown(
-                    sorted(GPUS), value=["rtx-4090"], multiselect=True, max_choices=MOST_CARDS, label="cards",
+                    sorted(GPUS), value=[*FIRST.cards], multiselect=True, max_choices=MOST_CARDS, label="cards",
                     info="several are compared; none with 'Which cards' looks at the common ones",
                 )  # fmt: skip
-                method = gr.Radio([*METHODS], value="LoRA", label="method")
+                method = gr.Radio([*METHODS], value=FIRST.method, label="method")
             with gr.Column():
                 policy = gr.Dropdown(
-                    [*POLICIES], value="auto", allow_custom_value=True, label="checkpointing policy",
+                    [*POLICIES], value=FIRST.policy, allow_custom_value=True, label="checkpointing policy",
                     info="auto is the best of several; for a single step, none",
                 )  # fmt: skip
-                tokens = gr.Slider(128, 32_768, SEQ_LENGTH, step=128, label="tokens of a sequence")
-                batch = gr.Slider(1, MOST_BATCH, 1, step=1, label="samples on a card at once")
-                gpus = gr.Slider(1, MOST_GPUS, 1, step=1, label="cards that share the run")
-                prices = gr.Textbox("", label="dollars an hour (which cards)", placeholder="rtx-4090=0.4,h100=2.5")
+                tokens = gr.Slider(128, 32_768, FIRST.tokens, step=128, label="tokens of a sequence")
+                batch = gr.Slider(1, MOST_BATCH, FIRST.batch, step=1, label="samples on a card at once")
+                gpus = gr.Slider(1, MOST_GPUS, FIRST.gpus, step=1, label="cards that share the run")
+                prices = gr.Textbox("", label="dollars an hour", placeholder="rtx-4090=0.4,h100=2.5", visible=False)
         button = gr.Button("Ask", variant="primary")
         verdict = gr.HTML(elem_id="verdict")
         looks = {"language": "shell", "wrap_lines": True, "show_line_numbers": False, "visible": False}
@@ -384,9 +417,15 @@ def make_page() -> Any:
         frame = gr.HTML(elem_id="page")
         text = gr.HTML()
         typed = gr.Code(label="the same on your machine", **looks)
-        inputs = [asked, model, cards, method, policy, tokens, batch, gpus, prices]
+        fields = dict(zip([*FIRST.__dataclass_fields__][1:],
+                          (model, cards, method, policy, tokens, batch, gpus, prices), strict=True))  # fmt: skip
+        inputs = [asked, *fields.values()]
         outputs = [verdict, commands, frame, text, typed]
-        button.click(ask, inputs, outputs, api_visibility="private", show_progress="hidden")
+        hidden = {"api_visibility": "private", "show_progress": "hidden"}
+        page.load(read, None, inputs, **hidden)
+        asked.input(follow, asked, inputs[1:], **hidden)
+        button.click(ask, inputs, outputs, **hidden)
+        button.click(None, inputs, js=_KEEP)
     return page
 
 

@@ -13,7 +13,7 @@ import typer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.files import check_writable
-from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.memory.gpus import current_gpu, find_gpu
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
@@ -23,6 +23,7 @@ from .console import progress, stdout
 from .params import AsJson, Html, takes_spec
 
 if TYPE_CHECKING:
+    from ckpt_ft.planning.card_table import Fit
     from ckpt_ft.planning.where import Place, Places
 
 
@@ -48,24 +49,31 @@ def where(
 ) -> None:
     """Predict which cards a model trains on, with which method, how fast, and for how many dollars.
 
+    Without a MODEL: what a card trains, `ckpt-ft where --device rtx-3060`, from a table of well-known models.
+
     A row of one card is the answer of `estimate` for its method, policy and batch; those of several cards are extended
     from models with fewer blocks. Nothing needs a GPU or weights.
     """
-    from ckpt_ft.planning.where import CARDS, POLICIES
+    from ckpt_ft.planning.where import CARDS, POLICIES, best_of, named_method
     from ckpt_ft.planning.where import where as find_places
     from ckpt_ft.workloads.load import with_task
 
     if html:
         check_writable(html, "--html")
+    methods = [name.strip() for name in method.split(",") if name.strip()]
+    if not spec.model.name:
+        if spec != TrainingSpec.of("") or seq_length or price or policy != "auto":
+            raise UserError("where: without a model only --device and --method count; name a model for the others")
+        _of_cards(device, [*dict.fromkeys(map(named_method, methods))], html, as_json)
+        return
     prices = read_prices(price or [])
     named = [name.strip() for name in device.split(",") if name.strip()] or [*CARDS]
     cards = list({card.name: card for card in map(find_gpu, named)}.values())
     with progress() as say:
         say(f"building {spec.model.name} from its config")
         found = find_places(
-            spec, cards, methods=[name.strip() for name in method.split(",") if name.strip()],
-            lengths=_lengths(seq_length), policies=POLICIES if policy == "auto" else (policy,), most_gpus=gpus,
-            prices=prices, jobs=jobs, report=say,
+            spec, cards, methods=methods, lengths=_lengths(seq_length),
+            policies=POLICIES if policy == "auto" else (policy,), most_gpus=gpus, prices=prices, jobs=jobs, report=say,
         )  # fmt: skip
     spec = with_task(spec)
     tables = tables_of(spec, found)
@@ -73,7 +81,9 @@ def where(
         from ckpt_ft.export.page import Page, Section
 
         subtitle = f"weights in {spec.precision.dtype}, all figures predicted"
-        page = Page(f"Where {spec.title} trains", subtitle, [Section("tables", "Cards", tables)])
+        best = best_of(found.rows)
+        answer = "it fits on none of these cards" if best is None else f"{best[0].method} is {best[1]}"
+        page = Page(f"Where {spec.title} trains", subtitle, [Section("tables", "Cards", tables)], answer=answer)
     if as_json:
         rows = [{**asdict(place), f"dollars_per_million_{found.unit}": place.dollars_per_million}
                 for place in found.rows]  # fmt: skip
@@ -84,6 +94,60 @@ def where(
         print_places(tables, found)
     if html:
         page.write(html)
+
+
+def _of_cards(device: str, methods: Sequence[str], html: str, as_json: bool) -> None:
+    """Print the longest sequence of each well-known model on each card, from the stored table."""
+    from ckpt_ft.planning.card_table import LENGTHS, POLICY, SPEED_AT, command_of, fits, largest
+
+    cards = [*map(find_gpu, device.split(","))] if device else [one for one in (current_gpu(),) if one]
+    if not cards:
+        raise UserError("where: name a card, as in --device rtx-3060, or a model, to see which cards train it")
+    found = {card.name: fits(card, methods) for card in cards}
+    tables, said = [], []
+    for card in cards:
+        rows: dict[str, list[str]] = {one.model.rpartition("/")[2]: [] for one in found[card.name]}
+        for one in found[card.name]:
+            rows[one.model.rpartition("/")[2]].append(_cell(one))
+        title = f"Longest sequence on {card.name} ({format_bytes(card.memory)}), tokens, predicted"
+        words = tuple(range(len(methods) + 1))
+        tables.append(Table(title, ("model", *methods), [(model, *cells) for model, cells in rows.items()], words))
+        best = largest(found[card.name])
+        said.append(f"{card.name}: " + ("no model of the table trains" if best is None else _said(best)))
+    if html:
+        from ckpt_ft.export.page import Page, Section
+
+        name = ", ".join(found)
+        sections = [Section("tables", "Models", tables)]
+        Page(f"What trains on {name}", "all figures predicted", sections, answer="; ".join(said)).write(html)
+    if as_json:
+        print(json.dumps({card: [asdict(one) for one in rows] for card, rows in found.items()}, indent=2))
+        return
+    console = stdout()
+    for card, line, table in zip(cards, said, tables, strict=True):
+        console.print(f"{line}\n", markup=False, soft_wrap=True)
+        print_table(table, console)
+        if (best := largest(found[card.name])) is not None:
+            console.print(f"train it on {card.name}: {command_of(best, card)}\n", markup=False, soft_wrap=True)
+    console.print(
+        f"one sequence, policy {POLICY}; tried: {', '.join(map(str, LENGTHS))}; in brackets tokens a second at "
+        f"{SPEED_AT:,} tokens, or at the longest; swap: frozen weights wait in host memory (2 bytes "
+        "a parameter, QLoRA 0.6). The exact length: ckpt-ft max-length MODEL", markup=False,
+    )  # fmt: skip
+
+
+def _cell(one: Fit) -> str:
+    if not one.length:
+        return f"needs {format_at_least(one.needed)}"
+    speed = f" ({format_number(one.speed)}/s)" if one.speed else ""
+    return f"{one.length:,}{'' if one.more else '+'}{speed}{' swap' if one.swap else ''}"
+
+
+def _said(one: Fit) -> str:
+    """The largest model as a sentence."""
+    speed = f", {format_number(one.speed)} tokens/s" if one.speed else ""
+    swap = f" and swap:{one.swap}" if one.swap else ""
+    return f"the largest that trains is {one.model}, {one.method}{swap}: {one.length:,} tokens{speed}"
 
 
 def print_places(tables: Sequence[Table], found: Places) -> None:
@@ -160,7 +224,9 @@ def tables_of(spec: TrainingSpec, found: Places) -> list[Table]:
 def _row(place: Place, priced: bool, most_gpus: int) -> tuple[str, ...]:
     if place.gpus:
         figures = format_bytes(place.peak_reserved), format_number(place.seconds), format_number(place.speed)
-        cells = [place.card, str(place.gpus), place.policy, str(place.batch), *figures]
+        beside = f" with {format_bytes(place.host)} on the host" if place.host else ""
+        policy = f"{place.policy}{beside}{f', {place.shorter} tokens' if place.shorter else ''}"
+        cells = [place.card, str(place.gpus), policy, str(place.batch), *figures]
     else:
         cells = [place.card, f">{most_gpus}", f"one needs {format_at_least(place.needed)}", *[DASH] * 4]
     cost = place.dollars_per_million

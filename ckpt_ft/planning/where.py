@@ -3,7 +3,8 @@
 A trace depends on the card only through the kernels that run there, so cards with the same kernels share their traces
 (`same_kernels`), and reserved bytes and seconds are computed for each card. The policies are ranked by the traces of
 one card, scaled to each batch; every row of one card was traced alone, so it is the answer of `estimate` for its
-card, policy and batch. A method that does not fit one card is tried under FSDP2; figures of a deep model on several
+card, policy and batch. A method that does not fit one card is tried with its frozen weights in host memory, then
+under FSDP2, then on one card with shorter sequences; figures of a deep model on several
 cards are extended from those of shallower ones (depth.py).
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from ckpt_ft.errors import Interrupted, UserError
 from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules.cuda import same_kernels
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for
@@ -33,8 +35,8 @@ from .budget import Candidate, MemoryBudget, largest_fitting, memory_budget
 from .depth import Shallow, suits
 from .launches import SHARDED
 from .scaled_traces import HIGH, LOW, Estimates
-from .search import search
-from .tracing import Key, Report, Traced, Tracer, on_card, run_tasks
+from .search import blocks_to_swap, search, with_term
+from .tracing import Key, Report, Traced, Tracer, on_card, run_tasks, trace_policies
 
 CARDS = (
     "rtx-3060", "t4", "rtx-4060-ti-16gb", "l4", "rtx-3090", "rtx-4090", "rtx-5090", "a100-40gb", "l40s", "a6000",
@@ -60,6 +62,8 @@ class Place:
         needed: if nothing fits, the smallest memory of a single card that works.
         dollars_per_hour: of all cards together; None without a price.
         command: trains with this method, policy and batch.
+        host: bytes in host memory that the step needs; 0 if none.
+        shorter: tokens of the longest sequence that fits one card, if none of `tokens` fits; else 0.
         extended: the figures were extended from those of a model with fewer blocks.
     """
 
@@ -76,6 +80,8 @@ class Place:
     dollars_per_hour: float | None = None
     command: str = ""
     extended: bool = False
+    host: int = 0
+    shorter: int = 0
 
     @property
     def dollars_per_million(self) -> float | None:
@@ -114,14 +120,15 @@ def method_of(spec: TrainingSpec, method: str) -> TrainingSpec:
     Raises:
         UserError: an unknown method.
     """
-    name = _named(method)
+    name = named_method(method)
     if name == "full":
         return spec.edit(lora_r=0, load_in_4bit=False, load_in_8bit=False, double_quant=False, prepare_kbit=False)
     four = {"load_in_4bit": name == "QLoRA", "load_in_8bit": False}
     return spec.edit(lora_r=spec.adapter.lora_r or LORA_R, **four)
 
 
-def _named(method: str) -> str:
+def named_method(method: str) -> str:
+    """The member of METHODS that `method` spells in any case; raises UserError if there is none."""
     kinds = {name.lower(): name for name in METHODS}
     if method.lower() not in kinds:
         raise UserError(f"method '{method}': choose from {', '.join(METHODS)}")
@@ -152,7 +159,7 @@ def where(
     Raises:
         UserError: an unknown method or model, or a spec that does not match the model.
     """
-    methods = [*dict.fromkeys(map(_named, methods))]
+    methods = [*dict.fromkeys(map(named_method, methods))]
     # in bfloat16, cards before Ampere run another attention kernel, so their policies are ranked separately
     kinds: dict[bool, list[GPU]] = {}
     for card in cards:
@@ -261,12 +268,19 @@ class _Method:
         )  # fmt: skip
         lean = min(self.first.anchors, key=lambda policy: self.first.reserved(policy, LOW))  # beside sharded weights
         found = search(estimates, self.policies, shown=1) if estimates.floor(lean, 1) <= room.limit else []
+        blocks = 0 if found or Policy.parse(lean).swap else blocks_to_swap(self.workload)[0]
+        if blocks:
+            found = search(estimates, [with_term(lean, f"swap:{blocks}")], shown=1)
         if found:
             return self._found(card, 1, found[0])
         for gpus in (2**n for n in range(1, most_gpus.bit_length())):
             best = self._largest(card, gpus, lean)
             if best is not None:
                 return self._found(card, gpus, best)
+        for tokens in (self.tokens // 2**n for n in range(1, 4)) if self.tokens else ():
+            (trace,) = trace_policies(tracer.workload, [lean], tracer.workload.step(1, tokens))
+            if isinstance(trace, StepTrace) and room.holds(trace):
+                return self._found(card, 1, Candidate.of(lean, 1, trace, self.spec.data.accumulation), tokens)
         return Place(card.name, self.method, self.tokens, needed=room.needs(self._candidate(card, 1, lean, 1)))
 
     def _largest(self, card: GPU, gpus: int, policy: str) -> Candidate | None:
@@ -341,13 +355,17 @@ class _Method:
             self.traces[key] = [Tracer(replace(one, device=card, launch=launch)) for one in models]
         return [_CardTracer(tracer, card) for tracer in self.traces[key]]
 
-    def _found(self, card: GPU, gpus: int, best: Candidate) -> Place:
+    def _found(self, card: GPU, gpus: int, best: Candidate, tokens: int = 0) -> Place:
+        """The place of a candidate; tokens: of its sequences, 0 for the asked ones."""
         spec = self._of(gpus).edit(policy=best.policy, batch_size=best.batch, device=card.name)
-        speed = best.samples_per_second * gpus * (self.tokens or 1)
+        speed = best.samples_per_second * gpus * (tokens or self.tokens or 1)
         figures = best.policy, best.batch, best.reserved, best.seconds, speed
-        command = command_for(spec, self.workload.kind, self.tokens)
+        command = command_for(spec, self.workload.kind, tokens or self.tokens)
         extended = len(self._tracers(card, gpus, best.policy)) > 1
-        return Place(card.name, self.method, self.tokens, gpus, *figures, command=command, extended=extended)
+        return Place(
+            card.name, self.method, self.tokens, gpus, *figures, command=command, extended=extended, host=best.host,
+            shorter=tokens,
+        )  # fmt: skip
 
 
 class _CardTracer(Tracer):

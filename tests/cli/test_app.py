@@ -24,7 +24,7 @@ from ckpt_ft.planning import results
 from ckpt_ft.workloads import model_config
 
 ROOT = Path(__file__).parents[2]
-STEP, PLAN, LONGEST, CARDS = app.QUESTIONS
+STEP, PLAN, LONGEST, CARDS, CARD = app.QUESTIONS
 ASKED = Question(STEP, "gpt2", ("rtx-4090",))
 
 
@@ -40,6 +40,11 @@ ASKED = Question(STEP, "gpt2", ("rtx-4090",))
         (replace(ASKED, asked=LONGEST, tokens=4096, gpus=2), "max-length gpt2 --device rtx-4090 --gpus 2"),
         (replace(ASKED, asked=CARDS, cards=(), method="LoRA", gpus=8, prices="h100=2.5, t4=0.4"),
          "where gpt2 --method LoRA --gpus 8 --price h100=2.5,t4=0.4"),
+        (replace(ASKED, asked=CARD, model="", tokens=64), "where --device rtx-4090"),
+        (Question.of({"asked": LONGEST, "model": "gpt2", "cards": "t4,gtx-1", "batch": "2"}),
+         "max-length gpt2 --device t4 --lora 16 --batch-size 2"),
+        (Question.of({"asked": "recipe"}), "estimate Qwen/Qwen2.5-0.5B --device rtx-4090 --lora 16"),
+        (Question.of({"tokens": "many"}), "estimate Qwen/Qwen2.5-0.5B --device rtx-4090 --lora 16"),
     ],
 )  # fmt: skip
 def test_question_becomes_a_command(question: Question, words: str) -> None:
