@@ -63,7 +63,8 @@ def max_length(
         return
     with progress() as say:
         found, command = _find(spec, policies, margin, say, jobs=0, next_term=policy != "auto")
-    device = spec.host.device or "cpu"
+    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    device = gpu.name if gpu else "cpu"
     if not found.length:
         less = {"load_in_4bit": True} if spec.adapter.trains else {"lora_r": LORA_R}
         words = ["ckpt-ft", "max-length", *words_of(spec.edit(**less), without=("seq_length",))]

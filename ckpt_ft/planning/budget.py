@@ -212,11 +212,14 @@ def _with_margin(budget: int, context: int, margin: str | float, host: int | Non
     return MemoryBudget(budget, context, 0 if str(margin) == "0" else parse_budget(margin), host=host)
 
 
-def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: Mapping[int, int] | None = None) -> int:
+def largest_fitting(
+    needs: Callable[[int], int], limit: int, most: int, known: Mapping[int, int] | None = None, tolerance: float = 0.0
+) -> int:
     """The largest n of 1 ... `most` with needs(n) <= limit, 0 if there is none; `needs` must not fall with n.
 
     Interpolates between the ends of the bracket, which needs few calls if `needs` is linear, and halves the bracket
-    every third time, which bounds the number of calls if it is not. `known` has values of `needs`.
+    every third time, which bounds the number of calls if it is not. `known` has values of `needs`. The result may miss
+    the share `tolerance` of the largest n.
     """
     values = dict(known or {})
 
@@ -228,7 +231,7 @@ def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: M
     fits = max((n for n, need in values.items() if need <= limit and n <= most), default=0)
     over = min((n for n, need in values.items() if need > limit and fits < n <= most), default=most + 1)
     rounds = 0
-    while over - fits > 1:
+    while over - fits > 1 + tolerance * fits:
         rounds += 1
         guess = _interpolated(values, fits, over, limit) if rounds % 3 else (fits + over) // 2
         n = min(max(guess, fits + 1), over - 1)

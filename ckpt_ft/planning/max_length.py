@@ -17,6 +17,7 @@ from ckpt_ft.checkpointing.head import fused_loss
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.memory.gpus import gpu_of
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import MOST
@@ -30,7 +31,7 @@ from .launches import OF_LONG, Extended, Launches, search_shared, split_by_shari
 from .plan import searching
 from .scaled_traces import HIGH, Estimates
 from .search import trace_final_batches, with_term
-from .tracing import Report
+from .tracing import Report, run_tasks
 
 GRANULARITY = 256  # tokens
 LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "full,head,offload,tile:16")
@@ -221,7 +222,7 @@ def predict_max_length(
             room = room_of(workload.launch)
             most_pieces = limited_by_phases(pieces, room, most_pieces)
             estimates = Estimates(tracer, room, _TARGET, most=most_pieces, tolerance=_TOLERANCE, separate=True)
-            candidates, rejected = _settled(estimates, policies, on_fit), dict(estimates.rejected)
+            candidates, rejected = _settled(estimates, policies, jobs, on_fit), dict(estimates.rejected)
         if not estimates.anchors:
             raise UserError("no policy suits the model: " + "; ".join(rejected.values()))
         if not candidates:
@@ -241,12 +242,42 @@ def predict_max_length(
 
 
 def _settled(
-    estimates: Estimates, policies: Sequence[str], on_fit: Callable[[Candidate], None] = lambda one: None
+    estimates: Estimates,
+    policies: Sequence[str],
+    jobs: int = 1,
+    on_fit: Callable[[Candidate], None] = lambda one: None,
 ) -> list[Candidate]:
-    """The candidate of every policy that fits, each traced at its own length, the longest first."""
+    """The candidate of every policy that fits, each traced at its own length, the longest first.
+
+    on_fit: called with each candidate that fits.
+    """
     estimates.trace_candidates(policies)
-    trace_final_batches([(estimates, candidate) for candidate in estimates.candidates()], on_fit)
+    tracer = estimates.tracer
+    tracer.end_processes()  # those of `run_tasks` begin with the traces so far
+    report = tracer.report
+
+    def tell(said: Candidate | str) -> None:
+        report(said) if isinstance(said, str) else on_fit(said)
+
+    searched = [one for one in reversed(estimates.anchors) if one not in estimates.bests]  # the slow ones first
+    tasks = [partial(_longest, estimates, policy) for policy in searched]
+    for number, found in run_tasks(tasks, jobs, tell):
+        estimates.bests[searched[number]] = None
+        for batch, trace in found.items():
+            tracer.traced[searched[number], batch] = trace
+            one = estimates.estimate(searched[number], batch)
+            estimates.bests[one.policy] = one if estimates.room.fits(one) else None
     return sorted(estimates.candidates(), key=better(_TARGET), reverse=True)
+
+
+def _longest(estimates: Estimates, policy: str, tell: Callable[[Candidate | str], None]) -> dict[int, StepTrace]:
+    """The largest batch of `policy`, and its trace; {} if none fits."""
+    estimates.tracer.report = tell
+    if (one := estimates.best(policy)) is None:
+        return {}
+    trace_final_batches([(estimates, one)], tell)
+    one = estimates.best(policy)
+    return {} if one is None else {one.batch: estimates.tracer.trace_of(policy, one.batch)}
 
 
 def _next_term(estimates: Estimates, found: Candidate, granularity: int, batch_size: int) -> NextTerm | None:

@@ -381,7 +381,9 @@ class Estimates:
         candidate = self.estimate(policy, batch) if batch else None
         self.bests[policy] = candidate if candidate is not None and self.room.fits(candidate) else None
 
-    def _largest(self, policy: str, near: int, reserved: Callable[[int], int], known: dict[int, int]) -> int:
+    def _largest(
+        self, policy: str, near: int, reserved: Callable[[int], int], known: dict[int, int], tolerance: float = 0.0
+    ) -> int:
         """The largest batch whose `reserved` bytes fit.
 
         `floor` needs no replay. The ratio of bytes reserved to the floor is about the same at every batch as at
@@ -389,8 +391,9 @@ class Estimates:
 
         Args:
             known: values of `reserved` that are known already.
+            tolerance: share of the result that the search may miss.
         """
-        limit, share = self.room.limit, reserved(near) / max(self.floor(policy, near), 1)
+        limit, share = self.room.limit, (known.get(near) or reserved(near)) / max(self.floor(policy, near), 1)
         most = self._most_beside(policy)
         guess = largest_fitting(lambda n: round(self.floor(policy, n) * share), limit, most)
         if guess and guess not in known:
@@ -400,16 +403,20 @@ class Estimates:
             least = self.floor(policy, batch)
             return round(least * share) if least > limit else reserved(batch)
 
-        found = largest_fitting(needs, limit, most, known)
+        found = largest_fitting(needs, limit, most, known, tolerance)
         # Reserved bytes fall once the largest tensors outgrow the segments that they fragment: try larger batches.
         top = largest_fitting(lambda n: self.floor(policy, n), limit, most) if self.separate else found
         step = max((top - found) // _SIZES_TRIED_ABOVE, 1)
         for batch in range(top, found, -step):
-            if batch not in known:
-                known[batch] = needs(batch)
-            if known[batch] <= limit:
-                return largest_fitting(needs, limit, min(batch + step, top), known)
+            if known[batch] <= limit if batch in known else not self._exceeds(policy, batch):
+                return largest_fitting(needs, limit, min(batch + step, top), known, tolerance)
         return found
+
+    def _exceeds(self, policy: str, batch: int) -> bool:
+        """Whether the scaled trace reserves more than the limit; the replay ends where it does."""
+        trace, sizes, _ = self._scaled(policy, batch)
+        limit = self.room.limit
+        return trace.replay_with(sizes(batch), until=limit).peak_reserved() > limit
 
     def _most_beside(self, policy: str) -> int:
         """The largest batch whose offloaded activations fit in host memory."""
@@ -442,7 +449,7 @@ class Estimates:
             known = {
                 at: one.reserved if self.room.host_holds(one.host) else self.room.limit + 1 for at, one in made.items()
             }
-            batch = self._largest(policy, batch, lambda n: self.scaled_reserved(policy, n), known)
+            batch = self._largest(policy, batch, lambda n: self.scaled_reserved(policy, n), known, self.tolerance)
             if batch and (policy, batch) not in self.tracer.traced:
                 fits = max((at for at in batches if known[at] <= self.room.limit), default=0)
                 if batch > fits * (1 + self.tolerance):

@@ -188,6 +188,10 @@ class Tracer:
     def __exit__(self, *exception: Any) -> None:
         if self._collects:
             gc.enable()
+        self.end_processes()
+
+    def end_processes(self) -> None:
+        """Make all further traces in this process."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
@@ -347,16 +351,18 @@ def run_tasks(
     """The number and result of each task, as they finish, on `jobs` forked processes (0: one for each core).
 
     A task is called with a function; what it passes to that function while it runs reaches `tell` in this process.
+    Tasks are inherited, not pickled; results are pickled.
     """
     jobs = min(jobs or cores(), len(tasks))
     if jobs < 2 or not can_fork():
         yield from ((number, task(tell)) for number, task in enumerate(tasks))
         return
-    global _MESSAGES
+    global _MESSAGES, _TASKS
     fork = multiprocessing.get_context("fork")
-    messages = _MESSAGES = fork.SimpleQueue()
+    messages, _TASKS = fork.SimpleQueue(), tasks
+    _MESSAGES = messages
     with ProcessPoolExecutor(jobs, fork, _end_with_parent) as pool:
-        running = {pool.submit(_run_task, task): number for number, task in enumerate(tasks)}
+        running = {pool.submit(_run_task, number): number for number in range(len(tasks))}
         try:
             while running:
                 done = wait(running, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED).done
@@ -373,12 +379,13 @@ def run_tasks(
 
 _POLL_SECONDS = 0.5  # seconds after which this process polls its tasks
 _MESSAGES: SimpleQueue[Any] | None = None  # messages of forked processes, which inherit it
+_TASKS: Sequence[Callable[[Callable[[Any], None]], Any]] = ()  # those of the forked processes
 
 
-def _run_task(task: Callable[[Callable[[Any], None]], Any]) -> Any:
+def _run_task(number: int) -> Any:
     """Runs a task in a forked process."""
     assert _MESSAGES is not None, "set by run_tasks"
-    return task(_MESSAGES.put)
+    return _TASKS[number](_MESSAGES.put)
 
 
 def on_card(trace: Any, card: GPU) -> Any:

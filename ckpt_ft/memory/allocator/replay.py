@@ -46,6 +46,7 @@ def replay(
     capacity: int | None = None,
     empty_cache_at: Collection[int] = (),
     streams: Sequence[str] = (),
+    until: int | None = None,
 ) -> Replay:
     """Replay `events` on an empty device.
 
@@ -55,8 +56,10 @@ def replay(
         capacity: bytes the allocator can reserve (the device's memory less its context); None never runs out.
         empty_cache_at: events before which torch.cuda.empty_cache() was called.
         streams: of each storage the stream that it is allocated in; () for all in one.
+        until: bytes reserved; the replay ends at the first event that exceeds them.
     """
     allocator = CachingAllocator(settings, capacity)
+    until = 1 << 62 if until is None else until
     live: dict[int, Block | None] = {}
     result = Replay()
     emptied = frozenset(empty_cache_at)
@@ -76,6 +79,8 @@ def replay(
                 result.retried.append(at)
         result.allocated.append(allocator.allocated)
         result.reserved.append(allocator.reserved)
+        if allocator.reserved > until:
+            break
     result.retries = allocator.retries
     return result
 

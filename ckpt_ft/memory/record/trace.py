@@ -94,16 +94,17 @@ class StepTrace:
         """Bytes allocated and reserved after each event, as `device` counts them."""
         return self.replay_with([storage.nbytes for storage in self.storages])
 
-    def replay_with(self, sizes: Sequence[int], capacity: int | None = None) -> Replay:
+    def replay_with(self, sizes: Sequence[int], capacity: int | None = None, until: int | None = None) -> Replay:
         """The replay with other sizes of the storages.
 
         capacity: bytes that the allocator can reserve before it gives cached segments back or runs out; None for no
             limit.
+        until: bytes reserved at which the replay of a GPU's step ends.
         """
         if self.device != "cpu" or capacity is not None:
             settings = AllocatorSettings.parse(self.alloc_conf)
             streams = self._streams
-            return replay(sizes, self.events, settings, capacity, self.emptied, streams if any(streams) else ())
+            return replay(sizes, self.events, settings, capacity, self.emptied, streams if any(streams) else (), until)
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
         return Replay(allocated, list(accumulate(allocated, max)))
 
