@@ -6,9 +6,9 @@
     with keep_checkpoints(trainer, directory):      # deletes an earlier run if it is to be overwritten
         trainer.train(resume_from_checkpoint=directory.checkpoint)
 
-The manifest of a checkpoint has its run, and the name and size of every file. It is written last and atomically, after
-all files are on the disk. A checkpoint is complete when its files match its manifest. A checkpoint that is partial,
-lacks a file, was overwritten by another run or contains a foreign file is never read.
+The manifest of a checkpoint has its run, and the name, size and SHA-256 of every file. It is written last and
+atomically, after all files are on the disk. A checkpoint is complete when its files match its manifest. A checkpoint
+that is partial, lacks a file, was overwritten by another run or contains a foreign file is never read.
 
 SIGINT (Ctrl-C) and SIGTERM (sent by schedulers) are deferred until the step and a checkpoint are finished. A second
 signal stops the process immediately. Loading a loop's checkpoint runs no code: tensors are safetensors, the rest is
@@ -22,6 +22,7 @@ convert them: it logs a warning and keeps its current weights. `published_names_
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shlex
@@ -31,7 +32,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -77,11 +79,12 @@ class Manifest(BaseModel):
     """The contents of a complete checkpoint.
 
     run: the identity of the run that wrote it. files: the size of each file, by its path below the checkpoint, without
-    the manifest itself.
+    the manifest itself. sha256: the hash of each file; earlier versions wrote none.
     """
 
     run: str
     files: dict[str, int]
+    sha256: dict[str, str] = {}
 
 
 def write_manifest(checkpoint: Path, run: str) -> None:
@@ -91,7 +94,9 @@ def write_manifest(checkpoint: Path, run: str) -> None:
         OSError: the manifest cannot be written.
     """
     flush_tree(checkpoint)
-    write(checkpoint / MANIFEST, Manifest(run=run, files=_sizes_of(checkpoint)).model_dump_json(indent=1))
+    sizes = _sizes_of(checkpoint)
+    whole = Manifest(run=run, files=sizes, sha256=_hashes_of(checkpoint, sizes))
+    write(checkpoint / MANIFEST, whole.model_dump_json(indent=1))
     flush(checkpoint)
     flush(checkpoint.parent)
 
@@ -104,8 +109,11 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
         return None
 
 
-def why_incomplete(checkpoint: Path) -> str | None:
-    """Returns why `checkpoint` is not complete, or None if it is."""
+def why_incomplete(checkpoint: Path, reads: bool = False) -> str | None:
+    """Returns why `checkpoint` is not complete, or None if it is.
+
+    reads: also compare the contents of its files with their hashes.
+    """
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return f"without a {MANIFEST} it was not written to its end"
@@ -120,12 +128,28 @@ def why_incomplete(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if found[name] != size:
             return f"{name} has {found[name]} bytes instead of {size}"
-    return None
+    hashes = _hashes_of(checkpoint, manifest.sha256) if reads else manifest.sha256
+    return next(
+        (f"{name} has other contents than were written" for name in hashes if hashes[name] != manifest.sha256[name]),
+        None,
+    )
 
 
 def _sizes_of(checkpoint: Path) -> dict[str, int]:
     paths = (path for path in sorted(checkpoint.rglob("*")) if not path.is_dir() and path != checkpoint / MANIFEST)
     return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in paths}
+
+
+def _hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
+    def sha256(name: str) -> str:
+        found = hashlib.sha256()
+        with (checkpoint / name).open("rb") as file:
+            while part := file.read(1 << 22):
+                found.update(part)
+        return found.hexdigest()
+
+    with ThreadPoolExecutor() as pool:  # hashing and reading release the interpreter's lock
+        return dict(zip(names, pool.map(sha256, names), strict=True))
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
@@ -139,33 +163,43 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
 
 def last_complete_checkpoint(output_dir: str, run: str | None = None) -> str | None:
     """Returns the newest complete checkpoint, of the given `run` if there is one."""
+    return _newest_complete(output_dir, run)[0]
+
+
+def _newest_complete(output_dir: str, run: str | None = None, reads: bool = False) -> tuple[str | None, list[str]]:
+    """The newest complete checkpoint, and why each newer one is not; reads: as for `why_incomplete`."""
+    damaged: list[str] = []
     for path in reversed(checkpoints(output_dir)):
         manifest = read_manifest(path)
-        if manifest is not None and run in (None, manifest.run) and why_incomplete(path) is None:
-            return str(path)
-    return None
+        if run in (None, manifest and manifest.run):
+            wrong = why_incomplete(path, reads)
+            if wrong is None:
+                return str(path), damaged
+            damaged.append(f"{path.name} is damaged: {wrong}")
+    return None, damaged
 
 
-def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | None:
-    """Returns the checkpoint for `--resume_from_checkpoint`: "latest" (or "true") or a path; None for a new run.
+def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> tuple[str | None, list[str]]:
+    """The checkpoint for `--resume_from_checkpoint`: "latest" (or "true") or a path; None for a new run.
+
+    Returns:
+        The checkpoint, and a sentence for each newer one that is damaged.
 
     Raises:
         UserError: there is no complete checkpoint, or it holds weights only.
     """
     if resume_from_checkpoint is None or resume_from_checkpoint.lower() == "false":
-        return None
+        return None, []
     given = f"--resume_from_checkpoint {resume_from_checkpoint}"
+    damaged: list[str] = []
     if resume_from_checkpoint.lower() in ("latest", "true"):
-        chosen = last_complete_checkpoint(output_dir)
+        chosen, damaged = _newest_complete(output_dir, reads=True)
         if chosen is None:
-            torn = [f"{path.name}: {why_incomplete(path)}" for path in checkpoints(output_dir)[-1:]]
-            raise UserError(
-                f"{given}: no complete checkpoint in {output_dir}"
-                + "".join(f" ({why}; --overwrite_output_dir starts anew)" for why in torn)
-            )
+            why = "".join(f" ({one}; --overwrite_output_dir starts anew)" for one in damaged[:1])
+            raise UserError(f"{given}: no complete checkpoint in {output_dir}{why}")
     else:
         chosen = resume_from_checkpoint
-        wrong = why_incomplete(Path(chosen)) if Path(chosen).is_dir() else "no such directory"
+        wrong = why_incomplete(Path(chosen), reads=True) if Path(chosen).is_dir() else "no such directory"
         if wrong is not None:
             inside = last_complete_checkpoint(chosen)
             hint = f"; did you mean {inside}?" if inside else "; give a checkpoint-N directory, or latest"
@@ -176,7 +210,7 @@ def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | No
         raise UserError(
             f"{given}: {chosen} has weights only (--save_only_model), and resuming needs the optimizer state"
         )
-    return chosen
+    return chosen, damaged
 
 
 def mismatch(checkpoint: str) -> str:
@@ -222,6 +256,7 @@ class RunDirectory:
     Attributes:
         path: the directory.
         checkpoint: the checkpoint to resume from, None for a new run.
+        damaged: a sentence for each newer checkpoint that is damaged.
         run: the identity of the run: that of the checkpoint, or a new one.
 
     Raises:
@@ -231,7 +266,7 @@ class RunDirectory:
     def __init__(self, output_dir: str, resume: str | None = None, overwrite: bool = False, *, lora: bool) -> None:
         check_output_dir(output_dir)
         self.path, self.overwrite, self.lora, self.run = Path(output_dir), overwrite, lora, uuid.uuid4().hex
-        self.checkpoint = resume_path(resume, output_dir)
+        self.checkpoint, self.damaged = resume_path(resume, output_dir)
         if overwrite and self.checkpoint is not None:
             raise UserError(
                 "--overwrite_output_dir deletes the earlier run and --resume_from_checkpoint continues it; "
@@ -269,6 +304,8 @@ class RunDirectory:
         state = PartialState()
         if state.is_main_process:
             _lock(self.path.absolute())
+            if self.checkpoint is not None:
+                print("; ".join([*self.damaged, f"resuming from {Path(self.checkpoint).name}"]), flush=True)
         state.wait_for_everyone()
         [self.run] = broadcast_object_list([self.run])
 

@@ -269,7 +269,16 @@ def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> 
     named = [named] if isinstance(named, str) else sorted(named)
     file = f"--peft_config {args.peft_config}" if args.peft_config else ""
     with library_reads(file or f"--lora_target_modules {' '.join(named)}"):
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
+    sort_names(config)
+    return adapted
+
+
+def sort_names(config: PeftConfig) -> None:
+    """Sorts the sets in the configuration of adapters that are in place: another process saves the same bytes."""
+    for name, value in vars(config).items():
+        if isinstance(value, set):
+            setattr(config, name, sorted(value))
 
 
 def adapter_config(

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, TransformerArguments
-from ckpt_ft.training.models import ModelArguments, adapter_config, adapter_of
+from ckpt_ft.training.models import ModelArguments, adapter_config, adapter_of, sort_names
 
 
 def file(folder: Path, **content: Any) -> str:
@@ -75,3 +76,12 @@ def test_flags_of_lora_need_use_peft() -> None:
     with pytest.raises(UserError, match="^--lora_r without --use_peft would train all weights: add --use_peft, or"):
         ModelArguments(lora_r=4, lora_dropout=0.1)
     assert not ModelArguments(use_dora=False).adapts
+
+
+def test_adapters_are_saved_with_sorted_names(tmp_path: Path) -> None:
+    """The order of a set differs from process to process."""
+    names = [f"layer_{number}" for number in range(30)]
+    config = LoraConfig(target_modules=names[::-1])
+    sort_names(config)
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == sorted(names)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ckpt_ft.errors import one_line
 from ckpt_ft.files import write
 from ckpt_ft.training.checkpoints import PIPELINE_LORA
-from ckpt_ft.training.models import adapter_of, kind_of
+from ckpt_ft.training.models import adapter_of, kind_of, sort_names
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion_models import ATTENTION_PROJECTIONS, TextAndUNet, add_text_adapters
@@ -74,10 +74,11 @@ def _with_adapters(model: Any, args: PipelineArguments) -> Any:
             )  # fmt: skip
         if _pipelines_read(config):
             model.add_adapter(config)
-            return model
-        wrapped = get_peft_model(model, config)
-        config.base_model_name_or_path = args.pretrained_model_name_or_path  # PEFT does not know the pipeline
-        return wrapped
+        else:
+            model = get_peft_model(model, config)
+            config.base_model_name_or_path = args.pretrained_model_name_or_path  # PEFT does not know the pipeline
+    sort_names(config)
+    return model
 
 
 def _pipelines_read(config: PeftConfig) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,10 +46,13 @@ def make_checkpoint(output_dir: Path, step: int, run: str = "run", state: str = 
 
 def test_newest_complete_checkpoint_is_resumed(run: Path) -> None:
     assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-10")
-    assert resume_path("latest", str(run)) == resume_path("True", str(run)) == str(run / "checkpoint-10")
-    assert resume_path(str(run / "checkpoint-2"), str(run)) == str(run / "checkpoint-2")
-    assert resume_path(None, str(run)) is None
-    assert resume_path("false", str(run)) is None
+    assert resume_path("latest", str(run)) == resume_path("True", str(run))
+    assert resume_path("latest", str(run)) == (str(run / "checkpoint-10"), [
+        "checkpoint-14 is damaged: without a manifest.json it was not written to its end",
+        "checkpoint-12 is damaged: trainer_state.json has 9 bytes instead of 19",
+    ])  # fmt: skip
+    assert resume_path(str(run / "checkpoint-2"), str(run)) == (str(run / "checkpoint-2"), [])
+    assert resume_path(None, str(run)) == resume_path("false", str(run)) == (None, [])
 
 
 def test_path_without_a_checkpoint_is_one_line(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -75,6 +79,21 @@ def test_checkpoint_with_a_missing_or_changed_file_is_not_resumed(run: Path, fil
     assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-2")
     with pytest.raises(UserError, match=f"no complete checkpoint there .*{file}"):
         resume_path(str(run / "checkpoint-10"), str(run))
+
+
+def test_resuming_says_from_which_step_and_why(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (run / "checkpoint-14", run / "checkpoint-12"):
+        shutil.rmtree(path)
+    with (run / "checkpoint-10" / "optimizer.pt").open("r+b") as file:  # of the same size
+        file.write(b"\1")
+    RunDirectory(str(run), "latest", lora=False).open()
+    why = "checkpoint-10 is damaged: optimizer.pt has other contents than were written"
+    assert capsys.readouterr().out == f"{why}; resuming from checkpoint-2\n"
+    with pytest.raises(UserError, match="optimizer.pt has other contents than were written"):
+        resume_path(str(run / "checkpoint-10"), str(run))
+    manifest = run / "checkpoint-10" / "manifest.json"
+    manifest.write_text(json.dumps({"run": "run", "files": json.loads(manifest.read_text())["files"]}))
+    assert resume_path("latest", str(run))[0] == str(run / "checkpoint-10")  # earlier versions wrote no hashes
 
 
 def test_checkpoint_with_an_unlisted_file_is_refused(run: Path) -> None:
