@@ -83,6 +83,11 @@ def format_at_least(nbytes: int) -> str:
     return text
 
 
+def format_change(share: float, digits: int = 1) -> str:
+    """A change by a share, "+2.5%"; one that rounds to none has a plus."""
+    return f"{round(share, digits + 2) + 0.0:+.{digits}%}"
+
+
 def format_number(value: float) -> str:
     """Formats `value` to three significant digits, without an exponent for common magnitudes: 1,730; 0.046."""
     return f"{float(f'{value:.3g}'):,g}"

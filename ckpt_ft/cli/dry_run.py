@@ -173,7 +173,7 @@ def _print_next(found: Estimate, script: Script) -> None:
     if found.answer is None:
         return
     if found.answer.ways:
-        print_ways(found.answer.ways, console)
+        print_ways(found.answer, console)
         return
     console.print(
         f"no policy that was tried fits: the leanest needs {format_bytes(found.answer.needed)}; a smaller batch or "

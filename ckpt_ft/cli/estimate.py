@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,10 +16,10 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import GPU, asked_gpu, find_gpu
-from ckpt_ft.planning.results import Estimate, Suggestion, Suggestions
+from ckpt_ft.planning.results import Estimate, Suggestions
 from ckpt_ft.spec.flags import words_of
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.tables import Table, print_table
+from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_bytes
 
 from .answer_cache import AnswerCache, question_of
@@ -38,18 +38,29 @@ Perfetto = Annotated[str, typer.Option("--perfetto", help="write the step for ui
 
 @takes_spec(*ONE_LAUNCH)
 def estimate(
-    spec: TrainingSpec, html: Html = "", snapshot: Snapshot = "", perfetto: Perfetto = "", as_json: AsJson = False
+    spec: TrainingSpec,
+    others: Sequence[TrainingSpec] = (),
+    dataset: Annotated[
+        str,
+        typer.Option("--dataset", help="Hub id or local file whose longest row, up to --seq-length, is the step's"),
+    ] = "",
+    html: Html = "",
+    snapshot: Snapshot = "",
+    perfetto: Perfetto = "",
+    as_json: AsJson = False,
 ) -> None:
     """Predict peak memory and time of one training step, without a GPU and without weights.
 
     If the step does not fit, the command lists changes that would make it fit, each with its time cost. Several cards,
-    as in --device t4,rtx-4090, are compared side by side.
+    as in --device t4,rtx-4090, or several models, as in gpt2,Qwen3-0.6B, are compared side by side.
     """
-    if "," in spec.host.device:
-        if html or snapshot or perfetto or spec.host.gpu_memory or spec.host.gpu_like:
-            raise UserError(f"--device {spec.host.device}: files and --gpu-memory are for one card; give one --device")
-        _compare_cards(spec, as_json)
+    if "," in spec.host.device or others:
+        if html or snapshot or perfetto or dataset or spec.host.gpu_memory or spec.host.gpu_like:
+            raise UserError("estimate: files, --dataset and --gpu-memory are for one model and one --device; give one")
+        _compare([spec, *others], as_json)
         return
+    if dataset:
+        spec = _with_rows(dataset, spec)
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
     files = StepFiles(gpu, html, snapshot, perfetto)
     cache = AnswerCache("estimate", {**question_of(spec), "gpu": gpu}, Estimate.from_json)
@@ -66,6 +77,8 @@ def estimate(
         with progress() as say:
             found = with_suggestions(spec, found, trace, say)
         cache.put(json.dumps(asdict(found)))
+    if dataset:
+        found = replace(found, command=found.command.replace("DATASET", shlex.quote(dataset)))
     if as_json:
         room = {"headroom": found.headroom, "host_headroom": found.host_headroom}
         print(json.dumps({**asdict(found), **room, "ignored": spec.host.ignored}, indent=2))
@@ -75,13 +88,31 @@ def estimate(
         files.write(found, trace)
 
 
-def _compare_cards(spec: TrainingSpec, as_json: bool) -> None:
-    """Print the figures of one step on each of several cards, a column for each."""
-    from ckpt_ft.planning.estimate import estimates_on
+def _with_rows(dataset: str, spec: TrainingSpec) -> TrainingSpec:
+    """`spec` with sequences as long as the longest row of a dataset; prints how long the rows are."""
+    from ckpt_ft.training.text import dataset_lengths
 
-    cards = list({card.name: card for card in map(find_gpu, spec.host.device.split(","))}.values())
     with progress() as say:
-        found = list(estimates_on(spec, cards, say))
+        say(f"reading {dataset}")
+        lengths = dataset_lengths(dataset, spec.model.name, spec.data.tokens)
+    common = f"half of its {sum(lengths.rows):,} rows have at most {lengths.quantile(0.5):,} tokens"
+    print(f"note: the longest row of {dataset} has {lengths.longest:,} tokens, up to --seq-length; {common}",
+          file=sys.stderr)  # fmt: skip
+    return spec.edit(seq_length=max(lengths.longest, 2), **({} if spec.data.rows == "packed" else {"rows": "padded"}))
+
+
+def _compare(specs: Sequence[TrainingSpec], as_json: bool) -> None:
+    """Print the figures of the step of each of several models on each of several cards, a column for each."""
+    from ckpt_ft.planning.estimate import estimates_on, traced_estimate
+
+    device = specs[0].host.device
+    cards = list({card.name: card for card in map(find_gpu, device.split(","))}.values()) if "," in device else []
+    with progress() as say:
+        found = [
+            one
+            for spec in specs
+            for one in (estimates_on(spec, cards, say) if cards else [traced_estimate(spec, say, suggests=False)[0]])
+        ]
     if as_json:
         print(json.dumps([{**asdict(one), "headroom": one.headroom} for one in found], indent=2))
         return
@@ -92,17 +123,32 @@ def _compare_cards(spec: TrainingSpec, as_json: bool) -> None:
         ("peak allocated", *(format_bytes(one.peak_allocated) for one in found)),
         ("peak reserved", *(format_bytes(one.peak_reserved) for one in found)),
         ("CUDA context", *(format_bytes(one.context) for one in found)),
-        ("seconds per step", *(f"{one.seconds:.3f}" for one in found)),
+        ("seconds per step", *(DASH if one.seconds is None else f"{one.seconds:.3f}" for one in found)),
         ("bound by", *(one.bound for one in found)),
     ]
-    first = found[0]
-    title = f"{first.model}: policy {first.policy}, batch {first.batch_size}, predicted"
+    first, several = found[0], len(specs) > 1
+    names = {id(one): one.model.rpartition("/")[2] if several else one.device for one in found}
+    if several and cards:
+        names = {id(one): f"{names[id(one)]} on {one.device}" for one in found}
+    of = first.device if several and not cards else ", ".join(dict.fromkeys(one.model for one in found))
+    title = f"{of}: policy {first.policy}, batch {first.batch_size}, predicted"
     console = stdout()
-    print_table(Table(title, ("", *(one.device for one in found)), lines), console)
-    fast = min((one for one in found if (one.headroom or 0) >= 0), key=lambda one: one.seconds or 0, default=None)
-    if fast is not None and fast.command:
-        console.print(f"train it, fastest on {fast.device}: {fast.command}", markup=False, soft_wrap=True)
-    if fast is None:
+    print_table(Table(title, ("", *names.values()), lines), console)
+    fitting = [one for one in found if (one.headroom or 0) >= 0]
+    for spec in specs:
+        fast = min(
+            (one for one in fitting if one.model == spec.title and one.command),
+            key=lambda one: one.seconds or 0,
+            default=None,
+        )
+        if fast is not None:
+            on = f", fastest on {fast.device}" if cards else ""
+            console.print(f"train {'it' if not several else fast.model}{on}: {fast.command}", markup=False,
+                          soft_wrap=True)  # fmt: skip
+    if not cards or several:
+        return
+    (spec,) = specs
+    if not fitting:
         from ckpt_ft.planning.where import where
 
         from .where import print_places, tables_of
@@ -114,8 +160,8 @@ def _compare_cards(spec: TrainingSpec, as_json: bool) -> None:
         print_places(tables_of(spec, places), places)
         return
     words = words_of(spec, without=("policy", "batch_size", "device"))
-    others = shlex.join(["ckpt-ft", "where", *words, "--device", ",".join(card.name for card in cards)])
-    console.print(f"other methods and policies on these cards: {others}", markup=False, soft_wrap=True)
+    more = shlex.join(["ckpt-ft", "where", *words, "--device", ",".join(card.name for card in cards)])
+    console.print(f"other methods and policies on these cards: {more}", markup=False, soft_wrap=True)
 
 
 def report(
@@ -144,12 +190,9 @@ def print_figures(result: Estimate) -> None:
     launched = f", {result.launch}: this is each GPU" if result.launch else ""
     said = f"{result.model}: policy {result.policy}, batch {result.batch_size}, {shape}, on {result.device}{launched}"
     console.print(said, markup=False)
-    on_card = result.headroom, result.capacity, "(reserved and context counted)"
-    for spare, whole, where in (on_card, (result.host_headroom, result.host_capacity, "in host memory")):
-        if spare is not None and whole is not None:
-            verdict = "fits, {} to spare of {} {}" if spare >= 0 else "does not fit: needs {} more than {} {}"
-            console.print(verdict.format(format_bytes(abs(spare)), format_bytes(whole), where))
-    if result.headroom is not None or result.host_headroom is not None:
+    for verdict in result.verdicts:
+        console.print(verdict)
+    if result.verdicts:
         console.print()
     print_table(Table("", ("predicted", ""), list(_figures(result))), console)
     print_table(holders_table(result.holders, result.peak_allocated), console)
@@ -177,23 +220,17 @@ def print_advice(result: Estimate, spec: TrainingSpec) -> None:
         console.print(f"ready-made: {ready}", markup=False, soft_wrap=True)
 
 
-def print_ways(ways: Sequence[Suggestion], console: Console) -> None:
+def print_ways(answer: Suggestions, console: Console) -> None:
     """Print changes under which the step fits, each with its command."""
-    on_host = any(way.host for way in ways)
-    rows = [
-        (way.change, format_bytes(way.reserved), *([format_bytes(way.host)] * on_host), f"{way.slower:+.0%}")
-        for way in ways
-    ]
-    columns = ("with", "peak reserved", *(["host memory"] * on_host), "time a sample")
-    print_table(Table("Would fit", columns, rows), console)
-    for way in ways:
+    print_table(answer.table, console)
+    for way in answer.ways:
         console.print(f"{way.change}:\n  {way.command}", markup=False, soft_wrap=True)
 
 
 def _print_suggestions(result: Estimate, answer: Suggestions, spec: TrainingSpec, console: Console) -> None:
     """What would fit, each with its command, and the command that looks at more."""
     if answer.ways:
-        print_ways(answer.ways, console)
+        print_ways(answer, console)
         quickest = min(answer.ways, key=lambda way: way.slower)
         kept = {key: value for key, value in quickest.edits.items() if key not in ("policy", "batch_size")}
         spec = spec.edit(**kept)
@@ -222,7 +259,8 @@ def _figures(result: Estimate) -> Iterator[tuple[str, str]]:
         for category, nbytes in (*result.at_host_peak.items(), *result.host_kinds.items()):
             yield f"  of it {category}", format_bytes(nbytes)
     if result.seconds is not None:
-        yield "seconds per step", f"{result.seconds:.3f}"
+        without = " without generation" if "generation" in result.peaks else ""
+        yield f"seconds per step{without}", f"{result.seconds:.3f}"
         for part, seconds in result.seconds_parts.items():
             yield f"  of it {part}", f"{seconds:.3f}"
         yield "  bound by", result.bound

@@ -18,7 +18,7 @@ from ckpt_ft.spec.flags import Edit, offloaded
 from ckpt_ft.spec.launch import accelerate_config
 from ckpt_ft.spec.training_spec import MOST, TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
-from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
+from ckpt_ft.units import format_at_least, format_bytes, format_change, format_number, whole_number
 
 from .answer_cache import AnswerCache, question_of
 from .console import progress, stdout
@@ -331,7 +331,7 @@ def _brings(change: str, changed: Plan, plan: Plan) -> str:
     best = changed.best
     gain = best.samples_per_second / plan.best.samples_per_second - 1
     held = f"{best.policy} at batch {best.batch}, {format_bytes(best.reserved)} reserved"
-    return f"{change}: {held}, {gain:+.1%} speed"
+    return f"{change}: {held}, {format_change(gain)} speed"
 
 
 def _frontier_of(plans: dict[str, Plan]) -> Table:

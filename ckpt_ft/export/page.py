@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import html
 import json
+import shlex
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +22,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.files import write
+from ckpt_ft.redact import redacted
 from ckpt_ft.units import format_bytes, format_number
 
 from .holders import merge_layer_numbers, short_op
@@ -51,16 +55,18 @@ class Section:
 
 @dataclass
 class Page:
-    """The content of a page. `made`: what made it, for the footer."""
+    """The content of a page. `made`: what made it, for the footer. `answer`: one sentence, which comes first."""
 
     title: str
     subtitle: str
     sections: list[Section] = field(default_factory=list)
     made: str = ""
+    answer: str = ""
 
     def html(self) -> str:
         """The page as text."""
-        document = json.dumps(vars(self), default=asdict, separators=(",", ":"), ensure_ascii=False)
+        content = {**vars(self), "asked": _asked()}
+        document = json.dumps(content, default=asdict, separators=(",", ":"), ensure_ascii=False)
         parts = {
             "title": html.escape(self.title),
             "style": _categories() + _asset("page.css"),
@@ -72,6 +78,14 @@ class Page:
     def write(self, path: str | Path) -> Path:
         """Write the page to `path`, completely or not at all."""
         return write(path, self.html())
+
+
+def _asked() -> str:
+    """The command of this process, if it is ours, and the date."""
+    name, *words = sys.argv
+    today = f"{date.today():%Y-%m-%d}"
+    ours = Path(name).name == "ckpt-ft" or Path(name).parent.name == "cli"
+    return f"{shlex.join(['ckpt-ft', *redacted(words)])} · {today}" if ours else today
 
 
 def _asset(name: str) -> str:
@@ -191,8 +205,13 @@ def estimate_page(result: Estimate, trace: StepTrace) -> Page:
     return Page(
         f"{result.model} under {result.policy}",
         f"predicted for {result.device}: batch {result.batch_size}, {shape}{launched}",
-        [Section("figures", "", _estimate_figures(result)), *_steps(trace, result.model, limit, result.host_capacity)],
+        [
+            Section("figures", "", _estimate_figures(result)),
+            *([Section("tables", "Would fit", [result.answer.table])] if result.answer and result.answer.ways else []),
+            *_steps(trace, result.model, limit, result.host_capacity),
+        ],
         " ".join(f"{note}." for note in result.notes),
+        ". ".join(result.verdicts),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_ft.tables import Table
-from ckpt_ft.units import format_at_least, format_bytes, format_number
+from ckpt_ft.units import format_at_least, format_bytes, format_change, format_number
 
 from .holders import holders_table, merge_layer_numbers, short_op
 from .page import STEP_TITLE, Figure, Page, Section, StepView
@@ -148,6 +148,8 @@ def plan_page(sweep: BudgetSweep) -> Page:
             Section("tables", "The plan", _tables(plan)),
         ],
         ", ".join(f"{name} {version}" for name, version in plan.versions.items()),
+        f"{plan.best.policy} at batch {plan.best.batch} is best: {format_bytes(plan.best.reserved)} reserved, "
+        f"{format_number(plan.best.samples_per_second)} {plan.speed}",
     )
 
 
@@ -175,7 +177,7 @@ def _figures(plan: Plan) -> list[Figure]:
 
 
 def _tables(plan: Plan) -> list[Table]:
-    fixes = [(fix.change, format_bytes(fix.saves), f"{fix.slower:+.1%}") for fix in plan.fixes]
+    fixes = [(fix.change, format_bytes(fix.saves), format_change(fix.slower)) for fix in plan.fixes]
     tables = [plan.candidates_table, holders_table(plan.holders, plan.best.peak)]
     if fixes:
         tables.append(Table("What else would help", ("change", "saves", "time a sample"), fixes))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_ft.tables import DASH, Table, code_span, markdown_table, print_table
-from ckpt_ft.units import format_bytes
+from ckpt_ft.units import format_bytes, format_change
 
 from .holders import holders_table
 from .page import STEP_TITLE, Figure, Page, Section, StepView
@@ -120,12 +120,25 @@ def report_page(report: MemoryReport, step: StepView | None) -> Page:
         sections.append(Section("timeline", f"{STEP_TITLE}, {report.timeline.source}", timeline))
     sections.append(Section("tables", "The report", list(tables(report))))
     made = _made_by(report, report.provenance.get("command", ""))
-    return Page("Memory report", headline(report), sections, " ".join([*lines(report), made]))
+    model = report.provenance.get("model") or ""
+    title = f"Memory report{f' of {model}' if model else ''}"
+    return Page(title, headline(report), sections, " ".join([*lines(report), made]), _answer(report.fullest))
+
+
+def _answer(rank: RankMemory) -> str:
+    """What was measured beside what was predicted, as a sentence."""
+    peak, predicted = rank.peak(), _prediction(rank)
+    if not peak:
+        return ""
+    beside = "" if predicted is None else f"; predicted {format_bytes(predicted.allocated)}"
+    change = "" if predicted is None else f" ({format_change(predicted.allocated / peak - 1)})"
+    return f"the step took {format_bytes(peak)} at its peak, measured{beside}{change}"
 
 
 def _made_by(report: MemoryReport, command: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report.provenance.get("versions", {}).items())
-    return f"Made by {command} with {versions} on {report.provenance.get('machine')}."
+    when = report.provenance.get("date", "")
+    return f"Made by {command}{f' on {when}' if when else ''} with {versions} on {report.provenance.get('machine')}."
 
 
 def _prediction(rank: RankMemory) -> Prediction | None:
@@ -154,7 +167,7 @@ def _figures(report: MemoryReport) -> list[Figure]:
     predicted = _prediction(fullest)
     if predicted is not None:
         peak = fullest.peak()
-        error = f"{100 * (predicted.allocated / peak - 1):+.1f} % against the measurement" if peak else ""
+        error = f"{format_change(predicted.allocated / peak - 1)} against the measurement" if peak else ""
         found.append(Figure("peak allocated, predicted", format_bytes(predicted.allocated), error))
     reserved = fullest.peak("reserved")
     if reserved is not None:
@@ -234,7 +247,7 @@ def _compared(measured: RankMemory, predicted: Prediction) -> Iterator[tuple[str
             continue
         form = _seconds if name == "s/step" else _bytes
         compared = found if same else None
-        error = f"{round(expected / compared - 1, 3) + 0.0:+.1%}" if compared else DASH  # + 0.0: none is -0.0%
+        error = format_change(expected / compared - 1) if compared else DASH
         yield name, form(expected), form(compared), error
     for part, seconds in predicted.seconds_parts.items():
         yield f"  {part}", _seconds(seconds), DASH, DASH

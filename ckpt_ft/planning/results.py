@@ -24,7 +24,7 @@ from ckpt_ft.memory.gpus import calibrated
 from ckpt_ft.planning.budget import Candidate, MemoryBudget, better, frontier
 from ckpt_ft.policy import Policy
 from ckpt_ft.tables import DASH, Table, markdown_table
-from ckpt_ft.units import format_bytes, format_number
+from ckpt_ft.units import format_bytes, format_change, format_number
 from ckpt_ft.validation import Bytes, Count, Seconds, read_json
 
 if TYPE_CHECKING:
@@ -155,6 +155,18 @@ class Suggestions:
     ways: list[Suggestion]
     needed: int
 
+    @property
+    def table(self) -> Table:
+        """What would fit."""
+        on_host = any(way.host for way in self.ways)
+        rows = [
+            (way.change, format_bytes(way.reserved), *([format_bytes(way.host)] * on_host),
+             format_change(way.slower, 0))
+            for way in self.ways
+        ]  # fmt: skip
+        columns = ("with", "peak reserved", *(["host memory"] * on_host), "time a sample")
+        return Table("Would fit", columns, rows)
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -216,6 +228,17 @@ class Estimate:
     def headroom(self) -> int | None:
         """Bytes left on the device; negative if the step does not fit, None without a capacity."""
         return None if self.capacity is None else self.capacity - self.context - self.peak_reserved
+
+    @property
+    def verdicts(self) -> list[str]:
+        """Whether it fits, a sentence for the device and one for host memory; none without a capacity."""
+        found = []
+        on_card = self.headroom, self.capacity, "(reserved and context counted)"
+        for spare, whole, where in (on_card, (self.host_headroom, self.host_capacity, "in host memory")):
+            if spare is not None and whole is not None:
+                said = "fits, {} to spare of {} {}" if spare >= 0 else "does not fit: needs {} more than {} {}"
+                found.append(said.format(format_bytes(abs(spare)), format_bytes(whole), where))
+        return found
 
     @classmethod
     def from_json(cls, text: bytes, source: str) -> Estimate:

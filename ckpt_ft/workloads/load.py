@@ -114,7 +114,10 @@ def load(
         notes=(
             *workload.notes,
             *([f"vLLM takes {share:.0%} of the card, {when}"] if share else []),
-            *(f"{what} between steps has a row in an estimate, and limits the batch of a plan" for what in phases),
+            *(
+                f"{what} between steps has a row in an estimate, limits a plan's batch, and is not in the seconds"
+                for what in phases
+            ),
             *notes_on(spec, config),
             *([_CASTS] if spec.precision.mixed_precision == "fp8" and not spec.kernels.compile else []),
             *notes_on_optimizer(spec.optimizer.name),

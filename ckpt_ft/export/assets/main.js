@@ -17,7 +17,8 @@ function tablesView(section) {
 
 document.body.append(
   el("header", {},
-    el("div", {}, el("h1", {}, DATA.title), el("p", { class: "muted" }, DATA.subtitle)),
+    el("div", {}, el("h1", {}, DATA.title), el("p", { class: "answer" }, DATA.answer),
+      el("p", { class: "muted" }, DATA.subtitle), el("p", { class: "muted place" }, DATA.asked)),
     el("button", { class: "small theme", onclick: () => setTheme(isDark() ? "light" : "dark") }, "light / dark")),
   el("main", {}, ...DATA.sections.flatMap((section) => VIEWS[section.kind](section))),
   el("footer", { class: "muted" }, DATA.made));

@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -315,7 +316,8 @@ def provenance(**facts: Any) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     command = shlex.join([Path(sys.argv[0]).name, *redacted(sys.argv[1:])])
-    return {"command": command, "machine": f"{platform.system()} {platform.machine()}", "versions": versions, **facts}
+    machine = f"{platform.system()} {platform.machine()}"
+    return {"command": command, "date": str(date.today()), "machine": machine, "versions": versions, **facts}
 
 
 def _written(text: str, path: str | Path | None) -> str:
