@@ -64,8 +64,11 @@ def why_untraceable(error: BaseException) -> str:
 
 
 def did_you_mean(given: str, known: Iterable[str], form: str = "{}") -> str:
-    """Returns "; did you mean ...?" with the name in `known` that is closest to `given`; "" if none is close."""
-    close = difflib.get_close_matches(given, list(known), n=1)
+    """Returns "; did you mean ...?" with the name in `known` that is closest to `given`; "" if none is close.
+
+    Two words of three letters that share two are different words: ppo is not dpo.
+    """
+    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6 if len(given) > 3 else 0.7)
     return f"; did you mean '{form.format(close[0])}'?" if close else ""
 
 

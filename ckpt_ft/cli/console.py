@@ -46,7 +46,7 @@ def progress() -> Iterator[Callable[[str], None]]:
     def repeat() -> None:
         pause = PAUSE / 2  # for the first one
         while not ended.wait(pause):
-            print(f"{now() - begun:.0f} s: {shorten(latest)}", file=sys.stderr, flush=True)
+            print(f"{now() - begun:.0f} s: {latest}", file=sys.stderr, flush=True)
             pause = PAUSE
 
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

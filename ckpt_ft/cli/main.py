@@ -25,7 +25,7 @@ from ckpt_ft.spec.settings import typed_as
 from . import app as browser
 from . import catalogue, dry_run, estimate, max_length, planning, policies, recipe, where
 from . import run as script_run
-from .params import words_in_our_names
+from .params import GroupedCommand, words_in_our_names
 
 
 class _Commands(TyperGroup):
@@ -57,7 +57,7 @@ def main() -> None:
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     logging.getLogger("DeepSpeed").addFilter(lambda record: False)  # it would write into our standard output
     logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # the error that follows is one line of ours
-    warnings.showwarning = lambda message, *_, **__: print(f"warning: {one_line(message)}", file=sys.stderr)
+    warnings.showwarning = _show_warning
     gc.disable()  # a command lives for seconds and makes no cycles worth looking for among its millions of objects
     atexit.register(gc.freeze)  # at exit none is looked for either
     try:
@@ -78,6 +78,12 @@ def _main() -> int:
     if isinstance(done, KeyboardInterrupt):
         raise done
     return done
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """One line; what libraries announce to each other's developers is left out, whoever resets the filters."""
+    if not issubclass(category, (FutureWarning, DeprecationWarning)):
+        print(f"warning: {one_line(message)}", file=sys.stderr)
 
 
 @cache
@@ -108,10 +114,13 @@ def _common(
     pass
 
 
+_ASKS = {"help_option_names": ["--help", "--help-all"]}
 for command in (
-    estimate.estimate, estimate.report, policies.explain, policies.check, planning.plan, planning.max_batch,
-    max_length.max_length, where.where, catalogue.models, catalogue.gpus, catalogue.calibrate,
+    estimate.estimate, planning.plan, planning.max_batch, max_length.max_length, where.where, policies.explain,
+    policies.check,
 ):  # fmt: skip
+    app.command(cls=GroupedCommand, context_settings=_ASKS)(command)
+for command in (estimate.report, catalogue.models, catalogue.gpus, catalogue.calibrate):
     app.command()(command)
 for command in (dry_run.dry_run, script_run.run):  # what follows the script's name is the script's own
     app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(command)

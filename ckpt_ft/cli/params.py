@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from inspect import Parameter
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.policy import Policy
@@ -40,6 +43,12 @@ Recipe = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 Html = Annotated[str, typer.Option("--html", help="write an HTML page with the answer to this file")]
+_BASIC = (
+    "--device", "--config", "--lora", "--load-in-4bit", "--seq-length", "--batch-size", "--policy", "--dtype",
+    "--launch", "--processes", "--gpus", "--budget", "--method", "--dataset",
+)  # fmt: skip
+_SHOWN = 10
+_COUNTED = re.compile(r"(\d{1,4})\s*[x*]\s*(\S.*)", re.IGNORECASE)  # 2xrtx-4090
 _PRECISION = {"dtype", "mixed_precision", "bf16", "fp16"}
 _OF_EVERY_COMMAND = {"model": Model, "config": Config, "recipe": Recipe}
 
@@ -58,11 +67,14 @@ def takes_spec(
         without: flags that the command does not have.
         defaults: fields of the spec where no flag sets them.
         fixed: fields that the command decides; they have no flags.
+
+    A command with a parameter `others` takes several models: those after the first.
     """
 
     def decorate(command: Command) -> Command:
         own = dict(inspect.signature(command, eval_str=True).parameters)
         del own["spec"]
+        compares = own.pop("others", None) is not None
         taken = {name: flag for name, flag in flags().items() if name not in {*without, *fixed, *own}}
 
         @functools.wraps(command)
@@ -79,18 +91,30 @@ def takes_spec(
                 given |= {n: read.flags[n] for n in own if given[n] is None and n in read.flags}
             elif recipe:
                 raise UserError(f"--recipe {recipe}: of which file? give --config file.yaml too")
+            if counted := _COUNTED.match(str(typed_flags.get("device") or given.get("device") or "")):
+                (typed_flags if "device" in typed_flags else given)["device"] = counted[2]
+                typed_flags |= _several(int(counted[1]), typed_flags, taken, own, given)
             if typed_flags.get("trainer") in ONLINE and not typed_flags.get("batch_size"):
                 typed_flags["batch_size"] = TRL_BATCH
                 _print_notes((f"batches of {TRL_BATCH} samples, as TRL's by default; --batch-size changes it",))
-            if typed_flags.get("dtype") == "auto":
-                typed_flags["dtype"] = checkpoint_dtype(hub_id(model))
-            elif "dtype" in taken and not (config or _PRECISION & typed_flags.keys()):
-                adapts = any(typed_flags.get(name) for name in ("lora_r", "use_peft", "peft_config"))
-                typed_flags |= _published_precision(model, adapts)
-            spec = TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields_of(typed_flags), **fixed})
+
+            def spec_of(model: str) -> TrainingSpec:
+                precision = {}
+                if typed_flags.get("dtype") == "auto":
+                    precision = {"dtype": checkpoint_dtype(hub_id(model))}
+                elif "dtype" in taken and not (config or _PRECISION & typed_flags.keys()):
+                    adapts = any(typed_flags.get(name) for name in ("lora_r", "use_peft", "peft_config"))
+                    precision = _published_precision(model, adapts)
+                fields = fields_of(typed_flags | precision)
+                return TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields, **fixed})
+
+            models = [model] if Path(model).exists() else [name.strip() for name in model.split(",")]
+            if len(models) > 1 and not compares:
+                raise UserError(f"{model}: one model at a time; `ckpt-ft estimate` compares several")
+            specs = [spec_of(name) for name in models]
             if "policy" in taken:
-                require_applicable(spec)
-            command(spec=spec, **given)
+                require_applicable(specs[0])
+            command(spec=specs[0], **({"others": specs[1:]} if compares else {}), **given)
 
         parameters = [_parameter(name, kind, "") for name, kind in _OF_EVERY_COMMAND.items()]
         parameters += [_parameter(name, _option(flag), None) for name, flag in taken.items()]
@@ -102,13 +126,58 @@ def takes_spec(
     return decorate
 
 
+def _several(
+    count: int, typed: Mapping[str, Any], taken: Mapping[str, Any], own: Mapping[str, Any], given: dict[str, Any]
+) -> dict[str, Any]:
+    """The flags of "--device 4xh100", which names the number of cards; puts the command's own one into `given`."""
+    if count < 2 or typed.get("gpus") or typed.get("processes"):
+        return {}
+    if "gpus" in own:
+        given["gpus"] = count
+        return {}
+    if "gpus" in taken and not typed.get("launch"):
+        return {"gpus": count}
+    if "processes" not in taken:
+        raise UserError(f"--device {count}x...: this command is about one card; name it without the number")
+    if not typed.get("launch"):
+        _print_notes((f"{count} cards share the model by FSDP2; --launch ddp, zero2 or zero3 are others",))
+    return {"processes": count, "launch": typed.get("launch", "fsdp2")}
+
+
 def _parameter(name: str, kind: Any, default: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def _option(flag: Flag) -> Any:
     text = f"{flag.help} [default: {flag.default}]" if flag.default else flag.help
-    return Annotated[flag.type | None, typer.Option(*flag.options, help=text)]
+    return Annotated[flag.type | None, typer.Option(*flag.options, help=text, rich_help_panel=flag.part)]
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose --help has the options that most people need, and whose --help-all has all, by what they set."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        params = [(one, record) for one in self.get_params(ctx) if (record := one.get_help_record(ctx))]
+        groups: dict[str, list[tuple[str, str]]] = {
+            "Arguments": [],
+            "Basic options": [],
+            "Options of this command": [],
+        }
+        options = {one.opts[0]: one for one, _ in params if one.param_type_name == "option"}
+        basic = [name for name in _BASIC if name in options][:_SHOWN]
+        for one, record in sorted(params, key=lambda pair: (*basic, pair[0].opts[0]).index(pair[0].opts[0])):
+            panel = getattr(one, "rich_help_panel", None)
+            title = "Basic options" if one.opts[0] in basic else f"{panel.capitalize()}" if panel else ""
+            title = "Arguments" if one.param_type_name == "argument" else title or "Options of this command"
+            groups.setdefault(title, []).append(record)
+        every = "--help-all" in sys.argv
+        for title, records in groups.items():
+            if records and (every or title in ("Arguments", "Basic options")):
+                with formatter.section(title):
+                    formatter.write_dl(records)
+        if not every:
+            formatter.write_paragraph()
+            formatter.write_text(f"{len(options) - len(basic)} more options, by what they set: --help-all")
 
 
 def _published_precision(model: str, adapts: bool) -> dict[str, str]:
@@ -169,7 +238,7 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
         follows = bool(rest) and not rest[0].startswith("--")
         if word.startswith("--") and own.get(option) and follows and rest[0].lower() in ("true", "false"):
             kept += [word] if rest.pop(0).lower() == "true" else []  # as HfArgumentParser reads switches
-        elif not word.startswith("--") or option in (*own, "--help") or word == "--":
+        elif not word.startswith("--") or option in (*own, "--help", "--help-all") or word == "--":
             kept.append(word)
             said = value if equals else rest[0] if rest else ""
             ignored += said.split(",") if option == "--ignore" else []

@@ -75,8 +75,7 @@ def ready_made(model: str, memory: int | None = None) -> list[str]:
             size = re.search(r"(\d+)gb", file.stem)
             fits = memory is None or size is None or int(size[1]) * 2**30 < memory + 2**30  # a 24 GB card has 23.6
             if str(named).lower() in wanted and fits:
-                shown = file if file.parent.parent.parent == PACKAGE else file.relative_to(PACKAGE.parent)
-                found.append(f"ckpt-ft recipe {name} --config {shlex.quote(str(shown))}")
+                found.append(f"ckpt-ft recipe {name} --config {shlex.quote(str(file.resolve()))}")
     return found
 
 

@@ -96,6 +96,7 @@ class GPU:
     sustained: float = 1.0  # share of the arithmetic rates that is left after a second of load
     calibration: Calibration | None = None  # of this machine's own card
     efficiency_fp8: float = 0.0  # share of `fp8` that large matmuls reach; 0 for `efficiency`
+    sized: bool = False  # only its memory was given: its seconds are not known
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arch", tuple(self.arch))  # JSON knows only lists
@@ -199,6 +200,10 @@ def _variant(row: dict[str, str], like: GPU) -> GPU:
     )
 
 
+_SIZE = re.compile(r"[\s(,-]*\b(\d+(?:\.\d+)?)\s*(g|m)i?b?\b\)?(?!\.)", re.IGNORECASE)
+_BESIDE = re.compile(r"^gpu \d+: |\(uuid.*|(?<!laptop )\bgpu\b", re.IGNORECASE)
+_NEAR = 0.12  # share by which a card's own size differs from the one that it is sold with, mostly a T4's
+_OF_SIZE = "rtx-4090"  # has the kernels of most cards
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # NVIDIA, Tegra, WSL, AMD
 _AMD = (
     "an AMD card's kernels are not known: scratch and workspaces are those of CUDA's libraries, the context is an "
@@ -289,16 +294,36 @@ def _read_card(path: Path, changed: int) -> GPU:
 def find_gpu(name: str) -> GPU:
     """The GPU called `name`, in any case and punctuation, with or without the vendor; "a100" is the smaller one.
 
+    Names that nvidia-smi, PyTorch, Colab and shops print are known too, with a size ("RTX 3060 12GB") or without it.
+    A size alone ("8GB") is a card without seconds.
+
     Raises:
         UserError: there is no such GPU; the message names similar ones.
     """
-    known = _names()
-    plain = _plain(name)
+    known, plain = _names(), _plain(name)
     if plain in known:
         return GPUS[known[plain]]
+    size = _SIZE.search(name)
+    if size is not None and size[0] == name.strip():
+        like, nbytes = GPUS[_OF_SIZE], parse_budget(name)
+        if nbytes <= like.context:
+            raise UserError(f"--device {name}: the CUDA context alone takes {format_bytes(like.context)}")
+        note = (
+            f"of the card only its memory is known: kernels and context are an {like.name}'s, and there are no seconds"
+        )
+        return replace(like, name=f"a card of {format_bytes(nbytes)}", memory=nbytes, note=note, sized=True)
+    bare = _plain(_BESIDE.sub(" ", _SIZE.sub(" ", name)))
+    sizes = {card: GPUS[card].memory / GIB for key, card in known.items() if re.fullmatch(rf"{bare}(\d+gb)?", key)}
+    if size is None and sizes:
+        return GPUS[known.get(bare.removeprefix("rtx")) or min(sizes, key=sizes.__getitem__)]
+    if size is not None:
+        asked = float(size[1]) / (1024 if size[2].lower() == "m" else 1)
+        off = {card: abs(asked / memory - 1) for card, memory in sizes.items()}
+        if off and min(off.values()) < _NEAR:
+            return GPUS[min(off, key=off.__getitem__)]
     close = dict.fromkeys(known[match] for match in difflib.get_close_matches(plain, known, n=3, cutoff=0.7))
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    other = "for another card, give its capacity and the name of a similar one"
+    other = "for another card: --gpu-memory 24GiB --gpu-like rtx-4090, its capacity and a similar one"
     raise UserError(f"no GPU '{name}'{hint} (`ckpt-ft gpus` lists them; {other})")
 
 

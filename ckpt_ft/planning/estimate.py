@@ -223,7 +223,7 @@ def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTr
 
 def of_trace(trace: StepTrace, gpu: GPU | None, launch: Launch | None, capacity: int | None) -> Estimate:
     """The estimate that a trace gives; whoever knows the model and its batch fills them in."""
-    parts = trace.seconds_parts if trace.timed else None
+    parts = trace.seconds_parts if trace.timed and not (gpu and gpu.sized) else None
     return Estimate(
         model="",
         policy="",

@@ -33,6 +33,7 @@ class Flag:
         help: one line.
         options: spellings on the command line: "--lora" and "--lora-r".
         default: as `--help` shows it; "" to show none.
+        part: the part of a spec that it belongs to, such as "precision".
     """
 
     name: str
@@ -40,6 +41,7 @@ class Flag:
     help: str
     options: tuple[str, ...]
     default: str = ""
+    part: str = "launch"
 
 
 _LAUNCH = (
@@ -55,6 +57,7 @@ _LAUNCH = (
     ("offload", str, "what is kept in host memory: optimizer, or all (parameters too); by default under zero3"),
     ("link", str, "bytes that a GPU sends in a second of a large collective, e.g. 25GB"),
 )
+_SYNONYMS = {"fsdp": "fsdp2", "deepspeed": "zero3", "zero": "zero3", "multi_gpu": "ddp"}
 _POLICY = "e.g. full, every:2, save:attention+matmul, pointwise"
 
 
@@ -66,8 +69,9 @@ def flags() -> dict[str, Flag]:
         if own.flag is not None:
             typed = own.setting.typed or own.flag
             options = dict.fromkeys(map(option_of, (typed, *own.setting.also)))
-            found.append(Flag(own.flag, own.flag_type, own.setting.help, tuple(options), _default(own)))
-        found += [Flag(one.name, bool, one.help, (option_of(one.name),)) for one in own.setting.switches]
+            found.append(Flag(own.flag, own.flag_type, own.setting.help, tuple(options), _default(own), own.part))
+        switches = own.setting.switches
+        found += [Flag(one.name, bool, one.help, (option_of(one.name),), part=own.part) for one in switches]
     found += [Flag(name, kind, text, (option_of(name),)) for name, kind, text in _LAUNCH]
     return {flag.name: flag for flag in found}
 
@@ -125,6 +129,8 @@ def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
     named, processes, machines, link = (
         given.get("launch", ""), given.get("processes", 0), given.get("machines", 0), given.get("link", ""),
     )  # fmt: skip
+    if isinstance(named, str):
+        named = ",".join(_SYNONYMS.get(name.strip().lower(), name.strip()) for name in named.split(","))
     precision = found.get("mixed_precision", "no")
     if sizes and ("gpus" not in given or "ep" in sizes):
         named = named or ("zero3" if "sp" in sizes else "fsdp2" if sizes.keys() - {"tp"} else "ddp")

@@ -447,7 +447,9 @@ class HostSpec(Part):
     """
 
     device: str = setting(
-        "", "a GPU by name, cpu, or here (ckpt-ft calibrate); default: the GPU at hand, or a100-80gb"
+        "",
+        "a GPU by any of its names, 2xh100, a size (8GB), cpu, or here (`ckpt-ft calibrate`); "
+        "default: the GPU at hand, or a100-80gb",
     )
     gpu_memory: str = setting(
         "", "memory of a GPU that `ckpt-ft gpus` does not list; needs --gpu-like", read=memory_text("--gpu-memory")

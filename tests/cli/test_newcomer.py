@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import time
 from itertools import chain, repeat
 from pathlib import Path
@@ -11,7 +13,9 @@ import pytest
 from transformers import ResNetConfig
 
 from ckpt_ft.cli import console, params
+from ckpt_ft.cli import main as cli
 from ckpt_ft.cli.recipe import ready_made
+from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.memory.gpus import GPUS
 from ckpt_ft.planning.estimate import estimate
@@ -126,3 +130,58 @@ def test_ready_made_files_for_larger_cards_are_not_offered() -> None:
     small = ["flux_lora_16gb.yaml", "flux_qlora_16gb.yaml"]
     assert names == [small, [small[0], "flux_lora_24gb.yaml", small[1]]]
     assert ready_made("flux", 14 << 30) == []
+
+
+def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+    """What `ckpt-ft` prints on both streams."""
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
+    assert cli._main() == 0
+    return capsys.readouterr()
+
+
+def test_words_of_beginners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CKPT_FT_CACHE", str(tmp_path))
+    short = ("--seq-length", "16", "--json")
+    two, said = told(monkeypatch, capsys, "estimate", "gpt2", "--device", "2x RTX 4090", *short)
+    assert said == "note: 2 cards share the model by FSDP2; --launch ddp, zero2 or zero3 are others\n"
+    same, _ = told(
+        monkeypatch, capsys, "estimate", "gpt2", "--device", "rtx-4090", "--launch", "fsdp", "--processes", "2", *short
+    )
+    found, named = json.loads(two), json.loads(same)
+    assert found["launch"] == named["launch"] == "fsdp2, on 2 GPUs"
+    assert found["peak_reserved"] == named["peak_reserved"]
+    sized = json.loads(told(monkeypatch, capsys, "estimate", "gpt2", "--device", "8GB", *short)[0])
+    assert (sized["capacity"], sized["seconds"]) == (8 * 10**9, None)
+    several = json.loads(told(monkeypatch, capsys, "estimate", "gpt2,Qwen3-0.6B", "--device", "8GB", *short)[0])
+    assert several[0]["peak_reserved"] == sized["peak_reserved"] < several[1]["peak_reserved"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [1, 2, 3, 4, 5, 6, 7]}\n{"input_ids": [1, 2]}\n')
+    shape = told(monkeypatch, capsys, "estimate", "gpt2", "--device", "t4", "--dataset", str(rows), "--json")[0]
+    assert json.loads(shape)["shape"] == {"seq_length": 7}
+    for words, error in (
+        (["plan", "gpt2,Qwen3-0.6B"], "one model at a time"),
+        (["explain", "gpt2", "--device", "2xt4"], "about one card"),
+        (["estimate", "gpt2", "--trainer", "ppo"], r"trainer 'ppo' \(sft, dpo"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
+        with pytest.raises(UserError, match=error):
+            cli._main()
+
+
+def test_help_begins_with_ten_options_and_has_all_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, whole = (told(monkeypatch, capsys, "estimate", word)[0] for word in ("--help", "--help-all"))
+    names = [re.findall(r"^  (--[a-z0-9-]+)", text, re.MULTILINE) for text in (short, whole)]
+    assert names[0] == names[1][:10]
+    assert {"--device", "--policy", "--lora", "--batch-size"} < {*names[0]}
+    assert f"{len(names[1]) - 10} more options" in short
+    assert "\nPrecision:\n" in whole
+
+
+def test_warnings_of_libraries_to_each_other_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._show_warning("old name", FutureWarning, "file", 1)
+    cli._show_warning("slow", UserWarning, "file", 1)
+    assert capsys.readouterr().err == "warning: slow\n"

@@ -47,10 +47,31 @@ AMD = {"mi250", "mi300x", "mi325x", "mi355x"}
         ("NVIDIA B300 SXM6 AC", "b300"),
         ("AMD Instinct MI300X", "mi300x"),
         ("MI250", "mi250"),
+        ("NVIDIA GeForce RTX 3060 12GB", "rtx-3060"),
+        ("RTX 3060 (12 GB)", "rtx-3060"),
+        ("RTX 3080 10GB", "rtx-3080"),
+        ("NVIDIA GeForce RTX 3080 12GB", "rtx-3080-12gb"),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx-4060-ti-16gb"),
+        ("RTX 4060 Ti 8GB", "rtx-4060-ti-8gb"),
+        ("NVIDIA RTX A2000 12GB", "a2000"),
+        ("GPU 0: NVIDIA GeForce RTX 3090 (UUID: GPU-12ab)", "rtx-3090"),
+        ("Tesla T4, 15360MiB", "t4"),
+        ("T4 GPU", "t4"),
+        ("A100 GPU", "a100-40gb"),
+        ("G4 GPU", "rtx-pro-6000"),
     ],
 )
 def test_gpu_is_found_by_the_names_that_users_type(typed, name):
     assert find_gpu(typed).name == name
+
+
+def test_size_alone_is_a_card_without_seconds() -> None:
+    card = find_gpu("8GB")
+    assert (card.memory, card.sized, card.arch) == (8 * 10**9, True, find_gpu("rtx-4090").arch)
+    with pytest.raises(UserError, match="the CUDA context alone takes"):
+        find_gpu("0.1GiB")
+    with pytest.raises(UserError, match="no GPU 'RTX 3060 8GB'; did you mean rtx-3060"):
+        find_gpu("RTX 3060 8GB")
 
 
 def test_about_a_hundred_gpus_are_found_by_name():
@@ -99,7 +120,7 @@ def test_unknown_gpu_is_answered_with_the_closest_name():
     with pytest.raises(UserError, match=r"no GPU 'a1000'; did you mean a100-40gb.*\? \(`ckpt-ft gpus` lists them"):
         find_gpu("a1000")
     with pytest.raises(
-        UserError, match=r"no GPU 'mainframe' \(`ckpt-ft gpus` lists them; for another card, give its capacity"
+        UserError, match=r"no GPU 'mainframe' \(`ckpt-ft gpus` lists them; for another card: --gpu-memory"
     ):
         find_gpu("mainframe")
 
