@@ -53,20 +53,28 @@ class Section:
     data: Any
 
 
+def _asked() -> str:
+    """The command of this process, if it is ours, and the date."""
+    name, *words = sys.argv
+    today = f"{date.today():%Y-%m-%d}"
+    ours = Path(name).name == "ckpt-ft" or Path(name).parent.name == "cli"
+    return f"{shlex.join(['ckpt-ft', *redacted(words)])} · {today}" if ours else today
+
+
 @dataclass
 class Page:
-    """The content of a page. `made`: what made it, for the footer. `answer`: one sentence, which comes first."""
+    """The content of a page. `answer`: one sentence, which comes first. `made`: what made it, for the footer."""
 
     title: str
     subtitle: str
     sections: list[Section] = field(default_factory=list)
     made: str = ""
     answer: str = ""
+    asked: str = field(default_factory=_asked)
 
     def html(self) -> str:
         """The page as text."""
-        content = {**vars(self), "asked": _asked()}
-        document = json.dumps(content, default=asdict, separators=(",", ":"), ensure_ascii=False)
+        document = json.dumps(vars(self), default=asdict, separators=(",", ":"), ensure_ascii=False)
         parts = {
             "title": html.escape(self.title),
             "style": _categories() + _asset("page.css"),
@@ -78,14 +86,6 @@ class Page:
     def write(self, path: str | Path) -> Path:
         """Write the page to `path`, completely or not at all."""
         return write(path, self.html())
-
-
-def _asked() -> str:
-    """The command of this process, if it is ours, and the date."""
-    name, *words = sys.argv
-    today = f"{date.today():%Y-%m-%d}"
-    ours = Path(name).name == "ckpt-ft" or Path(name).parent.name == "cli"
-    return f"{shlex.join(['ckpt-ft', *redacted(words)])} · {today}" if ours else today
 
 
 def _asset(name: str) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from datetime import date
 from pathlib import Path
 
+import pytest
 from sample_traces import HOSTILE, layered
 
 from ckpt_ft.export.page import Page, Section, StepView
@@ -24,6 +27,13 @@ def test_texts_of_a_page_are_escaped() -> None:
     assert HOSTILE not in text
     assert text.count("</script>") == 2  # the data's and the script's own
     assert data_of(text) == {**vars(page), "sections": [{"kind": "tables", "title": "\u2028", "data": []}]}
+
+
+def test_page_names_its_command_and_the_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/ckpt-ft", "estimate", "gpt2", "--hub-token", "hf_abcdefghij"])
+    assert Page("", "").asked == f"ckpt-ft estimate gpt2 --hub-token '***' · {date.today()}"
+    monkeypatch.setattr(sys, "argv", ["/bin/ipykernel_launcher.py", "-f", "/run/kernel.json"])
+    assert Page("", "").asked == str(date.today())
 
 
 def test_page_requests_nothing(tmp_path: Path) -> None:
