@@ -3,6 +3,11 @@
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
+/** The titles of a chart's axes, in its margin on the left. */
+function axisTitles(high, up, along) {
+  return [svg("text", { x: 2, y: 14 }, up), svg("text", { x: 2, y: high - 7 }, along)];
+}
+
 /** An element with attributes and children. `on...` are listeners; texts are never parsed as HTML. */
 function el(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);

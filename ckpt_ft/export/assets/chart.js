@@ -60,7 +60,7 @@ class StepChart {
     paint(this.canvas, this.stretch, [this.width, TALL - TOP - BOTTOM], this.base, this.most);
     const size = { width: this.width + LEFT + RIGHT, height: TALL };
     for (const layer of [this.back, this.front]) filled(layer, { ...size, viewBox: `0 0 ${size.width} ${TALL}` }, []);
-    this.back.replaceChildren(...this.levels(), ...this.times(), ...this.phases(), ...this.limits(), this.peak());
+    this.back.replaceChildren(...axisTitles(TALL, "allocated", this.stretch.axis === "time" ? "time" : "event"), ...this.levels(), ...this.times(), ...this.phases(), ...this.limits(), this.peak());
     this.map.draw(this.width);
     this.point();
   }

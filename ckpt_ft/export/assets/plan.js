@@ -317,6 +317,7 @@ function overlay(first, second) {
     const line = (side) => side.total.map((n, i) => (i ? `H${x(side.microseconds[i])}V${y(n)}` : `M${x(side.microseconds[0])},${y(n)}`)).join("");
     const floor = (side) => `V${y(0)}H${x(0)}Z`;
     element.replaceChildren(svg("svg", { width, height: LOW, "aria-hidden": "true" },
+      ...axisTitles(LOW, "allocated", "time"),
       ...byteMarks(0, most, 5).flatMap(([n, label]) => [
         svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(n), y2: y(n) }),
         svg("text", { x: LEFT - 8, y: y(n) + 4, "text-anchor": "end" }, label),

@@ -59,6 +59,7 @@ function historyChart(rank) {
     const x = (step) => LEFT + ((step - steps[0]) / (last - steps[0] || 1)) * (width - LEFT - RIGHT - 8);
     const y = (n) => LOW - BOTTOM - (n / most) * (LOW - TOP - BOTTOM);
     const picture = svg("svg", { width, height: LOW, role: "img", "aria-label": `Peaks of rank ${rank.rank} over ${steps.length} stretches of measured steps` },
+      ...axisTitles(LOW, "peak", "step"),
       ...byteMarks(0, most, 5).flatMap(([n, label]) => [
         svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(n), y2: y(n) }),
         svg("text", { x: LEFT - 8, y: y(n) + 4, "text-anchor": "end" }, label),

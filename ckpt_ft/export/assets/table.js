@@ -8,12 +8,14 @@ const SHOWN = 15;
  */
 class DataTable {
   constructor(heads, rows, chosen = () => {}) {
-    Object.assign(this, { heads, rows, chosen, found: rows, shown: SHOWN, sorted: -1, falling: false });
+    const order = heads.map((_, i) => i);
+    if (innerWidth < 600) order.sort((one, other) => isBytes(heads[other]) - isBytes(heads[one]));
+    Object.assign(this, { heads, rows, order, chosen, found: rows, shown: SHOWN, sorted: -1, falling: false });
     this.search = el("input", { type: "search", placeholder: "search", "aria-label": "Search the table" });
     this.search.addEventListener("input", () => this.filter());
     this.count = el("span", { class: "muted", "aria-live": "polite" });
     this.more = el("button", { onclick: () => this.draw((this.shown += 10 * SHOWN)) }, "show more");
-    this.head = el("tr", {}, ...heads.map((head, i) => this.headCell(head, i)));
+    this.head = el("tr", {}, ...order.map((i) => this.headCell(heads[i], i)));
     this.body = el("tbody");
     this.element = el("div", { class: "data-table" },
       el("div", { class: "tools" }, this.search, this.count, copyButton(() => this.csv(), "copy as CSV")),
@@ -43,7 +45,7 @@ class DataTable {
     const order = (a, b) => (a[column] < b[column] ? -way : a[column] > b[column] ? way : 0);
     this.rows = [...this.rows].sort(order);
     [...this.head.children].forEach((cell, i) => {
-      cell.setAttribute("aria-sort", i === column ? (this.falling ? "descending" : "ascending") : "none");
+      cell.setAttribute("aria-sort", this.order[i] === column ? (this.falling ? "descending" : "ascending") : "none");
     });
     this.filter();
   }
@@ -54,8 +56,11 @@ class DataTable {
 
   draw() {
     const rows = this.found.slice(0, this.shown);
-    this.body.replaceChildren(...rows.map((row) => el("tr", { onclick: () => this.chosen(row) },
-      ...this.texts(row).map((text, i) => el("td", { class: this.heads[i].numbers ? "number" : "" }, text)))));
+    this.body.replaceChildren(...rows.map((row) => {
+      const texts = this.texts(row);
+      return el("tr", { onclick: () => this.chosen(row) },
+        ...this.order.map((i) => el("td", { class: this.heads[i].numbers ? "number" : "" }, texts[i])));
+    }));
     const all = `${COUNT.format(this.found.length)} of ${COUNT.format(this.rows.length)} rows`;
     this.count.textContent = rows.length < this.found.length ? `${all}, ${COUNT.format(rows.length)} shown` : all;
     this.more.hidden = rows.length >= this.found.length;
@@ -65,6 +70,11 @@ class DataTable {
     const quoted = (cell) => (/[",\n]/.test(cell) ? `"${String(cell).replaceAll('"', '""')}"` : String(cell));
     return [this.heads.map((head) => head.name), ...this.found].map((row) => row.map(quoted).join(",")).join("\n") + "\n";
   }
+}
+
+/** Whether a column has bytes; a phone, which shows the first columns alone, shows these first. */
+function isBytes(head) {
+  return head.show === bytes || /bytes|reserved|allocated|memory/.test(head.name);
 }
 
 /** Several tables, one of which is shown. */
