@@ -338,7 +338,7 @@ def test_plans_of_different_links_are_cached_apart(
     ("words", "message"),
     [
         (["--gpus", "1"], "1 GPUs: a launch is for at least 2"),
-        (["--gpus", "8", "--launch", "fsdp"], "no strategy 'fsdp'; did you mean 'fsdp2'"),
+        (["--gpus", "8", "--launch", "fsdp3"], "no strategy 'fsdp3'; did you mean 'fsdp2'"),
         (["--gpus", "8", "--launch", "fsdp2.yaml"], "--gpus 8 and --launch fsdp2.yaml: --gpus chooses among"),
         (["--gpus", "8", "--processes", "8"], "--gpus 8 and --processes 8: --gpus chooses among"),
         (["--gpus", "8", "--machines", "3"], "8 processes on 3 machines"),
