@@ -1,4 +1,4 @@
-"""`ckpt-ft recipe` runs a recipe of the installed package; `merge` and `kohya` convert what it has trained."""
+"""`ckpt-ft recipe` runs a recipe of the installed package; `merge` merges the adapter that it has trained."""
 
 from __future__ import annotations
 
@@ -109,13 +109,3 @@ def merge(
         say(f"merging {adapter}")
         merged = merge_adapter(adapter, output, base, dtype.value)
     print(f"merged: {merged}")
-
-
-def kohya(
-    adapter: Annotated[str, typer.Argument(help="a U-Net's LoRA run's output_dir, or its file")],
-    output: Annotated[str, typer.Option("--output", help="file to write, NAME.safetensors")],
-) -> None:
-    """Write a U-Net's LoRA under kohya's names, for AUTOMATIC1111, ComfyUI, InvokeAI and others."""
-    from ckpt_ft.training.merge import to_kohya
-
-    print(f"written: {to_kohya(adapter, output)}")

@@ -44,7 +44,6 @@ OPTIONS = {
     f"--plot --html --fresh --write-launch --json {GPU} {ONE_LAUNCH} {MODEL}",
     "calibrate": "--from",
     "gpus": "--json",
-    "kohya": "--output",
     "merge": "--output --base --dtype",
     "models": "--json",
     "recipe": "--path",
