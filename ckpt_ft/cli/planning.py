@@ -74,7 +74,6 @@ def plan(
     output: Annotated[
         str, typer.Option("--output", help="write the plan to this file, for --ac_policy plan.json")
     ] = "",
-    plot: Annotated[str, typer.Option("--plot", help="draw speed against memory to this file (PNG, SVG or PDF)")] = "",
     html: Annotated[
         str,
         typer.Option(
@@ -104,7 +103,7 @@ def plan(
 
     if write_launch and not (spec.launch.launch or spec.launch.launches):
         raise UserError(f"--write-launch {write_launch}: a plan for one process has none; give --gpus or --launch too")
-    for flag, place in (("--output", output), ("--plot", plot), ("--html", html), ("--write-launch", write_launch)):
+    for flag, place in (("--output", output), ("--html", html), ("--write-launch", write_launch)):
         if place:
             check_writable(place, flag)
     for name in tried.split(",") if tried else ():
@@ -167,8 +166,6 @@ def plan(
             print(f"train it{f' with {flags}' if flags else ''}: {command}")
     if output:
         write(output, found.to_json())
-    if plot:
-        found.plot(plot)
 
 
 @takes_spec(*ONE_LAUNCH, "batch_size")

@@ -1,4 +1,4 @@
-"""Plots as PNG, SVG or PDF: memory over a step, and a plan's candidates by speed and memory.
+"""Draws memory over a step as PNG, SVG or PDF.
 
 This is the only module that imports matplotlib. It uses the object interface and an Agg canvas, so it needs no
 display, changes no global state and ignores $MPLBACKEND. A file is written whole or not at all.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,12 +23,6 @@ from .timeline import CATEGORY_COLOURS, Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from ckpt_ft.planning.budget import Candidate
-
-# The positions that are tried for a label: distances from its point in points, and directions.
-_AWAY = (9, 22, 36, 52, 70)
-_AROUND = ((1, 0), (-1, 0), (0, 1), (0, -1), (0.8, 0.8), (0.8, -0.8), (-0.8, 0.8), (-0.8, -0.8))
 
 
 def available() -> bool:
@@ -64,78 +57,6 @@ def draw_step(path: str | Path, timeline: Timeline, title: str = "") -> Path:
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return _save(figure, path)
-
-
-def draw_plan(
-    path: str | Path,
-    candidates: Sequence[Candidate],
-    frontier: Sequence[Candidate],
-    *,
-    limit: int,
-    title: str,
-    speed: str,
-) -> Path:
-    """Draw a plan's candidates, samples per second against GiB reserved, to `path`.
-
-    The frontier is a line and the limit a dashed one. The first candidate is the pick; candidates beyond the limit are
-    hollow. `speed` is the label of the speed axis.
-
-    Raises:
-        UserError: see `draw_step`.
-    """
-    figure, axes = _figure(8, 5)
-    unit, name = _unit(max(limit, *(candidate.reserved for candidate in candidates)))
-    line = sorted(frontier, key=lambda candidate: candidate.reserved)
-    xs, ys = [candidate.reserved / unit for candidate in line], [candidate.samples_per_second for candidate in line]
-    axes.step(xs, ys, where="post", color="tab:blue", lw=1)
-    points = []
-    for i, candidate in enumerate(candidates):
-        at = (candidate.reserved / unit, candidate.samples_per_second)
-        fits = candidate.reserved <= limit
-        axes.plot(*at, "o", color="tab:blue" if i else "tab:red", fillstyle="full" if fits else "none")
-        points.append((at, f"{candidate.policy}, batch {candidate.batch}"))
-    axes.axvline(limit / unit, color="#444444", ls="--", lw=1)
-    axes.set_xlabel(f"predicted bytes reserved ({name}); dashed: budget less context and margin")
-    axes.set_ylabel(speed)
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.15, y=0.15)
-    _label_points(figure, axes, points)
-    return _save(figure, path)
-
-
-def _label_points(figure: Figure, axes: Axes, points: Sequence[tuple[tuple[float, float], str]]) -> None:
-    """Write a text beside each point where it covers no point and no other text; earlier points choose first."""
-    from matplotlib.patheffects import withStroke
-    from matplotlib.text import Text
-    from matplotlib.transforms import Bbox
-
-    figure.draw_without_rendering()  # fixes the positions on the canvas
-    renderer, frame = figure.canvas.get_renderer(), axes.get_window_extent()  # type: ignore[attr-defined]
-    spots = [axes.transData.transform(point) for point, _ in points]
-    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in spots]
-    for point, words in points:
-        for distance, (right, up) in itertools.product(_AWAY, _AROUND):
-            label = axes.annotate(
-                words,
-                point,
-                xytext=(distance * right, distance * up),
-                textcoords="offset points",
-                ha=("right", "center", "left")[1 + round(right)],
-                va="center",
-                fontsize=8,
-                path_effects=[withStroke(linewidth=3, foreground="white")],
-                arrowprops={"arrowstyle": "-", "color": "#888888", "lw": 0.6} if distance > _AWAY[0] else None,
-            )
-            label.update_positions(renderer)
-            box = Text.get_window_extent(label, renderer)  # the words without the line to the point
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if inside and not any(box.overlaps(other) for other in taken):
-                break
-            label.remove()
-        else:
-            continue  # no room: the candidate is in the table
-        taken.append(box)
 
 
 def _mark_phase(axes: Axes, phase: str, begin: int, end: int, last: int) -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from ckpt_ft.errors import Interrupted, UserError
 from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
-from ckpt_ft.export.plots import draw_plan
 from ckpt_ft.files import cache_root
 from ckpt_ft.memory.gpus import calibrated
 from ckpt_ft.planning.budget import Candidate, MemoryBudget, better, frontier
@@ -382,17 +381,6 @@ class Plan:
     def _repr_html_(self) -> str:
         held = table_html(holders_table(self.holders, self.best.peak))
         return fragment(f"Pick: {self.why}", table_html(self.candidates_table), held, *map(paragraph, self.notes))
-
-    def plot(self, path: str | Path) -> Path:
-        """Draw samples a second against bytes reserved to `path`: PNG, SVG or PDF by its suffix.
-
-        Raises:
-            UserError: matplotlib is not installed, or the suffix is another.
-        """
-        title, speed = f"{self.model} on {self.device}", self.speed
-        speed = speed if speed.startswith("nominal") else f"predicted {speed}"
-        shown = [*self.candidates, *self.beyond]
-        return draw_plan(path, shown, self.frontier, limit=self.room.limit, title=title, speed=speed)
 
 
 class Stopped(Interrupted):

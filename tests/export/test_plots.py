@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -14,8 +13,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export import plots
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.timeline import Timeline
-from ckpt_ft.planning.budget import Candidate
-from ckpt_ft.units import GIB, MIB
+from ckpt_ft.units import MIB
 
 HELD = [Holder("layers.*.mlp", "aten.mm.default", "activations", 6 * MIB, 2)]
 MARKS = [(0, "forward"), (2, "backward")]
@@ -72,20 +70,3 @@ def test_plot_names_phases_and_holders(tmp_path: Path) -> None:
         assert f"<!-- {words} -->" in text or words in text, (
             words
         )  # glyphs are drawn as paths, with the text beside them
-
-
-def test_labels_of_a_plan_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.text import Annotation, Text
-
-    drawn = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
-    close = [Candidate(f"save:attention+matmul,{i}", 4, GIB, GIB + i * MIB, 1.0) for i in range(6)]
-    plots.draw_plan(tmp_path / "plan.png", close, close[:1], limit=2 * GIB, title="a plan", speed="samples/s")
-    axes = drawn[0].axes[0]
-    labels = [child for child in axes.get_children() if isinstance(child, Annotation)]
-    assert [label.get_text() for label in labels] == [f"{c.policy}, batch 4" for c in close]
-    boxes = [Text.get_window_extent(label) for label in labels]
-    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
-    points = [axes.transData.transform((c.reserved / GIB, c.samples_per_second)) for c in close]
-    assert not any(box.contains(*point) for box in boxes for point in points)

@@ -74,11 +74,10 @@ def test_every_row_equals_its_trace_and_fits(llama_plan: Plan) -> None:
         assert row.reserved <= 6 * MIB
 
 
-def test_plan_is_saved_plotted_and_printed(llama_plan: Plan, tmp_path: Path) -> None:
+def test_plan_is_saved_and_printed(llama_plan: Plan) -> None:
     loaded = Plan.from_json(llama_plan.to_json())
     assert loaded == llama_plan
     assert json.loads(llama_plan.to_json())["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert llama_plan.plot(tmp_path / "plan.png").stat().st_size > 5000
     assert llama_plan.table().count("\n") == len(llama_plan.candidates) + 1
     layers = [holder for holder in loaded.holders if holder.module.startswith("model.layers.")]
     assert layers
