@@ -47,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     groups = (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments)
     parsed = parse_args(
         groups, argv, builtin=BUILT_IN, unless="pretrained_model_name_or_path", description=__doc__,
-        recipe="diffusion_unet",
     )  # fmt: skip
     run_with_replanning(train, *parsed)
 

@@ -49,7 +49,7 @@ BUILT_IN = {
 def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, SplitArguments, ACArguments, DPOArguments]:
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
     groups = (ModelArguments, SplitArguments, ACArguments, DPOArguments)
-    return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__, recipe="dpo")
+    return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -47,7 +47,7 @@ BUILT_IN = {
 def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, SplitArguments, ACArguments, GRPOArguments]:
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
     groups = (ModelArguments, SplitArguments, ACArguments, GRPOArguments)
-    return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__, recipe="grpo")
+    return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -60,9 +60,7 @@ BUILT_IN = {
 def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, VisionArguments, ACArguments, RunArguments]:
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
     groups = (ModelArguments, VisionArguments, ACArguments, RunArguments)
-    return parse_args(
-        groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__, recipe="image_classification"
-    )
+    return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -50,7 +50,7 @@ BUILT_IN = {
 def parse(argv: Sequence[str] | None) -> tuple[LanguageModelArguments, DataArguments, TextACArguments, RunArguments]:
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
     groups = (LanguageModelArguments, DataArguments, TextACArguments, RunArguments)
-    return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__, recipe="llm")
+    return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -64,7 +64,7 @@ def parse(
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
     groups = (VisionLanguageModelArguments, VisionLanguageArguments, ACArguments, RunArguments)
     model_args, data_args, ac_args, training_args = parse_args(
-        groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__, recipe="vlm"
+        groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__
     )
     check_answers(data_args.answered, training_args.do_eval)
     training_args.remove_unused_columns = False  # a row's transform loads its images from other columns

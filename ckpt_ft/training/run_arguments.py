@@ -39,7 +39,6 @@ from ckpt_ft.training.flags import (
     check_trackers,
     flag,
 )
-from ckpt_ft.training.host_memory import check_host_memory
 from ckpt_ft.validation import require_package
 from ckpt_ft.workloads.model_config import hub_answers
 
@@ -206,7 +205,6 @@ def parse_args(
     builtin: Mapping[str, Any] | None = None,
     unless: str = "",
     description: str | None = None,
-    recipe: str = "",
 ) -> tuple[Any, ...]:
     """One instance per dataclass; the command line beats `--config`, which beats `builtin`, which beats the defaults.
 
@@ -218,11 +216,10 @@ def parse_args(
         builtin: a script's own defaults, used if the flag `unless` is not given.
         unless: the name of the flag that switches `builtin` off; "" applies `builtin` always.
         description: what `--help` shows above the flags.
-        recipe: the script's name, with which the room in host memory is checked; "" for no check.
 
     Raises:
         UserError: an unknown flag or YAML key (suggests the likely one), a value of the wrong type, or a value that a
-            dataclass rejects, or the host has no room for what is to wait there.
+            dataclass rejects.
     """
     parser = Parser(dataclass_types, description=description)
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -242,8 +239,6 @@ def parse_args(
     if unknown:
         raise UserError(f"{_unknown(unknown[0].partition('=')[0], parser)} (see --help)")
     read_cache_where_offline(parsed)
-    if recipe:
-        check_host_memory(tokens, recipe)
     return tuple(parsed)
 
 
