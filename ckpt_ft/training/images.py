@@ -2,9 +2,8 @@
 
 A folder has a metadata.jsonl, or is as kohya's scripts read it: a .txt file beside each image, folders with a number
 of repeats. DreamBooth (Ruiz et al., 2022, https://arxiv.org/abs/2208.12242) trains on a few images of one subject
-under one prompt, and keeps what the model knows by training on images of its class as well. All images are checked
-before training. Bad input raises UserError, one line that names the file or the row. The flags are named as in
-diffusers' scripts.
+under one prompt. All images are checked before training. Bad input raises UserError, one line that names the file or
+the row. The flags are named as in diffusers' scripts.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ from ckpt_ft.training.flags import (
     AtLeastOne,
     Count,
     Needs,
-    NotNegative,
     Share,
-    changed,
     check_flags,
     flag,
     load_split,
@@ -50,7 +47,6 @@ _REPEATED = re.compile(r"(\d{1,4})_(.+)")  # a folder of kohya's scripts: repeat
 _ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for a quarter turn
 _GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 _SOURCES = ("instance_data_dir", "dataset_name", "train_data_dir")
-_PROMPT_KEY = "class_prompt"  # PNG text chunk of a generated class image
 
 
 def image_files(folder: Path, *, below: bool = True) -> list[Path]:
@@ -185,13 +181,7 @@ class ImageArguments:
     """The captioned images, or the images of one subject, to train on, and how they are prepared."""
 
     _argument_group_name = "data"
-    _needs: ClassVar[Needs] = {
-        "instance_data_dir": ("instance_prompt",),
-        "with_prior_preservation": (
-            "class_data_dir", "class_prompt", "num_class_images", "sample_batch_size", "prior_generation_precision",
-            "prior_loss_weight",
-        ),
-    }  # fmt: skip
+    _needs: ClassVar[Needs] = {"instance_data_dir": ("instance_prompt",)}
     dataset_name: str | None = flag(None, "Hub id of a dataset of images and captions.")
     dataset_config_name: str | None = flag(None, "Configuration of the Hub dataset.")
     train_data_dir: str | None = flag(
@@ -222,23 +212,6 @@ class ImageArguments:
     dataloader_num_workers: Count = flag(0, "Processes that prepare batches.")
     instance_data_dir: str | None = flag(None, "DreamBooth: a folder of images of one subject, without captions.")
     instance_prompt: str | None = flag(None, "The caption of all these images, such as 'a photo of sks dog'.")
-    with_prior_preservation: bool = flag(
-        False,
-        "Prior preservation: with each image also train on one of its class, which the model draws itself where the "
-        "folder has too few.",
-    )
-    class_data_dir: str = flag("", "Folder of the class images.")
-    class_prompt: str = flag(
-        "", "Prompt that class images are drawn from, and their caption, such as 'a photo of a dog'."
-    )
-    num_class_images: AtLeastOne = flag(100, "Number of class images.")
-    sample_batch_size: AtLeastOne = flag(4, "Class images drawn at once.")
-    prior_generation_precision: str | None = flag(
-        None,
-        "Precision that class images are drawn in; --mixed_precision when left out.",
-        choices=["no", "fp32", "fp16", "bf16"],
-    )
-    prior_loss_weight: NotNegative = flag(1.0, "Weight of the class images' loss.")
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -255,9 +228,6 @@ class ImageArguments:
                 f"--instance_data_dir {self.instance_data_dir}: what does it show? add --instance_prompt, such as "
                 "'a photo of sks dog'"
             )
-        if self.with_prior_preservation:
-            self._check_prior()
-        self.asked_to_cache = bool(self.cache_latents)
         random_each_time = self.random_flip or not self.center_crop
         if self.cache_latents and random_each_time:
             raise UserError(
@@ -266,34 +236,6 @@ class ImageArguments:
             )
         if self.cache_latents is None:
             self.cache_latents = not random_each_time
-
-    def uncached(self, why: str) -> ImageArguments:
-        """Returns these arguments without cached latents, which `why` rules out."""
-        if self.asked_to_cache:
-            raise UserError(f"--cache_latents encodes each image once, but {why}: drop it")
-        return changed(self, cache_latents=False)
-
-    @property
-    def prior(self) -> ImageArguments | None:
-        """These arguments with prior preservation, else None."""
-        return self if self.with_prior_preservation else None
-
-    def _check_prior(self) -> None:
-        needed = {"class_data_dir": "a folder for images of the class", "class_prompt": "such as 'a photo of a dog'"}
-        for name, example in needed.items():
-            if not getattr(self, name).strip():
-                raise UserError(f"--with_prior_preservation needs --{name}: {example}")
-        if self.aspect_ratio_buckets is not None:
-            raise UserError(
-                "--aspect_ratio_buckets and --with_prior_preservation: a subject's image and one of its class are of "
-                "one size, in one batch; drop one of them"
-            )
-        for name in ("instance_data_dir", "train_data_dir"):
-            folder = getattr(self, name)
-            if folder is not None and os.path.realpath(folder) == os.path.realpath(self.class_data_dir):
-                raise UserError(
-                    f"--class_data_dir {self.class_data_dir} is --{name} as well; give a folder of its own"
-                )
 
 
 def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
@@ -318,12 +260,6 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     if missing is not None:
         raise UserError(f"{source}: row {missing} of {len(rows)} has no caption ('{args.caption_column}')")
     return readable(rows, source, skip=args.skip_bad_images)
-
-
-def load_class_images(args: ImageArguments) -> Dataset:
-    """Returns rows of `image` and `text` of the class: the first images of the folder, sorted by name."""
-    images = images_in("--class_data_dir", Path(args.class_data_dir))[: args.num_class_images]
-    return _one_caption(images, args.class_prompt, "--class_data_dir", args)
 
 
 def _first_rows(rows: Dataset, most: int | None) -> Dataset:
@@ -437,43 +373,6 @@ def images_in(flag: str, folder: Path) -> list[Path]:
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = "no such directory" if isinstance(error, FileNotFoundError) else one_line(error)
         raise UserError(f"{flag} {folder}: {reason}") from error
-
-
-def missing_class_images(prior: ImageArguments) -> dict[int, Path]:
-    """Returns the numbers and files of the class images that are still to be generated.
-
-    Image i always goes to the same file, so that a run that was killed, or several ranks, only fill the gaps. A user's
-    own images, under any other name, count as well.
-    """
-    folder = Path(prior.class_data_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--class_data_dir {folder} cannot be made ({one_line(error)})") from error
-    present = set(images_in("--class_data_dir", folder))
-    generated = {index: folder / f"class-{index:05}.png" for index in range(prior.num_class_images)}
-    for path in sorted(present & set(generated.values())):
-        try:
-            with Image.open(path) as image:
-                prompt = image.info.get(_PROMPT_KEY, prior.class_prompt)
-        except UNDECODABLE:  # `load_class_images` names it
-            continue
-        if prompt != prior.class_prompt:
-            raise UserError(
-                f"--class_data_dir {folder}: {path.name} was drawn for '{prompt}', not for --class_prompt "
-                f"'{prior.class_prompt}'; give another folder, or that prompt"
-            )
-    wanted = prior.num_class_images - len(present - set(generated.values()))
-    return {index: path for index, path in generated.items() if index < wanted and path not in present}
-
-
-def save_class_image(image: Image.Image, prior: ImageArguments, path: Path) -> None:
-    """Writes `image` with the prompt that it was generated for."""
-    from PIL.PngImagePlugin import PngInfo
-
-    about = PngInfo()
-    about.add_itxt(_PROMPT_KEY, prior.class_prompt)
-    image.save(path, pnginfo=about)
 
 
 def framed(image: Image.Image, size: Size, args: ImageArguments, draw: random.Random) -> tuple[Tensor, Tensor]:

@@ -131,11 +131,6 @@ _OF_PROMPTS = ("_class_name", "cross_attention_dim", "joint_attention_dim")  # c
 _VIDEO = ("AutoencoderKLQwenImage",)  # VAEs that take an image as a video of one frame
 
 
-def inpaints(config: Any) -> bool:
-    """Whether a U-Net is for inpainting: it takes latents, a mask, and the latents of the masked image."""
-    return bool(config["in_channels"] == 2 * config["out_channels"] + 1)
-
-
 def unet_sizes(name: str) -> tuple[int, int] | None:
     """(pixels of an image's side per latent, tokens of a prompt) of the U-Net pipeline `name`.
 
@@ -197,11 +192,10 @@ class Encoding:
     Args:
         text_encoders: the text encoders that are not trained.
         tokens: tokens of a prompt; None for a U-Net's prompts, which have the encoders' full length.
-        masked: whether each image is encoded a second time with its masked part removed.
     """
 
-    def __init__(self, vae: Any, text_encoders: Sequence[Any], tokens: int | None, masked: bool) -> None:
-        self.vae, self.text_encoders, self.tokens, self.masked = vae, text_encoders, tokens, masked
+    def __init__(self, vae: Any, text_encoders: Sequence[Any], tokens: int | None) -> None:
+        self.vae, self.text_encoders, self.tokens = vae, text_encoders, tokens
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -217,9 +211,6 @@ class Encoding:
         for encoder in self.text_encoders if self.tokens else ():
             most: int = getattr(encoder.config, "max_position_embeddings", None) or 2**20
             encoder(torch.zeros(images, min(self.tokens or 0, most), dtype=torch.long))
-        if self.masked:
-            hidden = torch.ones(images, 1, *size) >= 0.5
-            self._encode(pixels.masked_fill(hidden, 0.0))
         del moments  # the step's batch has its own latents
 
     def _encode(self, pixels: torch.Tensor) -> Any:
@@ -367,13 +358,14 @@ def diffusion_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) ->
     def inputs(samples: int, shape: tuple[int, int]) -> Batch:
         return called.inputs(Latents(own, samples, *shape, latent_frames, dtype, prompt_tokens))
 
-    masked = kind == UNET and inpaints(own)
+    if kind == UNET and own["in_channels"] == 2 * own["out_channels"] + 1:
+        raise UserError(f"{name} is an inpainting U-Net: predict the script that trains it with `ckpt-ft dry-run`")
     whole = {**own, "_class_name": kind}
     model, encoding = adapt(model, spec), None
-    if spec.adapter.train_text_encoder or spec.data.encode_each_step or masked:
+    if spec.adapter.train_text_encoder or spec.data.encode_each_step:
         prompt = inputs(1, (side, side)).get("encoder_hidden_states")
         tokens = None if kind == UNET else 0 if prompt is None else prompt.shape[1]
-        model, encoding = _with_parts(name, part_configs(name, whole), spec, model, tokens, masked)
+        model, encoding = _with_parts(name, part_configs(name, whole), spec, model, tokens)
 
     def make_batch(samples: int, length: int | None) -> Batch:
         height, width = size = images.of(length)
@@ -454,7 +446,7 @@ def _adapting_attention(spec: TrainingSpec) -> TrainingSpec:
 
 
 def _with_parts(
-    name: str, parts: Mapping[str, Any], spec: TrainingSpec, model: Any, tokens: int | None, masked: bool
+    name: str, parts: Mapping[str, Any], spec: TrainingSpec, model: Any, tokens: int | None
 ) -> tuple[Any, Encoding | None]:
     """Returns `model`, joined with its text encoders if they are trained, and the encoding in each step, if any.
 
@@ -471,9 +463,9 @@ def _with_parts(
             model = TextAndUNet(model, encoders)
             add_text_adapters(model, spec.adapter.lora_r, dropout=spec.adapter.lora_dropout or 0.0)
         encoders = []
-    if not (spec.data.encode_each_step or masked):
+    if not spec.data.encode_each_step:
         return model, None
-    return model, Encoding(build_vae(name, parts["vae"]), encoders, tokens, masked)
+    return model, Encoding(build_vae(name, parts["vae"]), encoders, tokens)
 
 
 def noise_loss(model: Forward, batch: Batch) -> torch.Tensor:

@@ -121,8 +121,10 @@ def test_paged_optimizer_keeps_its_name(tmp_path: Path) -> None:
     assert read.notes == (f"{file} is read with the defaults of recipes/llm.py; --recipe names others",)
 
 
-def test_prior_preservation_doubles_the_batch() -> None:
-    read = read_training_file(str(RECIPES / "diffusion" / "sdxl_dreambooth_lora_12gb.yaml"))
+def test_prior_preservation_doubles_the_batch(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("pretrained_model_name_or_path: m\nwith_prior_preservation: true\ntrain_batch_size: 1\n")
+    read = read_training_file(str(file), "diffusers")
     assert read.flags["batch_size"] == 2
     assert "with_prior_preservation: a batch of 1 is 2 images" in read.notes
 

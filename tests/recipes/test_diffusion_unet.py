@@ -339,7 +339,7 @@ def test_failed_first_step_of_the_loop_is_one_line(
     ("flag", "value", "message"),
     [
         ("--rank", "0", "--rank 0: it should be greater than or equal to 1"),
-        ("--class_prompt", "a dog", "--class_prompt belongs to --with_prior_preservation"),
+        ("--instance_prompt", "a dog", "--instance_prompt belongs to --instance_data_dir"),
     ],
 )
 def test_exit_code_of_an_invalid_flag(

@@ -1,4 +1,4 @@
-"""The rows of a diffusion recipe: framed images, masks for inpainting, cached latents, and the order of the batches.
+"""The rows of a diffusion recipe: framed images, cached latents, and the order of the batches.
 
 A loader's sample is addressed by (epoch, index), and everything random depends on the seed and that key alone. Any
 process can therefore make any sample of any epoch, in any order, and a resumed run needs no state of the dataset.
@@ -18,10 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from datasets import concatenate_datasets
-from PIL import Image, ImageDraw
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -34,7 +31,6 @@ from ckpt_ft.training.images import (
     ImageArguments,
     framed,
     load_captioned,
-    load_class_images,
     open_image,
     size_of,
 )
@@ -52,7 +48,6 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 Key = tuple[int, int]  # epoch, index
 _VERSION = 4  # part of the cache key: raise it when the tensors of a row change
-_GREY = (127, 127, 127)
 
 
 class FramedImages(TorchDataset[Row]):
@@ -85,76 +80,6 @@ class FramedImages(TorchDataset[Row]):
         draw = random.Random(f"{self.seed} {epoch} {index}")
         pixels, time_ids = framed(open_image(row["image"]), self.size(index), self.args, draw)
         return {"pixels": pixels, "time_ids": time_ids, "caption": row["text"]}
-
-
-class MaskedImages(FramedImages):
-    """Rows of `FramedImages` with a `mask` (1, height, width): 1 where an inpainting U-Net is to draw.
-
-    A mask is a rectangle or an ellipse of random size and place, drawn anew each time an image is shown.
-    """
-
-    def __getitem__(self, key: Key) -> Row:
-        mask = random_mask(self.size(key[1]), random.Random(f"mask {self.seed} {key[0]} {key[1]}"))
-        return {**super().__getitem__(key), "mask": torch.from_numpy(np.asarray(mask, np.float32) / 255)[None]}
-
-
-def random_mask(size: Size, draw: random.Random) -> Image.Image:
-    """Returns a black picture of `size` (height, width) with a white rectangle or ellipse."""
-    high, wide = size
-    mask = Image.new("L", (wide, high), 0)
-    width, height = draw.randint(1, wide), draw.randint(1, high)
-    left, top = draw.randint(0, wide - width), draw.randint(0, high - height)
-    pen = ImageDraw.Draw(mask)
-    shape = pen.rectangle if draw.random() < 0.5 else pen.ellipse
-    shape((left, top, left + width - 1, top + height - 1), fill=255)
-    return mask
-
-
-def masked_pictures(samples: Any, args: LoopArguments) -> dict[str, Any]:
-    """Returns the images and masks for `args.validation_prompt`, as the inpainting pipeline takes them.
-
-    Args:
-        samples: MaskedImages, or Pairs of them, in which the subject's come first.
-    """
-    rows: Any = samples if isinstance(samples, MaskedImages) else samples.rows
-    shown = [rows[0, place % len(rows)] for place in range(len(args.validation_prompt or []))]
-    shown = [row for row in shown for _ in range(args.num_validation_images)]
-    images = [((row["pixels"].permute(1, 2, 0) + 1) * 127.5).round().byte().numpy() for row in shown]
-    masks = [(row["mask"][0] * 255).byte().numpy() for row in shown]
-    return {"image": list(map(Image.fromarray, images)), "mask_image": list(map(Image.fromarray, masks))}
-
-
-def blank_picture(side: int) -> dict[str, Any]:
-    """Returns an image and a mask with which the inpainting pipeline draws the whole image."""
-    return {"image": Image.new("RGB", (side, side), _GREY), "mask_image": Image.new("L", (side, side), 255)}
-
-
-class Pairs(TorchDataset[Row]):
-    """Rows for prior preservation: sample i is image i of the subject beside image i of its class.
-
-    The shorter of the two lists is repeated. A micro-batch of N samples has 2 N rows: the subject's, then the class's.
-
-    Args:
-        rows: the `instances` rows of the subject, followed by those of the class; all of one size.
-    """
-
-    def __init__(self, rows: FramedImages | CachedLatents, instances: int) -> None:
-        self.rows, self.instances, self.classes = rows, instances, len(rows) - instances
-        self.sizes, self.buckets = rows.sizes, [list(range(len(self)))]
-
-    def __len__(self) -> int:
-        return max(self.instances, self.classes)
-
-    def __getitems__(self, keys: list[Key]) -> list[Row]:
-        """The rows of a whole micro-batch; a loader calls this instead of `__getitem__`."""
-        first = [self._key(epoch, index, self.instances) for epoch, index in keys]
-        second = [self._key(epoch, index, self.classes) for epoch, index in keys]
-        return [self.rows[key] for key in [*first, *((epoch, self.instances + index) for epoch, index in second)]]
-
-    def _key(self, epoch: int, index: int, rows: int) -> Key:
-        """Returns which of `rows` a sample is, in an epoch of its own for each repetition: it is framed anew."""
-        repetition, place = divmod(index, rows)
-        return epoch * -(-len(self) // rows) + repetition, place
 
 
 class CachedLatents(TorchDataset[Row]):
@@ -247,7 +172,7 @@ def _update(digest: Any, module: nn.Module) -> None:
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy())
 
 
-Samples = FramedImages | CachedLatents | Pairs
+Samples = FramedImages | CachedLatents
 
 
 def load_samples(
@@ -259,30 +184,24 @@ def load_samples(
 ) -> Samples:
     """Returns the images and captions; with `cache_latents` encoded by all ranks together, with the VAE on the CPU.
 
-    With prior preservation the samples are pairs; the class images must be there already.
-
     Raises:
         UserError: an image or a caption cannot be used.
         WorkFailed: the VAE's output is not finite.
     """
     with accelerator.main_process_first():
         rows = load_captioned(image_args, resolution)
-        instances = len(rows)
-        if image_args.prior is not None:
-            others = load_class_images(image_args)
-            rows = concatenate_datasets([rows, others.cast(rows.features)])
     sizes = sizes_of(image_args.aspect_ratio_buckets, resolution, encoders.token)
-    images = (MaskedImages if encoders.masked else FramedImages)(rows, sizes, image_args, args.seed)
+    images = FramedImages(rows, sizes, image_args, args.seed)
     if image_args.aspect_ratio_buckets is not None:
         counts = zip(images.sizes, images.buckets, strict=True)
         accelerator.print("buckets: " + ", ".join(f"{height}x{width}: {len(of)}" for (height, width), of in counts))
-    samples: FramedImages | CachedLatents = images
+    samples: Samples = images
     if image_args.cache_latents:
         rank, ranks = accelerator.process_index, accelerator.num_processes
         samples = cache_latents(images, encoders, cache_root() / "latents", args.train_batch_size, rank, ranks)
         accelerator.wait_for_everyone()
         encoders.vae.to("cpu")  # validation moves it back
-    return samples if image_args.prior is None else Pairs(samples, instances)
+    return samples
 
 
 def endless_batches(

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.validation import library_reads, require_weights
-from ckpt_ft.workloads.diffusion_models import TRAINABLE_ENCODERS, TextAndUNet, inpaints
+from ckpt_ft.workloads.diffusion_models import TRAINABLE_ENCODERS, TextAndUNet
 from ckpt_ft.workloads.model_config import check_sizes
 from ckpt_ft.workloads.sample_sizes import Size
 from ckpt_ft.workloads.workload import MIXED_PRECISION
@@ -35,16 +34,13 @@ class Encoders:
     `--train_text_encoder` there are no text encoders here, and a prompt is encoded to its tokens.
 
     Attributes:
-        masked: whether images come with a mask, for inpainting.
         absent: names of the pipeline's components that are not needed to draw from encoded prompts.
         identity: what encodings depend on besides weights and tokenizers.
         token: pixels along a side that the trained model takes a whole number of.
     """
 
-    def __init__(
-        self, args: PipelineArguments, family: Family, device: torch.device, dtype: torch.dtype, masked: bool = False
-    ) -> None:
-        self.family, self.device, self.masked, self.source = family, device, masked, pipeline_flag(args)
+    def __init__(self, args: PipelineArguments, family: Family, device: torch.device, dtype: torch.dtype) -> None:
+        self.family, self.device, self.source = family, device, pipeline_flag(args)
         self.tokens = getattr(args, "max_sequence_length", None) or family.tokens
         self.vae = _load_vae(args, family)
         self.scheduler = load_part(from_diffusers(family.scheduler), args, "scheduler")
@@ -74,23 +70,19 @@ class Encoders:
 
     def blank(self, images: int, size: Size) -> dict[str, Any]:
         """Returns the arguments of `encode` for `images` black images of `size` (height, width) without captions."""
-        masks = {"mask": torch.ones(images, 1, *size)} if self.masked else {}
         time_ids = torch.zeros(images, 6, dtype=torch.long)
-        return {"pixels": torch.zeros(images, 3, *size), "time_ids": time_ids, "caption": [""] * images, **masks}
+        return {"pixels": torch.zeros(images, 3, *size), "time_ids": time_ids, "caption": [""] * images}
 
     @torch.no_grad()
     def encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Encodes a batch of pixels, time ids and captions, and masks if there are any.
+        """Encodes a batch of pixels, time ids and captions.
 
         Returns:
-            `moments` (B, 2C, h, w) of the latents, `time_ids` (B, 6), and the results of `encode_prompts` and
-            `encode_masked`.
+            `moments` (B, 2C, h, w) of the latents, `time_ids` (B, 6), and the results of `encode_prompts`.
         """
         pixels, time_ids = batch["pixels"].to(self.device), batch["time_ids"].to(self.device)
         encoded = {"moments": self.family.moments(self.vae, pixels), "time_ids": time_ids}
         encoded |= self.encode_prompts(batch["caption"])
-        if "mask" in batch:
-            encoded |= encode_masked(self.vae, pixels, batch["mask"].to(self.device))
         return encoded
 
     @torch.no_grad()
@@ -107,14 +99,6 @@ class Encoders:
         pixels = torch.zeros(1, 3, resolution, resolution, device=self.device)
         with torch.random.fork_rng(devices=[]):
             return tuple(self.family.latents(self.vae, self.family.moments(self.vae, pixels)).shape[1:])
-
-
-@torch.no_grad()
-def encode_masked(vae: Any, pixels: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Returns `mask` (B, 1, h, w) at the size of the latents, and `masked_moments` of the images, grey there."""
-    hidden = mask >= 0.5
-    moments = vae.encode(pixels.masked_fill(hidden, 0.0)).latent_dist.parameters
-    return {"mask": functional.interpolate(hidden.float(), size=moments.shape[-2:]), "masked_moments": moments}
 
 
 def pipeline_flag(args: PipelineArguments) -> str:
@@ -224,11 +208,11 @@ def _check_unet(args: PipelineArguments, config: Any) -> None:
             f"{args.pretrained_model_name_or_path}: its U-Net expects '{config.addition_embed_type}' conditions; "
             "SD 1.x, 2.x and SDXL are supported"
         )
-    if config.in_channels != config.out_channels and not inpaints(config):
+    if config.in_channels != config.out_channels:
         raise UserError(
             f"{args.pretrained_model_name_or_path}: its U-Net takes {config.in_channels} channels and returns "
-            f"{config.out_channels}; those from text ({config.out_channels}) and for inpainting "
-            f"({2 * config.out_channels + 1}) are supported"
+            f"{config.out_channels} (inpainting?); those that draw from text are trained here, and `ckpt-ft run` puts "
+            "a script that trains another one under a policy"
         )
 
 

@@ -166,9 +166,7 @@ def _unet_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch
 
 
 def _unet_inputs(config: Any, noisy: Tensor, times: Tensor, prompts: Prompts, guidance: float) -> dict[str, Any]:
-    """Returns the U-Net's arguments; for inpainting, `prompts` has the mask and the latents of the masked image."""
-    beside = [prompts[name] for name in ("mask", "masked_latents") if name in prompts]
-    return {"sample": torch.cat([noisy, *beside], dim=1), "timestep": times, **conditions(prompts)}
+    return {"sample": noisy, "timestep": times, **conditions(prompts)}
 
 
 def _flux_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch.device) -> Prompts:

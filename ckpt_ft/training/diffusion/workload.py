@@ -8,7 +8,6 @@ https://arxiv.org/abs/2210.02747), at times s drawn as in section 3.1 of https:/
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,16 +18,15 @@ from torch import Tensor, nn
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.diffusion_models import inpaints
 from ckpt_ft.workloads.optimizers import optimizer_maker
 from ckpt_ft.workloads.sample_sizes import ImageSizes, Size
 from ckpt_ft.workloads.workload import MIXED_PRECISION, Batch, Forward, Workload
 
 from .arguments import DiffusionModelArguments, LoopArguments, TransformerArguments
-from .data import Samples, blank_picture, load_samples, masked_pictures
-from .encoders import Encoders, checked_resolution, family_of, frozen_dtype, load_denoiser
+from .data import Samples, load_samples
+from .encoders import Encoders, checked_resolution, family_of, frozen_dtype
 from .families import Family
-from .sampling import Sampler, Validation, draw_class_images
+from .sampling import Sampler, Validation
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -90,11 +88,11 @@ def drop_prompts(encoded: dict[str, Tensor], empty: dict[str, Tensor], share: fl
 
 
 class Denoising:
-    """Adds noise to the latents of `moments`, for a U-Net; for inpainting also the mask and the masked latents.
+    """Adds noise to the latents of `moments`, for a U-Net.
 
     Min-SNR weighs the loss in terms of the clean image by min(SNR, gamma), divided by the SNR where noise is
     predicted, and by SNR + 1 where velocity is (Hang et al., 2023, https://arxiv.org/abs/2303.09556). Without
-    `snr_gamma` all weights are 1, and so are those of the class's images under prior preservation.
+    `snr_gamma` all weights are 1.
 
     Args:
         vae: its configuration scales the latents.
@@ -107,10 +105,8 @@ class Denoising:
         vae: Any,
         scheduler: DDPMScheduler,
         args: DiffusionModelArguments,
-        prior: bool = False,
     ) -> None:
         self.family, self.config, self.vae, self.scheduler, self.args = family, config, vae, scheduler, args
-        self.prior = prior
 
     def __call__(self, encoded: dict[str, Tensor]) -> Batch:
         """Draws latents, noise and times from torch's global random state.
@@ -123,8 +119,6 @@ class Denoising:
         if offset:
             noise = noise + offset * torch.randn(*latents.shape[:2], 1, 1, device=latents.device)
         times = torch.randint(0, self.scheduler.config.num_train_timesteps, (len(latents),), device=latents.device)
-        if "masked_moments" in encoded:
-            encoded["masked_latents"] = self.family.latents(self.vae, encoded.pop("masked_moments"))
         return self.batch(latents, noise, times, encoded)
 
     def batch(self, latents: Tensor, noise: Tensor, times: Tensor, prompts: dict[str, Tensor]) -> Batch:
@@ -135,8 +129,6 @@ class Denoising:
         if self.args.snr_gamma is not None:
             snr = compute_snr(self.scheduler, times)
             weight = snr.clamp(max=self.args.snr_gamma) / (snr + 1 if velocity else snr)
-            if self.prior:
-                weight[len(weight) // 2 :] = 1
         return {
             "inputs": self.family.inputs(self.config, noisy, times, prompts, 1.0),
             "target": self.scheduler.get_velocity(latents, noise, times) if velocity else noise,
@@ -145,10 +137,7 @@ class Denoising:
 
     def blank(self, rows: int, latents: Tensor) -> dict[str, Tensor]:
         """Returns zeros for what `encoded` has besides latents and prompts."""
-        found = {"time_ids": torch.zeros(rows, 6, dtype=torch.long, device=latents.device)}
-        if inpaints(self.config):
-            found |= {"mask": torch.zeros_like(latents[:, :1]), "masked_latents": torch.zeros_like(latents)}
-        return found
+        return {"time_ids": torch.zeros(rows, 6, dtype=torch.long, device=latents.device)}
 
 
 class FlowMatching:
@@ -197,18 +186,11 @@ class FlowMatching:
         return {}
 
 
-def weighted_loss(model: Forward, batch: Batch, prior_weight: float | None = None) -> Tensor:
-    """Weighted mean squared error in float32.
-
-    prior_weight: under prior preservation the weight of the class's half, which follows the subject's.
-    """
+def weighted_loss(model: Forward, batch: Batch) -> Tensor:
+    """Weighted mean squared error in float32."""
     prediction = model(**batch["inputs"], return_dict=False)[0]
     error = (prediction.float() - batch["target"].float()).square().flatten(1).mean(1)
-    error = batch["weight"] * error
-    if prior_weight is None:
-        return error.mean()
-    ours, prior = error.chunk(2)
-    return ours.mean() + prior_weight * prior.mean()
+    return (batch["weight"] * error).mean()
 
 
 class Data(NamedTuple):
@@ -222,7 +204,6 @@ class Data(NamedTuple):
         channels, scale: of latents, and pixels per latent along a side.
         dtype: of weights that are not trained.
         workers: number of processes that prepare batches.
-        prior: None without prior preservation.
     """
 
     samples: Samples
@@ -233,7 +214,6 @@ class Data(NamedTuple):
     scale: int
     dtype: torch.dtype
     workers: int
-    prior: ImageArguments | None
 
     @property
     def family(self) -> Family:
@@ -242,29 +222,25 @@ class Data(NamedTuple):
 
 
 def diffusion_workload(model: nn.Module, args: LoopArguments, accelerator: Accelerator, data: Data) -> Workload:
-    """Returns the step of a U-Net or transformer on images of the sizes of `data`.
-
-    With prior preservation a micro-batch has two rows per sample.
-    """
-    noisy, prior = data.noisy, data.prior
+    """Returns the step of a U-Net or transformer on images of the sizes of `data`."""
+    noisy = data.noisy
     shapes = {name: (value.shape[1:], value.dtype) for name, value in noisy.prompt.items()}
 
     def make_batch(samples: int, length: int | None) -> Batch:
-        rows = samples if prior is None else 2 * samples
         height, width = size = data.sizes.of(length)
-        noisy.encode_blank(rows, size)
+        noisy.encode_blank(samples, size)
         device = accelerator.device
         prompts = {
-            name: torch.ones(rows, *shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
+            name: torch.ones(samples, *shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
         }
-        zeros = torch.zeros(rows, data.channels, height // data.scale, width // data.scale, device=device)
-        prompts |= noisy.add_noise.blank(rows, zeros)
-        return noisy.add_noise.batch(zeros, zeros, torch.ones(rows, device=device), prompts)
+        zeros = torch.zeros(samples, data.channels, height // data.scale, width // data.scale, device=device)
+        prompts |= noisy.add_noise.blank(samples, zeros)
+        return noisy.add_noise.batch(zeros, zeros, torch.ones(samples, device=device), prompts)
 
     return Workload(
         model,
         make_batch,
-        weighted_loss if prior is None else partial(weighted_loss, prior_weight=prior.prior_loss_weight),
+        weighted_loss,
         make_optimizer=optimizer_maker(args.traced_optimizer, model=model),
         device=current_gpu() or "cpu",
         autocast=MIXED_PRECISION.get(accelerator.mixed_precision),
@@ -285,34 +261,24 @@ def load_data(
 ) -> Data:
     """Returns the data of a U-Net or transformer; of the frozen parts it holds those that the loop still needs."""
     family, config = family_of(model_args)
-    dtype, masked = frozen_dtype(accelerator), family.component == "unet" and inpaints(config)
-    if masked:
-        image_args = image_args.uncached("the masks of inpainting are drawn anew each time")
-    encoders = Encoders(model_args, family, accelerator.device, dtype, masked)
+    dtype = frozen_dtype(accelerator)
+    encoders = Encoders(model_args, family, accelerator.device, dtype)
     resolution = checked_resolution(image_args.resolution, config, encoders)
     channels, side, _ = encoders.latent_shape(resolution)  # before the VAE leaves the device
     objective: Denoising | FlowMatching
     if isinstance(model_args, TransformerArguments):
         objective = FlowMatching(family, config, encoders.vae, encoders.scheduler, model_args)
     else:
-        prior = image_args.prior is not None
-        objective = Denoising(family, config, encoders.vae, encoders.scheduler, model_args, prior)
+        objective = Denoising(family, config, encoders.vae, encoders.scheduler, model_args)
     sampler = Sampler(family, model_args, encoders, resolution)
-    load = partial(load_denoiser, model_args, family, dtype)
-    draw_class_images(
-        image_args.prior, sampler, encoders, load, accelerator, args.seed,
-        **(blank_picture(resolution) if masked else {}),
-    )  # fmt: skip
     samples = load_samples(encoders, resolution, image_args, args, accelerator)
-    pictures = masked_pictures(samples, args) if masked else {}
     return Data(
         samples,
         NoisyBatches(encoders, objective, image_args),
-        Validation(sampler, args, encoders, Path(args.output_dir, "samples"), **pictures),
+        Validation(sampler, args, encoders, Path(args.output_dir, "samples")),
         ImageSizes(tuple(samples.sizes), tuple(map(len, samples.buckets))),
         channels,
         resolution // side,
         dtype,
         image_args.dataloader_num_workers,
-        image_args.prior,
     )

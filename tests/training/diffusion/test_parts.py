@@ -152,9 +152,7 @@ def test_unsupported_pipelines_are_refused(tiny: DiffusionModelArguments, tmp_pa
     pipeline = make_tiny_pipeline("sd1", 0, (16,))
     pipeline.unet = UNet2DConditionModel.from_config({**pipeline.unet.config, "in_channels": 16})
     pipeline.save_pretrained(tmp_path / "odd")
-    with pytest.raises(
-        UserError, match="takes 16 channels and returns 8; those from text .8. and for inpainting .17. are"
-    ):
+    with pytest.raises(UserError, match=r"takes 16 channels and returns 8 \(inpainting\?\); those that draw"):
         load_denoiser(args(tmp_path / "odd"), UNET, torch.float32)
     (tmp_path / "odd" / "vae" / "config.json").unlink()
     with pytest.raises(UserError, match="no usable vae"):
