@@ -1,6 +1,4 @@
-"""Training steps of BERT-large on a V100 of 16 GB, compared with those in Hugging Face's documentation.
-
-    python benchmarks/bert_large.py       # 20 seconds
+"""Training steps of BERT-large on a V100 of 16 GB, as in Hugging Face's documentation.
 
 huggingface.co/docs/transformers/v4.21.0/perf_train_gpu_one: `bert-large-uncased` for sequence classification, rows of
 512 tokens, an epoch of 512 rows by the Trainer in January 2022; its transformers.AdamW takes one parameter at a time.
@@ -13,11 +11,8 @@ to the scores even if no row was padded.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,14 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from ckpt_ft import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.standins.optimizers import LAYOUTS, Tabulated
 from ckpt_ft.units import MIB
 from ckpt_ft.workloads.optimizers import make_optimizer
 
+SIZES = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 CARD, STEPS = "v100-16gb", 128
 CONTEXT = 1341  # MiB of the device: a process with one small tensor, whose segment has 2, uses 1,343
 
@@ -110,9 +104,8 @@ def _optimizer(name: str) -> Callable[[nn.Module], Any]:
 
 def traced(row: Row, as_then: bool = True) -> StepTrace:
     """Traces the row's step with the mask and softmax of 2022, or those of today."""
-    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
     with torch.device("meta"):
-        model = BertForSequenceClassification(BertConfig(**sizes, attn_implementation="eager")).train()
+        model = BertForSequenceClassification(BertConfig(**SIZES, attn_implementation="eager")).train()
     if row.checkpointing:
         model.gradient_checkpointing_enable()
     ids, labels = torch.randint(100, 30000, (row.batch, 512)), torch.zeros(row.batch, dtype=torch.long)
@@ -141,19 +134,3 @@ def traced(row: Row, as_then: bool = True) -> StepTrace:
 def device_mib(trace: StepTrace) -> float:
     """Returns the MiB of the device that NVML reports."""
     return trace.peak_reserved / MIB + CONTEXT
-
-
-def main() -> None:
-    warnings.simplefilter("ignore")
-    for row in ROWS:
-        then, now = traced(row), traced(row, as_then=False)
-        print(
-            f"{row.name:44s} device {row.mib:6d} MiB, predicted {device_mib(then):6.0f} "
-            f"({device_mib(then) / row.mib - 1:+.1%}; as today {device_mib(now) / row.mib - 1:+.1%}), "
-            f"{row.seconds:.3f} s, predicted {then.seconds:.3f} ({then.seconds / row.seconds - 1:+.1%})",
-            flush=True,
-        )
-
-
-if __name__ == "__main__":
-    main()

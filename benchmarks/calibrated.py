@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import vision  # type: ignore[import-not-found]
 
+from benchmarks.pages import table, write_section
 from ckpt_ft import trace_step
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.memory.gpus import calibrated
@@ -169,10 +169,9 @@ def main() -> None:
         print(*rows[-1], sep="  ", flush=True)
     median, worst = statistics.median(map(abs, errors)), max(map(abs, errors))
     rows.append(["median and worst", "", "", f"{median:.1%}, {worst:.1%}"])
-    text = vision.table(["step", "measured ms", "predicted ms", "error"], rows)
+    text = table(["step", "measured ms", "predicted ms", "error"], rows)
     if not given.no_write:
-        vision.PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
-        vision.write_section("calibrated", text)
+        write_section("planning.md", "calibrated", text)
     if worst > MOST:
         sys.exit(f"{sum(abs(error) > MOST for error in errors)} of {len(errors)} steps are more than {MOST:.0%} off")
 

@@ -1,7 +1,6 @@
 """Host time of policies: forward and backward of models whose kernels take almost no time, in one thread.
 
     python benchmarks/host_overhead.py [--repeats 25] [--models llama qwen3 unet vit] [--json FILE]
-    python benchmarks/host_overhead.py --fsdp2    # forward and backward of the Llama, whole and sharded
 
 Models of 32 layers with tiny widths (for the U-Net: 32 resnet and transformer blocks), so that the time is Python and
 dispatch. All variants of a model take turns. CPU time of the process is measured, which other processes hardly change;
@@ -34,33 +33,10 @@ Step = Callable[[nn.Module], torch.Tensor]
 KEEP = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten._scaled_dot_product")
 
 
-def llama() -> tuple[nn.Module, Step]:
-    """A Llama of 32 layers, width 32, 8 tokens."""
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=32,
-        num_attention_heads=4,
-        vocab_size=64,
-        use_cache=False,
-    )
-    ids = torch.randint(0, 64, (1, 8))
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    return model, lambda m: m(input_ids=ids, labels=ids).loss
-
-
-def qwen3() -> tuple[nn.Module, Step]:
-    """A Qwen3 of 28 layers, width 32, 8 tokens."""
-    config = transformers.Qwen3Config(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=28,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=64,
-        use_cache=False,
-    )
+def language_model(kind: str, layers: int, **more: int) -> tuple[nn.Module, Step]:
+    """A language model of width 32 on 8 tokens."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64, **more}
+    config = transformers.AutoConfig.for_model(kind, num_hidden_layers=layers, use_cache=False, **sizes)
     ids = torch.randint(0, 64, (1, 8))
     model = transformers.AutoModelForCausalLM.from_config(config)
     return model, lambda m: m(input_ids=ids, labels=ids).loss
@@ -88,7 +64,12 @@ def unet() -> tuple[nn.Module, Step]:
     return model, lambda m: m(latents, when, text).sample.square().mean()
 
 
-MODELS = {"llama": llama, "qwen3": qwen3, "unet": unet, "vit": vit}
+MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
+    "llama": lambda: language_model("llama", 32),
+    "qwen3": lambda: language_model("qwen3", 28, num_key_value_heads=2, head_dim=8),
+    "unet": unet,
+    "vit": vit,
+}
 
 
 def _keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -136,36 +117,6 @@ def measure(name: str, repeats: int) -> dict[str, float]:
     return {variant: statistics.median(values) for variant, values in times.items()}
 
 
-def measure_sharded(repeats: int) -> dict[str, tuple[float, float]]:
-    """Returns the median milliseconds of forward and of backward, whole and with sharded blocks, in one process."""
-    from torch.distributed.fsdp import fully_shard
-
-    from ckpt_ft.memory.distributed.group import rank_of
-
-    times: dict[str, list[tuple[float, float]]] = {"plain": [], "fsdp2": []}
-    with rank_of(8) as mesh:
-        runs = {}
-        for variant in times:
-            model, step = llama()
-            if variant == "fsdp2":
-                for block in (*model.get_submodule("model.layers").children(), model):
-                    fully_shard(block, mesh=mesh)
-            runs[variant] = model, step
-        for repeat in range(repeats + 3):
-            for variant, (model, step) in runs.items():
-                model.zero_grad()
-                start = time.process_time()
-                loss = step(model)
-                middle = time.process_time()
-                loss.backward()
-                if repeat >= 3:
-                    times[variant].append(((middle - start) * 1e3, (time.process_time() - middle) * 1e3))
-    medians = {
-        variant: [statistics.median(part) for part in zip(*found, strict=True)] for variant, found in times.items()
-    }
-    return {variant: (forward, backward) for variant, (forward, backward) in medians.items()}
-
-
 def table(name: str, medians: dict[str, float]) -> str:
     """A Markdown table of one model."""
     rows = [f"| {name} | ms | / plain | / full | / save:attention+matmul |", "|---|---|---|---|---|"]
@@ -180,7 +131,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--fsdp2", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the medians and where they were measured")
     args = parser.parse_args()
     if unknown := set(args.models) - set(MODELS):
@@ -195,10 +145,6 @@ def main() -> None:
         "cores": os.cpu_count(),
     }
     print(", ".join(f"{key} {value}" for key, value in where.items()))
-    if args.fsdp2:
-        for variant, (forward, backward) in measure_sharded(args.repeats).items():
-            print(f"{variant}: forward {forward:.1f} ms, backward {backward:.1f} ms")
-        return
     results = {}
     for name in args.models:
         results[name] = measure(name, args.repeats)

@@ -103,10 +103,9 @@ def trace(row: dict[str, str]) -> StepTrace:
 
 def errors(row: dict[str, str], trace: StepTrace) -> dict[str, float]:
     """Returns signed relative errors: predicted over published, minus one."""
-    have = {"peak_allocated": trace.peak_allocated, "peak_reserved": trace.peak_reserved}
-    have |= {f"peak_{phase}": trace.peaks[phase] for phase in PHASES}
-    found = {name: have[name] / MIB / float(row[f"{name}_mib"]) - 1 for name in have}
-    return {**found, "seconds": trace.seconds / float(row["step_seconds"]) - 1}
+    have = {"allocated": trace.peak_allocated, "reserved": trace.peak_reserved}
+    have |= {phase: trace.peaks[phase] for phase in PHASES}
+    return {name: nbytes / MIB / float(row[f"peak_{name}_mib"]) - 1 for name, nbytes in have.items()}
 
 
 def label(row: dict[str, str]) -> str:

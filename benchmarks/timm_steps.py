@@ -30,36 +30,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.vision import table, write_section
+from benchmarks.pages import table, write_section
 from ckpt_ft import trace_step
 from ckpt_ft.errors import UserError, run
 
 HERE = Path(__file__).parent
 ROWS, RESULTS = HERE / "data" / "timm_steps_rtx3090.csv", HERE / "results" / "timm_steps.csv"
 DEVICE, TIMM = "rtx-3090", "0.6.7"
-TITLE = """## timm's models on an RTX 3090
-
-This section compares the seconds of a training step that `trace_step` predicts with those that timm publishes
-(benchmark-train-amp, torch 1.12, CUDA 11.3, cuDNN's benchmark mode; fp16 autocast). It has {count} of 796 steps, those
-of the models whose names have the smallest hashes. The models are those of timm {timm}, which was current then; the
-rows are in benchmarks/results/timm_steps.csv. "Seen" are the models whose name has an even CRC-32: rules were chosen
-and constants read with these in view, and never with the others. "Grouped" are models with a convolution that has
-several groups of more than one channel (ResNeXt, RegNet). The target is 8 % in the median and 25 % at worst.
-"""
-LEFT = """
-Grouped convolutions in channels last were predicted 38 and 42 % too fast before there was a rule for them. cuDNN has
-kernels on tensor cores for 32, 64, ... groups of up to 32 channels. For all others the prediction assumes one rate of
-its direct kernel, while the seen models show 2 to 6 TFLOP/s: RegNet-Z with groups of 16 channels is predicted 19 % too
-slow, RegNet-X with groups of 24 channels 29 % too fast.
-
-Most other steps are predicted a little too fast. By a regression over the seen ones, kernels that move bytes take a
-quarter longer than at the rate that single kernels reach on this card, which is the rate assumed (reads 895 GB/s,
-matmuls 71 TFLOP/s: Don-Chad/ninfer-3090#17). The cause is not known, and no constant is fitted to it. The worst seen
-steps have other causes, which were not investigated: convolutions of slices of channels (Res2Net, MixNet), weights
-mixed for each image (efficientnet_cc). In three seen models whose channels do not fill vectors of 16 bytes (ReXNet,
-GhostNet), depthwise convolutions in channels last took 5.0, 5.5 and 5.6 times the predicted time, and the steps were
-predicted 26 to 43 % too fast; a factor of 5 is a rule now.
-"""
+PROSE = (HERE / "data" / "timm_steps.md").read_text(encoding="utf-8").split("\n<!-- table -->\n")
 
 
 def seen(model: str) -> bool:
@@ -217,13 +195,13 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     found = results() if given.from_results else list(rows(given.only, given.models))
-    text = TITLE.format(count=len(found), timm=TIMM) + "\n" + summary(found) + LEFT
+    text = PROSE[0].format(count=len(found), timm=TIMM) + "\n\n" + summary(found) + "\n" + PROSE[1]
     print(text)
     if given.no_write or given.only:
         return
     if not given.from_results:
         write(found)
-    write_section("timm", text)
+    write_section("vision.md", "timm", text)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,13 @@ has norms of its own in fp32 (github.com/pytorch/torchtitan, torchtitan/models/l
 
 from __future__ import annotations
 
+import csv
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +25,14 @@ from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins.float8 import E4M3, Float8Linear, to_float8
+
+DATA = Path(__file__).resolve().parent / "data"
+POLICIES = {"selective op": "save:attention+matmul/2", "selective layer": "every:2", "none": "none", "full": "full"}
+REACHED = 0.9  # share of a network's rate (memory/cost/collectives.py)
+# torchtitan's H100; torchao's rows, by the same authors, do not name theirs
+CARDS = {"H100": "h100-500w", "H200": "h200", "A100": "a100-80gb"}
 
 
 @dataclass(frozen=True)
@@ -261,3 +271,51 @@ def trace(
         remove_policy(model)
         for block in model.layers.values():
             block._compiled_call_impl = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published run; `reserved` in GiB, if published, and `seconds` of a step."""
+
+    model: str
+    gpus: int
+    card: str
+    batch: int
+    tokens: int
+    checkpointing: str
+    keeps: bool  # gathered parameters after forward
+    reserved: float | None
+    seconds: float
+    compiled: bool = False
+    tp: int = 1
+    float8: str = ""
+
+    @property
+    def shape(self) -> str:
+        return f"{self.batch} x {self.tokens}"
+
+    @property
+    def resharding(self) -> str:
+        return "kept" if self.keeps else "resharded"
+
+
+def published(rows: str) -> Iterator[tuple[Row, StepTrace]]:
+    """Returns each row of a file in `DATA` with its trace."""
+    with (DATA / f"{rows}.csv").open(encoding="utf-8") as file:
+        for cells in csv.DictReader(file):
+            batch, tokens, gpus = int(cells["batch_per_gpu"].split()[0]), int(cells["seq"]), int(cells["gpus"])
+            took = batch * tokens / int(cells.get("tp", 1)) / float(cells["tokens_per_s_per_gpu"])
+            kind, keeps = cells["activation_checkpointing"], cells["reshard_after_forward"] == "never"
+            reserved = float(cells["reserved"]) if cells["reserved"] else None
+            card, tp = cells["gpu"].split()[0], int(cells.get("tp", 1))
+            compiled, float8 = cells.get("compiled") == "each block", cells.get("float8") or ""
+            row = Row(cells["model"], gpus, card, batch, tokens, kind, keeps, reserved, took, compiled, tp, float8)
+            model = llama(row.model, cells.get("norms") == "fused", float8, tp)
+            like = "h100" if cells["gpu"] == "H100 SXM" else CARDS[card]
+            loss_too = cells.get("loss") == "compiled"
+            found = trace(model, POLICIES[kind], batch, tokens, keeps, gpus, like, compiled, tp, loss_too)
+            network = cells.get("network_of_a_machine")  # as "400 Gb/s"
+            link = REACHED * float(network.split()[0]) * 1e9 / 8 if network else None
+            launch = Launch("fsdp2", gpus, tp=tp, link=link)  # for the seconds of its collectives
+            options = "" if cells["allocator"] == "not printed" else cells["allocator"]
+            yield row, replace(found, launch=launch, alloc_conf=options)

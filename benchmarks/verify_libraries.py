@@ -4,7 +4,7 @@
         [--policies full pointwise ...] [--json FILE] [--seconds 600]
 
 Each model is made from its configuration's defaults with few and narrow layers, in train mode with dropout, or from
-the settings in `library_models.py`. For each policy, loss, gradients and buffers of the second of two steps are
+the settings in `data/library_models.json`. For each policy, loss, gradients and buffers of the second of two steps are
 compared with plain training: "equal" is bit for bit, "rounds otherwise" is within 1e-5 of a tensor's largest value. A
 model that neither the rules of this file nor those settings make small, or that does not train from the inputs made
 for it, is not built; one that does not repeat its own plain step is not compared. timm needs `pip install timm
@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from library_models import DIFFUSERS, TIMM, TRANSFORMERS  # type: ignore[import-not-found]
 from torch import nn
 from transformers.models.auto import modeling_auto
 
@@ -45,6 +44,37 @@ TASKS = (  # the first that a type of model has is trained
     "SEQUENCE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "VIDEO_CLASSIFICATION", "TIME_SERIES_PREDICTION",
 )  # fmt: skip
 MOST_PARAMETERS, MOST_PARAMETERS_OF_TIMM, SECONDS = 5_000_000, 40_000_000, 120
+
+
+def decoded(value: Any) -> Any:
+    """Returns settings or inputs of `data/library_models.json`, whose README says how tensors are written there."""
+    if isinstance(value, list):
+        return tuple(map(decoded, value))
+    if isinstance(value, dict) and len(value) == 1 and next(iter(value)) in ("list", *DTYPES):
+        ((kind, items),) = value.items()
+        return [decoded(item) for item in items] if kind == "list" else torch.tensor(items, dtype=DTYPES[kind])
+    if isinstance(value, dict):
+        return {key: decoded(item) for key, item in value.items()}
+    kind, *sizes = value.split() if isinstance(value, str) else ("",)
+    if kind == "randn":
+        return torch.randn(*map(int, sizes))
+    if kind == "randint":
+        low, high, *shape = map(int, sizes)
+        return torch.randint(low, high, shape)
+    if kind == "full":
+        dtype, filled, *shape = sizes
+        return torch.full(tuple(map(int, shape)), float(filled)).to(DTYPES[dtype])
+    return value
+
+
+DTYPES = {"float": torch.float32, "long": torch.int64, "bool": torch.bool}
+KNOWN = json.loads((Path(__file__).parent / "data" / "library_models.json").read_text())
+TRANSFORMERS, DIFFUSERS, DIFFUSERS_SIZES = (
+    decoded(KNOWN["transformers"]),
+    KNOWN["diffusers"],
+    decoded(KNOWN["sizes of diffusers"]),
+)
+TIMM: dict[str, dict[str, Any]] = {**{key: {} for key in KNOWN["timm, as it is"]}, **decoded(KNOWN["timm"])}
 
 # How `shrunk` sets an integer by its name; the first matching pattern decides.
 SIZES: tuple[tuple[str, int], ...] = (
@@ -190,22 +220,6 @@ def model_inputs(kind: Any, config: Any) -> dict[str, Any]:
 
 # --- diffusers
 
-DIFFUSERS_SIZES: dict[str, Any] = {
-    "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "num_single_layers": 2, "sample_size": 8,
-    "num_refiner_layers": 1, "n_refiner_layers": 1, "n_layers": 2, "depth": 2, "cross_attention_dim": 32,
-    "joint_attention_dim": 32, "caption_channels": 32, "caption_projection_dim": 32, "pooled_projection_dim": 32,
-    "text_embed_dim": 32, "text_dim": 32, "text_embed_2_dim": 32, "pooled_text_dim": 32, "hidden_size": 32, "dim": 32,
-    "hidden_dim": 32, "ffn_dim": 64, "intermediate_size": 64, "inner_dim": 32, "n_heads": 2, "n_kv_heads": 2,
-    "num_heads": 2, "num_kv_heads": 2, "num_key_value_heads": 2, "cap_feat_dim": 32, "time_embed_dim": 32,
-    "timestep_guidance_channels": 16, "freq_dim": 16, "axes_dims_rope": (4, 4, 8), "axes_dim_rope": (4, 4, 8),
-    "rope_axes_dim": (4, 4, 8), "axes_lens": (32, 32, 32), "num_cross_attention_heads": 2,
-    "cross_attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "in_visual_dim": 4, "out_visual_dim": 4,
-    "in_text_dim": 32, "in_text_dim2": 32, "model_dim": 32, "ff_dim": 64, "time_dim": 32, "num_text_blocks": 1,
-    "num_visual_blocks": 1, "norm_num_groups": 4, "layers_per_block": 1, "block_out_channels": (8, 16),
-    "num_mmdit_layers": 1, "num_single_dit_layers": 1, "pos_embed_max_size": 16, "embedding_dim": 32,
-    "num_embeddings": 4, "additional_embeddings": 4, "clip_embed_dim": 32, "vocab_size": 32, "patch_size": 2,
-    "sample_width": 8, "sample_height": 8, "sample_frames": 5, "text_hidden_dim": 32, "encoder_hidden_dim": 32,
-}  # fmt: skip
 BLOCKS = {"down_block_types": slice(0, 2), "up_block_types": slice(-2, None)}  # as many as `block_out_channels`
 
 
@@ -215,10 +229,9 @@ def diffusers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
     kind = getattr(diffusers, name)
     if name in DIFFUSERS:
-        settings, inputs_of = DIFFUSERS[name]
-        model = instance_of(kind, **settings)
+        model = instance_of(kind, **decoded(DIFFUSERS[name]["settings"]))
         torch.manual_seed(1)
-        inputs = inputs_of()
+        inputs = decoded(DIFFUSERS[name]["inputs"])
         loss_of(model(**inputs)).backward()
         return model, inputs
     parameters = inspect.signature(kind.__init__).parameters
