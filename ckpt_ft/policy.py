@@ -36,7 +36,25 @@ from .errors import UserError, did_you_mean
 from .units import whole_number
 
 SCOPES = ("none", "full", "every", "first", "segments", "sqrt", "stages", "modules")
-OP_GROUPS = ("attention", "matmul", "conv", "router")
+OP_GROUPS = {  # of `save:`, by the names of their kernels in aten; the installed torch may lack some
+    # all kernels that scaled_dot_product_attention dispatches to; its math fallback uses bmm and counts as matmul
+    "attention": (
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math_for_mps",
+        "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
+    ),
+    "matmul": (
+        "mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn_linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
+        "_int_mm",
+    ),
+    "conv": ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"),
+    "router": ("topk",),
+}  # fmt: skip
+OP_PATTERNS: dict[str, re.Pattern[str]] = {  # flash-attn, flex, xformers, sage and custom attention forwards
+    "attention": re.compile(r"(?!aten\.)(?!.*(backward|bwd)).*(attention|attn)", re.IGNORECASE),
+    "matmul": re.compile(r"(bitsandbytes\.gemm|torchao\..*(mm|linear)|.*grouped_mm)", re.IGNORECASE),
+}
 MEMBERS = ("attention", "mlp")
 TOWERS = ("language", "vision", "audio")
 ALIASES = {"per_block": "full", "per_stage": "stages", "aggressive": "stages:3+4"}
@@ -335,4 +353,4 @@ def _member_order(member: str) -> tuple[int, str]:
 
 def _canonical_order(group: str) -> tuple[int, str]:
     name = group.partition("/")[0]
-    return (OP_GROUPS.index(name) if name in OP_GROUPS else len(OP_GROUPS), group)
+    return ([*OP_GROUPS].index(name) if name in OP_GROUPS else len(OP_GROUPS), group)

@@ -1,38 +1,15 @@
-"""Named op groups: the dispatched operators whose outputs `save:` keeps.
-
-Operators are listed by dispatched name (`aten.mm.default`), so the table can list kernels that the installed torch
-lacks. Kernels of other packages are matched by pattern.
-"""
+"""The op group of a dispatched operator, whose output `save:` keeps, and the check of single operators' names."""
 
 from __future__ import annotations
 
-import re
 from functools import cache
 
 import torch
 
 from ckpt_ft.errors import UserError, did_you_mean
+from ckpt_ft.policy import OP_GROUPS, OP_PATTERNS
 
-_KERNELS = {  # by their names in aten
-    # all kernels that scaled_dot_product_attention dispatches to; its math fallback uses bmm and counts as matmul
-    "attention": (
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math_for_mps",
-        "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
-    ),
-    "matmul": (
-        "mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn_linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
-        "_int_mm",
-    ),
-    "conv": ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"),
-    "router": ("topk",),
-}  # fmt: skip
-GROUPS = {f"aten.{name}.default": group for group, names in _KERNELS.items() for name in names}
-PATTERNS: dict[str, re.Pattern[str]] = {  # flash-attn, flex, xformers, sage and custom attention forwards
-    "attention": re.compile(r"(?!aten\.)(?!.*(backward|bwd)).*(attention|attn)", re.IGNORECASE),
-    "matmul": re.compile(r"(bitsandbytes\.gemm|torchao\..*(mm|linear)|.*grouped_mm)", re.IGNORECASE),
-}
+GROUPS = {f"aten.{name}.default": group for group, names in OP_GROUPS.items() for name in names}
 
 
 @cache
@@ -40,7 +17,7 @@ def group_of(op: str) -> str | None:
     """Return the group of the operator named `op` (the `str` of its overload), or None."""
     if op in GROUPS:
         return GROUPS[op]
-    for group, pattern in PATTERNS.items():
+    for group, pattern in OP_PATTERNS.items():
         if pattern.match(op):
             return group
     return None

@@ -71,7 +71,7 @@ def known_models() -> dict[str, KnownModel]:
     found = {}
     for path in sorted(CONFIGS.glob("*.json")):
         for name, entry in json.loads(path.read_text(encoding="utf-8")).items():
-            also = tuple(entry.pop("also"))
+            also = tuple(entry.pop("also", ()))
             found[name] = KnownModel(name, path.stem, also=also, **entry)
     return found
 
