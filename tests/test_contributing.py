@@ -53,10 +53,10 @@ def test_a_card_is_one_row(copied: Path) -> None:
 
 def test_a_model_is_one_entry(copied: Path) -> None:
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 256,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256,
     }  # fmt: skip
-    parameters = 2 * 256 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
+    parameters = 2 * 256 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256 + 2 * 128) + 128
     entry = {"dtype": "float32", "parameters": parameters, "source": "this test", "config": config}
     code = (
         "from ckpt_ft import estimate; from ckpt_ft.spec.training_spec import TrainingSpec; "
