@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from ckpt_ft.planning.where import Place, Places
 
 
+_MOST_GPUS = 8
+
+
 @takes_spec(
     "policy", "batch_size", "launch", "processes", "machines", "link", "gpu_memory", "gpu_like", "budget",
 )  # fmt: skip
@@ -38,7 +42,7 @@ def where(
     ] = "",
     method: Annotated[str, typer.Option("--method", help="one or more of full, LoRA and QLoRA")] = "full,LoRA,QLoRA",
     policy: Annotated[str, typer.Option("--policy", help="e.g. full; auto for the fastest of several")] = "auto",
-    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="the largest number of one card")] = 8,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="the largest number of one card")] = _MOST_GPUS,
     price: Annotated[
         list[str] | None,
         typer.Option("--price", help="dollars an hour: rtx-4090=0.4,h100=2.5, or a YAML file of card: dollars"),
@@ -64,6 +68,8 @@ def where(
     if not spec.model.name:
         if spec != TrainingSpec.of("") or seq_length or price or policy != "auto":
             raise UserError("where: without a model only --device and --method count; name a model for the others")
+        if gpus != _MOST_GPUS:
+            print("note: what one card trains; name a model to ask about several", file=sys.stderr)
         _of_cards(device, [*dict.fromkeys(map(named_method, methods))], html, as_json)
         return
     prices = read_prices(price or [])
@@ -109,7 +115,7 @@ def _of_cards(device: str, methods: Sequence[str], html: str, as_json: bool) -> 
         rows: dict[str, list[str]] = {one.model.rpartition("/")[2]: [] for one in found[card.name]}
         for one in found[card.name]:
             rows[one.model.rpartition("/")[2]].append(_cell(one))
-        title = f"Longest sequence on {card.name} ({format_bytes(card.memory)}), tokens, predicted"
+        title = f"Longest sequence on {card.name}, tokens, predicted"
         words = tuple(range(len(methods) + 1))
         tables.append(Table(title, ("model", *methods), [(model, *cells) for model, cells in rows.items()], words))
         best = largest(found[card.name])
