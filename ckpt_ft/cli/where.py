@@ -15,6 +15,7 @@ import typer
 from ckpt_ft.errors import UserError
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import current_gpu, find_gpu
+from ckpt_ft.spec.methods import named_method
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
@@ -58,10 +59,6 @@ def where(
     A row of one card is the answer of `estimate` for its method, policy and batch; those of several cards are extended
     from models with fewer blocks. Nothing needs a GPU or weights.
     """
-    from ckpt_ft.planning.where import CARDS, POLICIES, best_of, named_method
-    from ckpt_ft.planning.where import where as find_places
-    from ckpt_ft.workloads.load import with_task
-
     if html:
         check_writable(html, "--html")
     methods = [name.strip() for name in method.split(",") if name.strip()]
@@ -72,6 +69,10 @@ def where(
             print("note: what one card trains; name a model to ask about several", file=sys.stderr)
         _of_cards(device, [*dict.fromkeys(map(named_method, methods))], html, as_json)
         return
+    from ckpt_ft.planning.where import CARDS, POLICIES, best_of
+    from ckpt_ft.planning.where import where as find_places
+    from ckpt_ft.workloads.load import with_task
+
     prices = read_prices(price or [])
     named = [name.strip() for name in device.split(",") if name.strip()] or [*CARDS]
     cards = list({card.name: card for card in map(find_gpu, named)}.values())
