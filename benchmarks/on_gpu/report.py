@@ -1,156 +1,155 @@
-"""Results of a run as Markdown and pictures."""
+"""A run of gpu.py as a Markdown page: a verdict for each part, and its rows."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import statistics
+from collections.abc import Callable
 from typing import Any
 
-from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.units import GIB
 
-from .claims import predicted_and_measured
+Case = dict[str, Any]
+Verdict = tuple[bool, str]  # whether the claim holds, and the figures
+CONVOLUTIONAL = ("SD ", "SDXL", "ResNet")
 
 
-def markdown(results: dict[str, Any], pictures: list[Path]) -> str:
-    """Returns the page: claims, every case, plan and largest batches, and the machine."""
-    parts = [
-        f"# {results['title']}",
-        _made_by(results),
-        "## Claims",
-        _claims(results["claims"]),
-        "## Cases",
-        _cases(results),
-    ]
-    if results.get("plan"):
-        parts += ["## plan's rows, measured", _plan(results["plan"])]
-    parts += [f"![{picture.stem}]({picture.name})" for picture in pictures]
+def markdown(results: dict[str, Any]) -> str:
+    """Returns the page: claims, and the cases of each part."""
+    facts, device = results["provenance"], results["device"]
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    dry = "no GPU: a dry run on the CPU at toy size, of which no figure says anything"
+    command = f"Made by `python benchmarks/{facts['command']}` on {results['date']}"
+    made = f"{command} with {versions}; {device.get('name', dry)}."
+    rows = [[claim, f"**{verdict}**", figures] for claim, verdict, figures in verdicts(results)]
+    parts = [f"# {device.get('name', 'Dry run')}", made, "## Claims", _table(["claim", "verdict", "figures"], rows)]
+    for name in dict.fromkeys(case["part"] for case in results["cases"]):
+        cases = [case for case in results["cases"] if case["part"] == name]
+        cells = [
+            [case["name"], f"{case['status']} {case['message']}".strip(), f"{case['seconds']:.1f}", _figures(case)]
+            for case in cases
+        ]
+        parts += [f"## {name}", _table(["case", "status", "s", "figures"], cells)]
     return "\n\n".join(parts) + "\n"
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _made_by(results: dict[str, Any]) -> str:
-    facts = results["provenance"]
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    dry = "no GPU: a dry run on the CPU at toy size, of which no figure says anything"
-    minutes = f"{results['seconds'] / 60:.1f} minutes"
-    made = f"Made by `python benchmarks/{facts['command']}` on {results['date']} in {minutes} with {versions}; "
-    how = "Predicted: `trace_step` for this very device. Measured: the allocator's counters, a process for each case."
-    return f"{made}{results['device'].get('name', dry)}. {how}"
-
-
-def _claims(claims: list[dict[str, str]]) -> str:
-    return table(
-        ["claim", "verdict", "figures"], [[row["claim"], f"**{row['verdict']}**", row["figures"]] for row in claims]
-    )
-
-
-def _cases(results: dict[str, Any]) -> str:
-    header = [
-        "case",
-        "batch",
-        "status",
-        "allocated, predicted",
-        "measured GiB",
-        "error",
-        "reserved, predicted",
-        "measured GiB",
-        "error",
-        "active GiB",
-        *(f"{phase} GiB" for phase in PHASES),
-        "ms, predicted",
-        "measured",
-    ]
+def verdicts(results: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Returns (claim, "holds" | "falls short" | "not measured", figures) of each claim."""
     rows = []
-    for case in results["cases"]:
-        predicted, measured = case.get("predicted") or {}, case.get("measured") or {}
-        row = [
-            f"{case['workload']}, `{case['policy']}`",
-            str(case["batch"]),
-            case["status"] + (f": {case['message']}" if case["message"] else ""),
-        ]
+    for claim, part, decide in CLAIMS:
+        cases = [case for case in results["cases"] if case["part"] == part and case["status"] == "ok"]
+        decided = None if results["dry_run"] or not cases else decide(cases)
+        rows.append((claim, "not measured", "") if decided is None else
+                    (claim, "holds" if decided[0] else "falls short", decided[1]))  # fmt: skip
+    return rows
+
+
+def _equal(cases: list[Case]) -> Verdict:
+    wrong = [f"{case['name']} {policy}" for case in cases for policy, row in case["value"].items() if not row["equal"]]
+    return not wrong, ", ".join(wrong) or f"{sum(len(case['value']) for case in cases)} policies"
+
+
+def _within(
+    figure: str, median: float, worst: float, mine: Callable[[str], bool] = lambda _: True
+) -> Callable[[list[Case]], Verdict | None]:
+    """Compares the median and worst of |predicted / measured - 1| with bounds."""
+
+    def decide(cases: list[Case]) -> Verdict | None:
+        pairs = [(case["name"], case["predicted"].get(figure), case["value"].get(figure)) for case in cases
+                 if mine(case["name"]) and case["predicted"]]  # fmt: skip
+        errors = sorted((abs(p / m - 1), name) for name, p, m in pairs if p and m)
+        if not errors:
+            return None
+        middle, (most, name) = statistics.median(error for error, _ in errors), errors[-1]
+        figures = f"median {100 * middle:.2f} %, worst {100 * most:.2f} % ({name}), {len(errors)} cases"
+        return middle <= median and most <= worst, figures
+
+    return decide
+
+
+def _hidden(cases: list[Case]) -> Verdict | None:
+    plain = next((case["value"]["seconds"] for case in cases if case["name"].endswith(", none")), None)
+    copied = [(case["name"], case["value"]) for case in cases if case["value"]["copies"]]
+    if plain is None or not copied:
+        return None
+    texts = [f"{name}: {value['hidden'] / value['copies']:.0%} hidden, {value['seconds'] / plain:.2f} of plain's time"
+             for name, value in copied]  # fmt: skip
+    return all(value["hidden"] >= 0.8 * value["copies"] for _, value in copied), "; ".join(texts)
+
+
+def _host(cases: list[Case]) -> Verdict:
+    ratios = {case["name"]: case["value"]["pointwise"] / case["value"]["plain"] for case in cases}
+    return max(ratios.values()) <= 1.7, ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+
+
+def _verified(cases: list[Case]) -> Verdict:
+    more = {case["name"]: case["value"]["always"] / case["value"]["never"] - 1 for case in cases}
+    return max(more.values()) <= 1, ", ".join(f"{name} {100 * share:+.0f} %" for name, share in more.items())
+
+
+def _proved(cases: list[Case]) -> Verdict:
+    rows = [(case["name"], case["value"]) for case in cases]
+    good = all(row["proved"] and len(row["trials"]) <= 4 for _, row in rows)  # three, and the one that makes states
+    return good, "; ".join(f"{name}: {row['predicted']} predicted, {row['proved']} proved" for name, row in rows)
+
+
+def _pick(cases: list[Case]) -> Verdict:
+    rates = [row["rate"] for row in cases[0]["value"]]
+    return rates[0] >= 0.9 * max(rates), f"{100 * rates[0] / max(rates):.0f} % of the best of {len(rates)}"
+
+
+def _scripts(cases: list[Case]) -> Verdict:
+    rows = [(case["name"], case["value"]) for case in cases]
+    errors = {name: (row["predicted"]["allocated"] or 0) / row["allocated"] - 1 for name, row in rows}
+    good = all(row["equal"] for _, row in rows) and max(map(abs, errors.values())) <= 0.002
+    return good, ", ".join(f"{name} {100 * error:+.2f} %" for name, error in errors.items())
+
+
+def _convolutional(name: str) -> bool:
+    return name.startswith(CONVOLUTIONAL)
+
+
+# claim, part, and the function that decides it for the part's cases
+CLAIMS: list[tuple[str, str, Callable[[list[Case]], Verdict | None]]] = [
+    ("a step's numbers are plain training's under every policy", "numbers", _equal),
+    ("no copy races with the computation: late copies, poisoned memory", "races", _equal),
+    ("predicted peak allocated, transformers: median within 0.2 %, worst within 0.6 %", "peaks",
+     _within("allocated", 0.002, 0.006, lambda name: not _convolutional(name))),
+    ("predicted peak allocated, U-Nets and ResNet: worst within 5 %", "peaks",
+     _within("allocated", 0.05, 0.05, _convolutional)),
+    ("predicted peak reserved: median within 2 %, worst within 6 %", "peaks", _within("reserved", 0.02, 0.06)),
+    ("predicted seconds: median within 5 %, worst within 12 %", "peaks", _within("seconds", 0.05, 0.12)),
+    ("scripts: ckpt-ft run changes no number, and its dry run is within 0.2 % of the peak", "scripts", _scripts),
+    ("at least 80 % of the seconds of copies are under kernels", "overlap", _hidden),
+    ("host time of pointwise is at most 1.7 times plain's", "host time", _host),
+    ("verification at most doubles a step's time", "verification", _verified),
+    ("the largest batch is proved with at most three steps beyond the first", "largest batch", _proved),
+    ("plan's pick is within 10 % of the best measured of its rows", "plan", _pick),
+    ("the tests marked gpu pass", "tests", lambda cases: (cases[0]["value"]["rc"] == 0, cases[0]["value"]["tail"])),
+]  # fmt: skip
+
+
+def _figures(case: Case) -> str:
+    value, predicted = case.get("value") or {}, case.get("predicted") or {}
+    if case["part"] == "peaks" and value:
+        rows = []
         for figure in ("allocated", "reserved"):
-            mine, theirs = predicted.get(figure), measured.get(figure)
-            row += [_gib(mine), _gib(theirs), f"{100 * (mine / theirs - 1):+.2f} %" if mine and theirs else ""]
-        row.append(_gib(measured.get("active")))
-        row += [_gib((measured.get("phases") or {}).get(phase, {}).get("allocated")) for phase in PHASES]
-        row += [
-            f"{1e3 * seconds:.1f}" if seconds else ""
-            for seconds in (predicted.get("seconds"), measured.get("seconds"))
-        ]
-        rows.append(row)
-    return table(header, rows)
-
-
-def _plan(rows: list[dict[str, Any]]) -> str:
-    cells = []
-    for row in rows:
-        seen = row.get("measured_samples_per_second")
-        cells.append(
-            [
-                f"`{row['policy']}`",
-                str(row["batch"]),
-                _gib(row["reserved"]),
-                _gib(row.get("measured_reserved")),
-                f"{row['samples_per_second']:.3g}",
-                f"{seen:.3g}" if seen else row.get("status", ""),
-            ]
+            mine, theirs = predicted.get(figure), value.get(figure)
+            error = f" ({100 * (mine / theirs - 1):+.2f} %)" if mine and theirs else ""
+            rows += [f"{figure} {theirs / GIB:.3f} GiB{error}"] if theirs else []
+        mine = predicted.get("seconds")
+        return ", ".join(
+            [*rows, f"{1e3 * value['seconds']:.1f} ms" + (f", predicted {1e3 * mine:.1f}" if mine else "")]
         )
-    return table(["policy", "batch", "reserved GiB, predicted", "measured", "samples/s, predicted", "measured"], cells)
+    if case["part"] == "scripts" and value:
+        mine, theirs = value["predicted"]["allocated"], value["allocated"]
+        error = f" ({100 * (mine / theirs - 1):+.2f} %)" if mine else ""
+        return f"{'equal' if value['equal'] else 'DIFFERS'}, allocated {theirs / GIB:.3f} GiB{error}"
+    if case["part"] in ("numbers", "races"):
+        return ", ".join(f"{policy} {'equal' if row['equal'] else 'DIFFERS'}" for policy, row in value.items())
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number:.4g}" for name, number in value.items() if isinstance(number, (int, float)))
+    return ""
 
 
-def _gib(nbytes: Any) -> str:
-    return f"{nbytes / GIB:.3f}" if nbytes else ""
-
-
-def pictures(results: dict[str, Any], stem: Path) -> list[Path]:
-    """Draws measured against predicted peaks, and each workload's peak against its time, if there are points."""
-    made = []
-    pairs = predicted_and_measured(results, "allocated")
-    if pairs:
-        made.append(_scatter(pairs, stem.with_name(f"{stem.name}-peaks.png")))
-    points: dict[str, list[tuple[str, float, float]]] = {}
-    for case in results["cases"]:
-        measured = case.get("measured") or {}
-        if measured.get("allocated") and measured.get("seconds"):
-            points.setdefault(case["workload"], []).append(
-                (case["policy"], 1e3 * measured["seconds"], measured["allocated"] / GIB)
-            )
-    if points:
-        made.append(_frontiers(points, stem.with_name(f"{stem.name}-policies.png")))
-    return made
-
-
-def _scatter(pairs: list[tuple[str, float, float]], path: Path) -> Path:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5, 4.5), layout="constrained")
-    axes = figure.subplots()
-    mine, theirs = [p / GIB for _, p, _ in pairs], [m / GIB for _, _, m in pairs]
-    axes.plot([0, max(mine + theirs)], [0, max(mine + theirs)], color="grey", linewidth=0.8)
-    axes.scatter(theirs, mine, s=12)
-    axes.set(xlabel="peak allocated, measured (GiB)", ylabel="predicted (GiB)")
-    figure.savefig(path, dpi=90)
-    return path
-
-
-def _frontiers(points: dict[str, list[tuple[str, float, float]]], path: Path) -> Path:
-    from matplotlib.figure import Figure
-
-    columns = min(3, len(points))
-    rows = -(-len(points) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for unused in panels[len(points) :]:
-        unused.remove()
-    for axes, (workload, found) in zip(panels, points.items(), strict=False):
-        axes.scatter([ms for _, ms, _ in found], [gib for _, _, gib in found], s=14)
-        for policy, ms, gib in found:
-            axes.annotate(policy, (ms, gib), fontsize=6, xytext=(2, 2), textcoords="offset points")
-        axes.set(title=workload, xlabel="ms per step, measured", ylabel="peak allocated (GiB)")
-    figure.savefig(path, dpi=90)
-    return path
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
