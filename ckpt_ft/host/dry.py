@@ -249,7 +249,8 @@ class _DryRun:
             child = os.fork()
             if not child:
                 torch.set_num_threads(1)  # before threads of autograd do it, which race for the pool after a fork
-                queue.Queue.join = lambda waited: None  # type: ignore[method-assign]  # for threads left in the parent
+                queues: Any = queue.Queue
+                queues.join = lambda waited: None  # its threads are left in the parent
                 self.policy, self.number = policy, number
                 self.files.begin()
                 return
@@ -334,7 +335,7 @@ class _DryRun:
 
 def replace_own_checkpointing(model: nn.Module, policy: str) -> list[str]:
     """Switch off the script's own checkpointing, or blocks would be run again twice; returns a note."""
-    own = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    own: list[Any] = [one for one in model.modules() if getattr(one, "gradient_checkpointing", False) is True]
     for module in own:
         module.gradient_checkpointing = False
     return [f"policy '{policy}' replaces the script's own gradient checkpointing"] if own else []

@@ -46,8 +46,8 @@ def generate_longest(note: Callable[[str], None]) -> None:
         try:
             sequences = generate(model, settings, tokens, **given)
         finally:
-            GenerationMixin.generate = longest  # type: ignore[assignment]
+            GenerationMixin.generate = longest
         kind = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
         return kind(sequences=sequences) if asked else sequences
 
-    GenerationMixin.generate = longest  # type: ignore[assignment]
+    GenerationMixin.generate = longest

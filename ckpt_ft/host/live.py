@@ -73,7 +73,8 @@ class LiveRun:
         self._loop.watch()
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        code, failed = 0, None
+        code = 0
+        failed: BaseException | None = None
         try:
             self.script.run()
         except UserError:

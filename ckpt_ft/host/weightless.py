@@ -110,7 +110,8 @@ def _draw_missing(model: Any, name: str, subfolder: str) -> None:
     from transformers import PreTrainedModel
 
     known = _names_in_checkpoint(name, subfolder)
-    prefix, seen = f"{model.base_model_prefix}.", set()
+    prefix = f"{model.base_model_prefix}."
+    seen: set[int] = set()
 
     def draw(module: nn.Module, path: str, owner: Any) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner

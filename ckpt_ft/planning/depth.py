@@ -8,7 +8,7 @@ the same amount, and so does the time of the step. Traces at two depths show thi
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ def shorten(model: nn.Module, units: int) -> ShortenedRun | None:
     return ShortenedRun(count, [f"{name}.{number}".lstrip(".") for number in left], period)
 
 
-def _kinds(blocks: Sequence[nn.Module] | nn.Sequential) -> list[int]:
+def _kinds(blocks: Iterable[nn.Module]) -> list[int]:
     """For each block, the number of the first one that is built like it."""
     described = [_described(block) for block in blocks]
     return [
