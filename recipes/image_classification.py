@@ -26,17 +26,16 @@ from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.classification import (
     ImageRows,
     VisionArguments,
-    accuracy,
     check_batch_norm,
     collate,
     load_classifier,
     load_images,
     load_processor,
-    most_likely_class,
     new_crops_each_epoch,
     own_resolution,
     position_arguments,
 )
+from ckpt_ft.training.labels import accuracy, most_likely_class
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.trainer import evaluate, start, train, write_model_card

@@ -31,7 +31,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
     ),
     32: (
         "hidden_size", "d_model", "n_embd", "dim", "embed_dim", "out_hidden_size", "word_embed_proj_dim",
-        "projection_dim", "moe_intermediate_size", "shared_expert_intermediate_size",
+        "projection_dim", "pooler_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size",
     ),
     64: (
         "intermediate_size", "ffn_dim", "hidden_dim", "d_ff", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim",

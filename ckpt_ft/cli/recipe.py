@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parents[1]
 
 def recipe(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="llm, vlm, dpo, diffusion_unet, diffusion_transformer, ...")],
+    name: Annotated[str, typer.Argument(help="llm, text, vlm, dpo, diffusion_unet, diffusion_transformer, ...")],
     path: Annotated[bool, typer.Option("--path", help="only print the script's path, to read or launch")] = False,
 ) -> None:
     """Run a recipe in this process. Its own flags follow its name; its --help lists them.

@@ -29,6 +29,7 @@ _DIFFUSION = (
     "max_grad_norm", "optimizer",
 )  # fmt: skip
 _FIELDS: dict[str, tuple[str, ...]] = {
+    "text": ("task", "seq_length", *_TRAINER, *(key for key in _ADAPTER if key != "rows")),
     "llm": ("seq_length", "rope_scaling", "router_aux_loss_coef", *_TRAINER, *_ADAPTER),
     "vlm": (
         "seq_length", *_TRAINER, *_ADAPTER, "train_towers", "max_pixels", "longest_side", "images", "image_size",
@@ -56,6 +57,7 @@ RECIPES = {
     "causal-lm": "llm",
     "image-text-to-text": "vlm",
     "image-classification": "image_classification",
+    **dict.fromkeys(("text-classification", "token-classification", "embedding", "reranker"), "text"),
     "diffusion U-Net": "diffusion_unet",
     "diffusion transformer": "diffusion_transformer",
 }
@@ -169,6 +171,8 @@ def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str
     words += ["--ac_policy", spec.policy]
     if spec.adapter.lora_r and not is_diffusion:
         words.append("--use_peft")
+        if recipe in ("llm", "text") and not spec.adapter.lora_targets:  # without the flag PEFT chooses by model type
+            words += ["--lora_target_modules", "all-linear"]
     if spec.launch.launch is not None and spec.launch.launch.ep > 1:  # such optimizers have no checkpoints
         words += ["--ep_size", str(spec.launch.launch.ep), "--save_only_model"]
     names = _NAMES_OF_DIFFUSION if is_diffusion else {**_NAMES, "seq_length": ""} if recipe == "grpo" else _NAMES

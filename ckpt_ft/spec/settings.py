@@ -26,7 +26,7 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}  # values th
 # Kinds of training files -> the sections with their settings; the first section that has a name decides.
 _ARGUMENTS = ("trl", "trl.model", "transformers")
 KINDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llm", "vlm", "image_classification"), ("ckpt_ft", "recipes", "transformers")),
+    **dict.fromkeys(("llm", "vlm", "text", "image_classification"), ("ckpt_ft", "recipes", "transformers")),
     **dict.fromkeys(("diffusion_unet", "diffusion_transformer"), ("ckpt_ft", "recipes.diffusion")),
     "trl": ("ckpt_ft", "trl.sft", *_ARGUMENTS),
     "dpo": ("ckpt_ft", "trl.dpo", *_ARGUMENTS),

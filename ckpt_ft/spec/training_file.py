@@ -40,7 +40,7 @@ _TEXT = {"batch_size": 8, "eval_batch_size": 8}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llm": _TEXT,
     "vlm": {**_TEXT, "seq_length": 2048, "train_towers": "language"},
-    "image_classification": _TEXT,
+    **dict.fromkeys(("text", "image_classification"), _TEXT),
     **{kind: {**_TEXT, "bf16": True, "checkpointing": True} for kind in TRL},
     "axolotl": {"batch_size": 1, "bf16": True, "lora_dropout": 0.0, "seq_length": 512},
     "llama_factory": {
@@ -57,7 +57,7 @@ _PLAIN = (
     "accumulation", "seq_length", "rope_scaling", "packing", "resolution", "aspect_ratio_buckets", "image_size",
     "max_pixels", "longest_side", "train_towers", "audio_seconds", "max_grad_norm", "ema", "budget", "freeze",
     "router_aux_loss_coef", "attn_implementation", "experts_implementation", "use_kernels", "torch_compile",
-    "peft_config", "quantize_moe_experts",
+    "peft_config", "quantize_moe_experts", "task",
 )  # fmt: skip
 _OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
 _LLAMA_FACTORY = {"finetuning_type", "stage", "cutoff_len", "template", "lora_rank", "lora_target", "quantization_bit"}

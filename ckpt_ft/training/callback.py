@@ -264,7 +264,8 @@ class ACCallback(TrainerCallback):
             if model.training and self.session.is_alone and len(args) == 1 and isinstance(args[0], Mapping):
                 self._micro_batch = dict(args[0]), kwargs  # a copy: the loss may take entries out
             if model.training and self.session.profiler is not None:
-                self.session.profiler.note_loss(args, kwargs)
+                plain = (dict(arg) if isinstance(arg, Mapping) else arg for arg in args)  # pytrees know dicts alone
+                self.session.profiler.note_loss(tuple(plain), kwargs)
             return compute_loss(model, *args, **kwargs)
 
         return recording

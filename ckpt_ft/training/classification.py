@@ -11,8 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +22,7 @@ from PIL import Image, ImageOps
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.flags import Pixels, SplitArguments, changed, flag, load_split
 from ckpt_ft.training.images import image_files, named_columns, open_image, readable, undecoded
+from ckpt_ft.training.labels import check_classes, class_names, labelled, settings_of
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 from ckpt_ft.training.samples.drawings import drawn_shapes
 from ckpt_ft.validation import library_reads
@@ -30,7 +30,7 @@ from ckpt_ft.validation import library_reads
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
-    from transformers import EvalPrediction, PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+    from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
 Row = dict[str, Any]
 _SHAPES_HELD_OUT = 512
@@ -69,9 +69,9 @@ def load_images(args: VisionArguments, *, evaluate: bool, seed: int) -> tuple[Da
         train = train.shuffle(seed=seed).select(range(min(args.max_train_samples, len(train))))
     source = args.dataset_name or "drawn shapes"
     names = class_names(train, source)
-    splits = [_labelled(rows, names, source) for rows in (train, test) if rows is not None]
+    splits = [labelled(rows, names, source) for rows in (train, test) if rows is not None]
     splits = [readable(rows, source, skip=args.skip_bad_images) for rows in splits]
-    _check_classes(splits[0]["label"], names, source)
+    check_classes(splits[0]["label"], names, source)
     return splits[0], splits[1] if len(splits) > 1 else None, names
 
 
@@ -126,55 +126,6 @@ def _load_folder(args: VisionArguments, split: str) -> Dataset:
     }
     features = Features(image=Value("string"), label=ClassLabel(names=names))
     return undecoded(Dataset.from_dict(rows, features=features))
-
-
-def class_names(rows: Dataset, source: str) -> list[str]:
-    """Returns the classes in label order: the dataset's own names, or the sorted values of its label column."""
-    from datasets import ClassLabel
-
-    feature = rows.features["label"]
-    if isinstance(feature, ClassLabel):
-        return list(feature.names)
-    values = set(rows["label"])
-    if None in values:
-        raise UserError(f"{source}: row {list(rows['label']).index(None) + 1} has no label")
-    if not all(isinstance(value, (int, str)) for value in values):
-        raise UserError(f"{source}: labels are whole numbers or names, not {type(next(iter(values))).__name__}")
-    return [str(value) for value in sorted(values)]
-
-
-def _labelled(rows: Dataset, names: list[str], source: str) -> Dataset:
-    """Replaces the labels by positions in `names`."""
-    from datasets import ClassLabel, Value
-
-    feature = rows.features["label"]
-    own = feature.names if isinstance(feature, ClassLabel) else None
-    place = {name: index for index, name in enumerate(names)}
-    labels = []
-    for row, value in enumerate(rows["label"], start=1):
-        name = own[value] if own and value is not None and 0 <= value < len(own) else None if own else str(value)
-        if name not in place:
-            given = f"label {value}" if name is None or name == str(value) else f"class '{name}'"
-            raise UserError(
-                f"{source}: row {row} has {given}, but there are {len(names)} classes to train on ({_few(names)})"
-            )
-        labels.append(place[name])
-    return rows.remove_columns("label").add_column("label", labels, feature=Value("int64"))
-
-
-def _check_classes(labels: Iterable[int], names: list[str], source: str) -> None:
-    """Requires two classes, and prints those without an image: the model never learns their outputs."""
-    counts = Counter(labels)
-    if len(counts) < 2:
-        only = names[next(iter(counts))]
-        raise UserError(f"{source}: every training image is of class '{only}'; a classifier needs at least 2 classes")
-    missing = [name for index, name in enumerate(names) if index not in counts]
-    if missing:
-        print(f"{source}: {len(missing)} of {len(names)} classes have no training image: {_few(missing)}", flush=True)
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 class ImageRows:
@@ -257,21 +208,6 @@ def collate(rows: Sequence[Row], **extra: Any) -> Row:
     return {**default_data_collator(list(rows)), **extra}
 
 
-def most_likely_class(logits: Any, labels: Any) -> Any:
-    """Trainer's `preprocess_logits_for_metrics`: keeps one class per image instead of all scores."""
-    return logits.argmax(dim=-1)
-
-
-def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Trainer's `compute_metrics`: the share of right images, over all images and averaged over the classes."""
-    import numpy as np
-
-    chosen, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
-    right = chosen == labels
-    each = [float(right[labels == label].mean()) for label in np.unique(labels)]
-    return {"accuracy": float(right.mean()), "balanced_accuracy": float(np.mean(each))}
-
-
 def load_classifier(args: ModelArguments, names: list[str]) -> PreTrainedModel:
     """Returns a model with one output per class; a pretrained head of another size is replaced, which is logged.
 
@@ -281,11 +217,7 @@ def load_classifier(args: ModelArguments, names: list[str]) -> PreTrainedModel:
     from torch.nn.modules.batchnorm import _BatchNorm
     from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
 
-    classes: dict[str, Any] = {
-        "num_labels": len(names),
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: index for index, name in enumerate(names)},
-    }
+    classes = settings_of(names)
     if args.model_name_or_path is None:
         # A ResNet of basic blocks (He et al. 2015, arXiv:1512.03385), which learns the drawn shapes fast on a CPU.
         model: Any = ResNetForImageClassification(

@@ -145,14 +145,16 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def within_positions(args: ModelArguments, max_length: int) -> int:
+def within_positions(args: ModelArguments, max_length: int, limit: int = 0) -> int:
     """Clamps a default `max_length` to the number of positions that the model was trained on, and warns.
 
     Longer sequences cause an index error deep in the model. Rotary positions run at any length, but the model has not
     learned them: they need `--rope_scaling`.
+
+    limit: of the model's table of positions, which may be fewer; 0 if it is not known, or has none.
     """
     config = _config(args)
-    positions = trained_positions(config)
+    positions = limit or trained_positions(config)
     if not positions or max_length <= positions:
         return max_length
     if args.rope_scaling is not None and is_rotary(config):
@@ -349,19 +351,18 @@ def check_peft_flag(path: str | None, beside: Mapping[str, object]) -> None:
 
 
 def adapter_of(
-    path: str, targets: Targets | None = None, modules_to_save: Sequence[str] = (), task_type: str | None = None
+    path: str, targets: Targets | None = None, modules_to_save: Sequence[str] = (), **task: str
 ) -> PeftConfig:
     """Returns the configuration in `path`.
 
     Args:
         targets: maps the file's target modules to those of the model.
         modules_to_save: modules that are trained in full, in addition to those in the file.
-        task_type: the recipe's task type, which overrides the file's.
+        task: the recipe's fields (`task_type`), which override the file's.
     """
     source = f"--peft_config {path}"
     content = read_peft(path, source)
-    if task_type is not None:
-        content["task_type"] = task_type
+    content |= {key: value for key, value in task.items() if takes(content, key, source)}
     if targets is not None and takes(content, "target_modules", source):
         content["target_modules"] = targets(content.get("target_modules"))
     if modules_to_save:
@@ -372,7 +373,7 @@ def adapter_of(
             )
         content["modules_to_save"] = sorted({*(content.get("modules_to_save") or ()), *modules_to_save})
     config = configuration(content, source)
-    if task_type is None and (config.is_prompt_learning or config.is_adaption_prompt):
+    if not task and (config.is_prompt_learning or config.is_adaption_prompt):
         raise UserError(
             f"{source}: {content['peft_type']} is for the language models of recipes/llm.py and recipes/dpo.py; give "
             "a kind that adapts modules, LORA or LOKR for example"

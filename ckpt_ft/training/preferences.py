@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.flags import AtLeastOne, Length, NotNegative, Share, check_flags, flag
 from ckpt_ft.training.run_arguments import RunArguments
+from ckpt_ft.training.text import check_columns
 
 try:
     from trl import DPOConfig, GRPOConfig
@@ -77,9 +78,7 @@ def _last_number(text: str) -> float | None:
 
 def check_problems(rows: Dataset, name: str) -> None:
     """Raises UserError if a row has no prompt, or no number as its answer."""
-    _check_columns(
-        rows, name, ("prompt", "answer"), ("prompt", "answer"), "problems are rows of 'prompt' and 'answer'"
-    )
+    check_columns(rows, name, ("prompt", "answer"), ("prompt", "answer"), "problems are rows of 'prompt' and 'answer'")
     wordy = next((at for at, value in enumerate(rows["answer"], start=1) if _last_number(str(value)) is None), None)
     if wordy is not None:
         raise UserError(
@@ -90,17 +89,6 @@ def check_problems(rows: Dataset, name: str) -> None:
 def check_preferences(rows: Dataset, name: str) -> None:
     """Raises UserError if a column is missing or a value is empty; the error names it."""
     what = "'prompt', 'chosen' and 'rejected', texts or conversations"
-    _check_columns(
+    check_columns(
         rows, name, ("chosen", "rejected"), ("prompt", "chosen", "rejected"), f"preferences are rows of {what}"
     )
-
-
-def _check_columns(rows: Dataset, name: str, needed: tuple[str, ...], filled: tuple[str, ...], what: str) -> None:
-    missing = [column for column in needed if column not in rows.column_names]
-    if missing:
-        raise UserError(f"dataset {name}: no column '{missing[0]}' among {', '.join(rows.column_names)}; {what}")
-    for column in filled:
-        if column in rows.column_names:
-            empty = next((at for at, value in enumerate(rows[column], start=1) if value in (None, "", [])), None)
-            if empty is not None:
-                raise UserError(f"dataset {name}: row {empty} has no '{column}'; drop the row, or fill it in")

@@ -185,6 +185,18 @@ def _check_row(row: Any, place: str, kinds: dict[str, str]) -> None:
             raise UserError(f"{place}: '{column}' is {type(value).__name__}, and {kinds[column]} in rows before it")
 
 
+def check_columns(rows: Dataset, name: str, needed: Sequence[str], filled: Sequence[str], what: str) -> None:
+    """Raises UserError if a `needed` column is missing, or a `filled` one has an empty value; says `what` rows are."""
+    missing = [column for column in needed if column not in rows.column_names]
+    if missing:
+        raise UserError(f"dataset {name}: no column '{missing[0]}' among {', '.join(rows.column_names)}; {what}")
+    for column in filled:
+        if column in rows.column_names:
+            empty = next((at for at, value in enumerate(rows[column], start=1) if value in (None, "", [])), None)
+            if empty is not None:
+                raise UserError(f"dataset {name}: row {empty} has no '{column}'; drop the row, or fill it in")
+
+
 def known_columns(rows: Dataset, text_field: str) -> Dataset:
     """Converts ShareGPT's and Alpaca's columns, with a warning; other rows are returned as they are.
 

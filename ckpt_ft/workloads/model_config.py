@@ -285,7 +285,11 @@ def position_limit(model: Any) -> int:
         return 0
     if model.config.model_type == "mpt":
         return most
-    rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    for name, table in tables.items():
+        if "position" in name and table.padding_idx is not None and table.num_embeddings == most:
+            return most - table.padding_idx - 1  # RoBERTa's positions start after that of padding
+    rows = {table.num_embeddings for table in tables.values()}
     sizes = rows | {size for buffer in model.buffers() for size in buffer.shape}
     return most if any(most <= size <= most + _OFFSET for size in sizes) else 0
 

@@ -203,7 +203,9 @@ def row_lengths(rows: Any) -> list[int]:
         UserError: the columns do not hold lists.
     """
     if "input_ids" in rows.column_names:
-        return _list_lengths(rows, "input_ids")
+        lengths = _list_lengths(rows, "input_ids")
+        pairs = _list_lengths(rows, "positives") if "positives" in rows.column_names else lengths
+        return [max(pair) for pair in zip(lengths, pairs, strict=True)]
     prompts, chosen, rejected = (_list_lengths(rows, name) for name in PREFERENCES)
     return [prompt + max(pair) for prompt, *pair in zip(prompts, chosen, rejected, strict=True)]
 

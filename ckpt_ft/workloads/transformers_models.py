@@ -36,6 +36,7 @@ from ckpt_ft.workloads.model_config import (
 from ckpt_ft.workloads.workload import DTYPES, Batch, Forward, Loss, Workload
 
 POSITIVES = "positives"  # input ids of the text that is paired with each row's text
+POSITIVES_MASK = "positives_mask"  # the attention mask of these ids
 _SCALE = 20.0  # default of sentence-transformers' MultipleNegativesRankingLoss
 
 
@@ -46,18 +47,16 @@ def own_contrastive_loss(model: Forward, batch: Batch) -> torch.Tensor:
 
 def in_batch_loss(model: Forward, batch: Batch) -> torch.Tensor:
     """The in-batch contrastive loss of sentence-transformers (MultipleNegativesRankingLoss)."""
-    rows = {name: value for name, value in batch.items() if name != POSITIVES}
-    anchors, positives = (
-        _embedded(model, {**rows, "input_ids": ids}) for ids in (batch["input_ids"], batch[POSITIVES])
-    )
+    anchors = _embedded(model, batch["input_ids"], batch.get("attention_mask"))
+    positives = _embedded(model, batch[POSITIVES], batch.get(POSITIVES_MASK))
     scores = _SCALE * F.normalize(anchors, dim=1) @ F.normalize(positives, dim=1).T
     return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
 
-def _embedded(model: Forward, inputs: Batch) -> torch.Tensor:
+def _embedded(model: Forward, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Embeddings (rows, width): the mean over each row's tokens, as in sentence-transformers' Pooling."""
-    tokens = model(**inputs).last_hidden_state
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    tokens = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    mask = torch.ones_like(ids) if mask is None else mask
     weights = mask.unsqueeze(-1).expand(tokens.shape).to(tokens.dtype)
     mean: torch.Tensor = (tokens * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
     return mean
@@ -425,7 +424,7 @@ def _with_length(
     Raises:
         UserError: the requested length exceeds the model's table of positions, or the images do not fit in it.
     """
-    limit = trained_positions(model.config) if spec.data.length_is_open else position_limit(model)
+    limit = position_limit(model) or (trained_positions(model.config) if spec.data.length_is_open else 0)
     rows = 2 if spec.data.rows == "packed" else 1  # rows per sequence, each with its images
     images = seen.length * rows if seen else 0
     length = spec.data.tokens + (images if spec.data.length_is_open else 0)

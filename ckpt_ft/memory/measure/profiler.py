@@ -334,9 +334,9 @@ class MemoryProfiler:
 
     def note_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Records the arguments of a loss that computes more than the model's own, for `loss_batches`."""
-        if self._open:
-            self._loss_batches.append(LargestBatch())
-            self._loss_batches[-1].note(args, kwargs)
+        noted = LargestBatch()
+        noted.note(args, kwargs)
+        self._loss_batches = [*self._loss_batches, noted] if self._open else [noted]  # its forward may open the step
 
     def begin_step(self) -> None:
         """Begins the next step here instead of where the last one ended (after an evaluation, for example)."""
@@ -491,7 +491,7 @@ class MemoryProfiler:
             batch.note(args, kwargs)
             if batch.elements > self._most:  # of a step that would not be measured
                 self.meter.begin()
-                self._batch, self._loss_batches, self._open = LargestBatch(), [], True
+                self._batch, self._open = LargestBatch(), True
         self.meter.enter("forward")
         if self._open and module.training:
             self._batch.note(args, kwargs)

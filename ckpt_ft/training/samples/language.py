@@ -12,7 +12,9 @@ import json
 import os
 import platform
 import random
+import shutil
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,7 @@ IMAGE_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
 )
 _IMAGE = "<image>"
 _PREFERENCES, _QUESTIONS = 2_000, 1_500  # rows
+_MODULES = 8  # classes of docstrings
 _DIGITS = 5  # of the sums: 0 to 4
 _VERSION = 1  # part of the cache directories' names: raise it when what is made changes
 _SKIPPED = ("test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "encodings", "ensurepip")
@@ -57,6 +60,16 @@ def make_preferences() -> tuple[str, str]:
     model, corpus = make_docstrings()
     made = made_once(f"{Path(corpus).parent.name}-preferences", lambda folder: _write_preferences(folder, corpus))
     return model, str(made / "preferences.jsonl")
+
+
+def make_labelled_docstrings() -> tuple[str, str]:
+    """Returns a BERT's directory and a jsonl file of docstrings with their module, of the modules that have most.
+
+    Rows also have the question and the answer as a pair, for embeddings.
+    """
+    _, corpus = make_docstrings()
+    made = made_once(f"{Path(corpus).parent.name}-labelled", lambda folder: _write_labelled(folder, Path(corpus)))
+    return str(made / "model"), str(made / "labelled.jsonl")
 
 
 def make_questions(rows: int = _QUESTIONS) -> tuple[str, str]:
@@ -110,6 +123,25 @@ def _write_preferences(directory: Path, corpus: str) -> None:
         if shuffled != " ".join(words):
             rows.append({"prompt": pair["prompt"], "chosen": pair["completion"], "rejected": shuffled})
     _write_rows(directory / "preferences.jsonl", rows)
+
+
+def _write_labelled(directory: Path, corpus: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    pairs = [json.loads(line) for line in corpus.read_text(encoding="utf-8").splitlines()]
+    modules = [pair["prompt"].split("`")[1].partition(".")[0] for pair in pairs]
+    common = dict(Counter(modules).most_common(_MODULES))
+    _write_rows(directory / "labelled.jsonl", (
+        {"text": pair["completion"], "label": module, "anchor": pair["prompt"], "positive": pair["completion"]}
+        for pair, module in zip(pairs, modules, strict=True) if module in common
+    ))  # fmt: skip
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=352,
+        max_position_embeddings=512, pad_token_id=0,
+    )  # fmt: skip
+    _random_model(BertForMaskedLM, config).save_pretrained(directory / "model")
+    for file in (corpus.parent / "model").glob("*token*"):
+        shutil.copy(file, directory / "model")
 
 
 def _write_questions(directory: Path, count: int) -> None:

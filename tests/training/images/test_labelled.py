@@ -13,8 +13,9 @@ from PIL import Image
 from transformers import EvalPrediction
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.classification import VisionArguments, accuracy, load_images
+from ckpt_ft.training.classification import VisionArguments, load_images
 from ckpt_ft.training.images import open_image, to_rgb
+from ckpt_ft.training.labels import accuracy
 
 
 def folder(root: Path, **counts: int) -> Path:
@@ -83,7 +84,7 @@ def test_class_without_images_is_noted(monkeypatch: pytest.MonkeyPatch, capsys: 
     hub(monkeypatch, [0, 1], ClassLabel(names=["x", "y", "z"]))
     _, _, names = load(Path("owner/rows"))
     assert names == ["x", "y", "z"]
-    assert "1 of 3 classes have no training image: z" in capsys.readouterr().out
+    assert "1 of 3 classes have no training row: z" in capsys.readouterr().out
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, labels: Any, feature: Any, image: str = "image") -> None:
@@ -99,7 +100,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, labels: Any, feature: Any, image: str =
         ([0, -1], ClassLabel(names=["x", "y"]), "row 2 has label -1, but there are 2 classes to train on (x, y)"),
         ([0, None], Value("int64"), "row 2 has no label"),
         ([0.5, 1.5], Value("float64"), "labels are whole numbers or names, not float"),
-        ([1, 1], ClassLabel(names=["x", "y"]), "every training image is of class 'y'"),
+        ([1, 1], ClassLabel(names=["x", "y"]), "every training row is of class 'y'"),
     ],
 )
 def test_unusable_labels_are_refused(monkeypatch: pytest.MonkeyPatch, labels: Any, feature: Any, message: str) -> None:
