@@ -23,8 +23,8 @@ from ckpt_ft.spec.flags import Flag, fields_of, flags
 from ckpt_ft.spec.launch import SIZES
 from ckpt_ft.spec.settings import TYPED, entry_of, table, typed_as
 from ckpt_ft.spec.training_file import read_training_file, read_typed
-from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id, read_config
+from ckpt_ft.spec.training_spec import DTYPES, TrainingSpec
+from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id
 
 Command = Callable[..., None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -181,22 +181,22 @@ class GroupedCommand(TyperCommand):
 
 
 def _published_precision(model: str, adapts: bool) -> dict[str, str]:
-    """The default dtype and autocast of a known model, if no flag or file sets them; prints them.
+    """The default dtype and autocast of a model, if no flag or file sets them; prints them.
 
-    Transformers models default to the dtype of their published checkpoint, diffusion models to what the recipes and
-    diffusers' scripts do: bf16 autocast, and frozen weights in bfloat16.
+    Transformers models default to the dtype of their checkpoint, as `from_pretrained` does; known diffusion models to
+    what the recipes and diffusers' scripts do: bf16 autocast, and frozen weights in bfloat16.
     """
-    if find_model(model) is None:
-        return {}
-    if "_class_name" in read_config(hub_id(model)):
+    known = find_model(model)
+    if known is not None and "_class_name" in known.config:
         weights = {"dtype": "bfloat16"} if adapts else {}
         said = "frozen weights are bfloat16" if adapts else "the weights are float32"
         _print_notes((f"{said}, under bf16 autocast, as the recipes train; --dtype or --mixed-precision changes it",))
         return {**weights, "mixed_precision": "bf16"}
-    with suppress(UserError):
+    with suppress(UserError):  # of a model that cannot be read, which is refused where it is built
         dtype = checkpoint_dtype(hub_id(model))
-        if dtype != "float32":
-            _print_notes((f"the weights are {dtype}, as {model} is published; --dtype float32 takes twice the bytes",))
+        if dtype in DTYPES and dtype != "float32":
+            why = f"{model} is published" if known is not None else f"transformers loads {model}"
+            _print_notes((f"the weights are {dtype}, as {why}; --dtype float32 takes twice the bytes",))
             return {"dtype": dtype}
     return {}
 

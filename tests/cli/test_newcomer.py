@@ -22,7 +22,7 @@ from ckpt_ft.planning.estimate import estimate
 from ckpt_ft.planning.results import Estimate
 from ckpt_ft.spec.flags import fields_of, flags
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.workloads.model_config import hub_id
+from ckpt_ft.workloads.model_config import hub_id, read_config
 
 
 def test_short_names_of_models_and_dtypes() -> None:
@@ -30,6 +30,31 @@ def test_short_names_of_models_and_dtypes() -> None:
     assert hub_id("Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
     assert hub_id("Qwen2.5-VL-7B") == "Qwen/Qwen2.5-VL-7B-Instruct"
     assert TrainingSpec.of("gpt2", **fields_of({"dtype": "bf16"})).precision.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "float16"}, "float16"), ({"dtype": "float32"}, ""),
+        ({"text_config": {"dtype": "bfloat16"}}, "bfloat16"), ({"dtype": "float8_e4m3fn"}, ""), ({}, ""),
+    ],
+)  # fmt: skip
+def test_directory_and_file_have_the_dtype_that_transformers_loads(
+    config: dict[str, object], dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", **config}))
+    for name in (str(tmp_path), str(file)):
+        assert params._published_precision(name, False) == ({"dtype": dtype} if dtype else {})
+        said = f"note: the weights are {dtype}, as transformers loads {name}; --dtype float32 takes twice the bytes\n"
+        assert capsys.readouterr().err == (said if dtype else "")
+
+
+def test_unknown_model_without_the_hub_says_how_to_give_it() -> None:
+    with pytest.raises(
+        UserError, match="no model 'some/new-model': .* the Hub cannot be reached; .*`hf download some/n"
+    ):
+        read_config("some/new-model")
 
 
 def test_default_precision_is_the_published_one(capsys: pytest.CaptureFixture[str]) -> None:
