@@ -24,7 +24,7 @@ from ckpt_ft.tables import WIDTH, Table, as_text
 
 from .blocks import Blocks, Region, submodules
 from .guard import Guard
-from .kv_cache import tied_by_cache, wants_cache, without_kv_cache
+from .kv_cache import given_cache, tied_by_cache, wants_cache, without_kv_cache
 from .module_contents import modules_in
 from .recompute import Checkpointed
 from .segments import SegmentMember
@@ -226,7 +226,7 @@ class AppliedPolicy:
         """Forward pre-hook of a nested model: keeps a KV cache if the outer model requests or passes one."""
         if not (self.is_active and module.training and torch.is_grad_enabled()):
             return None
-        wanted = bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
+        wanted = bool(kwargs.get("use_cache") or given_cache(kwargs))
         inside = set(module.modules())
         for stand_in in self.installed:
             if stand_in.module in inside:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,11 @@ def caching_models(module: nn.Module, inner: bool = False) -> Iterable[tuple[nn.
         yield from caching_models(child, inner)
 
 
+def given_cache(named: Mapping[str, Any]) -> str:
+    """The name of the KV cache among a model's keyword arguments or outputs; "" if there is none."""
+    return next((name for name in ("cache", "past_key_values") if named.get(name) is not None), "")
+
+
 def wants_cache(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether a transformers model would make a KV cache in this call."""
     use_cache = kwargs.get("use_cache")
@@ -63,9 +68,9 @@ def without_kv_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tu
     """Forward pre-hook: turns the KV cache off in training; generation keeps it."""
     if not (module.training and torch.is_grad_enabled()):
         return None
-    if kwargs.get("past_key_values") is not None:
+    if name := given_cache(kwargs):
         raise UserError(
-            f"{type(module).__name__} was given past_key_values in training (prefix tuning?): a block that is re-run "
+            f"{type(module).__name__} was given {name} in training (prefix tuning?): a block that is re-run "
             "would append to them twice; train without a checkpointing policy, or with 'pointwise'"
         )
     return args, {**kwargs, "use_cache": False}

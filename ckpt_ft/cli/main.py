@@ -55,6 +55,8 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "ckpt_ft.run", *sys.argv[2:]])
     for library in ("TRANSFORMERS", "DIFFUSERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    for library in () if sys.stderr.isatty() else ("HF_DATASETS", "HF_HUB"):
+        os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")  # bars are torn in a file
     logging.getLogger("DeepSpeed").addFilter(lambda record: False)  # it would write into our standard output
     logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # the error that follows is one line of ours
     warnings.showwarning = _show_warning

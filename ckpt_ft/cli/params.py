@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.policy import Policy
-from ckpt_ft.spec.defaults import ONLINE, TRL_BATCH
+from ckpt_ft.spec.defaults import LORA_R, ONLINE, TRL_BATCH
 from ckpt_ft.spec.flags import Flag, fields_of, flags
 from ckpt_ft.spec.launch import SIZES
 from ckpt_ft.spec.settings import TYPED, entry_of, table, typed_as
@@ -240,9 +240,13 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
             kept += [word] if rest.pop(0).lower() == "true" else []  # as HfArgumentParser reads switches
         elif not word.startswith("--") or option in (*own, "--help", "--help-all") or word == "--":
             kept.append(word)
+            if option == "--lora" and not equals and not (rest and re.match(r"-?[\d.]", rest[0])):
+                kept.append(str(LORA_R))  # the rank of the recipes
             said = value if equals else rest[0] if rest else ""
             ignored += said.split(",") if option == "--ignore" else []
             batch_size = said if option == "--batch-size" else batch_size
+        elif plain == "qlora":
+            kept += ["--lora", str(LORA_R), "--load-in-4bit"]
         elif entry_of(plain, TYPED) is None:
             known = [*own, *(f"--{name}" for section in TYPED for name in table()[section])]
             raise UserError(f"No such option: --{name}{did_you_mean(f'--{name}', known)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 from ckpt_ft.errors import UserError
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import current_gpu, find_gpu
+from ckpt_ft.spec.methods import named_method
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from ckpt_ft.planning.where import Place, Places
 
 
+_MOST_GPUS = 8
+
+
 @takes_spec(
     "policy", "batch_size", "launch", "processes", "machines", "link", "gpu_memory", "gpu_like", "budget",
 )  # fmt: skip
@@ -38,7 +43,7 @@ def where(
     ] = "",
     method: Annotated[str, typer.Option("--method", help="one or more of full, LoRA and QLoRA")] = "full,LoRA,QLoRA",
     policy: Annotated[str, typer.Option("--policy", help="e.g. full; auto for the fastest of several")] = "auto",
-    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="the largest number of one card")] = 8,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="the largest number of one card")] = _MOST_GPUS,
     price: Annotated[
         list[str] | None,
         typer.Option("--price", help="dollars an hour: rtx-4090=0.4,h100=2.5, or a YAML file of card: dollars"),
@@ -54,18 +59,20 @@ def where(
     A row of one card is the answer of `estimate` for its method, policy and batch; those of several cards are extended
     from models with fewer blocks. Nothing needs a GPU or weights.
     """
-    from ckpt_ft.planning.where import CARDS, POLICIES, best_of, named_method
-    from ckpt_ft.planning.where import where as find_places
-    from ckpt_ft.workloads.load import with_task
-
     if html:
         check_writable(html, "--html")
     methods = [name.strip() for name in method.split(",") if name.strip()]
     if not spec.model.name:
         if spec != TrainingSpec.of("") or seq_length or price or policy != "auto":
             raise UserError("where: without a model only --device and --method count; name a model for the others")
+        if gpus != _MOST_GPUS:
+            print("note: what one card trains; name a model to ask about several", file=sys.stderr)
         _of_cards(device, [*dict.fromkeys(map(named_method, methods))], html, as_json)
         return
+    from ckpt_ft.planning.where import CARDS, POLICIES, best_of
+    from ckpt_ft.planning.where import where as find_places
+    from ckpt_ft.workloads.load import with_task
+
     prices = read_prices(price or [])
     named = [name.strip() for name in device.split(",") if name.strip()] or [*CARDS]
     cards = list({card.name: card for card in map(find_gpu, named)}.values())
@@ -109,7 +116,7 @@ def _of_cards(device: str, methods: Sequence[str], html: str, as_json: bool) -> 
         rows: dict[str, list[str]] = {one.model.rpartition("/")[2]: [] for one in found[card.name]}
         for one in found[card.name]:
             rows[one.model.rpartition("/")[2]].append(_cell(one))
-        title = f"Longest sequence on {card.name} ({format_bytes(card.memory)}), tokens, predicted"
+        title = f"Longest sequence on {card.name}, tokens, predicted"
         words = tuple(range(len(methods) + 1))
         tables.append(Table(title, ("model", *methods), [(model, *cells) for model, cells in rows.items()], words))
         best = largest(found[card.name])

@@ -17,11 +17,11 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.rules.cuda import same_kernels
 from ckpt_ft.spec.command import command_for
+from ckpt_ft.spec.methods import METHODS, method_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.model_config import known_models
 
 from .budget import Candidate, MemoryBudget, memory_budget
-from .where import METHODS, method_of
 
 TABLE = Path(__file__).with_name("card_table.json")
 POLICY = "full,head"

@@ -23,9 +23,9 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules.cuda import same_kernels
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for
-from ckpt_ft.spec.defaults import LORA_R
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.methods import METHODS, method_of, named_method
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.load import load
@@ -42,7 +42,6 @@ CARDS = (
     "rtx-3060", "t4", "rtx-4060-ti-16gb", "l4", "rtx-3090", "rtx-4090", "rtx-5090", "a100-40gb", "l40s", "a6000",
     "a100-80gb", "h100", "h200", "b200",
 )  # fmt: skip
-METHODS = ("full", "LoRA", "QLoRA")
 POLICIES = ("none", "pointwise,head", "full,head")
 MOST_BATCH = 256
 _SLACK = 1.05  # a sharded step is traced if its estimate exceeds the memory by less than this factor
@@ -112,27 +111,6 @@ def best_of(places: Iterable[Place]) -> tuple[Place, str] | None:
     best = min(fit, key=lambda place: (place.dollars_per_million or float("inf"), -place.speed / place.gpus))
     why = "cheapest" if best.dollars_per_million else "fastest for each GPU" if best.gpus > 1 else "fastest"
     return best, f"{why} on {best.gpus} x {best.card}"
-
-
-def method_of(spec: TrainingSpec, method: str) -> TrainingSpec:
-    """`spec` with a method of METHODS; the rank is the spec's own, or the recipes' default.
-
-    Raises:
-        UserError: an unknown method.
-    """
-    name = named_method(method)
-    if name == "full":
-        return spec.edit(lora_r=0, load_in_4bit=False, load_in_8bit=False, double_quant=False, prepare_kbit=False)
-    four = {"load_in_4bit": name == "QLoRA", "load_in_8bit": False}
-    return spec.edit(lora_r=spec.adapter.lora_r or LORA_R, **four)
-
-
-def named_method(method: str) -> str:
-    """The member of METHODS that `method` spells in any case; raises UserError if there is none."""
-    kinds = {name.lower(): name for name in METHODS}
-    if method.lower() not in kinds:
-        raise UserError(f"method '{method}': choose from {', '.join(METHODS)}")
-    return kinds[method.lower()]
 
 
 def where(

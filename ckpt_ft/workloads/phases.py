@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from ckpt_ft.checkpointing.kv_cache import given_cache
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.measure.profiler import LargestBatch
@@ -411,12 +412,12 @@ def generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> torch.Ten
     encodes, given = model.config.is_encoder_decoder, inputs[model.main_input_name]
     if encodes:
         inputs["encoder_outputs"] = model.get_encoder()(given, attention_mask=inputs.get("attention_mask"))
-    cache = _sample(model, settings, 1, **inputs).past_key_values
+    sampled = _sample(model, settings, 1, **inputs)
+    kept = {name: sampled[name] for name in (given_cache(sampled),) if name}
     prompt = 1 if encodes else given.shape[1]
     if last:
-        kept = {} if cache is None else {"past_key_values": cache}  # without a cache, all tokens are computed again
-        length = 1 if encodes and kept else prompt + tokens - last
-        if kept:
+        length = 1 if encodes and kept else prompt + tokens - last  # without a cache, all tokens are computed again
+        for cache in kept.values():
             _fill(cache, prompt + tokens - last - 1)
         first = settings.decoder_start_token_id or 0
         one = torch.full(

@@ -9,10 +9,12 @@ import torch
 from language_models import batch, differing, make
 from torch import nn
 from transformers import DynamicCache, PI0Config, PI0ForConditionalGeneration
+from versions import is_older
 
 from ckpt_ft import apply_policy
 from ckpt_ft.errors import UserError
 
+CACHE = "past_key_values" if is_older("transformers", "5.24") else "cache"  # the argument of a layer
 GEMMA = {
     "model_type": "gemma", "hidden_size": 16, "num_hidden_layers": 4, "intermediate_size": 32,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
@@ -138,7 +140,7 @@ class TwoPasses(nn.Module):
         positions = self.rotary(x, torch.arange(x.shape[1])[None])
         for _ in range(2):
             for layer in self.layers:
-                x = layer(x, position_embeddings=positions, past_key_values=cache, use_cache=cached)
+                x = layer(x, position_embeddings=positions, use_cache=cached, **{CACHE: cache})
         return x
 
 

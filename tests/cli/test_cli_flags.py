@@ -101,6 +101,11 @@ def test_flag_is_read_under_every_name(row: str) -> None:
         ("estimate m --lora_target_modules q_proj,v_proj", "estimate m --lora_target_modules q_proj,v_proj"),
         ("estimate m --eval_strategy steps --batch-size 8", "estimate m --batch-size 8 --eval-batch-size=8"),
         ("estimate m --eval_strategy no --do_eval False", "estimate m"),
+        ("estimate --lora m", "estimate --lora 16 m"),
+        ("estimate m --lora --fp16", "estimate m --lora 16 --fp16"),
+        ("estimate m --lora 8", "estimate m --lora 8"),
+        ("estimate m --lora -1", "estimate m --lora -1"),
+        ("estimate m --qlora --fp16", "estimate m --lora 16 --load-in-4bit --fp16"),
         ("gpus --json", "gpus --json"),
     ],
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -218,3 +219,29 @@ def test_step_of_a_deep_model_is_extrapolated_from_shallow_models(tmp_path: Path
     assert of_more.seconds < 0.7 * of_all.seconds
     assert suits("full,head,tile:16")
     assert not suits("first:3,head")
+
+
+def test_frozen_weights_wait_on_the_host_or_sequences_are_shorter_before_it_says_no(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY, "vocab_size": 1000, "intermediate_size": 4096, "num_hidden_layers": 12}))
+    deep = TrainingSpec.of(str(path), dtype="bfloat16", seq_length=512, lora_r=4)
+    (tmp_path / "wide.json").write_text(json.dumps(TINY))
+    wide = TrainingSpec.of(str(tmp_path / "wide.json"), dtype="bfloat16", seq_length=4096, lora_r=4)
+
+    def needs(spec: TrainingSpec, **edits: Any) -> int:
+        return estimate(spec.edit(device="rtx-4090", **edits)).peak_reserved
+
+    def ask(spec: TrainingSpec, policy: str, nbytes: int) -> Place:
+        cards = [small("rtx-4090", nbytes)]
+        return where(spec, cards, methods=("LoRA",), policies=(policy,), most_gpus=1, jobs=1).rows[0]
+
+    row = ask(deep, "full,head", 170 * 2**20)
+    assert needs(deep, policy="full,head") > 170 * 2**20
+    assert (row.policy, row.shorter) == ("full,head,swap:12", 0)
+    assert row.host > 12 * 2**20
+    assert row.peak_reserved == needs(deep, policy=row.policy, batch_size=row.batch)
+    assert "--ac_policy full,head,swap:12" in row.command
+    whole, half = needs(wide, policy="none"), needs(wide, policy="none", seq_length=2048)
+    row = ask(wide, "none", (whole + half) // 2)
+    assert (row.policy, row.batch, row.shorter, row.peak_reserved) == ("none", 1, 2048, half)
+    assert "--max_length 2048" in row.command

@@ -292,13 +292,20 @@ ROTATION = "apply_rotary_pos_emb"
 _treated: dict[FunctionType, FunctionType] = {}
 
 
+def as_written(forward: Any) -> Any:
+    """The function of a method without the wrapper by which transformers renames arguments; None for others."""
+    function = getattr(forward, "__func__", None)
+    renames = getattr(function, "__globals__", {}).get("__name__") == "transformers.utils.deprecation"
+    return inspect.unwrap(function) if renames else function
+
+
 class RotaryAttention(StandIn):
     """An attention module with query and key norms."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if running_pass() is None:
+        function = as_written(self.forward)
+        if running_pass() is None or (function is not self.forward.__func__ and "past_key_values" in kwargs):  # type: ignore[attr-defined]
             return self.forward(*args, **kwargs)
-        function = self.forward.__func__  # type: ignore[attr-defined]
         if function not in _treated:
             _treated[function] = _with_cheap_call(function)
         return MethodType(_treated[function], self.module)(*args, **kwargs)

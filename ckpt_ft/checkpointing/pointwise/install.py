@@ -23,7 +23,7 @@ from ckpt_ft.checkpointing.module_contents import modules_in
 from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated, say_compiled
 from ckpt_ft.errors import UserError
 
-from .cheap_calls import ROTATION, CastInput, GatedProduct, ModuleCall, Products, RotaryAttention, local
+from .cheap_calls import ROTATION, CastInput, GatedProduct, ModuleCall, Products, RotaryAttention, as_written, local
 from .engine import Pass, unpack
 
 _ACTIVATION_FILES = ("torch.nn.modules.activation", "transformers.activations", "diffusers.models.activations")
@@ -87,7 +87,7 @@ def is_dropout(module: nn.Module) -> bool:
 
 def is_rotary_attention(module: nn.Module) -> bool:
     """Whether the module has norms and its forward is a Python function that calls `apply_rotary_pos_emb`."""
-    function = getattr(module.forward, "__func__", None)
+    function = as_written(module.forward)
     return (
         type(function) is FunctionType
         and ROTATION in function.__code__.co_names
