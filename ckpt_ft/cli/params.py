@@ -240,7 +240,7 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
             kept += [word] if rest.pop(0).lower() == "true" else []  # as HfArgumentParser reads switches
         elif not word.startswith("--") or option in (*own, "--help", "--help-all") or word == "--":
             kept.append(word)
-            if option == "--lora" and not equals and not (rest and re.match(r"-?[\d.]", rest[0])):
+            if word == "--lora" and not (rest and re.match(r"-?[\d.]", rest[0])):
                 kept.append(str(LORA_R))  # the rank of the recipes
             said = value if equals else rest[0] if rest else ""
             ignored += said.split(",") if option == "--ignore" else []

@@ -104,6 +104,7 @@ def test_flag_is_read_under_every_name(row: str) -> None:
         ("estimate --lora m", "estimate --lora 16 m"),
         ("estimate m --lora --fp16", "estimate m --lora 16 --fp16"),
         ("estimate m --lora 8", "estimate m --lora 8"),
+        ("where m --method lora", "where m --method lora"),
         ("estimate m --lora -1", "estimate m --lora -1"),
         ("estimate m --qlora --fp16", "estimate m --lora 16 --load-in-4bit --fp16"),
         ("gpus --json", "gpus --json"),
