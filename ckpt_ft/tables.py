@@ -134,12 +134,6 @@ def code_span(text: str) -> str:
     return f"{fence}{space}{' '.join(text.split())}{space}{fence}"
 
 
-def code_block(text: str, language: str = "text") -> str:
-    """Returns `text` as a code block in Markdown, safe for backticks in it."""
-    fence = "`" * max(3, _longest_run(text) + 1)
-    return f"{fence}{language}\n{text}\n{fence}"
-
-
 def _longest_run(text: str) -> int:
     """The number of backticks in the longest run of them in `text`."""
     return max(map(len, re.findall("`+", text)), default=0)

@@ -29,7 +29,7 @@ from ckpt_ft.training.preferences import DPOArguments, check_preferences
 from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.samples.language import make_preferences
 from ckpt_ft.training.text import load_rows
-from ckpt_ft.training.trainer import answers, evaluate, preference_prompts, start, train, with_sample, write_model_card
+from ckpt_ft.training.trainer import evaluate, start, train, with_sample, write_model_card
 from ckpt_ft.validation import library_reads
 
 # The defaults if no model is given.
@@ -81,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)
     evaluate(trainer)
-    sample = answers(trainer, tokenizer, preference_prompts(train_rows, tokenizer))
-    write_model_card(trainer, memory.report, dataset=data_args.dataset_name, answers=sample)
+    write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
 
 
 if __name__ == "__main__":

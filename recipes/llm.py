@@ -29,7 +29,7 @@ from ckpt_ft.training.models import LanguageModelArguments, load_model, load_tok
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.samples.language import make_docstrings
 from ckpt_ft.training.text import DataArguments, collator_of, encode_rows, load_rows
-from ckpt_ft.training.trainer import answers, evaluate, prompts_of, start, train, with_sample, write_model_card
+from ckpt_ft.training.trainer import evaluate, start, train, with_sample, write_model_card
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.from_trainer import precision_of
 
@@ -92,8 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)
     evaluate(trainer)
-    sample = answers(trainer, tokenizer, prompts_of(train_dataset))
-    write_model_card(trainer, memory.report, dataset=data_args.dataset_name, answers=sample)
+    write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What every Trainer recipe does beside its own code: start, train, evaluate, and the model card.
 
-The card is Trainer's own with greedy answers of the trained model and the memory report.
+The card is Trainer's own with the memory report.
 """
 
 from __future__ import annotations
@@ -8,32 +8,27 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from transformers import set_seed
 
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
 from ckpt_ft.files import write
 from ckpt_ft.redact import redacted_text
-from ckpt_ft.tables import code_block
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.checkpoints import Finished, RunDirectory, keep_checkpoints, load_finished
 from ckpt_ft.training.fit import make_plan, parallelism_of, print_on_main, replans, smaller_budget
 from ckpt_ft.training.flags import SplitArguments
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
-from ckpt_ft.training.text import IGNORED
 from ckpt_ft.units import format_bytes
-from ckpt_ft.workloads.from_trainer import is_sharded
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     from ckpt_ft.memory.measure.report import MemoryReport
     from ckpt_ft.training.arguments import ACArguments
@@ -41,10 +36,6 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=ModelArguments)
 Data = TypeVar("Data", bound=SplitArguments)
 logger = logging.getLogger(__name__)
-SHOWN = 3  # prompts in a model card
-_TEXT_PROMPT = 16  # tokens of a plain text that serve as its prompt
-_MAX_PROMPT = 512
-_MAX_NEW_TOKENS = 32
 
 
 def start(
@@ -173,20 +164,10 @@ def train_with_replanning(trainer: Trainer, session: Session, directory: RunDire
         logger.warning("%s; planned again for %s: %s, from %s", reason, format_bytes(budget), made.best.policy, place)
 
 
-class Answer(NamedTuple):
-    """A prompt and the trained model's answer."""
-
-    prompt: str
-    text: str
-
-
-def write_model_card(
-    trainer: Trainer, report: MemoryReport | None, *, dataset: str | None = None, answers: Sequence[Answer] = ()
-) -> None:
+def write_model_card(trainer: Trainer, report: MemoryReport | None, *, dataset: str | None = None) -> None:
     """Write `README.md` into the output directory, on the main process; with `push_to_hub`, upload everything first.
 
-    The card names `dataset` unless it is a local path, and shows `answers` unchanged. If the card cannot be written, a
-    warning is logged.
+    The card names `dataset` unless it is a local path. If the card cannot be written, a warning is logged.
 
     Raises:
         WorkFailed: the upload failed; the weights are in the output directory.
@@ -196,21 +177,14 @@ def write_model_card(
     if args.push_to_hub:
         with _uploading(trainer):
             trainer.push_to_hub(**named)  # writes and uploads its own card, so ours follows
-    sections = []
-    if answers:
-        sections.append("## A sample\n\nGreedy answers, behind the arrows, to prompts of the data.")
-        sections += [code_block(f"{answer.prompt.strip()}\n--> {answer.text.strip()}") for answer in answers]
-    if report is not None:  # its headings one level down, and no secrets in its command
-        lines = redacted_text(report.to_markdown()).strip().splitlines()
-        sections.append("\n".join(f"#{line}" if line.startswith("#") else line for line in lines))
-    ours = bool(sections) and trainer.is_world_process_zero()
+    ours = trainer.is_world_process_zero() and report is not None
     with never_fatal("writing the model card"):
         if not args.push_to_hub:
             trainer.create_model_card(**named)
-        if ours:
+        if report is not None and ours:
             card = Path(args.output_dir) / "README.md"
             written = redacted_text(card.read_text(encoding="utf-8").rstrip())
-            write(card, "\n\n".join([written, *sections]) + "\n")
+            write(card, f"{written}\n\n{_section(report)}\n")
     if args.push_to_hub and ours:
         from huggingface_hub import upload_file
 
@@ -219,6 +193,12 @@ def write_model_card(
                 path_or_fileobj=Path(args.output_dir) / "README.md", path_in_repo="README.md",
                 repo_id=trainer.hub_model_id, token=args.hub_token,
             )  # fmt: skip
+
+
+def _section(report: MemoryReport) -> str:
+    """The report with its headings one level down, and without secrets in its command."""
+    lines = redacted_text(report.to_markdown()).strip().splitlines()
+    return "\n".join(f"#{line}" if line.startswith("#") else line for line in lines)
 
 
 @contextmanager
@@ -231,46 +211,3 @@ def _uploading(trainer: Trainer) -> Iterator[None]:
             f"--push_to_hub: the upload failed ({why}); all that was "
             f"trained is in {out}: `hf upload {trainer.hub_model_id} {out}` sends it"
         ) from error
-
-
-def prompts_of(rows: Dataset) -> list[list[int]]:
-    """Returns the token ids before the first trained token of the first rows; for plain text, its beginning."""
-    found = []
-    for row in rows.select(range(min(SHOWN, len(rows)))):
-        borders = [at for at, position in enumerate(row.get("position_ids") or []) if at and position == 0]
-        labels = row["labels"][: borders[0] if borders else None]
-        prompt = next((at for at, label in enumerate(labels) if label != IGNORED), 0)
-        found.append(row["input_ids"][: prompt if prompt > 1 else min(_TEXT_PROMPT, max(len(labels) // 2, 1))])
-    return found
-
-
-def answers(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Sequence[int]]) -> list[Answer]:
-    """Returns the model's answers to `prompts`, on the main process; none if the model is sharded."""
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_sharded(trainer.model)
-    if sharded or not trainer.is_world_process_zero():
-        return []
-    model = trainer.accelerator.unwrap_model(trainer.model).eval()
-    found: list[Answer] = []
-    with never_fatal("a sample of answers"), torch.no_grad():
-        for prompt in prompts:
-            ids = torch.tensor([prompt[-_MAX_PROMPT:]], device=model.device)
-            generated = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=_MAX_NEW_TOKENS, do_sample=False,
-                use_cache=True, pad_token_id=tokenizer.pad_token_id,
-            )[0, ids.shape[1] :]  # fmt: skip
-            found.append(Answer(tokenizer.decode(prompt), tokenizer.decode(generated, skip_special_tokens=True)))
-    return found
-
-
-def preference_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Returns the token ids of the first rows' prompts as the model gets them; none if there is no column 'prompt'."""
-    if "prompt" not in rows.column_names:
-        return []
-    prompts = rows.select(range(min(SHOWN, len(rows))))["prompt"]
-    texts = [
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        for prompt in prompts
-    ]
-    return [tokenizer(text, add_special_tokens=isinstance(prompts[0], str)).input_ids for text in texts]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_ft.errors import WorkFailed
-from ckpt_ft.training.trainer import Answer, write_model_card
+from ckpt_ft.training.trainer import write_model_card
 
 REPORT = SimpleNamespace(to_markdown=lambda: "# Memory\n\npeak 3 GiB\n")
 
@@ -67,17 +67,6 @@ def test_section_is_uploaded_after_the_trainers_card(tmp_path: Path, monkeypatch
     )
     card(Pushing(tmp_path, push=True))
     assert sent == ["# model\n\n## Memory\n\npeak 3 GiB\n"]
-
-
-@pytest.mark.parametrize("inside", ["a\n`````\n<img src=x>", "a\n``````````\nb", "```", "plain"])
-def test_answer_cannot_end_its_code_block(inside: str, tmp_path: Path) -> None:
-    write_model_card(Pushing(tmp_path), None, answers=[Answer(inside, "so")])
-    lines = (tmp_path / "README.md").read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.endswith("`text"))
-    fence = lines[start].removesuffix("text")
-    assert lines.index(fence) == len(lines) - 1
-    assert "\n".join(lines[start + 1 : -1]) == f"{inside}\n--> so"
-    assert not any(fence in line for line in lines[start + 1 : -1])
 
 
 def test_card_has_no_secrets_of_the_command(tmp_path: Path) -> None:

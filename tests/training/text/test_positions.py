@@ -1,4 +1,4 @@
-"""Sample answers of the model card: the model is given the prompt of a row and nothing more."""
+"""The default length of a sequence is at most the positions that the model has."""
 
 from __future__ import annotations
 
@@ -6,34 +6,9 @@ import logging
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.models import LanguageModelArguments, load_model, within_positions
-from ckpt_ft.training.text import IGNORED
-from ckpt_ft.training.trainer import SHOWN, prompts_of
-
-
-def rows(**columns: list[list[int]]) -> Dataset:
-    return Dataset.from_dict(columns)
-
-
-def test_prompt_is_the_part_without_loss() -> None:
-    ids, labels = [5, 6, 7, 8, 9], [IGNORED, IGNORED, IGNORED, 8, 9]
-    assert prompts_of(rows(input_ids=[ids] * 5, labels=[labels] * 5)) == [[5, 6, 7]] * SHOWN
-
-
-def test_prompt_of_packed_rows_is_the_first_rows() -> None:
-    packed = rows(
-        input_ids=[[5, 6, 7, 8, 9]], labels=[[IGNORED, IGNORED, 7, IGNORED, 9]], position_ids=[[0, 1, 2, 0, 1]]
-    )
-    assert prompts_of(packed) == [[5, 6]]
-
-
-def test_prompt_of_plain_text_is_its_beginning() -> None:
-    long, short = list(range(40)), [1, 2, 3, 4]
-    texts = rows(input_ids=[long, short], labels=[[IGNORED, *long[1:]], [IGNORED, *short[1:]]])
-    assert prompts_of(texts) == [list(range(16)), [1, 2]]
 
 
 def test_default_length_is_at_most_the_positions(sample: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
