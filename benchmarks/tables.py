@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.pages import made_by
+from benchmarks.pages import DOCS, write_section
 from ckpt_ft import apply_policy
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.memory.gpus import find_gpu
@@ -35,7 +34,7 @@ from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload
 
 HERE = Path(__file__).resolve().parent
-DOCS, TABLES = HERE.parent / "docs", json.loads((HERE / "data" / "tables.json").read_text(encoding="utf-8"))
+TABLES = json.loads((HERE / "data" / "tables.json").read_text(encoding="utf-8"))
 Settings = dict[str, Any]
 
 
@@ -164,11 +163,7 @@ def main() -> None:
             continue
         if "picture" in asked:
             draw(points, DOCS / asked["picture"])
-        page, marks = DOCS / asked["page"], (f"<!-- tables.py {name} -->", f"<!-- end of {name} -->")
-        whole = page.read_text(encoding="utf-8")
-        body = f"{marks[0]}\n\n{text}\n\n{made_by()}\n\n{marks[1]}"
-        pattern = re.compile(f"{re.escape(marks[0])}.*?{re.escape(marks[1])}", re.DOTALL)
-        page.write_text(pattern.sub(lambda _, body=body: body, whole), encoding="utf-8")
+        write_section(asked["page"], name, text)
 
 
 if __name__ == "__main__":

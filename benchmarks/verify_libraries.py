@@ -62,8 +62,8 @@ def decoded(value: Any) -> Any:
         low, high, *shape = map(int, sizes)
         return torch.randint(low, high, shape)
     if kind == "full":
-        dtype, filled, *shape = sizes
-        return torch.full(tuple(map(int, shape)), float(filled)).to(DTYPES[dtype])
+        filled = torch.full(tuple(map(int, sizes[2:])), float(sizes[1]))
+        return filled.to(DTYPES[sizes[0]])
     return value
 
 
@@ -229,13 +229,14 @@ def diffusers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
     kind = getattr(diffusers, name)
     if name in DIFFUSERS:
-        model = instance_of(kind, **decoded(DIFFUSERS[name]["settings"]))
+        given: dict[str, Any] = decoded(DIFFUSERS[name]["settings"])
+        model = instance_of(kind, **given)
         torch.manual_seed(1)
         inputs = decoded(DIFFUSERS[name]["inputs"])
         loss_of(model(**inputs)).backward()
         return model, inputs
     parameters = inspect.signature(kind.__init__).parameters
-    settings = {}
+    settings: dict[str, Any] = {}
     for key, parameter in parameters.items():
         value = DIFFUSERS_SIZES.get(key)
         if key in BLOCKS and isinstance(parameter.default, tuple):

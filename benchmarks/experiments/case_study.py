@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def resnet(images: Path, quick: bool) -> Section:
     section.table(header, rows)
     for policy, known in PUBLISHED.items() if not quick else ():
         if (batch := known.largest_batch) is not None:
-            most = largest_batch(lambda n, p=policy: predicted(p, n), CAPACITY, SEARCHED)
+            most = largest_batch(partial(predicted, policy), CAPACITY, SEARCHED)
             capped = "the search's cap, as published" if most == SEARCHED == batch else ""
             what = f"{known.name}: largest batch"
             section.figures.append(Figure(source, what, str(batch), most, batch, "", note=capped))
