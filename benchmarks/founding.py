@@ -1,4 +1,4 @@
-"""The founding documents' experiments: predicted by the trace, tracked on the CPU, and measured if there is CUDA.
+"""The founding documents' experiments: predicted by the trace, and tracked on the CPU.
 
     python benchmarks/founding.py --all                  # runs every experiment and writes docs/founding.md, offline
     python benchmarks/founding.py --only homework traps  # prints these
@@ -35,7 +35,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "founding.md"
 SEED = 0
 HOW_TO_READ = (
     '"Predicted" figures are `trace_step`\'s on fake tensors, for the named GPU; the step never ran. "Measured" '
-    "steps ran on the CPU with every storage followed (`Tracker`), or on CUDA if a column says so. MB is 1e6 bytes, "
+    "steps ran on the CPU with every storage followed (`Tracker`). MB is 1e6 bytes, "
     "as in the documents. Errors are signed: ours over published, less one; of percentages, the difference in "
     "points. If a document leaves settings open, its section states ours. The tutorial gives none, so an error "
     "there is a difference between two settings and says nothing about the trace."

@@ -1,12 +1,10 @@
-"""Shared by the experiments: a step that can be predicted, tracked and run on CUDA, and the parts of a page.
+"""Shared by the experiments: a step that can be predicted and tracked, and the parts of a page.
 
 MB is 1e6 bytes here, as in the documents that the experiments are from.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,14 +37,6 @@ class Case:
     build: Callable[[], nn.Module]
     step: Step
     make_optimizer: Callable[[nn.Module], Any] | None = None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measurements on CUDA: peak bytes and median seconds of a step."""
-
-    peak: int
-    seconds: float
 
 
 @dataclass
@@ -125,30 +115,6 @@ def measure(case: Case, policy: str) -> StepTrace:
     return tracker.trace()
 
 
-def measure_cuda(case: Case, policy: str, steps: int = 5) -> Measured | None:
-    """Runs the step on the CUDA device; None if there is none or it runs out of memory."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        with torch.device("cuda"):
-            model = case.build()
-        optimizer = case.make_optimizer(model) if case.make_optimizer else None
-        seconds = []
-        with under(model, policy):
-            for at in range(steps + 2):
-                if at == 1:  # the first step allocates memory that later ones reuse
-                    torch.cuda.reset_peak_memory_stats()
-                start = time.perf_counter()
-                case.step(model, optimizer)
-                torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - start)
-        return Measured(torch.cuda.max_memory_allocated(), statistics.median(seconds[2:]))
-    except torch.OutOfMemoryError:
-        return None
-    finally:
-        torch.cuda.empty_cache()
-
-
 def kept(trace: StepTrace) -> int:
     """Returns the bytes of activations that forward saves for backward."""
     return sum(trace.module_activations().values())
@@ -167,38 +133,17 @@ def mb(nbytes: float) -> str:
 def policy_table(section: Section, policies: list[str], full: Case, small: Case, device: str) -> dict[str, StepTrace]:
     """Adds a table of policies: predicted at full size for `device`, predicted and measured at small size on the CPU.
 
-    If there is a CUDA device, the full size is measured too. Returns the predictions at full size.
+    Returns the predictions at full size.
     """
-    cuda = torch.cuda.is_available()
     rows, traces = [], {}
     for policy in policies:
         trace = traces[policy] = predict(full, policy, device)
-        base = traces[policies[0]]
-        fake, real = predict(small, policy, "cpu"), measure(small, policy)
-        measured = measure_cuda(full, policy)
-        seen = [mb(measured.peak), f"{1e3 * measured.seconds:.1f}"] if measured else ["-", "-"]
-        rows.append(
-            [
-                f"`{policy}`",
-                mb(kept(trace)),
-                mb(trace.peak_allocated),
-                f"{1e3 * trace.seconds:.1f}",
-                f"{flops(trace) / flops(base):.2f}",
-                f"{fake.peak_allocated}",
-                f"{real.peak_allocated}",
-                *(seen if cuda else []),
-            ]
-        )
-    header = [
-        "policy",
-        "kept MB",
-        f"peak MB, predicted ({device})",
-        "ms, predicted",
-        "FLOPs / first row",
-        "small on CPU: predicted bytes",
-        "measured bytes",
-    ]
-    section.table(header + (["peak MB, measured on CUDA", "ms, measured"] if cuda else []), rows)
+        base, fake, real = traces[policies[0]], predict(small, policy, "cpu"), measure(small, policy)
+        figures = [mb(kept(trace)), mb(trace.peak_allocated), f"{1e3 * trace.seconds:.1f}"]
+        more = [f"{flops(trace) / flops(base):.2f}", f"{fake.peak_allocated}", f"{real.peak_allocated}"]
+        rows.append([f"`{policy}`", *figures, *more])
+    header = ["policy", "kept MB", f"peak MB, predicted ({device})", "ms, predicted", "FLOPs / first row"]
+    section.table([*header, "small on CPU: predicted bytes", "measured bytes"], rows)
     return traces
 
 

@@ -151,19 +151,6 @@ def measure_all(size: Size) -> list[int]:
     return peaks
 
 
-def measure_all_cuda(size: Size) -> list[int]:
-    """Returns the peak bytes of each run on the CUDA device, or nothing without one."""
-    if not torch.cuda.is_available():
-        return []
-    run, peaks = session(size), []
-    with torch.device("cuda"):
-        for _ in range(RUNS):
-            torch.cuda.reset_peak_memory_stats()
-            run()
-            peaks.append(torch.cuda.max_memory_allocated())
-    return peaks
-
-
 def homework(images: Path, quick: bool) -> Section:
     """All nine published figures."""
     section = Section("The twelve-block homework")
@@ -177,19 +164,14 @@ def homework(images: Path, quick: bool) -> Section:
     )
     full = Size(depth=2, length=128) if quick else Size()
     small = Size(depth=4, width=32, heads=2, length=64, dtype=torch.float32)
-    predicted, fake, real, cuda = (
-        predict_all("a100-40gb", full),
-        predict_all("cpu", small),
-        measure_all(small),
-        measure_all_cuda(full),
-    )
+    predicted, fake, real = predict_all("a100-40gb", full), predict_all("cpu", small), measure_all(small)
     rows = []
     for at, (variant, published) in enumerate(pair for cell in CELLS for pair in cell):
         note = "what is missing, 37 to 40 MB, no rule of the trace accounts for" if variant.flash else ""
         figure = Figure(SOURCE, variant.name, str(published), predicted[at] / MB, published, note=note)
         section.figures.append(figure)
         row = [variant.name, str(published), mb(predicted[at]), figure.error, str(fake[at]), str(real[at])]
-        rows.append([*row, *([mb(cuda[at])] if cuda else [])])
+        rows.append(row)
     header = [
         "checkpointed",
         "published MB",
@@ -198,7 +180,7 @@ def homework(images: Path, quick: bool) -> Section:
         "small on CPU: predicted bytes",
         "measured bytes",
     ]
-    section.table(header + (["measured MB on CUDA"] if cuda else []), rows)
+    section.table(header, rows)
     section.text(
         "Attention that returns its weights keeps O(S²) of them for each block; with `need_weights=False` SDPA may",
         "choose flash attention, which keeps none. Checkpointing the attention removes these weights, too;",

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from ckpt_ft.memory.record.trace import StepTrace
 
-from .common import MB, Case, Section, kept, line_plot, mb, measure, measure_cuda, policy_table, predict
+from .common import MB, Case, Section, kept, line_plot, mb, measure, policy_table, predict
 from .models import case, feed_forwards, mean_step
 
 
@@ -127,7 +127,7 @@ def sequential(images: Path, quick: bool) -> Section:
             ("checkpoint_sequential", torchs, small[0], "none"),
             ("`segments`", ours, small[1], f"segments:{n}"),
         ):
-            trace, real, cuda = predict(full, policy, "t4"), measure(tiny, policy), measure_cuda(full, policy)
+            trace, real = predict(full, policy, "t4"), measure(tiny, policy)
             row = [
                 f"{name}, {n}",
                 mb(kept(trace)),
@@ -136,7 +136,7 @@ def sequential(images: Path, quick: bool) -> Section:
                 str(real.peak_allocated),
                 str(_run_again(real)),
             ]
-            rows.append([*row, *([mb(cuda.peak)] if cuda else [])])
+            rows.append(row)
     header = [
         "segments",
         "kept MB, predicted (T4)",
@@ -145,7 +145,7 @@ def sequential(images: Path, quick: bool) -> Section:
         "small on CPU: measured bytes",
         "blocks run again there",
     ]
-    section.table(header + (["peak MB, measured on CUDA"] if torch.cuda.is_available() else []), rows)
+    section.table(header, rows)
     differing = sum(torchs[2] != ours[2] for torchs, ours in zip(rows[::2], rows[1::2], strict=True))
     section.text(
         "`checkpoint_sequential` does not checkpoint its last segment: backward needs that one first, so keeping it",
