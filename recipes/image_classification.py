@@ -100,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             preprocess_logits_for_metrics=most_likely_class,
             callbacks=[new_crops_each_epoch(train_dataset)],
         )
+    # This loss is a mean over a micro-batch. A Trainer that sees a forward with any arguments (ResNet) takes it for a
+    # sum over an accumulated batch, and its gradients would be as many times too large.
+    trainer.model_accepts_loss_kwargs = False
     memory = ACCallback(ac_args).attach(trainer)
     trainer.args = check_batch_norm(model, trainer.args, len(train_rows))  # for the chosen batch size
     train(trainer, memory, directory)
