@@ -55,13 +55,16 @@ def test_three_products_in_8_bits_and_operands_saved_as_they_are() -> None:
         if compiled:
             model.compile()
         traces.append(trace_step(model, step, device="h100", warmup_steps=0))
-    plain, eager, compiled = traces
+    _, eager, compiled = traces
     for trace in (eager, compiled):
         products = [op for op in trace.ops if op.name == "aten._scaled_mm.default"]
         assert len(products) == 3
         assert {op.flops for op in products} == {2 * 4096 * 1024**2}
         assert {op.dtype for op in products} == {"float8_e4m3fn", "float8_e5m2"}
-        assert trace.peaks["forward"] > plain.peaks["forward"] - 2**20  # nothing is kept in 8 bits
+    begins = [max(at for at, name in trace.marks if name == "backward") for trace in traces]
+    kept, eagerly, compactly = (trace.replay.allocated[at - 1] for trace, at in zip(traces, begins, strict=True))
+    assert eagerly == pytest.approx(kept, abs=2**12)  # operands as they are
+    assert compactly == pytest.approx(kept - 4096 * 1024, abs=2**12)  # the second layer's input in 8 bits
     assert compiled.seconds < eager.seconds  # casts are fused
 
 

@@ -294,7 +294,7 @@ _treated: dict[FunctionType, FunctionType] = {}
 
 def as_written(forward: Any) -> Any:
     """The function of a method without the wrapper by which transformers renames arguments; None for others."""
-    function = getattr(forward, "__func__", None)
+    function: Any = getattr(forward, "__func__", None)
     renames = getattr(function, "__globals__", {}).get("__name__") == "transformers.utils.deprecation"
     return inspect.unwrap(function) if renames else function
 
