@@ -308,9 +308,7 @@ def find_gpu(name: str) -> GPU:
         like, nbytes = GPUS[_OF_SIZE], parse_budget(name)
         if nbytes <= like.context:
             raise UserError(f"--device {name}: the CUDA context alone takes {format_bytes(like.context)}")
-        note = (
-            f"of the card only its memory is known: kernels and context are an {like.name}'s, and there are no seconds"
-        )
+        note = f"of the card only its memory is known: kernels, context and a plan's seconds are an {like.name}'s"
         return replace(like, name=f"a card of {format_bytes(nbytes)}", memory=nbytes, note=note, sized=True)
     bare = _plain(_BESIDE.sub(" ", _SIZE.sub(" ", name)))
     sizes = {card: GPUS[card].memory / GIB for key, card in known.items() if re.fullmatch(rf"{bare}(\d+gb)?", key)}
