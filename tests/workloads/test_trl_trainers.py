@@ -13,8 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.cli import main as cli
+from ckpt_ft.cli.estimate import print_figures
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import gpu_of
+from ckpt_ft.planning.results import Estimate
 from ckpt_ft.spec.defaults import ONLINE, TRL_BATCH
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.callback import ACCallback
@@ -160,6 +162,8 @@ def test_default_grpo_batch_has_complete_groups(
     said = capsys.readouterr()
     assert json.loads(said.out)["batch_size"] == TRL_BATCH
     assert "batches of 8 samples" in said.err
+    print_figures(Estimate.from_json(said.out.encode(), "the answer"))
+    assert "seconds per step without generation" in capsys.readouterr().out
 
 
 def test_vllm_share_counts_in_training_unless_it_sleeps(config: Path) -> None:
