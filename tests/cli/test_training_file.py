@@ -268,7 +268,7 @@ def test_launch_settings_in_a_file_are_read(tmp_path: Path) -> None:
         (
             "base_model: m",
             "torchtune",
-            "--recipe torchtune: no such kind of file (llm, vlm, image_class",
+            "--recipe torchtune: no such kind of file (llm, vlm, text, image_class",
         ),
         (
             "model_name_or_path: m\nbeta: 0.1\nactivation_checkpointing: maybe",

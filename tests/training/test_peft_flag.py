@@ -59,7 +59,7 @@ def test_peft_config_with_lora_flags_is_refused(tmp_path: Path, kind: Any, flags
 def test_recipe_completes_a_peft_config(tmp_path: Path) -> None:
     """A saved adapter's directory is accepted; entries about its saved weights are ignored."""
     file(tmp_path, peft_type="LOHA", modules_to_save=["a"], inference_mode=True, base_model_name_or_path="gone")
-    config: Any = adapter_of(str(tmp_path), lambda asked: asked or ["q"], ["head"], "CAUSAL_LM")
+    config: Any = adapter_of(str(tmp_path), lambda asked: asked or ["q"], ["head"], task_type="CAUSAL_LM")
     assert config.target_modules == {"q"}
     assert set(config.modules_to_save) == {"a", "head"}
     assert (config.task_type, config.inference_mode, config.base_model_name_or_path) == ("CAUSAL_LM", False, None)
