@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import pytest
 from sample_traces import HOSTILE, layered
 
-from ckpt_ft.export.page import Page, Section, StepView
+from ckpt_ft.export.page import Page, Section, StepView, estimate_page
+from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.planning.estimate import of_trace
+from ckpt_ft.planning.results import Suggestion, Suggestions
 
 
 def data_of(text: str) -> dict[str, object]:
@@ -61,3 +65,17 @@ def alive(view: StepView, moment: int) -> list[tuple[int, int, int]]:
         if made <= moment and (life < 0 or moment < made + life):
             found.append((nbytes, made, life))
     return found
+
+
+def test_page_of_an_estimate_begins_with_its_answer_and_has_what_would_fit() -> None:
+    trace, card = layered(2), find_gpu("t4")
+    found = replace(of_trace(trace, card, None, 1 << 20), model="m", policy="none")
+    assert estimate_page(found, trace).answer == found.verdicts[0]
+    assert found.verdicts[0].startswith("does not fit: needs ")
+    ways = Suggestions([Suggestion("--policy full", 5 << 20, -0.0004), Suggestion("--lora 16", 3 << 30, 0.126)], 0)
+    (would,) = (
+        section
+        for section in estimate_page(replace(found, answer=ways), trace).sections
+        if section.title == "Would fit"
+    )
+    assert would.data[0].rows == [("--policy full", "5.0 MiB", "+0%"), ("--lora 16", "3.00 GiB", "+13%")]

@@ -11,6 +11,7 @@ from page_helpers import overflowing, wait_for_drawing
 from sample_traces import HOSTILE, layered
 
 from ckpt_ft.export.page import StepView
+from ckpt_ft.export.report import report_page
 from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.memory.measure.report import MAX_POINTS, History, MemoryReport, Prediction, RankMemory
 from ckpt_ft.memory.record.events import PHASES
@@ -79,6 +80,14 @@ def test_report_shows_its_recorded_step(show: Show, tmp_path: Path) -> None:
     loaded = MemoryReport.from_json(tmp_path / "memory_report.json")  # the JSON has a shortened timeline
     page = show(loaded.to_html(tmp_path / "again.html"))
     assert f"peak {format_bytes(trace.peak_allocated)}" in page.locator("svg[aria-label^='Memory over']").inner_html()
+
+
+def test_page_of_a_report_begins_with_its_answer_and_names_the_model() -> None:
+    made = report()
+    made.provenance["model"] = "gpt2"
+    page = report_page(made, None)
+    assert page.title == "Memory report of gpt2"
+    assert page.answer == "the step took 7.00 GiB at its peak, measured; predicted 6.00 GiB (-14.3%)"
 
 
 def test_notebook_shows_a_report() -> None:
