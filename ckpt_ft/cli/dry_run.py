@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -100,20 +102,22 @@ def dry_run(
 def several(given: Sequence[str]) -> Iterator[str]:
     """The policies that `given` names: 'full,head' is one, 'none,full,pointwise' are three.
 
-    Words that make one policy together are one; where the next word contradicts them, another one begins.
+    A text whose words make one policy is that policy. In another one each word begins a policy, except for those that
+    go with any (head, offload, tile, swap).
+
+    Raises:
+        UserError: a word is no policy's.
     """
     for text in given:
-        terms: list[str] = []
+        with suppress(UserError):
+            yield str(Policy.parse(text))
+            continue
+        terms: list[list[str]] = []
         for term in text.split(","):
-            try:
-                Policy.parse(",".join([*terms, term]))
-                terms.append(term)
-            except UserError:
-                if not terms:
-                    raise
-                yield ",".join(terms)
-                terms = [str(Policy.parse(term))]
-        yield ",".join(terms)
+            if not terms or not term.strip().startswith(("head", "offload", "tile", "swap")):
+                terms.append([])
+            terms[-1].append(term)
+        yield from (str(Policy.parse(",".join(one))) for one in terms)
 
 
 def _cards(device: str, memory: str) -> list[GPU | None]:
@@ -141,7 +145,7 @@ def _estimates(script: Script, card: GPU | None, answers: Sequence[Answer]) -> I
         looked = f"step {answer.step} of the {answer.steps} looked at is the highest: {given}"
         yield replace(
             of_trace(answer.trace, card, None, card.memory if card else None),
-            model=f"{script.name}: {answer.model}",
+            model=f"{Path(script.name).name}: {answer.model}",
             policy=answer.policy or "as the script has it",
             batch_size=largest[0] if largest else 1,
             accumulation=len(answer.batches) or 1,

@@ -186,9 +186,9 @@ def plan_command(spec: TrainingSpec) -> str:
 def print_figures(result: Estimate) -> None:
     """Print whether the step fits, and the figures of an estimate."""
     console = stdout()
-    shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in result.shape.items())
+    shape = "".join(f"{key.replace('_', ' ')} {value}, " for key, value in result.shape.items())
     launched = f", {result.launch}: this is each GPU" if result.launch else ""
-    said = f"{result.model}: policy {result.policy}, batch {result.batch_size}, {shape}, on {result.device}{launched}"
+    said = f"{result.model}: policy {result.policy}, batch {result.batch_size}, {shape}on {result.device}{launched}"
     console.print(said, markup=False)
     for verdict in result.verdicts:
         console.print(verdict)

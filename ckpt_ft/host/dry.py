@@ -8,12 +8,15 @@ steps and ends; the script's savers are not reached, and what it has written is 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import inspect
 import os
 import pickle
 import queue
+import random
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,10 +27,12 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError, one_line
@@ -135,6 +140,7 @@ def ask(question: Question) -> list[Answer]:
 
 def main(path: str) -> NoReturn:
     """Answer the question in the file `path`, in this process, which then ends."""
+    _end_with_parent()
     if "" in sys.path:
         sys.path.remove("")  # the folder of `python -c`
     _DryRun(pickle.loads(Path(path).read_bytes()), Path(path).parent).run()
@@ -176,6 +182,7 @@ class _DryRun:
             show_card(gpu, self.tracker, self.streams)
         _leave_out(self.tracker.recorder.note, self.question.longest)
         self.files = KeptFiles()
+        signal.signal(signal.SIGTERM, self._killed)
         self._track(self.tracker, self.streams)
         load_no_weights(self._put)
         generate_longest(self.tracker.recorder.note)
@@ -187,6 +194,10 @@ class _DryRun:
         except BaseException as raised:
             error = raised
         self._ended(error)
+
+    def _killed(self, number: int, frame: Any) -> NoReturn:
+        self.files.restore()
+        os._exit(128 + number)
 
     def _again(self) -> None:
         """The script has no optimizer, and has run its first forward: begin anew, knowing that."""
@@ -248,6 +259,7 @@ class _DryRun:
             policy = asked.pop(0)
             child = os.fork()
             if not child:
+                _end_with_parent()
                 torch.set_num_threads(1)  # before threads of autograd do it, which race for the pool after a fork
                 queues: Any = queue.Queue
                 queues.join = lambda waited: None  # its threads are left in the parent
@@ -333,6 +345,12 @@ class _DryRun:
         os._exit(0)
 
 
+def _end_with_parent() -> None:
+    """On Linux, end this process when its parent is killed, so that none is left behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def replace_own_checkpointing(model: nn.Module, policy: str) -> list[str]:
     """Switch off the script's own checkpointing, or blocks would be run again twice; returns a note."""
     own: list[Any] = [one for one in model.modules() if getattr(one, "gradient_checkpointing", False) is True]
@@ -362,15 +380,35 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
     def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         note(_EAGER)
 
-    loader = torch.utils.data.DataLoader.__init__
+    loaders = torch.utils.data.DataLoader
+    loader, iterate = loaders.__init__, loaders._get_iterator
+    in_workers = WeakSet[Any]()
 
     def load(self: Any, *args: Any, **kwargs: Any) -> None:
         alone = {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "prefetch_factor": None}
         given = inspect.signature(loader).bind(self, *args, **{**kwargs, "multiprocessing_context": None}).arguments
+        if given.get("num_workers"):
+            in_workers.add(self)
         loader(**{**(longest_first(given, note) if longest else given), **alone, "timeout": 0})
 
+    def iterator(self: Any) -> Any:
+        """What a worker computes is not in this process, and draws no random numbers of it."""
+        made = iterate(self)
+        following = made._next_data
+
+        def apart() -> Any:
+            state = random.getstate()
+            with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+                batch = following()
+            random.setstate(state)
+            return batch
+
+        if self in in_workers:
+            made._next_data = apart
+        return made
+
     torch.compile, nn.Module.compile = compile, compile_module  # type: ignore[assignment, method-assign]
-    torch.utils.data.DataLoader.__init__ = load  # type: ignore[method-assign]
+    loaders.__init__, loaders._get_iterator = load, iterator  # type: ignore[method-assign]
 
 
 def _before_saving(finish: Callable[[], None]) -> None:

@@ -70,7 +70,8 @@ class TrainingLoop:
         found_by_hand: called then.
         stepped: whether `Optimizer.step()` was called and no module since.
         optimizers: those that were constructed, in order.
-        batches: the shapes of the tensors that the model was given, one dict for each micro-batch of this step.
+        batches: the shapes of the tensors that the model was given, one dict for each micro-batch of this step;
+            without those of an evaluation.
     """
 
     def __init__(self, begins: Callable[[nn.Module], None], next_step: Callable[[Batches], None]) -> None:
@@ -139,7 +140,7 @@ class TrainingLoop:
             self.stepped = False
             ended, self.batches = self.batches, []
             self.next_step(ended)
-        if module is self.model:
+        if module is self.model and module.training:
             named = {**{f"input {at}": value for at, value in enumerate(args)}, **kwargs}
             self.batches.append({name: tuple(v.shape) for name, v in named.items() if isinstance(v, Tensor)})
 
