@@ -106,7 +106,7 @@ def test_a_step_that_depends_on_values(tmp_path: Path) -> None:
     )
     (answer,) = ask(Question(Script(str(script)), None))
     assert answer.trace is not None, answer.error
-    assert any(note.startswith("a condition on data is taken as in a clean batch") for note in answer.trace.notes)
+    assert "a mask whose size decides a shape is taken as full: the worst case" in answer.trace.notes
 
 
 def test_the_command(tmp_path: Path) -> None:
