@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from ckpt_ft.planning.results import Estimate
     from ckpt_ft.policy import Policy
     from ckpt_ft.spec.training_spec import TrainingSpec
+    from ckpt_ft.training.arguments import ACArguments
     from ckpt_ft.training.callback import ACCallback
     from ckpt_ft.workloads.workload import Workload
 
     __version__: str
 
 __all__ = [
+    "ACArguments",
     "ACCallback",
     "AppliedPolicy",
     "Estimate",
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ACArguments": "training.arguments",
     "ACCallback": "training.callback",
     "AppliedPolicy": "checkpointing.applied_policy",
     "Estimate": "planning.results",

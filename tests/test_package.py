@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 
 PUBLIC = {
-    "ACCallback", "AppliedPolicy", "Estimate", "MemoryProfiler", "Policy", "TrainingSpec", "Workload", "__version__",
+    "ACArguments", "ACCallback", "AppliedPolicy", "Estimate", "MemoryProfiler", "Policy", "TrainingSpec", "Workload",
+    "__version__",
     "apply_policy", "check_parity", "estimate", "find_max_batch_size", "find_max_length", "plan", "trace_step",
 }  # fmt: skip
 

@@ -223,6 +223,8 @@ class _DryRun:
     def _begins(self, model: nn.Module) -> None:
         """The script has come to its training step: fork for each policy, and go on in the forks."""
         gpu = self.question.gpu
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.loop.optimizers):
+            raise UserError("LBFGS decides by the loss how often it runs the model, and a dry run has no loss")
         modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
         for module in modules if gpu is None else ():
             self._put(module)

@@ -54,7 +54,9 @@ class ACCallback(TrainerCallback):
 
     Args:
         policy: a policy, or `ACArguments` for all settings; None only measures.
-        verify: which steps are verified, as in `apply_policy`. `ACArguments` use their `ac_verify` instead.
+        budget: memory for policy "auto", with its unit, such as "24GiB"; by default what is free on the card.
+        verify: which steps are verified, as in `apply_policy`.
+            `ACArguments` have `ac_budget` and `ac_verify` in place of these two.
 
     Attributes:
         session: the run's session.
@@ -73,13 +75,16 @@ class ACCallback(TrainerCallback):
         self,
         policy: str | dict[str, Any] | Policy | ACArguments | None = None,
         *,
+        budget: str | None = None,
         verify: str | int | None = None,
     ) -> None:
         if not isinstance(policy, ACArguments):
             name = None if policy is None else str(Policy.parse(policy))
-            policy = ACArguments(ac_policy=name, ac_verify=str(verify or "first"))
-        elif verify is not None:
-            raise UserError("ACCallback(verify=...) goes with a policy; ACArguments have ac_verify instead")
+            policy = ACArguments(ac_policy=name, ac_budget=budget, ac_verify=str(verify or "first"))
+        elif budget is not None or verify is not None:
+            raise UserError(
+                "ACCallback(budget=..., verify=...) go with a policy; ACArguments have ac_budget and ac_verify instead"
+            )
         self.session = Session(policy)
         self._loss: Callable[..., torch.Tensor] | None = None  # the trainer's
         self._micro_batch: tuple[dict[str, Any], dict[str, Any]] | None = None  # the last one, and the loss's options

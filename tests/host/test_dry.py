@@ -83,6 +83,11 @@ def test_a_script_that_sees_a_card(tmp_path: Path) -> None:
         ("raise SystemExit('give --data')", "ended without a training step (give --data)"),
         ("import nowhere_to_be_found", "needs the package nowhere_to_be_found, which is not installed"),
         ("x = 1\nraise ValueError('bad data')", "line 2 raised ValueError: bad data"),
+        (
+            "import torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.LBFGS(model.parameters())\n"
+            "model(torch.zeros(1, 2))",
+            "LBFGS decides by the loss how often it runs the model",
+        ),
     ],
 )
 def test_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
