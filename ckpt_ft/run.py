@@ -1,4 +1,4 @@
-"""`python -m ckpt_ft.run` and `accelerate launch -m ckpt_ft.run`: what `ckpt-ft run` starts."""
+"""`python -m ckpt_ft.run` and `accelerate launch -q -m ckpt_ft.run`: what `ckpt-ft run` starts."""
 
 from ckpt_ft.cli.run import main
 

@@ -156,7 +156,9 @@ def parse_cli(arguments: Sequence[str]) -> None:
     group: Any = typer.main.get_command(cli.app)
     name, *rest = arguments
     given = group.commands[name].make_context(name, list(rest)).params
-    Policy.parse(given.get("policy") or "none")
+    policies = given.get("policy") or "none"
+    for policy in [policies] if isinstance(policies, str) else policies:
+        Policy.parse(policy)
     device = given.get("device") or ""
     for card in device.split(",") if name == "where" else [device]:
         if card not in ("", "cpu"):
@@ -167,6 +169,9 @@ def parse_cli(arguments: Sequence[str]) -> None:
 
 
 def parse_launch(arguments: Sequence[str]) -> None:
+    if "ckpt_ft.run" in arguments:
+        parse_cli(["run", *arguments[arguments.index("ckpt_ft.run") + 1 :]])
+        return
     at = next(i for i, word in enumerate(arguments) if word.endswith(".py"))
     if "--config_file" in arguments[:at]:
         assert (ROOT / arguments[arguments.index("--config_file") + 1]).is_file()

@@ -29,7 +29,7 @@ def run(
     """Run a training script as it is, under a policy, and report its memory at the end.
 
     The script needs no change, and its numbers are those of the script alone. On several processes:
-    accelerate launch -m ckpt_ft.run [OPTIONS] SCRIPT ARGS...
+    accelerate launch -q -m ckpt_ft.run [OPTIONS] SCRIPT ARGS...
     """
     from ckpt_ft.host.live import LiveRun
     from ckpt_ft.host.script import Script
