@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -294,15 +295,15 @@ class Verification:
             return
         ddp = DistributedDataParallel._active_ddp_module
 
-        def begins(grad: torch.Tensor) -> None:
-            task, device = torch._C._current_graph_task_id(), grad.device
+        def begins(grad: torch.Tensor | None, device: torch.device) -> None:  # None for an output that no loss uses
+            task = torch._C._current_graph_task_id()
             if task not in self._together:
                 self._together.add(task)  # queued twice, to run behind the callbacks of FSDP2 and DDP
                 _queue(lambda: _queue(lambda: self.read_flags(task, device, _groups(model, ddp))))
 
         for leaf in leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(begins)
+                leaf.register_hook(partial(begins, device=leaf.device))
 
     def read_flags(
         self, task: int = -1, device: torch.device | None = None, groups: Sequence[dist.ProcessGroup] = ()

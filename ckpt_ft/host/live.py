@@ -14,10 +14,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError, is_oom, one_line
@@ -115,16 +117,17 @@ class LiveRun:
 
     def _begins(self, model: nn.Module) -> None:
         self._loop.release()
-        self.model = type(model).__name__
+        trained = model.module if isinstance(model, DistributedDataParallel) else model
+        self.model = type(trained).__name__
         if self.policy is not None:
-            for line in replace_own_checkpointing(model, self.policy):
+            for line in replace_own_checkpointing(trained, self.policy):
                 _say(line)
-            for note in apply_policy(model, self.policy).notes:
+            for note in apply_policy(trained, self.policy).notes:
                 _say(note)
         inside = set(model.modules())
         beside = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and one not in inside]
         optimizer = self._loop.optimizers[-1] if self._loop.optimizers else None
-        self.profiler = MemoryProfiler(None, model, optimizer, auxiliary_models=beside)
+        self.profiler = MemoryProfiler(None, trained, optimizer, auxiliary_models=beside)
         self.gpu = _card() if self.profiler.device.type == "cuda" else None
         self.profiler.__enter__()
         model.register_forward_pre_hook(self._arrives, prepend=True)
@@ -175,6 +178,10 @@ class LiveRun:
                     found.trace if found else None, notes=notes, policy=self.policy, model=self.model,
                     script=self.script.name,
                 )  # fmt: skip
+                if not self.alone and error is None and dist.is_initialized():
+                    ranks: list[Any] = [None] * dist.get_world_size()
+                    dist.all_gather_object(ranks, report.ranks)
+                    report = replace(report, ranks=[replace(r, rank=n) for n, (r,) in enumerate(ranks)])
                 if os.environ.get("RANK", "0") == "0":
                     write_report(report, self.reports, self.folder)
 

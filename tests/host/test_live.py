@@ -105,3 +105,17 @@ def test_refused_in_one_line(words: list[str], said: str) -> None:
     assert ended.returncode == 2
     assert said in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_two_processes_report_together(tmp_path: Path) -> None:
+    """A Trainer under DDP that looks for unused parameters; no loss uses the logits that the model returns."""
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    alone = run(*launch, "ddp.py", "")
+    ours = run(*launch, *hosted(tmp_path, "--policy", "full"), "ddp.py", "")
+    assert (alone.returncode, ours.returncode) == (0, 0), alone.stderr + ours.stderr
+    assert len(numbers(alone.stdout)) == 2
+    assert sorted(numbers(ours.stdout)) == sorted(numbers(alone.stdout))
+    ranks = report(tmp_path)["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert all(rank["at_peak"]["communication"] > 0 < rank["at_peak"]["parameters"] for rank in ranks)
