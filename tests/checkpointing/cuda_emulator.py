@@ -111,6 +111,7 @@ class Emulator(TorchDispatchMode):
     def __init__(self, pace: str, seed: int = 0) -> None:
         super().__init__()
         self.pace, self.random = pace, random.Random(seed)
+        self.late = (1.0, 0.2, 0.05)[seed % 3]  # how often another stream runs, for each time that the first one does
         self.compute = Stream(self)
         self.streams, self.now = [self.compute], self.compute
         self.making_host = False
@@ -179,15 +180,16 @@ class Emulator(TorchDispatchMode):
         given = _tensors((args, kwargs))
         if self.making_host:
             return func(*args, **kwargs)
-        seen_by_device = tree_map_only(torch.Tensor, _twin, (args, kwargs))
         if name in _HOST_READS:
             self.now.finish()
-            return func(*seen_by_device[0], **seen_by_device[1])
+            on_device = _twins(args, kwargs)
+            return func(*on_device[0], **on_device[1])
         blocks_host = not all(map(_on_device, given))
         written = [value for value, argument in zip(args, func._schema.arguments, strict=False)
                    if argument.alias_info is not None and argument.alias_info.is_write]  # fmt: skip
         if written:
-            self._launch(lambda: func(*seen_by_device[0], **seen_by_device[1]))
+            on_device = _twins(args, kwargs)
+            self._launch(lambda: func(*on_device[0], **on_device[1]))
             if blocks_host and not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking"):
                 self.now.finish()
             return written[0]
@@ -196,6 +198,7 @@ class Emulator(TorchDispatchMode):
         own = {x.untyped_storage()._cdata for x in given}
         if any(x.untyped_storage()._cdata in own for x in made):  # a view
             return out
+        on_device = _twins(args, kwargs)
         for x in made:
             setattr(x.untyped_storage(), _MEMORY, Memory(self.now, x.untyped_storage().nbytes()))
         if made and name not in _ALLOCATIONS:
@@ -203,7 +206,7 @@ class Emulator(TorchDispatchMode):
             self._launch(
                 lambda: [
                     to.copy_(value)
-                    for to, value in zip(into, _tensors(func(*seen_by_device[0], **seen_by_device[1])), strict=True)
+                    for to, value in zip(into, _tensors(func(*on_device[0], **on_device[1])), strict=True)
                 ]
             )
             if name == "_to_copy" and blocks_host:
@@ -214,7 +217,7 @@ class Emulator(TorchDispatchMode):
         self.now.queue.append(kernel)
         if self.pace == "random":
             for _ in range(self.random.randrange(5)):
-                self.random.choice(self.streams).run_one()
+                self.random.choices(self.streams, [1.0] + [self.late] * (len(self.streams) - 1))[0].run_one()
         for stream in self.streams:
             while self.pace == ("compute" if stream is self.compute else "copies") and stream.run_one():
                 pass
@@ -226,6 +229,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _on_device(tensor: torch.Tensor) -> bool:
     return hasattr(tensor.untyped_storage(), _MEMORY)
+
+
+def _twins(args: Any, kwargs: Any) -> Any:
+    return tree_map_only(torch.Tensor, _twin, (args, kwargs))
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:

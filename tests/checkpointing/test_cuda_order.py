@@ -59,13 +59,15 @@ def steps(model: nn.Module, x: torch.Tensor, policy: str = "none", verify: Any =
         if number:
             with torch.no_grad():
                 found["evaluation"] = model(x)
-            last = model.get_submodule("blocks.4").down.bias
-            (found["last"],) = torch.autograd.grad(model(x).square().sum(), last)  # what it prefetches is never used
+            last = model.get_submodule("blocks.4").up.bias
+            (found["last"],) = torch.autograd.grad(model(2 * x).square().sum(), last)  # what it prefetches is never used
         loss = model(x).square().sum()
         loss.backward()
         found[f"{number} loss"] = loss.detach()
         found |= {f"{number} {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    blocks = model.get_submodule("blocks")
+    blocks: Any = model.get_submodule("blocks")
+    for number, block in enumerate(blocks):  # what is prefetched for the block behind it is never used
+        found[f"only {number}"], _ = torch.autograd.grad(block(x).square().sum(), [block.up.bias, block.norm.weight])
     with torch.no_grad():
         begun = blocks[0](x)  # the weights of the next block are on their way
         model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
@@ -77,7 +79,8 @@ def steps(model: nn.Module, x: torch.Tensor, policy: str = "none", verify: Any =
     return found
 
 
-X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+# as many bytes in an activation as in a weight, so that each can get the memory of the other
+X = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
 PLAIN = steps(Model(), X.clone())
 
 
@@ -96,6 +99,8 @@ def emulated(policy: str, pace: str, seed: int, monkeypatch: pytest.MonkeyPatch,
 
 RUNS = [(pace, 0) for pace in PACES[:-1]] + [("random", seed) for seed in range(8)]
 
+MORE = [("random", seed) for seed in range(8, 40)]
+
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("pace", "seed"), RUNS)
@@ -107,8 +112,8 @@ def test_numbers_do_not_depend_on_order(policy: str, pace: str, seed: int, monke
 FAULTS: list[tuple[type, str, str, str, str]] = [
     (offload.CopyStream, "start", "self.side.wait_stream(self.streams.current_stream(self.device))", "", "offload"),
     (offload.CopyStream, "start", "self.side.wait_stream(self.streams.current_stream(self.device))", "", "swap:3"),
-    (offload.CopyStream, "start", "with self.streams.stream(self.side):", "ended = self.side.record_event()\n        "
-     "self.side.record_event = lambda: ended\n        with self.streams.stream(self.side):", "offload"),
+    (offload.CopyStream, "start", "with self.streams.stream(self.side):", "ended = self.side.record_event()\n    "
+     "self.side.record_event = lambda: ended\n    with self.streams.stream(self.side):", "offload"),
     (offload.Parked, "__init__", "parking.leaving.append((flat, copied))", "", "offload"),
     (offload.Parked, "__del__", "self.copies.wait(self.ready)", "", "offload"),
     (offload.Parked, "get", "self.copies.wait(self.ready)", "", "full,offload"),
@@ -130,4 +135,4 @@ def test_missing_wait_is_seen(
     made: dict[str, Any] = {}
     exec(source.replace(text, instead or "pass"), vars(inspect.getmodule(kind)), made)
     with patch.object(kind, method, made[method]):
-        assert any(emulated(policy, pace, seed, monkeypatch) for pace, seed in RUNS)
+        assert any(emulated(policy, pace, seed, monkeypatch) for pace, seed in [*RUNS, *MORE])
