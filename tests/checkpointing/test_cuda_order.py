@@ -59,8 +59,8 @@ def steps(model: nn.Module, x: torch.Tensor, policy: str = "none", verify: Any =
         if number:
             with torch.no_grad():
                 found["evaluation"] = model(x)
-            last = model.get_submodule("blocks.4").up.bias
-            (found["last"],) = torch.autograd.grad(model(2 * x).square().sum(), last)  # what it prefetches is never used
+            last = model.get_submodule("blocks.4").up.bias  # what its gradient prefetches is never used
+            (found["last"],) = torch.autograd.grad(model(2 * x).square().sum(), last)
         loss = model(x).square().sum()
         loss.backward()
         found[f"{number} loss"] = loss.detach()
