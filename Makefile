@@ -18,7 +18,7 @@ ENV := $(or $(ENV_$(VERSIONS)),$(error VERSIONS is $(VERSIONS): give pinned, cud
 BIN := $(ENV)/bin
 STAMP := $(ENV)/.installed
 
-.PHONY: demo test test-slow lint wheel docs space test-app newest clean
+.PHONY: demo install test test-slow lint wheel docs space test-app newest clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt constraints-newest.txt
@@ -26,6 +26,8 @@ $(STAMP): pyproject.toml constraints.txt constraints-newest.txt
 	$(LOCK_$(VERSIONS)) > $(ENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(ENV)/constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
+
+install: $(STAMP)
 
 # One thread: the model is too small for two.
 demo: $(STAMP)
