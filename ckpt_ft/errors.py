@@ -21,9 +21,13 @@ class UserError(ValueError):
     """Invalid user input. The message is the line that the user sees: what was given, what is allowed, the fix.
 
     Non-printable characters in the message, such as line breaks and escape codes, are shown as escapes.
+
+    Attributes:
+        without: fields of a training's spec and their values, with which there would be an answer, of nearly that run.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, **without: object) -> None:
+        self.without = without
         half = _LONGEST // 2 - 3
         message = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
         super().__init__(message if len(message) <= _LONGEST else f"{message[:half]} ... {message[-half:]}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
 from time import monotonic as now
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from ckpt_ft.tables import WIDEST, WIDTH
 
@@ -20,11 +20,11 @@ PAUSE = 10  # seconds between lines where there is no terminal
 _COUNTED = re.compile(r"(\d+) of (?:about )?(\d+)\b")
 
 
-def stdout() -> Console:
-    """Standard output: of a fixed width in a pipe, as wide as the terminal up to a limit."""
+def stdout(file: TextIO | None = None) -> Console:
+    """Standard output, or another stream: of a fixed width in a pipe, as wide as the terminal up to a limit."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(file=file, highlight=False)
     console.width = min(console.width, WIDEST) if console.is_terminal else WIDTH
     return console
 

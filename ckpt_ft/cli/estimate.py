@@ -17,7 +17,7 @@ from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import GPU, asked_gpu, find_gpu
 from ckpt_ft.planning.results import Estimate, Suggestions
-from ckpt_ft.spec.flags import words_of
+from ckpt_ft.spec.flags import on_gpus, words_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_bytes
@@ -36,10 +36,11 @@ Snapshot = Annotated[str, typer.Option("--snapshot", help="write the step for py
 Perfetto = Annotated[str, typer.Option("--perfetto", help="write the step for ui.perfetto.dev here (JSON)")]
 
 
-@takes_spec(*ONE_LAUNCH)
+@takes_spec(*ONE_LAUNCH, counts=True)
 def estimate(
     spec: TrainingSpec,
     others: Sequence[TrainingSpec] = (),
+    from_file: bool = False,
     dataset: Annotated[
         str,
         typer.Option("--dataset", help="Hub id or local file whose longest row, up to --seq-length, is the step's"),
@@ -57,12 +58,28 @@ def estimate(
     if "," in spec.host.device or others:
         if html or snapshot or perfetto or dataset or spec.host.gpu_memory or spec.host.gpu_like:
             raise UserError("estimate: files, --dataset and --gpu-memory are for one model and one --device; give one")
-        _compare([spec, *others], as_json)
+        _compare([on_gpus(one, *one.launch.launches[-1:]) for one in (spec, *others)], as_json)
         return
     if dataset:
         spec = _with_rows(dataset, spec)
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
     files = StepFiles(gpu, html, snapshot, perfetto)
+    while True:
+        try:
+            _answer(spec, gpu, files, as_json, dataset)
+            return
+        except UserError as error:
+            if not from_file or spec.host.strict or all(spec.get(name) == to for name, to in error.without.items()):
+                raise
+            said = f"{', '.join(name for name in error.without if spec.get(name))}: {error}"
+            print(f"not modelled: {said}", file=sys.stderr)
+            spec = spec.edit(**error.without, left_out=(*spec.host.left_out, said))
+
+
+def _answer(spec: TrainingSpec, gpu: GPU | None, files: StepFiles, as_json: bool, dataset: str) -> None:
+    """Print the answer about one step on one card."""
+    if spec.launch.launches:
+        spec = _on_fewest(spec)
     cache = AnswerCache("estimate", {**question_of(spec), "gpu": gpu}, Estimate.from_json)
     found, trace = None if files.any else cache.get(), None
     if found is not None and not as_json:
@@ -81,11 +98,33 @@ def estimate(
         found = replace(found, command=found.command.replace("DATASET", shlex.quote(dataset)))
     if as_json:
         room = {"headroom": found.headroom, "host_headroom": found.host_headroom}
-        print(json.dumps({**asdict(found), **room, "ignored": spec.host.ignored}, indent=2))
+        said = {"ignored": spec.host.ignored, "left_out": spec.host.left_out}
+        print(json.dumps({**asdict(found), **room, **said}, indent=2))
     else:
         print_advice(found, spec)
     if trace is not None:  # after the answer, which a full disk does not lose
         files.write(found, trace)
+
+
+def _on_fewest(spec: TrainingSpec) -> TrainingSpec:
+    """Returns `spec`, whose file does not say how many GPUs, on the fewest that it fits on; prints a table of them."""
+    from ckpt_ft.planning.estimate import estimates_of
+
+    each = [on_gpus(spec, launch) for launch in spec.launch.launches]
+    with progress() as say:
+        found = estimates_of(each, say)
+    fits = [one for one, estimate in zip(each, found, strict=True) if (estimate.headroom or 0) >= 0]
+    chosen = fits[0] if fits else each[-1]
+    rows = []
+    for one, estimate in zip(each, found, strict=True):
+        launch, spare = one.launch.launch, estimate.headroom or 0
+        seconds = "" if estimate.seconds is None else f"{estimate.seconds:.3f}"
+        verdict = "answered below" if one is chosen else "fits" if spare >= 0 else f"needs {format_bytes(-spare)} more"
+        rows.append((str(launch.processes if launch else 1), format_bytes(estimate.peak_reserved), seconds, verdict))
+    columns = ("GPUs", "peak reserved of each", "seconds per step", "")
+    table = Table("the file does not say on how many GPUs; --processes chooses", columns, rows)
+    print_table(table, stdout(sys.stderr))
+    return chosen
 
 
 def _with_rows(dataset: str, spec: TrainingSpec) -> TrainingSpec:

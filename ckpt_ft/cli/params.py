@@ -19,12 +19,14 @@ from typer.core import TyperCommand
 from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.defaults import LORA_R, ONLINE, TRL_BATCH
-from ckpt_ft.spec.flags import Flag, fields_of, flags
+from ckpt_ft.spec.flags import Flag, fields_of, flags, on_gpus
 from ckpt_ft.spec.launch import SIZES
-from ckpt_ft.spec.settings import TYPED, entry_of, table, typed_as
-from ckpt_ft.spec.training_file import read_training_file, read_typed
+from ckpt_ft.spec.settings import TYPED, entry_of, lines_of, table, typed_as
+from ckpt_ft.spec.training_file import read_training, read_typed, read_yaml
 from ckpt_ft.spec.training_spec import DTYPES, TrainingSpec
 from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id
+
+from .named import Named, named, unpacked
 
 Command = Callable[..., None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -57,6 +59,7 @@ def takes_spec(
     *without: str,
     defaults: Mapping[str, Any] = NOTHING,
     fixed: Mapping[str, Any] = NOTHING,
+    counts: bool = False,
 ) -> Callable[[Command], Command]:
     """For commands with a parameter `spec`: MODEL, --config and the spec's flags stand in its place.
 
@@ -67,26 +70,36 @@ def takes_spec(
         without: flags that the command does not have.
         defaults: fields of the spec where no flag sets them.
         fixed: fields that the command decides; they have no flags.
+        counts: whether the command chooses a number of GPUs where a file does not say it.
 
     A command with a parameter `others` takes several models: those after the first.
+    A command with a parameter `from_file` is told whether a training file says what is asked.
     """
 
     def decorate(command: Command) -> Command:
         own = dict(inspect.signature(command, eval_str=True).parameters)
         del own["spec"]
         compares = own.pop("others", None) is not None
+        forgives = own.pop("from_file", None) is not None
         taken = {name: flag for name, flag in flags().items() if name not in {*without, *fixed, *own}}
 
         @functools.wraps(command)
         def typed(model: str, config: str, recipe: str, **given: Any) -> None:
             typed_flags = {name: given.pop(name) for name in taken}
             typed_flags = {name: value for name, value in typed_flags.items() if value is not None}
+            found = Named(model, config) if config else named(model)
+            left_out: tuple[str, ...] = ()
+            model, config, typed_flags = found.model, found.file, {**found.flags, **typed_flags}
+            _print_notes(found.notes)
             if config:
                 ignored = fields_of({"ignore": typed_flags.get("ignore")}).get("ignored", ())
-                length = typed_flags.get("seq_length")
-                read = read_training_file(config, recipe, bool(given.get("dataset")), ignored, length)
+                length, content = typed_flags.get("seq_length"), found.content or read_yaml(config)
+                read = read_training(
+                    dict(content), config, recipe or found.kind, bool(given.get("dataset")), ignored, length,
+                    bool(typed_flags.get("strict")),
+                )  # fmt: skip
                 _print_notes(read.notes)
-                model = model or read.model
+                model, left_out = model or read.model, read.left_out
                 typed_flags = {name: value for name, value in read.flags.items() if name in taken} | typed_flags
                 given |= {n: read.flags[n] for n in own if given[n] is None and n in read.flags}
             elif recipe:
@@ -99,14 +112,15 @@ def takes_spec(
                 _print_notes((f"batches of {TRL_BATCH} samples, as TRL's by default; --batch-size changes it",))
 
             def spec_of(model: str) -> TrainingSpec:
-                precision = {}
-                if typed_flags.get("dtype") == "auto":
-                    precision = {"dtype": checkpoint_dtype(hub_id(model))}
-                elif "dtype" in taken and not (config or _PRECISION & typed_flags.keys()):
-                    adapts = any(typed_flags.get(name) for name in ("lora_r", "use_peft", "peft_config"))
-                    precision = _published_precision(model, adapts)
-                fields = fields_of(typed_flags | precision)
-                return TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields, **fixed})
+                model, flags, notes = unpacked(model, typed_flags)
+                _print_notes(notes)
+                if flags.get("dtype") == "auto":
+                    flags = {**flags, "dtype": checkpoint_dtype(hub_id(model))}
+                elif "dtype" in taken and not (config or _PRECISION & flags.keys()):
+                    adapts = any(flags.get(name) for name in ("lora_r", "use_peft", "peft_config"))
+                    flags = {**flags, **_published_precision(model, adapts)}
+                spec = TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields_of(flags), **fixed})
+                return _with_left_out(spec, left_out, "gpus" in without and counts)
 
             models = [model] if Path(model).exists() else [name.strip() for name in model.split(",")]
             if len(models) > 1 and not compares:
@@ -114,7 +128,8 @@ def takes_spec(
             specs = [spec_of(name) for name in models]
             if "policy" in taken:
                 require_applicable(specs[0])
-            command(spec=specs[0], **({"others": specs[1:]} if compares else {}), **given)
+            more = ({"others": specs[1:]} if compares else {}) | ({"from_file": bool(config)} if forgives else {})
+            command(spec=specs[0], **more, **given)
 
         parameters = [_parameter(name, kind, "") for name, kind in _OF_EVERY_COMMAND.items()]
         parameters += [_parameter(name, _option(flag), None) for name, flag in taken.items()]
@@ -142,6 +157,19 @@ def _several(
     if not typed.get("launch"):
         _print_notes((f"{count} cards share the model by FSDP2; --launch ddp, zero2 or zero3 are others",))
     return {"processes": count, "launch": typed.get("launch", "fsdp2")}
+
+
+def _with_left_out(spec: TrainingSpec, left_out: tuple[str, ...], counts: bool) -> TrainingSpec:
+    """Prints what the answer about `spec` is without; where its file does not say how many GPUs, they are the most."""
+    spec = spec.edit(left_out=(*left_out, *spec.host.left_out))
+    if spec.host.left_out:
+        print(f"not modelled: {'; '.join(spec.host.left_out)}", file=sys.stderr)
+    open_launches = spec.launch.launches and "--gpus" not in spec.launch.asked
+    if not open_launches or counts:
+        return spec
+    launch = spec.launch.launches[-1]
+    _print_notes((f"the file does not say on how many GPUs: {launch.processes}; --processes changes it",))
+    return on_gpus(spec, launch)
 
 
 def _parameter(name: str, kind: Any, default: Any) -> Parameter:
@@ -252,7 +280,10 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
             raise UserError(f"No such option: --{name}{did_you_mean(f'--{name}', known)}")
         else:
             given[plain] = value if equals else rest.pop(0) if follows else True
-    found = read_typed(given, batch_size, ignored) if given else {}
+    left_out: dict[str, str] | None = None if "--strict" in words else {}
+    found = read_typed(given, batch_size, ignored, left_out) if given else {}
+    if left_out:
+        print(f"not modelled: {'; '.join(lines_of(left_out))}", file=sys.stderr)
     model = found.pop("model", "")
     for name, value in found.items():
         kept += [f"--{typed_as(name)}"] if value is True else [f"--{typed_as(name)}={value}"]

@@ -37,7 +37,7 @@ from ckpt_ft.planning.budget import LESS, Candidate, MemoryBudget, memory_budget
 from ckpt_ft.planning.results import Estimate, Fix, Suggestion, Suggestions
 from ckpt_ft.planning.scaled_traces import Estimates
 from ckpt_ft.planning.search import blocks_of, fewest_swapped, with_term
-from ckpt_ft.planning.tracing import Tracer, on_card, refusal, trace_policies
+from ckpt_ft.planning.tracing import Tracer, on_card, refusal, run_tasks, trace_policies
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for, recipe_command
 from ckpt_ft.spec.flags import Edit, offloaded
@@ -92,6 +92,16 @@ def estimates_on(spec: TrainingSpec, cards: Sequence[GPU], report: Callable[[str
         workload, policy, traces = known[kernels]
         here = {name: on_card(trace, card) for name, trace in traces.items()}
         yield _of_run(spec, card, replace(workload, device=card), policy, here)
+
+
+def estimates_of(specs: Sequence[TrainingSpec], report: Callable[[str], None]) -> list[Estimate]:
+    """The estimates of several specs, without suggestions, each in a process of its own where the system can fork."""
+    found = dict(run_tasks([partial(_plain, spec) for spec in specs], 0, report))
+    return [found[number] for number in range(len(specs))]
+
+
+def _plain(spec: TrainingSpec, report: Callable[[str], None]) -> Estimate:
+    return traced_estimate(spec, report, suggests=False)[0]
 
 
 def _traced_run(

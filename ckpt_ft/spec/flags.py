@@ -14,12 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.spec.launch import SIZES, STRATEGIES, WORTH_A_LOOK, Launch, launches_on, launches_that_share, read_launch
+from ckpt_ft.spec.launch import (
+    COUNTS,
+    SIZES,
+    STRATEGIES,
+    WORTH_A_LOOK,
+    Launch,
+    launches_on,
+    launches_that_share,
+    on_counts,
+    read_launch,
+    states_processes,
+)
 from ckpt_ft.units import parse_bytes
 
 from .fields import Declared, option_of
 from .optimizers import OFFLOADING
 from .peft_file import read_peft
+from .settings import lines_of
 from .training_spec import TrainingSpec, declared
 
 
@@ -99,10 +111,12 @@ def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
         if own.key in found:
             for key, value in own.setting.implies.items():
                 found.setdefault(key, value)
+    left_out: dict[str, str] | None = None if found.get("strict") else {}
     if "peft_config" in found:
         asked = f"--peft-config {found['peft_config']}"
-        found["peft"] = read_peft(found["peft_config"], asked, found.get("ignored", ()))
-    return found | _launch_fields(given, found)
+        found["peft"] = read_peft(found["peft_config"], asked, found.get("ignored", ()), left_out)
+    found |= _launch_fields(given, found, left_out)
+    return found | ({"left_out": lines_of(left_out)} if left_out else {})
 
 
 def _field(own: Declared, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +137,9 @@ def _field(own: Declared, given: Mapping[str, Any]) -> dict[str, Any]:
     return {own.key: said[0][1]} if said else {}
 
 
-def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def _launch_fields(
+    given: Mapping[str, Any], found: dict[str, Any], left_out: dict[str, str] | None
+) -> dict[str, Any]:  # fmt: skip
     named: Any
     sizes = {name: given[name] for name in (*SIZES, "ep") if given.get(name)}
     named, processes, machines, link = (
@@ -140,9 +156,8 @@ def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
     if offload and not named and "gpus" not in given:
         named, processes = "zero3", processes or 1
     words = {name: given[name] for name, *_ in _LAUNCH if name in given}
-    if isinstance(named, Mapping) and ("gpus" in given or not processes):  # of a training file
-        said = "fsdp" if "fsdp_config" in named else "deepspeed"
-        raise UserError(f"--config: {said} shares the model: on how many GPUs? give --processes")
+    if isinstance(named, Mapping) and "gpus" in given:  # of a training file
+        raise UserError("--config: it has a launch of its own; give --processes, or --launch with names")
     asked = tuple(word for name, value in words.items() for word in (option_of(name), str(value)))
     if "gpus" in given:
         if processes or Path(named).suffix:
@@ -164,7 +179,10 @@ def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
             if value:
                 raise UserError(f"{option} {value}: for several GPUs give --launch too (ddp, fsdp2, a file)")
         return {}
-    launch, also = _launch(named, processes, precision, found.get("ignored", ()))
+    is_open = not processes and _is_file(named) and not states_processes(named)
+    launch, also = _launch(named, processes, precision, found.get("ignored", ()), left_out)
+    if "policy" in also and found.get("policy") not in (None, "none"):
+        also["policy"] = found["policy"]
     for key, value in also.items():
         if found.setdefault(key, value) != value:
             raise UserError(f"launch {named}: {key.replace('_', ' ')} {value}, and {found[key]} elsewhere; give one")
@@ -179,15 +197,31 @@ def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
     launch = launch.with_offload(offload) if offload else launch
     if isinstance(named, Mapping):
         asked = (option_of("launch"), launch.strategy, *asked[asked.index(option_of("launch")) + 2 :])
-    return {**also, "launch": launch, "asked": asked} | (
+    counted = {"launches": on_counts(launch)} if is_open else {"launch": launch}
+    return {**also, **counted, "asked": asked} | (
         {"mixed_precision": launch.mixed_precision} if precision == "no" else {}
     )
 
 
-def _launch(named: Any, processes: int, precision: str, ignored: Collection[str]) -> tuple[Launch, dict[str, Any]]:
+def on_gpus(spec: TrainingSpec, launch: Launch | None = None) -> TrainingSpec:
+    """Returns `spec`, whose file does not say on how many GPUs it runs, under one of its launches; None for none."""
+    if launch is None:
+        return spec
+    asked = (*spec.launch.asked, option_of("processes"), str(launch.processes))
+    return spec.edit(launch=launch, launches=(), asked=asked)
+
+
+def _is_file(named: Any) -> bool:
+    return isinstance(named, Mapping) or Path(named).suffix in (".yaml", ".yml", ".json")
+
+
+def _launch(
+    named: Any, processes: int, precision: str, ignored: Collection[str], left_out: dict[str, str] | None
+) -> tuple[Launch, dict[str, Any]]:
     """Returns the launch that `--launch` names or a file describes, and other fields of a spec that it sets."""
-    if isinstance(named, Mapping) or Path(named).suffix in (".yaml", ".yml", ".json"):
-        return read_launch(named, processes or None, precision, ignored)
+    if _is_file(named):
+        count = processes or (None if states_processes(named) else COUNTS[-1])
+        return read_launch(named, count, precision, ignored, left_out)
     if named in STRATEGIES:
         if not processes:
             raise UserError(f"--launch {named}: on how many GPUs? give --processes")

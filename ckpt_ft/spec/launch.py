@@ -7,7 +7,9 @@ from the model's hidden size (accelerator.py: _prepare_deepspeed), and so does `
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -15,14 +17,15 @@ from typing import Any
 
 import yaml
 
-from ckpt_ft.errors import UserError, did_you_mean, one_line
-from ckpt_ft.spec.settings import read_settings
+from ckpt_ft.errors import UserError, did_you_mean
+from ckpt_ft.spec.settings import leave_out, read_settings
 from ckpt_ft.units import whole_number
 from ckpt_ft.validation import load_yaml
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 # Default strategies of a plan. DeepSpeed's are excluded because they hold the model in half precision.
 WORTH_A_LOOK = ("ddp", "fsdp2")
+COUNTS = (1, 2, 4, 8)  # GPUs to answer for if a file does not say how many
 _ON_A_MACHINE = 8  # GPUs of a DGX and of most cloud machines
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 _MOST = 2**20  # processes
@@ -75,26 +78,32 @@ class ZeroOptions:
     seq_parallel_reduce: str = "fp32"
 
     @classmethod
-    def read(cls, options: Mapping[str, Any], source: str, seq_parallel_reduce: Any = None) -> ZeroOptions:
+    def read(
+        cls, options: Mapping[str, Any], source: str, seq_parallel_reduce: Any = None,
+        left_out: dict[str, str] | None = None,
+    ) -> ZeroOptions:  # fmt: skip
         """Returns the options of a DeepSpeed configuration's `zero_optimization`.
 
         Args:
             seq_parallel_reduce: the configuration's `seq_parallel_communication_data_type`.
+            left_out: that of `read_settings`.
 
         Raises:
-            UserError: an option that is not modelled, or a value that is not a count or a precision.
+            UserError: a value that is not a count or a precision; without `left_out`, an option that is not modelled.
         """
         reduce = str(seq_parallel_reduce or "fp32").lower()
         if reduce not in ("fp32", "bf16", "fp16"):
             raise UserError(f"{source}: {_REDUCE} {reduce}: give fp32, bf16 or fp16")
-        read_settings({key: value for key, value in options.items() if value != "auto"}, [SECTION], source)
+        stated = {key: value for key, value in options.items() if value != "auto"}
+        read_settings(stated, [SECTION], source, left_out=left_out)
         found: dict[str, Any] = {}
         for key, value in options.items():
             name = key.removeprefix("stage3_")
             if name in _COUNTS:
                 found[name] = None if value == "auto" and name in _AUTO else _count(value, key, source)
         for name, buffers in zip(OFFLOADS, (4, 5), strict=True):
-            section = options.get(name) or {}
+            away = options.get("cpu_offload" if name == "offload_optimizer" else "cpu_offload_param")
+            section = options.get(name) or ({"device": "cpu"} if _truth(away) else {})
             device, kind = str(section.get("device") or "none").lower(), name.removeprefix("offload_")
             found[name] = device in ("cpu", "nvme")
             if device == "nvme":
@@ -205,31 +214,31 @@ class Launch:
     def _check_sizes(self) -> None:
         """Raises UserError for combinations that accelerate, transformers or DeepSpeed refuse."""
         sizes = {name: getattr(self, name) for name in SIZES}
-        said = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
-        together, problem = prod(sizes.values()), ""
-        if min(*sizes.values(), self.ep) < 1:
-            problem = "sizes are at least 1"
-        elif self.processes % together:
-            problem = f"{self.processes} processes are not a multiple of {together}"
-        elif self.cp > 1 and self.sp > 1:
-            problem = "accelerate takes context or sequence parallelism, not both"
-        elif self.sp > 1 and not self.stage:
-            problem = "Ulysses is DeepSpeed's: give --launch zero1, zero2 or zero3"
-        elif self.stage and (self.tp > 1 or self.cp > 1 or self.dp_replicate > 1):
-            problem = "with DeepSpeed, only sp is predicted"
-        elif self.cp > 1 and self.strategy != "fsdp2":
-            problem = "accelerate combines context parallelism with FSDP2: give --launch fsdp2"
-        elif self.dp_replicate > 1 and (self.strategy != "fsdp2" or self.processes == together):
-            problem = "it replicates what FSDP2 shards: give --launch fsdp2, and more processes than copies"
-        elif self.tp > 1 and self.strategy == "ddp" and self.processes > self.tp:
-            problem = "accelerate does not combine tensor parallelism with DDP: give --launch fsdp2"
-        elif self.ep > 1 and (self.stage or self.cp > 1 or (self.strategy == "ddp" and self.tp != self.processes)):
-            said, problem = f"ep {self.ep}", "transformers combines expert parallelism with FSDP2: give --launch fsdp2"
-        elif self.ep != 1 and (self.ep % self.tp or (self.processes // self.dp_replicate) % max(self.ep, 1)):
-            said, problem = f"ep {self.ep}", "give a multiple of tp that divides the processes which share the model"
-        elif self.rotation not in ROTATIONS:
-            problem = f"rotation '{self.rotation}' is not one of {', '.join(ROTATIONS)}"
-        if problem:
+        said = ", ".join(f"{name} {size}" for name, size in {**sizes, "ep": self.ep}.items() if size != 1)
+        ddp, fsdp2, together = self.strategy == "ddp", self.strategy == "fsdp2", prod(sizes.values())
+        sharing = (self.processes // max(self.dp_replicate, 1)) % max(self.ep, 1)
+        problems = {
+            "sizes are at least 1": min(*sizes.values(), self.ep) < 1,
+            f"{self.processes} processes are not a multiple of {together}": self.processes % max(together, 1) != 0,
+            "accelerate takes context or sequence parallelism, not both": self.cp > 1 and self.sp > 1,
+            "Ulysses is DeepSpeed's: give --launch zero1, zero2 or zero3": self.sp > 1 and not self.stage,
+            "with DeepSpeed, only sp is predicted": self.stage and max(self.tp, self.cp, self.dp_replicate) > 1,
+            "accelerate combines context parallelism with FSDP2: give --launch fsdp2": self.cp > 1 and not fsdp2,
+            "it replicates what FSDP2 shards: give --launch fsdp2, and more processes than copies": (
+                self.dp_replicate > 1 and (not fsdp2 or self.processes == together)
+            ),
+            "accelerate does not combine tensor parallelism with DDP: give --launch fsdp2": (
+                self.tp > 1 and ddp and self.processes > self.tp
+            ),
+            "transformers combines expert parallelism with FSDP2: give --launch fsdp2": (
+                self.ep > 1 and (self.stage or self.cp > 1 or (ddp and self.tp != self.processes))
+            ),
+            "give a multiple of tp that divides the processes which share the model": (
+                self.ep != 1 and (self.ep % self.tp or sharing) if self.tp > 0 else False
+            ),
+            f"rotation '{self.rotation}' is not one of {', '.join(ROTATIONS)}": self.rotation not in ROTATIONS,
+        }
+        if problem := next((text for text, is_so in problems.items() if is_so), ""):
             raise UserError(f"launch {self.strategy}, {said or 'cp 1'}: {problem}")
 
     @property
@@ -327,6 +336,15 @@ def launches_that_share(gpus: int, machines: int = 0, **more: Any) -> list[Launc
     return [replace(alone, cp=here), replace(alone, strategy="zero3", sp=here)] if here > 1 else []
 
 
+def on_counts(launch: Launch) -> tuple[Launch, ...]:
+    """The launch on 1, 2, 4 and 8 GPUs, where its sizes allow it."""
+    found = []
+    for processes in COUNTS:
+        with suppress(UserError):
+            found.append(replace(launch, processes=processes, machines=1))
+    return tuple(found)
+
+
 def _count(value: Any, key: str, source: str) -> int:
     try:
         count = int(float(value))  # 5e8 is a string in YAML
@@ -337,39 +355,34 @@ def _count(value: Any, key: str, source: str) -> int:
     return count
 
 
-# Keys that accelerate refuses if there is a DeepSpeed file (accelerate/utils/dataclasses.py:
-# _deepspeed_config_checks).
-_IN_THE_FILE = (
-    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
-    "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
-)  # fmt: skip
-
-
 def read_launch(
     source: str | Path | Mapping[str, Any],
     processes: int | None = None,
     mixed_precision: str = "no",
     ignored: Collection[str] = (),
+    left_out: dict[str, str] | None = None,
 ) -> tuple[Launch, dict[str, Any]]:
     """Returns the launch that an accelerate configuration describes, and the fields of a spec that it also sets.
 
     Args:
-        source: the file, or its content.
+        source: the file, or its content; a configuration of DeepSpeed is one, too.
         processes: overrides the file's `num_processes`.
         mixed_precision: overrides the file's, unless it is "no".
         ignored: settings that the user lets pass, although they are refused or unknown.
+        left_out: takes the settings that are not modelled; None refuses them.
 
     Raises:
-        UserError: the file does not exist, asks for what is not modelled, or is refused by accelerate.
+        UserError: the file does not exist, asks for another launcher, or is refused by accelerate.
     """
     path = "--config" if isinstance(source, Mapping) else source
     config = {key: value for key, value in _document(source).items() if key not in ignored}
-    found = read_settings(config, ("accelerate",), f"launch {path}", ignored)
+    found = read_settings(config, ("accelerate",), f"launch {path}", ignored, left_out=left_out)
     kind = str(config.get("distributed_type", "NO")).upper()
+    if kind.startswith("MULTI_") and kind != "MULTI_GPU":
+        leave_out(left_out, f"distributed_type {kind}", "answered as GPUs", f"launch {path}: ")
+        kind = "MULTI_GPU"
     if kind not in _SHARING:
-        raise UserError(
-            f"launch {path}: distributed_type {kind} is not modelled (MULTI_GPU, FSDP of version 2, DEEPSPEED)"
-        )
+        raise UserError(f"launch {path}: distributed_type {kind} is not modelled (MULTI_GPU, FSDP, DEEPSPEED)")
     sizes = {
         name: _at_least_one(found.pop(name), f"{name} size", path) for name in (*SIZES, "dp_shard") if name in found
     }
@@ -378,7 +391,7 @@ def read_launch(
         **sizes,
         **{name: found.pop(name) for name in ("rotation", "float8_gather") if name in found},
         "mixed_precision": str(config.get("mixed_precision") or "no"),
-        **_SHARING[kind](config, path, ignored),
+        **_SHARING[kind](config, path, ignored, left_out),
     }
     found |= given.pop("found", {})
     if mixed_precision != "no":
@@ -394,13 +407,11 @@ def read_launch(
             f"{shard * prod(sizes.values())}; they must agree"
         )
     if launch.tp > 1 and launch.strategy == "fsdp2":
-        raise UserError(
-            f"launch {path}: tp {launch.tp} with FSDP: accelerate 1.15 imports ReplicateParallel for it, "
-            "which transformers 5.23 does not have; --launch fsdp2 --tp predicts transformers' own DistributedConfig"
-        )
-    if not isinstance(source, Mapping):
-        _check_with_accelerate(source)
+        why = "answered as transformers' own DistributedConfig; accelerate 1.15 imports ReplicateParallel for it"
+        leave_out(left_out, "tp_size with FSDP", why, f"launch {path}: ")
     also = {key: found[key] for key in _ALSO if found.get(key) not in (None, "auto")}
+    if _truth(found.get("checkpointing")):  # FSDP's own
+        also["policy"] = "full"
     return launch, {key: float(value) if key == "max_grad_norm" else value for key, value in also.items()}
 
 
@@ -413,82 +424,113 @@ def _document(path: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     config = load_yaml(path, f"launch {path}")  # JSON is YAML
     if not isinstance(config, dict):
         raise UserError(f"launch {path}: not an accelerate configuration (`accelerate config` writes one)")
+    if "zero_optimization" in config:  # DeepSpeed's own
+        return {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": config}}
     return config
 
 
-def _check_with_accelerate(path: str | Path) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    try:
-        load_config_from_file(str(path))
-    except (ValueError, TypeError, KeyError) as error:
-        reason = one_line(error).removeprefix(f"The config file at {path} had ").partition(", please")[0]
-        raise UserError(f"launch {path}: accelerate refuses it: {reason}") from error
+def states_processes(source: str | Path | Mapping[str, Any]) -> bool:
+    """Whether a launch's file, or its content, says on how many GPUs it is."""
+    config = _document(source)
+    kind = str(config.get("distributed_type", "NO")).upper()
+    return kind not in ("FSDP", "DEEPSPEED") or bool(whole_number(str(config.get("num_processes", ""))))
 
 
-def _ddp(config: Mapping[str, Any], path: str | Path, ignored: Collection[str]) -> dict[str, Any]:
+def _ddp(config: Mapping[str, Any], *more: Any) -> dict[str, Any]:
     return {"strategy": "ddp"}
 
 
-def _fsdp2(config: Mapping[str, Any], path: str | Path, ignored: Collection[str]) -> dict[str, Any]:
+# Sharding strategies of FSDP 1 -> whether FSDP2 drops gathered parameters after forward.
+_RESHARDS = {
+    **dict.fromkeys(("true", "1", "yes", "full_shard", "hybrid_shard"), True),
+    **dict.fromkeys(("false", "0", "no", "shard_grad_op", "2", "hybrid_shard_zero2"), False),
+}
+
+
+def _fsdp2(
+    config: Mapping[str, Any], path: str | Path, ignored: Collection[str], left_out: dict[str, str] | None
+) -> dict[str, Any]:
     options = {key.removeprefix("fsdp_"): value for key, value in _section(config, "fsdp_config", path).items()}
+    reshard = str(options.get("reshard_after_forward", True)).strip().lower()
     if str(options.get("version", 1)) != "2":
-        raise UserError(f"launch {path}: FSDP of version 1 is not modelled; set fsdp_version: 2 in fsdp_config")
+        why = "answered as FSDP2, whose shards have the same sizes and whose buffers are smaller"
+        leave_out(left_out, "fsdp_version 1", why, f"launch {path}: ")
+        reshard = str(options.get("sharding_strategy") or reshard).strip().lower()
+        if reshard in ("no_shard", "3"):
+            return {"strategy": "ddp"}
+        if "hybrid" in reshard:
+            why = "all GPUs are predicted to share the model: copies need more memory"
+            leave_out(left_out, "sharding_strategy", why, f"launch {path}: ")
     wrapping = str(options.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")).upper()
     classes = options.get("transformer_layer_cls_to_wrap") or options.get("transformer_cls_names_to_wrap") or ""
     classes = classes if isinstance(classes, list) else str(classes).split(",")
-    reshard = str(options.get("reshard_after_forward", True)).strip().lower()
-    if reshard not in ("true", "1", "yes", "false", "0", "no"):
+    if reshard not in _RESHARDS:
         raise UserError(
             f"launch {path}: fsdp_reshard_after_forward {reshard}: accelerate takes true or false for FSDP2"
         )
     return {
         "strategy": "fsdp2",
-        "reshard_after_forward": _truth(reshard),
+        "reshard_after_forward": _RESHARDS[reshard],
         "offload_params": _truth(options.get("offload_params", options.get("cpu_offload", False))),
         "wrap": None if wrapping == "NO_WRAP" else tuple(str(name).strip() for name in classes if str(name).strip()),
     }
 
 
-def _zero(config: Mapping[str, Any], path: str | Path, ignored: Collection[str]) -> dict[str, Any]:
+def _zero(
+    config: Mapping[str, Any], path: str | Path, ignored: Collection[str], left_out: dict[str, str] | None
+) -> dict[str, Any]:
     options = _section(config, "deepspeed_config", path)
     file = options.get("deepspeed_config_file")
     if file in (None, "none"):
         away = {name: {"device": options.get(f"{name}_device")} for name in OFFLOADS}
         return {**_stage(options.get("zero_stage", 2), path), "zero": ZeroOptions.read(away, f"launch {path}")}
-    beside = [key for key in _IN_THE_FILE if key in options]
-    if config.get("mixed_precision"):
-        beside.append("mixed_precision")
-    if beside:
-        raise UserError(f"launch {path}: accelerate takes no {', '.join(beside)} beside a deepspeed_config_file")
-    return _deepspeed_file(file, ignored)
+    return _deepspeed_file(beside(file, path), ignored, left_out)
 
 
-def _deepspeed_file(file: Any, ignored: Collection[str]) -> dict[str, Any]:
-    """Returns the fields of a launch that DeepSpeed's configuration sets: a file, or its content."""
+def beside(file: Any, source: str | Path) -> Any:
+    """Returns the path `file` from the working directory, or from a folder around the file `source` that names it."""
+    folder = Path(str(source)).absolute().parent
+    places = [] if isinstance(file, Mapping) else [at / str(file) for at in (Path(), folder, *folder.parents)]
+    return next((str(place) for place in places if place.is_file()), file)
+
+
+def _deepspeed_file(file: Any, ignored: Collection[str], left_out: dict[str, str] | None) -> dict[str, Any]:
+    """Returns the fields of a launch that DeepSpeed's configuration sets: a file, or its content.
+
+    A file that is not there is read by its name, if that says the stage.
+    """
     name = "deepspeed" if isinstance(file, Mapping) else f"deepspeed_config_file {file}"
+    named = re.search(r"(?:zero|z|stage)[-_]?([0-3])", Path(str(file)).stem.lower())
+    if named and left_out is not None and not isinstance(file, Mapping) and not Path(str(file)).is_file():
+        left_out[name] = f"no such file; by its name it is ZeRO-{named[1]}: --launch takes the file, where it lies"
+        away = [part for part in OFFLOADS if "offload" in str(file) and (part == OFFLOADS[0] or "all" in str(file))]
+        file = {"zero_optimization": {"stage": int(named[1]), **{part: {"device": "cpu"} for part in away}}}
+        file |= {"bf16": {"enabled": "auto"}}
     try:
-        config = dict(file) if isinstance(file, Mapping) else json.loads(Path(str(file)).read_text(encoding="utf-8"))
+        config = dict(file) if isinstance(file, Mapping) else json.loads(Path(str(file)).read_text("utf-8"))
         zero = config["zero_optimization"]
         stage = zero["stage"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"launch: {name}: cannot be read, or has no ZeRO stage ({error!r})") from error
-    named = config.get("optimizer")
-    if isinstance(named, Mapping):
-        config["optimizer"] = str(named.get("type"))
-    found = read_settings(config, ("deepspeed",), f"launch: {name}", ignored)
+    stated = config.get("optimizer")
+    if isinstance(stated, Mapping):
+        config["optimizer"] = str(stated.get("type"))
+    found = read_settings(config, ("deepspeed",), f"launch: {name}", ignored, left_out=left_out)
     precision = [dtype for dtype in ("bf16", "fp16") if _truth(_section(config, dtype, name).get("enabled", False))]
+    kept = {key: zero[key] for key in zero if key not in ignored}
     return {
-        **_stage(stage, name),
-        "zero": ZeroOptions.read(
-            {key: zero[key] for key in zero if key not in ignored}, f"launch: {name}", config.get(_REDUCE)
-        ),
+        **_stage(stage, name, left_out),
+        "zero": ZeroOptions.read(kept, f"launch: {name}", config.get(_REDUCE), left_out),
         "mixed_precision": precision[0] if precision else "no",
         "found": found,
     }
 
 
-def _stage(stage: Any, path: str | Path) -> dict[str, Any]:
+def _stage(stage: Any, path: str | Path, left_out: dict[str, str] | None = None) -> dict[str, Any]:
+    if str(stage) == "0":
+        why = "answered as DDP: DeepSpeed's own copies of the weights come on top"
+        leave_out(left_out, "ZeRO stage 0", why, f"launch {path}: ")
+        return {"strategy": "ddp"}
     if str(stage) not in ("1", "2", "3"):
         raise UserError(f"launch {path}: ZeRO stage {stage} is not modelled (1, 2, 3); for stage 0 take MULTI_GPU")
     return {"strategy": f"zero{stage}"}

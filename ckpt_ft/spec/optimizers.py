@@ -52,6 +52,7 @@ OPTIMIZERS: dict[str, str] = {
     "adamw_torch": "adamw",
     "adamw_hf": "adamw",
     "adamw_torch_fused": "adamw_fused",
+    "adamw_torch_npu_fused": "adamw_fused",
     "adamw_bnb_8bit": "adamw_8bit",
     "adamw8bit": "adamw_8bit",
     "rmsprop_bnb": "rmsprop_32bit",

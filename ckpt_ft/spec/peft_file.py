@@ -21,24 +21,30 @@ ADAPTER_CONFIG = "adapter_config.json"
 _OF_A_CHECKPOINT = ("inference_mode", "base_model_name_or_path", "revision", "peft_version", "auto_mapping")
 
 
-def read_peft(given: str, asked: str, ignored: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the content of the file `given`, or of that file in the directory `given`; `asked` names it in errors.
+def read_peft(
+    given: str, asked: str, ignored: Collection[str] = (), left_out: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Returns the content of the file `given`, of that file in the directory `given`, or of the JSON text `given`.
+
+    Args:
+        asked: names it in errors.
+        ignored, left_out: those of `read_settings`.
 
     Raises:
         UserError: the file cannot be read, is not a PEFT configuration, or asks for what is not modelled.
     """
-    path = Path(given) / ADAPTER_CONFIG if Path(given).is_dir() else Path(given)
+    path = Path(given) / ADAPTER_CONFIG if not given.startswith("{") and Path(given).is_dir() else Path(given)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        text = given if given.startswith("{") else path.read_text(encoding="utf-8")
+        content = json.loads(text, parse_constant=_refuse)
     except OSError as error:
         raise UserError(f"{asked}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{asked}: not JSON ({one_line(error, 200)})") from error
     if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
         raise UserError(f"{asked}: no configuration of PEFT: it names no peft_type")
-    read_settings(
-        {name: value for name, value in content.items() if name in table()["peft"]}, ["peft"], asked, ignored
-    )
+    named = {name: value for name, value in content.items() if name in table()["peft"]}
+    read_settings(named, ["peft"], asked, ignored, left_out=left_out)
     return {name: value for name, value in content.items() if name not in ignored}
 
 

@@ -1,15 +1,18 @@
 """The table of settings: what each setting of another library does to an answer.
 
 `settings.ini` is the table: a section for each library and class, with every field that a user can set. An entry is
-modelled (it sets one of our flags), without effect, or refused. `read_settings` applies it to the content of a file, a
-command line or a live Trainer.
+modelled (it sets one of our flags), without effect, left out of the answer, or refused. Section `*` has patterns that
+hold for every library. `read_settings` applies the table to the content of a file, a command line or a live Trainer.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,10 @@ from typing import Any
 from ckpt_ft.errors import UserError, did_you_mean
 
 MODELLED, KEYS, NO_EFFECT, LIVE, REFUSED, VALUE = "modelled", "keys", "no effect", "live", "refused", "value"
+LEFT_OUT, EVERY = "left out", "*"
 _STARTS = {
-    "-> ": MODELLED, "keys of ": KEYS, "no effect: ": NO_EFFECT, "live: ": LIVE, "refused: ": REFUSED, "= ": VALUE
+    "-> ": MODELLED, "keys of ": KEYS, "no effect: ": NO_EFFECT, "live: ": LIVE, "left out: ": LEFT_OUT,
+    "refused: ": REFUSED, "= ": VALUE,
 }  # fmt: skip
 _OFF = {"", "none", "null", "false", "no", "0", "0.0", "[]", "{}"}
 _WORDS = {"true": True, "false": False, "null": None, "none": None}  # values that some files write as strings
@@ -36,6 +41,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "rloo": ("ckpt_ft", "trl.rollouts", *_ARGUMENTS),
     "axolotl": ("ckpt_ft", "axolotl"),
     "llama_factory": ("llama_factory", "transformers"),
+    "llama_factory_v1": ("llama_factory.v1",),
     "diffusers": ("ckpt_ft", "diffusers"),
 }
 # Sections whose names are also flags of the command line, in order.
@@ -48,8 +54,8 @@ class Entry:
     """What a setting does.
 
     Attributes:
-        kind: MODELLED, KEYS, NO_EFFECT, LIVE (modelled for a live Trainer alone) or REFUSED; VALUE for one value of a
-            modelled setting that has another name for the target.
+        kind: MODELLED, KEYS, NO_EFFECT, LIVE (modelled for a live Trainer alone), LEFT_OUT or REFUSED; VALUE for one
+            value of a modelled setting that has another name for the target.
         text: the target, the section of the keys, the reason, or the target's value.
         values: entries of single values, by their text.
     """
@@ -59,11 +65,11 @@ class Entry:
     values: dict[str, Entry] = field(default_factory=dict)
 
     def of(self, value: Any) -> Entry:
-        """Returns the entry of this setting at `value`: a refused setting that is off has no effect."""
+        """Returns the entry of this setting at `value`: a setting that is not modelled has no effect if it is off."""
         text = (json.dumps(value, default=str) if isinstance(value, (dict, list)) else str(value)).strip().lower()
         if text in self.values:
             return self.values[text]
-        if text in _OFF and self.kind in (LIVE, REFUSED):
+        if text in _OFF and self.kind in (LIVE, LEFT_OUT, REFUSED):
             return Entry(NO_EFFECT, "it is off")
         return self
 
@@ -111,61 +117,124 @@ _PREFIXES = {
 
 
 def entry_of(name: str, sections: Iterable[str]) -> Entry | None:
-    """Returns the entry of the setting `name` in the first of `sections` that has it; None if it is unknown."""
+    """Returns the entry of the setting `name` in the first of `sections` that has it, else of a pattern; None if it is
+    unknown."""
     for section in sections:
         entries = table()[section]
         plain = name.removeprefix(_PREFIXES.get(section, ""))
         if name in entries or plain in entries:
             return entries[name] if name in entries else entries[plain]
-    return None
+    return next((entry for pattern, entry in table()[EVERY].items() if fnmatchcase(name, pattern)), None)
+
+
+# The classes of the libraries that have the settings of a section; their defaults are what is predicted.
+_CLASSES = {
+    "transformers": ("transformers.Seq2SeqTrainingArguments",),
+    "trl.sft": ("trl.SFTConfig",),
+    "trl.dpo": ("trl.DPOConfig",),
+    "trl.kto": ("trl.KTOConfig",),
+    "trl.reward": ("trl.RewardConfig",),
+    "trl.rollouts": ("trl.GRPOConfig", "trl.RLOOConfig"),
+    "trl.model": ("trl.ModelConfig", "trl.ScriptArguments"),
+}
+
+
+@lru_cache(maxsize=32)
+def _schema(sections: tuple[str, ...]) -> dict[str, Any]:
+    """Maps the fields of the installed libraries' own classes for `sections` to their defaults."""
+    found: dict[str, Any] = {}
+    for path in (path for section in sections for path in _CLASSES.get(section, ())):
+        library, _, name = path.rpartition(".")
+        try:
+            fields = dataclasses.fields(getattr(importlib.import_module(library), name))
+        except (ImportError, AttributeError):  # not installed, or another version
+            continue
+        for own in fields:
+            found.setdefault(own.name, getattr(own.default, "value", own.default))
+    return found
 
 
 def read_settings(
-    content: Mapping[str, Any], sections: Sequence[str], source: str, ignored: Collection[str] = (), prefix: str = ""
-) -> dict[str, Any]:
+    content: Mapping[str, Any], sections: Sequence[str], source: str, ignored: Collection[str] = (), prefix: str = "",
+    left_out: dict[str, str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Returns the values of the modelled settings of `content`, by their targets; None means not given.
 
     Args:
         content: settings by name, as a file or a command line has them.
         sections: sections of the table; the first that has a name decides.
         source: names the content in errors.
-        ignored: names that the user lets pass: refused and unknown settings among them are left out.
+        ignored: names that the user lets pass: settings among them are left out without a word.
         prefix: the setting whose keys `content` has, with a dot.
+        left_out: takes the settings that the answer leaves out, with what each would move; None refuses them.
 
     Raises:
-        UserError: a setting is refused or unknown.
+        UserError: a setting is refused; without `left_out`, one is not modelled or unknown.
     """
     found: dict[str, Any] = {}
     for name, value in content.items():
         value = _WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
         if {name, prefix + name} & set(ignored):
             continue
-        entry, pass_on = entry_of(name, sections), f"--ignore {prefix}{name} goes on without it"
-        if entry is None:
-            known = {known for section in sections for known in table()[section]}
-            raise UserError(f"{source}: no setting '{prefix}{name}'{did_you_mean(name, known)}; {pass_on}")
-        entry = entry.of(value)
-        if entry.kind in (LIVE, REFUSED):
-            shown = value if isinstance(value, (str, int, float)) else "..."
-            raise UserError(f"{source}: {prefix}{name}: {shown}: {entry.text}; {pass_on}")
-        if entry.kind == KEYS:
-            for target, inner in read_settings(
-                _keys(value, f"{source}: {prefix}{name}"), [entry.text], source, ignored, f"{prefix}{name}."
-            ).items():
-                found.setdefault(target, inner)
-        elif entry.kind in (MODELLED, VALUE):
-            known_entry = entry_of(name, sections)
-            assert known_entry is not None
+        known_entry = entry_of(name, sections)
+        entry = (known_entry or Entry(LEFT_OUT, "")).of(value)
+        if entry.kind in (LIVE, LEFT_OUT, REFUSED):
+            _pass_over(prefix + name, value, entry, sections, source, left_out)
+        elif entry.kind == KEYS:
+            keys = _keys(value, f"{source}: {prefix}{name}")
+            inner = read_settings(keys, entry.text.split(", "), source, ignored, f"{prefix}{name}.", left_out)
+            for target, read in inner.items():
+                found.setdefault(target, read)
+        elif known_entry is not None and entry.kind in (MODELLED, VALUE):
             by_value = any(one.kind == VALUE for one in known_entry.values.values())
             if entry.kind == VALUE or (value is not None and not (by_value and value is False)):
                 target, read = known_entry.text, entry.text if entry.kind == VALUE else value
-                if known_entry.kind == REFUSED:  # but not at this value, which turns a switch on
+                if known_entry.kind != MODELLED:  # but at this value, which turns a switch on
                     target, read = entry.text, True
-                if target == "trainer_args":  # TRL reads them itself
-                    found.setdefault("trainer_args", {})[name] = read
+                if target in _GATHERED:
+                    found.setdefault(target, {})[name] = read
                 elif target not in found or str(read).lower() not in _OFF:  # what is on is on, in any order
                     found[target] = read
     return found
+
+
+def _pass_over(
+    path: str, value: Any, entry: Entry, sections: Sequence[str], source: str, left_out: dict[str, str] | None
+) -> None:
+    """Notes a setting that is not modelled in `left_out`, unless it has the library's own default.
+
+    Raises:
+        UserError: it is refused, or there is no `left_out`.
+    """
+    schema, name, why = _schema(tuple(sections)), path.rpartition(".")[2], entry.text
+    if name in schema and schema[name] == value and entry.kind != REFUSED:
+        return
+    if not why and name in schema:
+        why = "newer than what is known here"
+    elif not why:
+        names = {one.strip("*_") for section in (*sections, EVERY) for one in table()[section]}
+        why = "no such setting is known" + did_you_mean(name, names | schema.keys())
+    if left_out is not None and entry.kind != REFUSED:
+        left_out[path] = why
+        return
+    shown = value if isinstance(value, (str, int, float)) else "..."
+    said = f"{path}: {shown}: {why}" if entry.text else f"no setting '{path}'{why.partition(' is known')[2]}"
+    raise UserError(f"{source}: {said}; --ignore {path} goes on without it")
+
+
+def leave_out(left_out: dict[str, str] | None, name: str, why: str, source: str) -> None:
+    """Notes in `left_out` that the answer is without a setting. Raises UserError if there is no `left_out`."""
+    if left_out is None:
+        raise UserError(f"{source}{name}: {why}; --ignore {name.partition(' ')[0]} goes on without it")
+    left_out[name] = why
+
+
+def lines_of(left_out: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns what `read_settings` left out in lines: the settings with the same reason, and the reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        reasons.setdefault(why, []).append(name)
+    return tuple(f"{', '.join(names)}: {why}" for why, names in reasons.items())
 
 
 def _keys(value: Any, what: str) -> Mapping[str, Any]:
@@ -195,7 +264,8 @@ def _names() -> dict[str, tuple[str, ...]]:
     return {name: row for row in rows for name in row}
 
 
-_COLLECTED = ("trainer_args", "evaluation")  # several settings, each with values of its own, are read into these
+_GATHERED = ("trainer_args", "fsdp_options")  # settings by their own names, which TRL and FSDP read
+_COLLECTED = (*_GATHERED, "evaluation")  # several settings, each with values of its own, are read into these
 _OTHER_MEANING = ("batch_size", "neat_packing")  # names of other libraries that mean another flag of ours
 
 

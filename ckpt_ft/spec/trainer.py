@@ -9,7 +9,7 @@ from ckpt_ft.errors import UserError
 
 from .flags import fields_of
 from .optimizers import OPTIMIZERS
-from .settings import KEYS, KINDS, REFUSED, entry_of
+from .settings import KEYS, KINDS, LEFT_OUT, REFUSED, entry_of
 from .training_spec import TrainingSpec
 
 _READ = ("batch_size", "accumulation", "max_grad_norm", "bf16", "fp16", "optimizer", "torch_compile")
@@ -42,19 +42,26 @@ def check_live(args: Any) -> None:
 
     The trace runs the trainer's own model, loss and optimizer, so most settings are in it by themselves.
     """
-    kind = {"SFTConfig": "trl"}.get(type(args).__name__, type(args).__name__.removesuffix("Config").lower())
-    sections = KINDS.get(kind, ("transformers",))
+    sections = KINDS.get(kind_of(type(args).__name__), ("transformers",))
     for name, value in _settings(args).items():
         entry = entry_of(name, sections)
-        if entry is None or (entry.kind != KEYS and entry.of(value).kind != REFUSED):
+        if entry is None or (entry.kind != KEYS and entry.of(value).kind not in _NOT_LIVE):
             continue
         if entry.kind != KEYS:
             raise UserError(f"{name}: {value}: {entry.of(value).text}")
         content = getattr(value, "__dict__", value)
         for key, inner in content.items() if isinstance(content, dict) else ():
             part = entry_of(key, [entry.text])
-            if part is not None and part.of(inner).kind == REFUSED:
+            if part is not None and part.of(inner).kind in _NOT_LIVE:
                 raise UserError(f"{name}.{key}: {inner}: {part.of(inner).text}")
+
+
+_NOT_LIVE = (LEFT_OUT, REFUSED)
+
+
+def kind_of(name: str) -> str:
+    """The kind of training whose arguments a class of this name has."""
+    return {"SFTConfig": "trl"}.get(name, name.removesuffix("Config").lower())
 
 
 def _settings(args: Any) -> dict[str, Any]:

@@ -1,35 +1,39 @@
 """Reads the training that a file describes: a recipe's, TRL's, axolotl's, LLaMA-Factory's or diffusers' scripts'.
 
-`settings.read_settings` looks up every entry in the table of settings, which refuses what is not modelled. The
-others are converted to values of our flags, as if they had been typed; command-line flags override them.
+`settings.read_settings` looks up every entry in the table of settings, which names what is left out of the answer and
+refuses what would make it another run's. The others are converted to values of our flags, as if they had been typed;
+command-line flags override them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from ckpt_ft.errors import UserError, did_you_mean
-from ckpt_ft.spec.launch import SIZES
+from ckpt_ft.spec.launch import SIZES, beside
 from ckpt_ft.validation import load_yaml
 
-from .defaults import LORA_R
+from .defaults import LORA_R, ONLINE
 from .optimizers import OFFLOADING, OPTIMIZERS
-from .settings import KINDS, TYPED, read_settings, table
+from .settings import KINDS, TYPED, leave_out, lines_of, read_settings, table
+from .training_spec import declared
 
 # Files of TRL's scripts, and the trainer of each.
 TRL = {"trl": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward", "grpo": "grpo", "rloo": "rloo"}
 RECIPES = tuple(KINDS)
-MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model")  # entries that name the model
+MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model", "model")  # entries that name the model
 # Entries that are true or false; axolotl writes some as words.
 _SWITCHES = (
     "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant", "tf32",
     "quantize_moe_experts",
     "torch_compile", "fp8",
-    "use_8bit_adam", "use_muon", "use_adam_mini", "checkpointing", "no_checkpointing", "pure_bf16", "pure_fp16",
+    "use_8bit_adam", "use_muon", "use_adam_mini", "use_galore", "use_apollo", "use_badam",
+    "layerwise", "checkpointing", "no_checkpointing", "pure_bf16", "pure_fp16",
     "train_text_encoder", "liger",
     "cut_cross_entropy", "use_kernels", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation",
     "liger_cross_entropy", "liger_fused_linear_cross_entropy",
@@ -37,16 +41,18 @@ _SWITCHES = (
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 # Defaults of each kind of file, for entries that it leaves out.
 _TEXT = {"batch_size": 8, "eval_batch_size": 8}
+_LLAMA = {
+    "checkpointing": True, "seq_length": 2048, "lora_r": 8, "lora_dropout": 0.0, "double_quant": True,
+    "finetuning_type": "lora", "dtype": "auto", "freeze_trainable_layers": 2, "oft_block_size": 32,
+}  # fmt: skip
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llm": _TEXT,
     "vlm": {**_TEXT, "seq_length": 2048, "train_towers": "language"},
     **dict.fromkeys(("text", "image_classification"), _TEXT),
     **{kind: {**_TEXT, "bf16": True, "checkpointing": True} for kind in TRL},
     "axolotl": {"batch_size": 1, "bf16": True, "lora_dropout": 0.0, "seq_length": 512},
-    "llama_factory": {
-        **_TEXT, "checkpointing": True, "seq_length": 2048, "lora_r": 8, "lora_dropout": 0.0, "double_quant": True,
-        "finetuning_type": "lora", "dtype": "auto",
-    },
+    "llama_factory": {**_LLAMA, **_TEXT},
+    "llama_factory_v1": {**_LLAMA, "batch_size": 1, "bf16": True, "finetuning_type": "full"},
     "diffusion_unet": {"batch_size": 16},
     "diffusion_transformer": {"batch_size": 16},
     "typed": {"eval_batch_size": 8},
@@ -54,13 +60,30 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Flags that a file sets by the same value.
 _PLAIN = (
-    "accumulation", "seq_length", "rope_scaling", "packing", "resolution", "aspect_ratio_buckets", "image_size",
-    "max_pixels", "longest_side", "train_towers", "audio_seconds", "max_grad_norm", "ema", "budget", "freeze",
-    "router_aux_loss_coef", "attn_implementation", "experts_implementation", "use_kernels", "torch_compile",
-    "peft_config", "quantize_moe_experts", "task",
+    "accumulation", "rope_scaling", "resolution", "aspect_ratio_buckets", "image_size",
+    "max_pixels", "longest_side", "train_towers", "audio_seconds", "max_grad_norm", "ema", "budget",
+    "router_aux_loss_coef", "use_kernels", "peft_config", "task",
 )  # fmt: skip
 _OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
 _LLAMA_FACTORY = {"finetuning_type", "stage", "cutoff_len", "template", "lora_rank", "lora_target", "quantization_bit"}
+_LLAMA_FACTORY_V1 = {"model_class", "train_dataset", "dist_config", "kernel_config", "micro_batch_size"}
+# Steps of axolotl and LLaMA-Factory -> the trainer of TRL, settings of it, and what the answer leaves out.
+_WITHOUT_REFERENCE = (
+    "dpo", {"precompute_ref_log_probs": True}, "answered as DPO without a reference: the loss keeps other numbers"
+)  # fmt: skip
+_STEPS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "sft": ("", {}, ""),
+    "pt": ("", {}, ""),
+    "dpo": ("dpo", {}, ""),
+    "ipo": ("dpo", {"loss_type": "ipo"}, ""),
+    **dict.fromkeys(("orpo", "simpo", "cpo"), _WITHOUT_REFERENCE),
+    "kto": ("kto", {}, ""),
+    "rm": ("reward", {}, "a classifier is answered: LLaMA-Factory's value head also computes the vocabulary's logits"),
+    "grpo": ("grpo", {}, ""),
+    "gdpo": ("grpo", {}, "answered as GRPO: rewards are scaled one by one, which takes no memory"),
+    "ppo": ("rloo", {}, "answered as RLOO: the value head and the weights of the reward model come on top"),
+}
+_PROMPT, _COMPLETION = 512, 256  # tokens in TRL's rollouts if a file gives one of them
 # Entries that only one kind of TRL's files has, most particular first.
 _MARKS = {
     "grpo": {"num_generations", "max_completion_length", "reward_funcs", "steps_per_generation", "use_vllm"},
@@ -80,7 +103,9 @@ _LIGER = {  # axolotl's switches, and the kernels of Liger that each turns on
     "liger_cross_entropy": ("cross_entropy",),
     "liger_fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
 }
-_BOOLEANS: dict[Any, bool | None] = {None: None, True: True, False: False, "auto": True, "full": True, "yes": True}
+_BOOLEANS: dict[Any, bool | None] = {
+    None: None, True: True, False: False, "auto": True, "full": True, "yes": True, "offload": True
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,16 +116,19 @@ class TrainingFile:
         model: the model it names.
         flags: values by the names of our flags.
         notes: how ambiguous entries were interpreted, one sentence each.
+        left_out: entries that the flags do not say, with what each would move.
     """
 
     model: str
     flags: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def read_training_file(
-    path: str, recipe: str = "", rows: bool = False, ignored: Collection[str] = (), length: Any = None
-) -> TrainingFile:
+    path: str, recipe: str = "", rows: bool = False, ignored: Collection[str] = (), length: Any = None,
+    strict: bool = False,
+) -> TrainingFile:  # fmt: skip
     """Read the training that the YAML or JSON file `path` describes.
 
     Args:
@@ -108,22 +136,25 @@ def read_training_file(
         rows: whether rows of a dataset are read, which have lengths and images of their own.
         ignored: settings that the user lets pass, although they are refused or unknown.
         length: the number of tokens that the command line gives; None without one.
+        strict: refuse what is not modelled.
 
     Raises:
-        UserError: the file cannot be read, names no model, or has settings that are refused or unknown.
+        UserError: the file cannot be read, names no model, or has settings that are refused.
     """
-    return read_training(read_yaml(path), path, recipe, rows, ignored, length)
+    return read_training(read_yaml(path), path, recipe, rows, ignored, length, strict)
 
 
 def read_training(
     content: dict[str, Any], path: str, recipe: str = "", rows: bool = False, ignored: Collection[str] = (),
-    length: Any = None,
+    length: Any = None, strict: bool = False,
 ) -> TrainingFile:  # fmt: skip
     """`read_training_file` of a file's content; `path` names it in errors."""
     kind = recipe or _kind(content)
     if kind not in RECIPES:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
-    entries = _Entries(read_settings(content, KINDS[kind], f"--config {path}", ignored), kind, path)
+    left_out: dict[str, str] | None = None if strict else {}
+    found = read_settings(content, KINDS[kind], f"--config {path}", ignored, left_out=left_out)
+    entries = _Entries(found, kind, path, left_out)
     if not entries.get("model"):
         raise UserError(f"--config {path}: it names no model ({', '.join(MODELS)})")
     open_length = "max_length" in content and content["max_length"] is None and "max_length" not in ignored
@@ -137,21 +168,29 @@ def read_training(
     if kind in _POLICY_BY:
         entries.notes.append(f"a run of this file takes a policy by {_POLICY_BY[kind]} (docs/integrations.md)")
     stated = {name: value for name, value in flags.items() if value is not None and value is not False and value != ""}
-    return TrainingFile(str(entries.get("model")), stated, tuple(entries.notes))
+    return TrainingFile(str(entries.get("model")), stated, tuple(entries.notes), lines_of(left_out or {}))
 
 
-def read_typed(content: Mapping[str, str | bool], batch_size: str, ignored: Collection[str]) -> dict[str, Any]:
+def read_typed(
+    content: Mapping[str, str | bool],
+    batch_size: str,
+    ignored: Collection[str],
+    left_out: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """Returns the flags, and the "model", that other libraries' settings set when they are typed on our command line.
 
     Args:
         content: the settings and their words; True for a setting without a word.
         batch_size: the micro-batch that the command line gives; "" if it does not.
+        left_out: takes the settings that are not modelled; None refuses them.
 
     Raises:
         UserError: a setting is refused.
     """
     given = {name: int(value) if str(value).isdecimal() else value for name, value in content.items()}
-    entries = _Entries(read_settings(given, TYPED, "the command line", ignored), "typed", "")
+    entries = _Entries(
+        read_settings(given, TYPED, "the command line", ignored, left_out=left_out), "typed", "", left_out
+    )
     entries.given["batch_size"] = int(batch_size) if batch_size.isdecimal() else 1
     shared = next((name for name in ("fsdp", "fsdp_config", "deepspeed") if entries.get(name)), "")
     if shared:
@@ -166,6 +205,7 @@ _NAMES = {
     "trl": "TRL's SFTTrainer",
     **{kind: f"TRL's {kind.upper()} trainer" for kind in TRL if kind != "trl"},
     "llama_factory": "LLaMA-Factory",
+    "llama_factory_v1": "LLaMA-Factory v1",
     "diffusers": "diffusers' scripts",
 }
 _POLICY_BY = {  # how the runs of other libraries get one
@@ -195,6 +235,7 @@ class _Entries:
     given: dict[str, Any]
     kind: str
     path: str
+    left_out: dict[str, str] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -210,14 +251,25 @@ class _Entries:
     def refuse(self, why: str) -> UserError:
         return UserError(f"--config {self.path}: {why}" if self.path else why)
 
+    def leave_out(self, name: str, why: str) -> None:
+        """Note that the answer is without a setting. Raises UserError if nothing is to be left out."""
+        leave_out(self.left_out, name, why, f"--config {self.path}: " if self.path else "")
+
+    @property
+    def llama(self) -> bool:
+        """Whether the file is LLaMA-Factory's."""
+        return self.kind.startswith("llama")
+
     def flags(self) -> dict[str, Any]:
         """Returns the values of our flags."""
         precision = self._precision()
         half = precision["bf16"] or precision["fp16"] or precision["mixed_precision"] in _DTYPES
         if self.get("tf32") and not half and precision["dtype"] not in _DTYPES.values():
-            raise self.refuse("tf32: seconds are predicted for matrix products of full float32; --ignore tf32 goes on")
+            self.leave_out("tf32", "seconds are predicted for matrix products of full float32: fewer")
         return {
             **{name: self.get(name) for name in _PLAIN},
+            **{name: self._known(name) for name in ("attn_implementation", "experts_implementation")},
+            **self._rows(),
             **self._batch(),
             "resolution": self._resolution(),
             "train_text_encoder": self.diffusion and self.get("train_text_encoder"),
@@ -230,9 +282,39 @@ class _Entries:
             **self._trainer(),
             **self._evaluation(),
             **self._kernels(),
+            **({"task": "token-classification"} if self.get("process_reward_model") else {}),
+            "num_labels": self.get("num_labels") if self.get("process_reward_model") else None,
             "policy": self._policy(),
             "device": "cpu" if self.get("use_cpu") else None,
         }
+
+    def _known(self, name: str) -> Any:
+        """An entry that chooses among values; None for a value that is not among those that are predicted."""
+        value = self.get(name)
+        if value not in (None, *declared()[name].choices):
+            self.leave_out(f"{name} {value}", "the model's own choice is predicted: other kernels keep other tensors")
+            return None
+        return value
+
+    def _rows(self) -> dict[str, Any]:
+        """Tokens of a row, and whether rows are packed, which those of TRL's other trainers are not."""
+        length, given = self.get("seq_length"), self.get("trainer_args") or {}
+        prompt, completion = self.get("max_prompt_length"), given.get("max_completion_length")
+        online = TRL.get(self.kind) in ONLINE
+        if online and not length and (prompt or completion):
+            length = (prompt or _PROMPT) + (completion or _COMPLETION)
+        return {"seq_length": length, "packing": self.get("packing") and self._step()[0] in ("", "sft")}
+
+    def _step(self) -> tuple[str, dict[str, Any], str]:
+        """The trainer of TRL whose step is predicted, settings of it, and what the answer then leaves out."""
+        if self.kind in TRL:
+            return TRL[self.kind], {}, ""
+        named = str(self.get("rl") or self.get("stage") or ("rm" if self.get("reward_model") else "sft")).lower()
+        loss = str(self.get("pref_loss"))
+        if named not in _STEPS or (named == "rm" and self.kind == "typed"):
+            raise self.refuse(f"{named}: it is another algorithm than those that are predicted ({', '.join(_STEPS)})")
+        trainer, given, why = _STEPS[loss if loss in _STEPS and self.llama else named]
+        return trainer, given, "" if named == "rm" and not self.llama else why
 
     def _kernels(self) -> dict[str, Any]:
         """Fused kernels. axolotl's plugin of Liger applies those that the file turns on, that of the loss its one."""
@@ -240,9 +322,9 @@ class _Entries:
         liger, cut = self.get("liger"), self.get("cut_cross_entropy")
         for plugin in plugins if isinstance(plugins, list) else [plugins]:
             if plugin not in _PLUGINS:
-                raise self.refuse(f"plugins: {plugin}: a plugin may replace any layer; --ignore plugins goes on")
+                self.leave_out(f"plugins {str(plugin).rpartition('.')[2]}", "a plugin may replace layers or the loss")
         if self.kind == "axolotl":
-            loaded = {_PLUGINS[plugin] for plugin in plugins}
+            loaded = {_PLUGINS.get(plugin) for plugin in plugins}
             on = {kernel: bool(self.get(name)) for name, kernels in _LIGER.items() for kernel in kernels}
             if (any(on.values()) and "liger" not in loaded) or (cut and "cut" not in loaded):
                 self.notes.append(
@@ -250,7 +332,15 @@ class _Entries:
                 )
             liger, chosen, cut = "liger" in loaded and any(on.values()), on, "cut" in loaded and cut is not False
         text = chosen if isinstance(chosen, str) else json.dumps(chosen, sort_keys=True) if chosen else ""
-        return {"liger": liger, "liger_kernel_config": text if liger else "", "cut_cross_entropy": cut}
+        fused = liger or cut or self.get("use_kernels") or self.get("load_in_8bit")
+        compiled = self.get("torch_compile")
+        if compiled and fused and self.kind != "typed":
+            self.leave_out(
+                "torch_compile", "predicted as it runs without: compiled code keeps less, and takes less time"
+            )
+            compiled = False
+        kernels = {"liger": liger, "liger_kernel_config": text if liger else "", "cut_cross_entropy": cut}
+        return {**kernels, "torch_compile": compiled}
 
     def _batch(self) -> dict[str, Any]:
         """The micro-batch, and how many make a step; prior preservation doubles it: an image comes with its class."""
@@ -279,9 +369,17 @@ class _Entries:
         policy, every = self.get("policy"), self.get("every_n_layers")
         if policy and policy != "auto":
             return str(policy)
-        if self.get("no_checkpointing") or not self.get("checkpointing"):
-            return ""
-        return f"every:{every}" if every and every != 1 else "full"
+        terms, inner = [], {str(key).removeprefix("fsdp_"): value for key, value in self._fsdp_options().items()}
+        if (self.get("checkpointing") and not self.get("no_checkpointing")) or inner.get("activation_checkpointing"):
+            terms.append(f"every:{every}" if every and every != 1 else "full")
+        if self.get("activation_offloading") or self.given.get("checkpointing") == "offload":
+            terms.append("offload")
+        return ",".join([*terms, *(["tile"] if self.get("tiled_mlp") else [])])
+
+    def _fsdp_options(self) -> dict[str, Any]:
+        options = self.get("fsdp_config") or {}
+        options = options if isinstance(options, Mapping) else read_yaml(str(options))
+        return {**options, **(self.get("fsdp_options") or {})}
 
     def _encodes_each_step(self) -> bool:
         """Whether each step encodes images and prompts: because of a setting, or because of random augmentation."""
@@ -303,15 +401,17 @@ class _Entries:
             bf16, fp16 = (bf16 and not pure and self.given.get("bf16") != "full"), fp16 and not pure
             # Flash and flex attention need the dtype of the other weights, and so do adapters.
             plain = self.get("attn_implementation") in ("sdpa", "eager", None) and not self.get("adapter")
-            if self.get("fp8"):  # accelerate's mixed precision, in place of bf16
-                bf16, mixed = False, "fp8"
             ends = dtype != "float32" and plain and not self.get("embeddings_skip_upcast")
             if self.get("embeddings_skip_upcast") and plain:
-                raise self.refuse("embeddings_skip_upcast: norms alone in float32 are not predicted; leave it out")
-        if self.kind == "llama_factory" and not self.given.get("dtype"):
+                self.leave_out("embeddings_skip_upcast", "norms are predicted as the other weights, not in float32")
+        if self.llama and not self.given.get("dtype"):
             half = "bfloat16" if bf16 or self.get("pure_bf16") else "float16" if fp16 else "auto"
             # Trained weights are cast to float32, except by pure_bf16.
             dtype = half if self._adapted() or self.get("pure_bf16") or half == "auto" else "float32"
+        if self.get("fp8") and (self._adapted() or self.get("deepspeed")):
+            self.leave_out("fp8", "predicted in bf16: products in 8 bits take less time")
+        elif self.get("fp8"):  # accelerate's mixed precision, in place of bf16
+            bf16, mixed = False, "fp8"
         return {
             "dtype": _DTYPES.get(dtype, dtype) if dtype else None,
             "bf16": bool(bf16) and not fp16,
@@ -327,31 +427,56 @@ class _Entries:
         if chosen := next((name for switch, name in switches.items() if self.get(switch)), ""):
             return OPTIMIZERS[chosen]
         named = str(self.get("optimizer") or "adamw_torch_fused").lower()
-        if named not in OPTIMIZERS:
+        if projected := next((name for name in ("galore", "apollo") if self.get(f"use_{name}")), ""):
+            eight = "_8bit" if "8bit" in named and projected == "galore" else ""
+            named = f"{projected}_adamw{eight}{'_layerwise' if self.get('layerwise') else ''}"
+        if named in OPTIMIZERS:
+            return OPTIMIZERS[named]
+        if not self._adapted():
             raise self.refuse(
                 f"optimizer {named} is not modelled{did_you_mean(named, OPTIMIZERS)} (docs/settings.md lists them)"
             )
-        return OPTIMIZERS[named]
+        self.leave_out(f"optimizer {named}", "the adapters' states are predicted as AdamW's")
+        return "adamw_fused"
 
     def _adapted(self) -> bool:
         """Whether the file asks for adapters."""
         kind, adapter = self.get("finetuning_type"), self.get("adapter")
         if self.kind == "axolotl" and adapter not in (None, False, "lora", "qlora"):
             raise self.refuse(f"adapter {adapter} is not modelled (lora, qlora)")
-        if self.kind == "axolotl" and adapter == "qlora" and not self.get("load_in_4bit"):
-            raise self.refuse("adapter qlora: axolotl requires load_in_4bit: true with it")
-        if kind not in (None, "lora", "full"):
-            raise self.refuse(f"finetuning_type {kind} is not modelled (lora, full)")
-        return bool(adapter or self.get("use_peft") or self.get("peft_config") or kind == "lora" or self.diffusion)
+        if kind not in (None, "lora", "full", "freeze", "oft"):
+            raise self.refuse(f"finetuning_type {kind} is not modelled (lora, full, freeze, oft)")
+        named = adapter or self.get("use_peft") or self.get("peft_config") or kind in ("lora", "oft")
+        return bool(named or self.diffusion)
+
+    def _frozen(self) -> str:
+        """What is not trained: the part names of `--freeze`, where a ! means all but what it names."""
+        if self.get("finetuning_type") == "freeze":
+            count = int(self.get("freeze_trainable_layers") or 0)
+            return f"!last:{count}" if count > 0 else f"!first:{-count}"
+        if self.get("use_badam"):
+            self.leave_out(
+                "use_badam",
+                "one block is trained at a time, and the first is predicted: its float32 copy comes on top",
+            )
+            return "!first:1"
+        names = self.get("trained") or []
+        names = names if isinstance(names, list) else [names]
+        whole = [re.sub(r"\[\d*:\d*\]$", "", str(name)).replace(",", ".") for name in names]
+        return "!" + "|".join(whole) if whole else str(self.get("freeze") or "")
 
     def _adapter(self) -> dict[str, Any]:
         bits = self.get("quantization_bit")
-        if bits not in (None, 4, 8):
-            raise self.refuse(f"quantization_bit {bits} is not modelled (4, 8)")
-        four, eight = self.get("load_in_4bit") or bits == 4, self.get("load_in_8bit") or bits == 8
+        if bits not in (None, False, 4, 8):
+            self.leave_out(f"quantization_bit {bits}", "weights are predicted in 4 bits, or in 8")
+            bits = 4 if isinstance(bits, int) and bits < 6 else 8
+        four = self.get("load_in_4bit") or bits == 4 or self.get("adapter") == "qlora"
+        eight = (self.get("load_in_8bit") or bits == 8) and not four
         found: dict[str, Any] = {
+            "freeze": self._frozen(),
             "load_in_4bit": four,
             "load_in_8bit": eight,
+            "quantize_moe_experts": bool(four) and self.get("quantize_moe_experts"),
             "double_quant": bool(four) and (self.get("double_quant") or self.kind == "axolotl"),
             "quant_storage": self.get("quant_storage") if four else None,
         }
@@ -360,18 +485,15 @@ class _Entries:
         targets = self.get("lora_targets")
         targets = targets if isinstance(targets, list) else str(targets).split(",") if targets else []
         targets = [str(target).strip() for target in targets]
-        if self.kind == "axolotl" and not (
-            targets or self.get("lora_target_linear") or self.get("lora_target_parameters")
-        ):
-            raise self.refuse(
-                f"adapter {self.get('adapter')}: axolotl requires lora_target_linear or lora_target_modules"
-            )
         if (
             targets == ["all"]
             or self.get("lora_target_linear")
             or (targets == ["all-linear"] and self.kind not in TRL)
         ):
             targets = []  # PEFT chooses for TRL's trainers if a file names none
+        if self.get("finetuning_type") == "oft":
+            size = {"oft_block_size": self.get("oft_block_size"), "target_modules": targets or "all-linear"}
+            return found | {"peft_config": json.dumps({"peft_type": "OFT", **size})}
         return found | {
             "lora_r": self.get("lora_r") or (None if self.diffusion else LORA_R),
             "lora_targets": ",".join(targets),
@@ -392,8 +514,11 @@ class _Entries:
 
     def _trainer(self) -> dict[str, Any]:
         """TRL's trainer, and the fields of its configuration that the file sets."""
-        given = self.get("trainer_args")
-        return {"trainer": TRL.get(self.kind), "trainer_args": json.dumps(given, sort_keys=True) if given else ""}
+        trainer, more, why = self._step()
+        if why:
+            self.leave_out(next(name for name in ("rl", "pref_loss", "stage") if self.get(name)), why)
+        given = {**(self.get("trainer_args") or {}), **more} if trainer else {}
+        return {"trainer": trainer, "trainer_args": json.dumps(given, sort_keys=True) if given else ""}
 
     def _sizes(self) -> dict[str, Any]:
         """The sizes of context, tensor and sequence parallelism, and the number of processes if all are known."""
@@ -408,16 +533,16 @@ class _Entries:
         """The launch, as accelerate's configuration has it; the number of processes is that of the command line."""
         sharded, deepspeed = self.get("fsdp"), self.get("deepspeed")
         if deepspeed:
-            return {
-                "launch": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": deepspeed}}
-            }
-        options = self.get("fsdp_config")
+            file = {"deepspeed_config_file": beside(deepspeed, self.path)}
+            return {"launch": {"distributed_type": "DEEPSPEED", "deepspeed_config": file}}
+        options: dict[str, Any] = self._fsdp_options()
         if not sharded and not (options and self.kind == "axolotl"):
             return {}
         words = sharded.split() if isinstance(sharded, str) else sharded if isinstance(sharded, list) else []
         if "offload" in map(str, words):
-            options = {"offload_params": True, **(options or {})}
-        plain = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in (options or {}).items()}
+            options = {"offload_params": True, **options}
+        plain = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in options.items()}
+        plain.pop("fsdp_activation_checkpointing", None)  # the policy says it
         version = self.get("fsdp_version") or (1 if self.kind == "axolotl" else 2)
         gather = {"fp8_config": {"enable_fsdp_float8_all_gather": bool(self.get("float8_gather"))}}
         config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version, **plain}}
@@ -437,19 +562,19 @@ def _boolean(name: str, value: Any) -> bool | None:
 def _kind(content: Mapping[str, Any]) -> str:
     """The kind of a file, by the entries that only one kind has."""
     keys = content.keys()
-    if "base_model" in keys:
-        return "axolotl"
-    own = bool(keys & {name for name in table()["ckpt_ft"] if name.startswith("ac_")})
-    if "pretrained_model_name_or_path" in keys:
-        return "diffusion_unet" if own else "diffusers"
-    if _OF_IMAGES & keys:
-        return "vlm"
-    for kind, marks in _MARKS.items():
-        if marks & keys:
-            return kind
-    if own and "beta" not in keys:
-        return "llm"
-    if _LLAMA_FACTORY & keys:
-        return "llama_factory"
-    of_trl = {name for section in ("trl.sft", "trl", "trl.model") for name, entry in table()[section].items()}
-    return "trl" if keys & of_trl - {"model_name_or_path"} else "llm"
+    own = any(key.startswith("ac_") for key in keys)
+    of_trl = {name for section in ("trl.sft", "trl", "trl.model") for name in table()[section]} - {
+        "model_name_or_path"
+    }
+    of_rows = any(key.startswith(("dataset", "chat_template")) for key in keys)
+    marks: dict[str, Any] = {
+        "axolotl": "base_model" in keys,
+        "llama_factory_v1": "model" in keys and keys & _LLAMA_FACTORY_V1,
+        "diffusion_unet" if own else "diffusers": "pretrained_model_name_or_path" in keys,
+        "vlm": _OF_IMAGES & keys,
+        **{kind: marks & keys for kind, marks in _MARKS.items()},
+        "llm": own and "beta" not in keys,
+        "llama_factory": _LLAMA_FACTORY & keys,
+        "trl": of_rows or keys & of_trl,
+    }
+    return next((kind for kind, found in marks.items() if found), "llm")

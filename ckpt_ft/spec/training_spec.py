@@ -73,7 +73,7 @@ class ModelSpec(Part):
     )
     frozen: tuple[str, ...] = setting(
         (),
-        "comma-separated parts that are not trained, e.g. vision_tower,embed_tokens",
+        "comma-separated parts that are not trained, e.g. vision_tower,embed_tokens; !REGEX: all but what it finds",
         flag="freeze",
         flag_type=str,
         read=names_of_text("--freeze"),
@@ -477,6 +477,12 @@ class HostSpec(Part):
         flag_type=list[str],
         read=lambda names: tuple(dict.fromkeys(name for text in names for name in text.split(",") if name)),
         write=text_of_names,
+    )
+    strict: bool = setting(
+        False, "refuse settings of a file that are not modelled, instead of naming them in the answer"
+    )
+    left_out: tuple[str, ...] = setting(
+        (), "settings of a file that the answer is without, and what each moves", flag=None
     )
     alloc_conf: str = setting("", "options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF")
 

@@ -97,7 +97,9 @@ def apply(model: Any, asked: Mapping[str, bool]) -> None:
     family = FAMILIES.get(kind)
     if family is None:
         raise UserError(
-            f"Liger's kernels of '{kind}' are not modelled; leave them out, or take one of: {', '.join(FAMILIES)}"
+            f"Liger's kernels of '{kind}' are not modelled; leave them out, or take one of: {', '.join(FAMILIES)}",
+            use_liger_kernel=False,
+            liger_kernel_config="",
         )
     strange = [name for name in asked if name not in KERNELS and name != "layer_norm"]
     if strange:
@@ -210,7 +212,8 @@ def apply_hub_kernels(model: Any) -> None:
     for module in model.modules():
         marks = _hub_marks(type(module).__module__).get(type(module).__name__, "")
         if any(other in marks for other in _OTHER_HUB_KERNELS):
-            raise UserError(f"use_kernels: {type(module).__name__} has a kernel of its own, which is not modelled")
+            name = type(module).__name__
+            raise UserError(f"use_kernels: {name} has a kernel of its own, which is not modelled", use_kernels=False)
         if '"RMSNorm"' in marks:
             module.__class__ = _norm(type(module), in_place=True)
             found += 1
@@ -325,7 +328,10 @@ def _language_model(kind: Any, loss_function: Any, times: int = 1) -> Any:
             flat = hidden.view(-1, hidden.shape[-1])
             if isinstance(head.weight, DTensor):  # accelerate shards it beside adapters alone, and it is not called
                 raise UserError(
-                    f"{name}: the output layer is divided over GPUs where it reads it; leave one of them out"
+                    f"{name}: the output layer is divided over GPUs where it reads it; leave one of them out",
+                    cut_cross_entropy=False,
+                    use_liger_kernel=False,
+                    liger_kernel_config="",
                 )
             operands = flat, head.weight, target.view(-1), head.bias
             loss = loss_function.apply(*operands, reduction, *([times] if times > 1 else []))

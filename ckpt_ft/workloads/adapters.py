@@ -213,7 +213,8 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
             if "lora_dropout != 0" not in str(error):
                 raise
             raise UserError(
-                f"LoRA dropout {config.lora_dropout}: PEFT adapts fused experts and routers without; give 0"
+                f"LoRA dropout {config.lora_dropout}: PEFT adapts fused experts and routers without; give 0",
+                lora_dropout=0.0,
             ) from error
     if on_meta:
         _train_ranks_of_adalora(adapted)
@@ -262,7 +263,9 @@ def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
     left = f"bitsandbytes packs linear layers only, and {format_bytes(nbytes)} of experts in fused parameters are in "
     left += dtype + (", to which PEFT's k-bit preparation casts what is not packed" if quantised.prepare_kbit else "")
     if quantised.load_in_8bit:
-        raise UserError(f"8 bits over fused experts: {left}; leave 8 bits out, or use --load-in-4bit")
+        raise UserError(
+            f"8 bits over fused experts: {left}; leave 8 bits out, or use --load-in-4bit", load_in_8bit=False
+        )
     return (
         f"4 bits: {left}; axolotl's quantize_moe_experts packs them (--quantize-moe-experts predicts it); "
         "transformers unpacks an MXFP4 checkpoint to train; --lora-target-parameters adapts them unpacked",
@@ -394,12 +397,31 @@ def store_sizes(adapted: Any) -> None:
 
 
 def _freeze(model: Any, part: str) -> None:
-    named = [parameter for name, parameter in model.named_parameters() if part in name]
+    names = dict(model.named_parameters())
+    if part.startswith("!"):
+        kept = _found(list(names), part[1:])
+        named = [parameter for name, parameter in names.items() if name not in kept] if kept else []
+    else:
+        named = [parameter for name, parameter in names.items() if part in name]
     if not named:
         known = ", ".join(dict.fromkeys(name.split(".")[0] for name, _ in model.named_children()))
         raise UserError(f"frozen part '{part}': no parameter has it in its name (the model's parts: {known})")
     for parameter in named:
         parameter.requires_grad_(False)
+
+
+_BLOCK = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
+
+
+def _found(names: Sequence[str], expression: str) -> set[str]:
+    """The names that an expression finds; `first:N` and `last:N` are parameters of so many blocks."""
+    end, _, count = expression.partition(":")
+    if end not in ("first", "last"):
+        with library_reads(f"frozen part '!{expression}'"):
+            return {name for name in names if re.search(expression, name)}
+    blocks = {name: int(at[1]) for name in names if (at := _BLOCK.search(name))}
+    most = max(blocks.values(), default=0)
+    return {name for name, at in blocks.items() if (at if end == "first" else most - at) < int(count)}
 
 
 # PEFT's types of the tasks that have a head of their own, beside the adapters.

@@ -179,7 +179,8 @@ def _needs_float8(gpu: GPU | None) -> None:
     if gpu is None or not gpu.fp8:
         had = "the CPU" if gpu is None else f"{gpu.name} (compute capability {'.'.join(map(str, gpu.arch))})"
         raise UserError(
-            f"mixed precision fp8 on {had}: it needs compute capability 8.9 (L4, RTX 4090, H100); take bf16"
+            f"mixed precision fp8 on {had}: it needs compute capability 8.9 (L4, RTX 4090, H100); take bf16",
+            mixed_precision="bf16",
         )
 
 

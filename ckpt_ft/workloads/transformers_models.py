@@ -114,7 +114,7 @@ def _text(model: Any, spec: TrainingSpec) -> Fields:
 
 
 def _speech(model: Any, spec: TrainingSpec) -> Fields:
-    labels = Field((spec.data.tokens,), model.config.vocab_size)
+    labels = Field((spec.data.tokens,), model.config.get_text_config().vocab_size)
     return {"input_features": _log_mel(model), "labels": labels}
 
 
@@ -508,7 +508,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
         flash_attention.register()
         flash = attention != "flex_attention"
         if not getattr(kind, "_supports_flash_attn" if flash else "_supports_flex_attn", False):
-            raise UserError(f"{name}: transformers has no {attention} for {kind.__name__}")
+            raise UserError(f"{name}: transformers has no {attention} for {kind.__name__}", attn_implementation="")
         if flash:
             attention = flash_attention.NAME_3 if attention.endswith("3") else flash_attention.NAME
     values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}

@@ -252,8 +252,7 @@ def test_launch_settings_in_a_file_are_read(tmp_path: Path) -> None:
     assert launch.zero.reduce_bucket_size == 1_000_000
     file.write_text(f"{M}max_length: 64\nfsdp: true\nfsdp_config: {{reshard_after_forward: false}}\n")
     assert spec_of(file, processes=8).launch.launch == Launch("fsdp2", 8, 1, "bf16", reshard_after_forward=False)
-    with pytest.raises(UserError, match="fsdp shares the model: on how many GPUs"):
-        spec_of(file)
+    assert [launch.processes for launch in spec_of(file).launch.launches] == [1, 2, 4, 8]
     file.write_text(f"{AXOLOTL}fsdp_version: 2\nfsdp_config: {{offload_params: true}}\n")
     assert spec_of(file, processes=8).launch.launch == Launch("fsdp2", 8, 1, "bf16", offload_params=True)
 
@@ -275,27 +274,14 @@ def test_launch_settings_in_a_file_are_read(tmp_path: Path) -> None:
             "",
             "checkpointing: 'maybe' is neither",
         ),
-        (M + "packing: true\ntorch_compile_mode: max-autotune", "", "max-autotune: a step is compiled by Inductor in"),
-        (M + "packing: true\nlearning_rat: 1", "", "no setting 'learning_rat'; did you mean 'learning_rate'?"),
         (M + "max_length: null\npacking: true", "", "rows are not cut, and their length is not known"),
         (M + "max_length: 8\nload_in_4bit: true", "", "4-bit weights cannot be trained themselves"),
-        (M + "finetuning_type: freeze", "", "finetuning_type: freeze: full, and lora are predicted"),
-        (M + "stage: dpo\ntemplate: qwen", "", "stage: dpo: only stages sft and pt are predicted"),
-        (AXOLOTL + "adapter: qlora\nlora_target_linear: true", "", "adapter qlora: axolotl requires load_in_4bit"),
-        (AXOLOTL + "adapter: lora", "", "adapter lora: axolotl requires lora_target_linear or lora_target_modules"),
+        (M + "finetuning_type: prefix", "", "finetuning_type prefix is not modelled (lora, full, freeze, oft)"),
+        (M + "stage: mcts\ntemplate: qwen", "", "mcts: it is another algorithm than those that are predicted (sft, "),
+        (AXOLOTL + "rl: ebft", "", "ebft: it is another algorithm than those that are predicted (sft, pt, dpo"),
+        (M + "template: qwen\nmixture_of_depths: convert", "", "mixture_of_depths: convert: it makes another model"),
+        (M + "template: qwen\ntensor_model_parallel_size: 4", "", "Megatron is another trainer"),
         (AXOLOTL + "adapter: llama-adapter", "", "adapter llama-adapter is not modelled (lora, qlora)"),
-        (
-            AXOLOTL + "gradient_checkpointing: offload",
-            "",
-            "gradient_checkpointing: offload: blocks' inputs in host memory",
-        ),
-        (
-            AXOLOTL + "plugins: [axolotl.integrations.grokfast.GrokfastPlugin]",
-            "",
-            "GrokfastPlugin: a plugin may replace any layer",
-        ),
-        (AXOLOTL + "chunked_cross_entropy: true", "", "chunked_cross_entropy: True: a fused loss head"),
-        (DIFFUSERS + "offload_ema: true", "", "offload_ema: True: the moving average is predicted on the device"),
         ("- a", "", "expected 'flag: value' lines, found list"),
     ],
 )
@@ -308,6 +294,73 @@ def test_bad_file_fails(text: str, recipe: str, says: str, tmp_path: Path, monke
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "estimate", "--recipe", "llm"])
     with pytest.raises(UserError, match="of which file"):
         cli._main()
+
+
+LEFT_OUT = {  # the content of a file -> what its answer is without
+    M + "packing: true\ntorch_compile_mode: max-autotune": "torch_compile_mode: a step is compiled by Inductor in its",
+    M + "packing: true\nlearning_rat: 1": "learning_rat: no such setting is known; did you mean 'learning_rate'?",
+    AXOLOTL
+    + "plugins: [axolotl.integrations.grokfast.GrokfastPlugin]": "plugins GrokfastPlugin: a plugin may replace",
+    AXOLOTL + "chunked_cross_entropy: true": "chunked_cross_entropy: the loss in chunks keeps no logits: less memory",
+    AXOLOTL + "qat: {weight_dtype: int4}": "qat: the fake quantisation keeps rounded copies",
+    AXOLOTL + "attn_implementation: xformers": "attn_implementation xformers: the model's own choice is predicted",
+    AXOLOTL + "adapter: lora\noptimizer: dion": "optimizer dion: the adapters' states are predicted as AdamW's",
+    DIFFUSERS + "offload_ema: true": "offload_ema: the moving average is predicted on the device",
+    M + "template: qwen\nuse_unsloth: true\nuse_v1_kernels: true": "use_unsloth, use_v1_kernels: fused kernels: fewer",
+}
+
+
+@pytest.mark.parametrize("text", LEFT_OUT)
+def test_what_is_not_modelled_is_named_and_refused_by_strict(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    read = read_training_file(str(file))
+    assert [line for line in read.left_out if line.startswith(LEFT_OUT[text])] != []
+    with pytest.raises(UserError):
+        read_training_file(str(file), strict=True)
+
+
+STEPS = {  # the content of a file -> parts of its command line
+    AXOLOTL + "rl: dpo\nsample_packing: true": "--trainer dpo",
+    AXOLOTL + "rl: ipo": """--trainer dpo --trainer-args '{"loss_type": "ipo"}'""",
+    AXOLOTL + "rl: simpo": """--trainer dpo --trainer-args '{"precompute_ref_log_probs": true}'""",
+    AXOLOTL + "rl: gdpo\ntrl: {num_generations: 2}": """--trainer grpo --trainer-args '{"num_generations": 2}'""",
+    AXOLOTL + "reward_model: true\nnum_labels: 1": "--trainer reward",
+    AXOLOTL + "process_reward_model: true\nnum_labels: 2": "m --task token-classification --num-labels 2",
+    AXOLOTL + "gradient_checkpointing: offload": "--policy full,offload",
+    AXOLOTL + "activation_offloading: true\ngradient_checkpointing: 1\ntiled_mlp: true": "--policy full,offload,tile",
+    AXOLOTL + "adapter: qlora\nlora_target_linear: true": "--load-in-4bit --double-quant",
+    AXOLOTL + "unfrozen_parameters: ['lm_head.*', 'layers.[01],x']": "--freeze '!lm_head.*|layers.[01].x'",
+    M + "max_prompt_length: 100\nmax_completion_length: 28\nnum_generations: 4": "--seq-length 128",
+    M + "template: q\nstage: rm\nfinetuning_type: full\nbf16: true": "--trainer reward",
+    M + "template: q\nstage: dpo\npref_loss: orpo\nbf16: 1": "--trainer-args '{\"precompute_ref_log_probs\": true}'",
+    M + "template: q\nfinetuning_type: freeze\nbf16: true\nfreeze_trainable_layers: 3": "--freeze '!last:3'",
+    M + "template: q\nfinetuning_type: full\nbf16: true\nuse_badam: true": "--freeze '!first:1'",
+    M + "template: q\nfinetuning_type: full\nbf16: true\nuse_galore: true\ngalore_layerwise: true": (
+        "--optimizer galore_adamw_layerwise"
+    ),
+    M + "template: q\nfinetuning_type: oft\nbf16: true\nlora_target: all\noft_block_size: 16": (
+        """--peft-config '{"peft_type": "OFT", "oft_block_size": 16, "target_modules": "all-linear"}'"""
+    ),
+    "model: m\nmodel_class: llm\nmicro_batch_size: 2\npeft_config: {name: lora, r: 4, target_modules: all}\n"
+    "kernel_config: {name: liger_kernel}\nquant_config: {name: bnb, quantization_bit: 4}": (
+        "m --policy full --batch-size 2 --seq-length 2048 --dtype bfloat16 --bf16 --lora 4 --lora-dropout 0.0 "
+        "--load-in-4bit --double-quant --liger"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", STEPS)
+def test_steps_of_axolotl_and_llama_factory_are_those_of_trl(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert STEPS[text] in shlex.join(words_of(spec_of(file)))
+
+
+def test_trainer_and_freezing_are_without_packing(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(AXOLOTL + "rl: dpo\nsample_packing: true")
+    assert spec_of(file).data.rows == "alike"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ def check(model: nn.Module, launch: Launch) -> None:
     ):
         problem = "layers that carry a state along the sequence: accelerate refuses them"
     if problem:
-        raise UserError(f"launch {split} {size}: {problem}")
+        other = {"attn_implementation": "sdpa"} if "attention" in problem and launch.cp * launch.sp > 1 else {}
+        raise UserError(f"launch {split} {size}: {problem}", **other)
 
 
 def experts_of(model: nn.Module) -> int:
@@ -96,7 +97,9 @@ def of_one_rank(batch: dict[str, Any], launch: Launch, attention: str | None = "
     needs_mask = attention in (None, "eager", "sdpa", "flex_attention")
     if needs_mask and "position_ids" in batch and bool((batch["position_ids"].diff() != 1).any()):
         fix = "leave packing out" + (", or set attn_implementation: flash_attention_2" if launch.sp > 1 else "")
-        raise UserError(f"{name}: packed rows need a mask, and masks are dropped where ranks share a sequence; {fix}")
+        raise UserError(
+            f"{name}: packed rows need a mask, and masks are dropped where ranks share a sequence; {fix}", rows="alike"
+        )
     parts = 2 * launch.cp if launch.cp > 1 else launch.sp  # a ring divides evenly in pieces from both ends
     if length % parts:
         raise UserError(f"{name}: sequences of {length} tokens; give a multiple of {parts}")

@@ -81,7 +81,8 @@ def choose(call: Call, arch: int) -> str:
     dtype = str(call.query.dtype).removeprefix("torch.")
     raise UserError(
         f"no attention kernel that may run takes heads of {call.head} in {dtype} on compute capability {arch / 10}: "
-        "flash attention takes float16 and bfloat16, from 8.0 on (A100, L4); sdpa chooses among all kernels"
+        "flash attention takes float16 and bfloat16, from 8.0 on (A100, L4); sdpa chooses among all kernels",
+        attn_implementation="sdpa",
     )
 
 

@@ -45,14 +45,10 @@ def test_our_accelerate_configs_are_read() -> None:
     [
         (
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}",
-            "FSDP of version 1 is not modelled; set",
+            "fsdp_version 1: answered as FSDP2, whose shards",
         ),
         ("mixed_precision: fp4", "mixed precision 'fp4' is not modelled"),
         ("distributed_type: MEGATRON_LM", "distributed_type MEGATRON_LM is not modelled"),
-        (
-            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}",
-            "would checkpoint beside the policy; set it to false and choose the policy 'full'",
-        ),
         (
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: SIZE_BASED_WRAP}",
             "SIZE_BASED_WRAP: it is not predicted; set TRANSFORMER_BASED_WRAP",
@@ -62,12 +58,7 @@ def test_our_accelerate_configs_are_read() -> None:
             "launch ddp, tp 2: 1 processes are not a multiple of 2",
         ),
         ("distributed_type: MULTI_GPU\nnum_gpus: 2", "no setting 'num_gpus'"),
-        ("num_processes: 2", "accelerate refuses it: A `distributed_type` must be specified"),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}", "ZeRO stage 0 is not modelled"),
-        (
-            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none.json, zero_stage: 2}",
-            "accelerate takes no zero_stage beside a deepspeed_config_file",
-        ),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}", "ZeRO stage 0: answered as DDP"),
         (
             "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none.json}",
             "deepspeed_config_file none.json: cannot be read",
@@ -80,8 +71,8 @@ def test_our_accelerate_configs_are_read() -> None:
             "deepspeed_config: .'zero'.: give 'key: value' lines",
         ),
         (
-            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: FULL_SHARD}",
-            "fsdp_reshard_after_forward full_shard: accelerate takes true or false for FSDP2",
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: HALF}",
+            "fsdp_reshard_after_forward half: accelerate takes true or false for FSDP2",
         ),
         (
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_ignored_modules: lm_head}",
@@ -144,6 +135,60 @@ def test_unsupported_deepspeed_setting_is_named(more: dict[str, object], tmp_pat
     with pytest.raises(UserError, match=name):
         read_launch(config)
     assert read_launch(config, ignored=[name])[0].strategy == "zero2"
+
+
+@pytest.mark.parametrize(
+    ("options", "launch", "named"),
+    [
+        ("fsdp_version: 1", Launch("fsdp2", 8), ["fsdp_version 1"]),
+        (
+            "fsdp_sharding_strategy: SHARD_GRAD_OP",
+            Launch("fsdp2", 8, reshard_after_forward=False),
+            ["fsdp_version 1"],
+        ),
+        ("fsdp_sharding_strategy: NO_SHARD", Launch("ddp", 8), ["fsdp_version 1"]),
+        ("fsdp_sharding_strategy: HYBRID_SHARD", Launch("fsdp2", 8), ["fsdp_version 1", "sharding_strategy"]),
+        ("fsdp_version: 2\n  fsdp_ignored_modules: lm_head", Launch("fsdp2", 8), ["fsdp_config.fsdp_ignored_modules"]),
+    ],
+)
+def test_fsdp_of_version_1_is_answered_as_version_2(
+    options: str, launch: Launch, named: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "launch.yaml"
+    path.write_text(f"distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  {options}\n")
+    left_out: dict[str, str] = {}
+    assert read_launch(path, left_out=left_out)[0] == launch
+    assert [*left_out] == named
+    with pytest.raises(UserError, match="^launch "):
+        read_launch(path)
+
+
+def test_checkpointing_of_fsdp_is_the_policy_full(tmp_path: Path) -> None:
+    path = tmp_path / "launch.yaml"
+    path.write_text(
+        "distributed_type: FSDP\nnum_processes: 2\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}\n"
+    )
+    assert fields_of({"launch": str(path)})["policy"] == "full"
+    assert fields_of({"launch": str(path), "policy": "every:2"})["policy"] == "every:2"
+
+
+def test_file_without_a_number_of_gpus_is_for_several_numbers(tmp_path: Path) -> None:
+    """DeepSpeed's own file names none, and neither does a path that says the stage of a file that is elsewhere."""
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}))
+    found = fields_of({"launch": str(path), "mixed_precision": "bf16"})
+    assert [(one.strategy, one.processes) for one in found["launches"]] == [("zero3", n) for n in (1, 2, 4, 8)]
+    assert fields_of({"launch": str(path), "processes": 4})["launch"].processes == 4
+    named = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "x/ds_z2_offload.json"}}
+    found = fields_of({"launch": named, "processes": 2})
+    assert (found["launch"].strategy, found["launch"].zero.offload_optimizer) == ("zero2", True)
+    assert found["left_out"] == (
+        "deepspeed_config_file x/ds_z2_offload.json: no such file; by its name it is ZeRO-2: --launch takes the file, "
+        "where it lies",
+    )
+    pairs = fields_of({"launch": str(path), "sp": 2})["launches"]
+    assert [one.processes for one in pairs] == [2, 4, 8]
 
 
 def test_unknown_strategy_and_missing_file(tmp_path: Path) -> None:

@@ -1,0 +1,173 @@
+"""What stands in place of a model: files, a run's output, adapters, packed copies."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_ft.cli import main as cli
+from ckpt_ft.cli.named import named, unpacked
+from ckpt_ft.errors import UserError
+from ckpt_ft.spec.flags import fields_of
+from ckpt_ft.spec.training_file import read_training
+from ckpt_ft.spec.training_spec import TrainingSpec
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "flags"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "Qwen/Qwen2.5-7B-Instruct", {"load_in_4bit": True, "double_quant": True}),
+        ("someone/Qwen2.5-7B-Instruct-GPTQ-Int8", "Qwen/Qwen2.5-7B-Instruct", {"load_in_4bit": True}),
+        ("TheBloke/Llama-2-7B-GPTQ", "meta-llama/Llama-2-7b-hf", {"load_in_4bit": True}),
+        ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "Qwen/Qwen3-8B", {"load_in_4bit": True}),
+        ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B", {"load_in_8bit": True}),
+        ("x/gpt-oss-20b-dequantized", "openai/gpt-oss-20b", {}),
+        ("models/deep/Qwen3-8B", "Qwen/Qwen3-8B", {}),
+        ("models/Llama-2-7b", "meta-llama/Llama-2-7b-hf", {}),
+    ],
+)
+def test_packed_copy_is_its_model(
+    name: str, model: str, flags: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_ft.cli.named.hub_answers", lambda: False)
+    found, given, notes = unpacked(name, {"batch_size": 1})
+    assert found == model
+    assert flags.items() <= given.items()
+    assert given.get("lora_r", 0) == (16 if flags else 0)
+    assert notes[0].startswith(f"{name} is answered as {model}")
+
+
+def test_known_and_unknown_names_stay() -> None:
+    assert unpacked("Qwen/Qwen3-8B", {}) == ("Qwen/Qwen3-8B", {}, ())
+    assert unpacked("nobody/has-this-AWQ", {}) == ("nobody/has-this-AWQ", {}, ())
+    assert unpacked("unsloth/Qwen3-8B-bnb-4bit", {"lora_r": 4})[1]["lora_r"] == 4
+
+
+def test_script_and_deepspeed_file_name_the_command_that_takes_them(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="train.py is a script: `ckpt-ft dry-run train.py` predicts"):
+        named("train.py")
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 2}}')
+    with pytest.raises(UserError, match="is DeepSpeed's: name a model, and give --launch"):
+        named(str(file))
+    with pytest.raises(UserError, match="GGUF weights cannot be trained: name the model"):
+        named("mystery.gguf")
+
+
+def test_gguf_file_is_its_model_in_4_bits() -> None:
+    found = named("Qwen2.5-7B-Instruct-Q4_K_M.gguf")
+    assert (found.model, found.flags["load_in_4bit"]) == ("Qwen/Qwen2.5-7B-Instruct", True)
+    assert found.notes == ("GGUF weights cannot be trained: answered as Qwen/Qwen2.5-7B-Instruct in 4 bits",)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # of TRL's own default
+def test_output_of_a_trainer_has_the_settings_of_its_run(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    args = trl.SFTConfig(
+        str(tmp_path), per_device_train_batch_size=3, max_length=96, optim="adafactor", bf16=True, use_cpu=True,
+        report_to="none", model_init_kwargs={"attn_implementation": "sdpa"},
+    )  # fmt: skip
+    torch.save(args, tmp_path / "training_args.bin")
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 4, "base_model_name_or_path": "Qwen/Qwen3-0.6B"})
+    )
+    found = named(str(tmp_path))
+    assert found.content is not None
+    read = read_training(dict(found.content), found.file, found.kind)
+    spec = TrainingSpec.of(read.model, **fields_of({**read.flags, **found.flags}))
+    assert (spec.model.name, spec.trainer.trainer, spec.data.batch_size) == ("Qwen/Qwen3-0.6B", "sft", 3)
+    assert (spec.data.seq_length, spec.optimizer.name, spec.adapter.peft) == (
+        96,
+        "adafactor",
+        {"peft_type": "LORA", "r": 4, "base_model_name_or_path": "Qwen/Qwen3-0.6B"},
+    )
+    assert read.left_out == ()
+
+
+def test_pickle_of_a_run_runs_no_code(tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (tmp_path / "touched",)
+
+    torch.save(Harmful(), tmp_path / "training_args.bin")
+    for content in (None, b"PK"):
+        if content:
+            (tmp_path / "training_args.bin").write_bytes(content)
+        with pytest.raises(UserError, match="no saved TrainingArguments"):
+            named(str(tmp_path))
+    assert not (tmp_path / "touched").exists()
+
+
+def tiny(tmp_path: Path, **more: object) -> str:
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99, **more,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def estimated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[dict[str, Any], str]:
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", "estimate", *words, "--device", "t4", "--json"])
+    assert cli._main() == 0
+    said = capsys.readouterr()
+    return json.loads(said.out), said.err
+
+
+def test_file_in_place_of_a_model_is_answered_without_what_excludes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Liger has no kernels for GPT-NeoX here: a file that asks for them is answered without, a command line is not."""
+    model = tiny(tmp_path, model_type="gpt_neox", architectures=["GPTNeoXForCausalLM"])
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"base_model: {model}\nmicro_batch_size: 2\nsequence_len: 16\nqat: {{weight_dtype: int4}}\nliger_rope: true\n"
+        "plugins: [axolotl.integrations.liger.LigerPlugin]\n"
+    )
+    found, said = estimated(monkeypatch, capsys, str(file))
+    assert [line.partition(":")[0] for line in found["left_out"]] == ["qat", "use_liger_kernel, liger_kernel_config"]
+    assert said.count("not modelled: ") == 2
+    assert found["batch_size"] == 2
+    for words in ([str(file), "--strict"], [model, "--liger"]):
+        monkeypatch.setattr(sys, "argv", ["ckpt-ft", "estimate", *words, "--device", "t4"])
+        with pytest.raises(UserError, match="qat: ...: the fake|Liger's kernels of 'gpt_neox' are not modelled"):
+            cli._main()
+
+
+def test_file_without_a_number_of_gpus_is_answered_for_the_fewest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model_name_or_path: {tiny(tmp_path)}\nmax_length: 16\nfsdp: full_shard\nper_device_train_batch_size: 2\n"
+    )
+    found, said = estimated(monkeypatch, capsys, str(file), "--recipe", "llm")
+    assert found["launch"] == "fsdp2, on 1 GPU"
+    assert "the file does not say on how many GPUs" in said
+    assert [line.split()[0] for line in said.splitlines() if line[:1].isdecimal() and "MiB" in line] == [*"1248"]
+    found, said = estimated(monkeypatch, capsys, str(file), "--recipe", "llm", "--processes", "4")
+    assert found["launch"] == "fsdp2, on 4 GPUs"
+    assert "how many GPUs" not in said
+
+
+def test_parts_that_an_expression_finds_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny(tmp_path, num_hidden_layers=4)
+    peaks = {
+        part: estimated(monkeypatch, capsys, model, "--seq-length", "16", "--freeze", part)[0]["at_peak"]["optimizer"]
+        for part in ("!last:1", "!last:2", "!first:2", r"!layers\.[23]\.")
+    }
+    matrices = 8 * (4 * 32 * 32 + 3 * 32 * 64)  # two float32 states of each weight
+    norms, steps = 2 * 2 * 512, 9 * 512  # the smallest block of memory for each
+    assert peaks["!last:1"] == matrices + norms + steps
+    assert peaks["!last:2"] == peaks["!first:2"] == peaks[r"!layers\.[23]\."] == 2 * peaks["!last:1"]
+    with pytest.raises(UserError, match="frozen part '!nothing': no parameter has it in its name"):
+        estimated(monkeypatch, capsys, model, "--freeze", "!nothing")
