@@ -21,7 +21,7 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.spec.defaults import LORA_R, ONLINE, TRL_BATCH
 from ckpt_ft.spec.flags import Flag, fields_of, flags, on_gpus
 from ckpt_ft.spec.launch import SIZES
-from ckpt_ft.spec.settings import TYPED, entry_of, lines_of, table, typed_as
+from ckpt_ft.spec.settings import TYPED, entry_of, known_names, lines_of, typed_as
 from ckpt_ft.spec.training_file import read_training, read_typed, read_yaml
 from ckpt_ft.spec.training_spec import DTYPES, TrainingSpec
 from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id
@@ -276,7 +276,7 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
         elif plain == "qlora":
             kept += ["--lora", str(LORA_R), "--load-in-4bit"]
         elif entry_of(plain, TYPED) is None:
-            known = [*own, *(f"--{name}" for section in TYPED for name in table()[section])]
+            known = [*own, *(f"--{name}" for name in known_names(TYPED))]
             raise UserError(f"No such option: --{name}{did_you_mean(f'--{name}', known)}")
         else:
             given[plain] = value if equals else rest.pop(0) if follows else True

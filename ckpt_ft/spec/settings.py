@@ -212,14 +212,18 @@ def _pass_over(
     if not why and name in schema:
         why = "newer than what is known here"
     elif not why:
-        names = {one.strip("*_") for section in (*sections, EVERY) for one in table()[section]}
-        why = "no such setting is known" + did_you_mean(name, names | schema.keys())
+        why = "no such setting is known" + did_you_mean(name, known_names(sections) | schema.keys())
     if left_out is not None and entry.kind != REFUSED:
         left_out[path] = why
         return
     shown = value if isinstance(value, (str, int, float)) else "..."
     said = f"{path}: {shown}: {why}" if entry.text else f"no setting '{path}'{why.partition(' is known')[2]}"
     raise UserError(f"{source}: {said}; --ignore {path} goes on without it")
+
+
+def known_names(sections: Sequence[str]) -> set[str]:
+    """The names that `sections` have, and those that the patterns of every library begin with."""
+    return {name.strip("*_") for section in (*sections, EVERY) for name in table()[section]}
 
 
 def leave_out(left_out: dict[str, str] | None, name: str, why: str, source: str) -> None:

@@ -117,7 +117,10 @@ def test_command_line_of_a_trainer_is_translated(typed: str, ours: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("estimate m --torch_compile_backend eager", "torch_compile_backend: eager: a step is compiled by Inductor"),
+        (
+            "estimate m --strict --torch_compile_backend eager",
+            "torch_compile_backend: eager: a step is compiled by Inductor",
+        ),
         ("estimate m --learning_rat 1", "No such option: --learning_rat; did you mean '--learning_rate'?"),
         ("estimate m --deepspeed zero.json", "--deepspeed: give --launch fsdp2, zero2 or zero3 with --processes"),
     ],
