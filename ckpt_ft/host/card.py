@@ -107,7 +107,8 @@ def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams) -> None:
     _replace(
         torch.cuda, **{name: _always(answer) for name, answer in {**answers, **dict.fromkeys(counted, 0)}.items()}
     )
-    _replace(torch.cuda, **{name: getattr(streams, name) for name in ("Stream", "Event", "stream", "current_stream")})
+    _replace(torch.cuda, Stream=_class_of(streams.Stream), Event=_class_of(streams.Event))
+    _replace(torch.cuda, stream=streams.stream, current_stream=streams.current_stream)
     _replace(
         torch.cuda,
         default_stream=streams.current_stream,
@@ -132,6 +133,11 @@ def _replace(owner: Any, **parts: Any) -> None:
     """Set attributes of a class or module."""
     for name, part in parts.items():
         setattr(owner, name, part)
+
+
+def _class_of(make: Callable[..., Any]) -> type:
+    """A class whose objects `make` makes, for annotations such as `torch.cuda.Stream | None`."""
+    return type(make.__name__, (), {"__new__": lambda cls, *args, **kwargs: make(*args, **kwargs)})
 
 
 def _always(answer: Any) -> Callable[..., Any]:

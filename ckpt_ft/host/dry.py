@@ -382,7 +382,7 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
     def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         note(_EAGER)
 
-    loaders = torch.utils.data.DataLoader
+    loaders: Any = torch.utils.data.DataLoader
     loader, iterate = loaders.__init__, loaders._get_iterator
     in_workers = WeakSet[Any]()
 
@@ -401,7 +401,7 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
         def apart() -> Any:
             state = random.getstate()
             with _disable_current_modes(), torch.random.fork_rng(devices=[]):
-                batch = following()
+                batch: Any = following()
             random.setstate(state)
             return batch
 
@@ -410,7 +410,7 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
         return made
 
     torch.compile, nn.Module.compile = compile, compile_module  # type: ignore[assignment, method-assign]
-    loaders.__init__, loaders._get_iterator = load, iterator  # type: ignore[method-assign]
+    loaders.__init__, loaders._get_iterator = load, iterator
 
 
 def _before_saving(finish: Callable[[], None]) -> None:
