@@ -26,7 +26,7 @@ if kind == "lora":
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(model.to(torch.bfloat16), LoraConfig(r=8, lora_dropout=0.1, task_type="CAUSAL_LM"))
-rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(config.vocab_size, (batch * steps, length))]
+rows: Any = [{"input_ids": ids, "labels": ids} for ids in torch.randint(config.vocab_size, (batch * steps, length))]
 if kind == "plain":
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(device)
