@@ -244,7 +244,7 @@ def script(kind: str, policy: str, size: str) -> dict[str, Any]:
     return {
         "equal": alone == hosted,
         "allocated": max(phase["allocated"] for phase in rank["peaks"].values()),
-        "reserved": max(phase["reserved"] or 0 for phase in rank["peaks"].values()),
+        "reserved": max(phase.get("reserved") or 0 for phase in rank["peaks"].values()),
         "predicted": {name: predicted.get(name) for name in ("allocated", "reserved", "seconds")},
         "seconds": rank["seconds"],
         "notes": report["notes"],

@@ -29,7 +29,9 @@ def check_op_name(name: str) -> None:
     library = getattr(torch.ops, namespace)
     packet = getattr(library, op, None)
     if packet is None:
-        suggestion = did_you_mean(op, dir(library), f"{namespace}.{{}}")
+        every = (full.partition("::") for full in torch._C._dispatch_get_all_op_names())
+        known = {name.partition(".")[0] for space, _, name in every if space == namespace}
+        suggestion = did_you_mean(op, known, f"{namespace}.{{}}")
         raise UserError(f"save: this torch ({torch.__version__}) has no operator '{name}'{suggestion}")
     unknown = [part for part in overload if part not in packet.overloads()]
     if unknown:

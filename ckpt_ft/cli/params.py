@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from ckpt_ft.errors import UserError, did_you_mean
+from ckpt_ft.memory.gpus import asked_gpu
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.defaults import LORA_R, ONLINE, TRL_BATCH
 from ckpt_ft.spec.flags import Flag, fields_of, flags, on_gpus
@@ -110,6 +111,10 @@ def takes_spec(
             if typed_flags.get("trainer") in ONLINE and not typed_flags.get("batch_size"):
                 typed_flags["batch_size"] = TRL_BATCH
                 _print_notes((f"batches of {TRL_BATCH} samples, as TRL's by default; --batch-size changes it",))
+
+            for card in str(typed_flags.get("device") or "").split(","):
+                if card:  # refused before the Hub is asked for a model
+                    asked_gpu(card, typed_flags.get("gpu_memory") or "", typed_flags.get("gpu_like") or "")
 
             def spec_of(model: str) -> TrainingSpec:
                 model, flags, notes = unpacked(model, typed_flags)

@@ -234,7 +234,7 @@ def test_warning_names_eager_attention() -> None:
     [
         ("stages", "LlamaForCausalLM has no stages"),
         ("auto", "chooses a policy for a budget"),
-        ("save:aten.bnm", "did you mean"),
+        ("save:aten.baddbm", "did you mean"),
         ("save:aten.mm.x", "has no overload 'x'"),
         ("save:aten.add_", "writes into its input"),
         ("save:aten.view", "gives a view of its input"),

@@ -102,8 +102,6 @@ def test_evaluation_and_model_card(llm: ModuleType, tmp_path: Path) -> None:
     assert json.loads((out / "eval_results.json").read_text())["eval_loss"] < 8
     card = (out / "README.md").read_text()
     assert "library_name: transformers" in card
-    assert card.count("```text\nRow ") >= 1  # the answer follows an arrow
-    assert "## A sample" in card
 
 
 def test_resumed_language_model_run_has_the_same_losses(llm: ModuleType, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
 rows = torch.utils.data.TensorDataset(torch.randn(96, 64), torch.randint(10, (96,)))
 best = math.inf
 with open(sys.argv[1], "w") as log:
-    for x, y in torch.utils.data.DataLoader(rows, 16, shuffle=True, num_workers=2, pin_memory=True):
+    for x, y in torch.utils.data.DataLoader(rows, 16, shuffle=True, pin_memory=True):
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         with torch.autocast(device.type, dtype=torch.float16, enabled=device.type == "cuda"):
             loss = nn.functional.cross_entropy(model(x), y)
