@@ -30,6 +30,20 @@ def calls(model: nn.Module) -> Counter[str]:
     return count.calls
 
 
+def test_layers_with_biases_are_kept_by_save_matmul() -> None:
+    """Their operator is addmm."""
+
+    def products(policy: str) -> int:
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.GELU()) for _ in range(3)]
+        model = nn.Sequential(*blocks)
+        apply_policy(model, policy)
+        with OperatorCounts() as count:
+            model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        return count.calls["aten.addmm.default"]
+
+    assert [products(policy) for policy in ("none", "save:matmul", "full")] == [6, 6, 12]
+
+
 @pytest.mark.parametrize(
     ("policy", "attention", "matmuls"),
     [  # A Llama block has 7 matmuls, the head 1. A second run stops after its last saved tensor, before down_proj.
