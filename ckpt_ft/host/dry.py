@@ -56,7 +56,6 @@ from .weightless import load_no_weights
 AS_IT_IS = ""  # the policy of a script that is left as it is
 OTHERWISE = ("pointwise", "save:attention", "full", "full,head", "full,head,offload")
 _EAGER = "torch.compile is left out: the answer is that of the eager step"
-_AGAIN = "again"  # the file that asks for a second run: a process that has run a backward cannot fork
 _HERE = Path(__file__).parents[2]
 
 
@@ -88,7 +87,6 @@ class Question:
 
     capacity: bytes; if the first policy's step reserves more, `otherwise` are asked for, too.
     longest: give the script the longest rows of its dataset first.
-    by_hand: the script has no optimizer.
     """
 
     script: Script
@@ -98,7 +96,6 @@ class Question:
     capacity: int | None = None
     otherwise: tuple[str, ...] = ()
     longest: bool = False
-    by_hand: bool = False
 
 
 def ask(question: Question) -> list[Answer]:
@@ -128,8 +125,6 @@ def ask(question: Question) -> list[Answer]:
                 process.terminate()
                 process.wait()
                 raise
-        if Path(folder, _AGAIN).exists():
-            return ask(replace(question, by_hand=True))
         answers: list[Answer] = [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).glob("answer-*"))]
         if not answers or os.environ.get("CKPT_FT_TRACEBACK") == "1":
             sys.stderr.write(output.read_text(errors="replace"))
@@ -186,7 +181,6 @@ class _DryRun:
         self._track(self.tracker, self.streams)
         load_no_weights(self._put)
         generate_longest(self.tracker.recorder.note)
-        self.loop.by_hand, self.loop.found_by_hand = self.question.by_hand, self._again
         self.loop.watch()
         error: BaseException | None = None
         try:
@@ -198,12 +192,6 @@ class _DryRun:
     def _killed(self, number: int, frame: Any) -> NoReturn:
         self.files.restore()
         os._exit(128 + number)
-
-    def _again(self) -> None:
-        """The script has no optimizer, and has run its first forward: begin anew, knowing that."""
-        self.files.restore()
-        (self.folder / _AGAIN).touch()
-        os._exit(0)
 
     def _track(self, tracker: ScriptTracker, streams: Streams) -> None:
         recorder, ops = tracker.recorder, tracker.dispatcher

@@ -66,8 +66,7 @@ class TrainingLoop:
         next_step: called with the `batches` of the step that has ended, before the first call of a module after it.
 
     Attributes:
-        by_hand: whether a script without an optimizer has a step; found at its first backward, if not told before.
-        found_by_hand: called then.
+        by_hand: whether a backward was run without an optimizer; the next step is then the first that is looked at.
         stepped: whether `Optimizer.step()` was called and no module since.
         optimizers: those that were constructed, in order.
         batches: the shapes of the tensors that the model was given, one dict for each micro-batch of this step;
@@ -81,7 +80,6 @@ class TrainingLoop:
         self.batches: Batches = []
         self.stepped = False
         self.by_hand = False
-        self.found_by_hand: Callable[[], None] = lambda: None
         self._depth = 0
         self._thread = threading.get_ident()
 
@@ -106,9 +104,7 @@ class TrainingLoop:
                 self._depth -= 1
 
         def went_back(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            if not optimizers and not self.by_hand:
-                self.by_hand = True
-                self.found_by_hand()
+            self.by_hand = self.by_hand or not optimizers
             backward(tensor, *args, **kwargs)
             self.stepped = self.stepped or (not optimizers and self.model is not None)
 
