@@ -193,6 +193,14 @@ def main() -> int:
 
 if __name__ == "__main__":
     carried.use()
-    from ckpt_ft.errors import run
+    from ckpt_ft.errors import UserError, run
 
-    run(main)
+    def run_with_packages() -> int:
+        try:
+            return main()
+        except ModuleNotFoundError as missing:
+            raise UserError(
+                f"{missing.name} is not installed: bring what --wheels downloads, in out/gpu_wheels"
+            ) from missing
+
+    run(run_with_packages)

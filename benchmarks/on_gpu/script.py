@@ -52,4 +52,4 @@ else:
 state = hashlib.sha256()
 for value in (*model.state_dict().values(), torch.get_rng_state()):
     state.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-print("weights", state.hexdigest()[:16])
+print("hash", state.hexdigest()[:16])

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -242,7 +243,7 @@ def script(kind: str, policy: str, size: str) -> dict[str, Any]:
     (rank,) = report["ranks"]
     predicted = rank["predicted"] or {}
     return {
-        "equal": alone == hosted,
+        "equal": bool(alone) and alone == hosted,
         "allocated": max(phase["allocated"] for phase in rank["peaks"].values()),
         "reserved": max(phase.get("reserved") or 0 for phase in rank["peaks"].values()),
         "predicted": {name: predicted.get(name) for name in ("allocated", "reserved", "seconds")},
@@ -262,7 +263,7 @@ def _printed(command: list[str]) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
     if done.returncode:
         raise WorkFailed(f"exit code {done.returncode}: {done.stderr[-300:]}")
-    return [line for line in done.stdout.splitlines() if line.startswith(("step", "weights"))]
+    return re.findall(r"^(?:step \d+: \S+|hash \S+)$", done.stdout, re.MULTILINE)
 
 
 @contextmanager
