@@ -115,7 +115,10 @@ def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams) -> None:
         device=lambda *args: nullcontext(),
         device_of=lambda *args: nullcontext(),
     )
-    _replace(torch.cuda.memory, _record_memory_history=nothing)
+    nested: Any = lambda: defaultdict(lambda: defaultdict(lambda: defaultdict(int)))  # noqa: E731
+    _replace(torch.cuda.memory, _record_memory_history=nothing, memory_stats_as_nested_dict=_always(nested()))
+    _replace(torch.cuda, memory_stats_as_nested_dict=_always(nested()))
+    _replace(torch._C, _cuda_attach_out_of_memory_observer=nothing)
     torch.version.cuda = torch.version.cuda or "13.0"
     accelerator: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_accelerator": torch.device("cuda"),

@@ -56,6 +56,7 @@ from .weightless import load_no_weights
 AS_IT_IS = ""  # the policy of a script that is left as it is
 OTHERWISE = ("pointwise", "save:attention", "full", "full,head", "full,head,offload")
 _EAGER = "torch.compile is left out: the answer is that of the eager step"
+_OUTPUT = "output"  # the file of what the script prints
 _HERE = Path(__file__).parents[2]
 
 
@@ -106,7 +107,7 @@ def ask(question: Question) -> list[Answer]:
     """
     question.script.check()
     with tempfile.TemporaryDirectory(prefix="ckpt_ft-") as folder:
-        asked, output = Path(folder, "question"), Path(folder, "output")
+        asked, output = Path(folder, "question"), Path(folder, _OUTPUT)
         asked.write_bytes(pickle.dumps(question))
         start = f"import sys; sys.path.append({str(_HERE)!r}); from ckpt_ft.host.dry import main; main({str(asked)!r})"
         environment = {
@@ -198,6 +199,7 @@ class _DryRun:
         enter = self.stack.enter_context
         enter(tracker)
         enter(patches.device_calls(recorder))
+        enter(patches.triton_launches(recorder))
         enter(patches.lists_of_fakes(recorder, ops.values))
         enter(host_copies(recorder, streams))
         enter(gathers_in_8_bits(recorder, ops.fakes))
@@ -213,6 +215,11 @@ class _DryRun:
         gpu = self.question.gpu
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.loop.optimizers):
             raise UserError("LBFGS decides by the loss how often it runs the model, and a dry run has no loss")
+        if gpu is not None and all(parameter.device.type == "cpu" for parameter in model.parameters()):
+            raise UserError(
+                "its model is on the CPU, though the script sees a card; an option of the script may choose the "
+                "device, and --device cpu asks about the CPU"
+            )
         modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
         for module in modules if gpu is None else ():
             self._put(module)
@@ -223,7 +230,6 @@ class _DryRun:
         for note in notes:
             self.tracker.recorder.note(note)
         enter = self.stack.enter_context
-        enter(patches.triton_launches(self.tracker.recorder))
         enter(patches.unnoticed())
         enter(flash_attention.for_live_models())
         enter(liger.for_live_models())
@@ -318,14 +324,22 @@ class _DryRun:
             said = f"it needs the package {error.name}, which is not installed"
         elif error is None or isinstance(error, SystemExit):
             code = getattr(error, "code", None)
+            last = self._last_line() if isinstance(code, int) else code
             said = (
-                f"it ended without a training step{f' ({one_line(code, 200)})' if code else ''}: a step calls a model "
+                f"it ended without a training step{f' ({one_line(last, 200)})' if code else ''}: a step calls a model "
                 "in training mode, and then the step() of an optimizer that holds its parameters, in this process"
             )
         else:
             when = f"in step {self.steps + 1}" if self.loop.model is not None else "before its first training step"
             said = f"{when}, {_where(error, name)} raised {type(error).__name__}: {one_line(error, 300)}"
         self._end(Answer(self.policy, error=f"{name}: {said}"))
+
+    def _last_line(self) -> str:
+        """The last line that the script has printed."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        lines = (self.folder / _OUTPUT).read_text(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "")
 
     def _end(self, answer: Answer) -> NoReturn:
         sys.stdout.flush()

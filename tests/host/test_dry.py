@@ -76,11 +76,22 @@ def test_a_script_that_sees_a_card(tmp_path: Path) -> None:
     assert answer.trace.peak_reserved % (2 << 20) == 0
 
 
+def test_a_script_that_does_not_use_its_card(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "model(torch.zeros(1, 2))"
+    )
+    (answer,) = ask(Question(Script(str(script)), find_gpu("t4")))
+    assert "its model is on the CPU, though the script sees a card" in answer.error
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("print('no model here')", "ended without a training step"),
         ("raise SystemExit('give --data')", "ended without a training step (give --data)"),
+        ("print('error: no such data')\nraise SystemExit(2)", "ended without a training step (error: no such data)"),
         ("import nowhere_to_be_found", "needs the package nowhere_to_be_found, which is not installed"),
         ("x = 1\nraise ValueError('bad data')", "line 2 raised ValueError: bad data"),
         (

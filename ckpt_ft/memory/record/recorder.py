@@ -262,8 +262,10 @@ class Recorder:
         nbytes = storage.nbytes()
         seen = self.live.get(storage._cdata)
         if seen is not None:
+            if seen.index < 0:
+                return
             known = self.storages[seen.index]
-            if seen.index < 0 or known.nbytes + known.host in (nbytes, _host_bytes(nbytes, known.host_kind)):
+            if known.nbytes + known.host in (nbytes, _host_bytes(nbytes, known.host_kind)):
                 return
             self._freed(seen)  # resized: CUDA allocates anew and frees the old
         if not nbytes:

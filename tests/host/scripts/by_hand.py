@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
-model = nn.Linear(100, 50)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = nn.Linear(100, 50).to(device)
 for _ in range(5):
-    loss = model(torch.randn(8, 100)).pow(2).mean()
+    loss = model(torch.randn(8, 100, device=device)).pow(2).mean()
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
