@@ -48,7 +48,7 @@ UNTOUCHED = (
 )  # fmt: skip
 
 
-def _overload(name: str) -> Any:
+def overload_of(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
@@ -116,7 +116,7 @@ def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yields (op, kernel for the AutocastCPU key) for every op that CUDA's autocast treats differently."""
     for names, treatment in _TREATMENTS:
         for name in names:
-            yield name, treatment(_overload(name))
+            yield name, treatment(overload_of(name))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from math import prod
@@ -305,6 +305,15 @@ def same_kernels(gpu: GPU) -> tuple[bool | int, ...]:
 # -- while a step is traced -------------------------------------------------------------------------------------------
 
 
+def _find_kernels_anew(ops: Iterable[str]) -> None:
+    """Make the python dispatcher of torch.compile forget which kernels of `ops` it has found.
+
+    Otherwise a model that is compiled after a trace would look for a kernel that is gone, and lose its gradients.
+    """
+    for op in ops:
+        autocast.overload_of(op)._dispatch_cache.clear()
+
+
 @contextmanager
 def behave_like(arch: int, compiled: bool = False) -> Iterator[None]:
     """Makes CPU tensors behave like CUDA's wherever PyTorch asks for the device above dispatch.
@@ -313,7 +322,9 @@ def behave_like(arch: int, compiled: bool = False) -> Iterator[None]:
     """
     library = torch.library.Library("aten", "IMPL")
     foreach_devices = {"_get_foreach_kernels_supported_devices": lambda: ["cpu", "cuda"]}
+    replaced = [*composite(arch), "_fused_rms_norm", *(op for op, _ in autocast.kernels())]
     with ExitStack() as stack:
+        stack.callback(_find_kernels_anew, replaced)
         stack.callback(library._destroy)
         for op, kernel in composite(arch).items():
             library.impl(op, kernel, "AutogradCPU")
@@ -323,6 +334,7 @@ def behave_like(arch: int, compiled: bool = False) -> Iterator[None]:
             warnings.simplefilter("ignore")  # overriding kernels is intended
             for op, kernel in autocast.kernels():
                 library.impl(op, kernel, autocast.KEY, allow_override=True)
+        _find_kernels_anew(replaced)
         stack.enter_context(autocast.cuda_means_cpu(compiled))
         stack.enter_context(leaves_the_device())
         # Optimizers default to foreach on CUDA only. [torch/optim/optimizer.py, _default_to_fused_or_foreach]

@@ -495,6 +495,18 @@ def test_flash_attention_on_a_single_row_breaks_the_graph_and_a_checkpoint_then_
     assert any("single row" in note for note in compiled.notes)
 
 
+def test_model_compiled_after_a_trace_has_its_gradients() -> None:
+    """Kernels that a trace registers are gone after it, and torch.compile does not look for them."""
+    model, loss = language_model(num_hidden_layers=1)
+    with compiling(model, "regional"):
+        trace_step(model, training_step(loss), make_optimizer=adamw, device="a100-40gb")
+    torch._dynamo.reset()
+    live, loss = language_model(num_hidden_layers=1)
+    live.config.attention_dropout = 0.1
+    loss(torch.compile(live, backend="aot_eager")).backward()
+    assert [name for name, parameter in live.named_parameters() if parameter.grad is None] == []
+
+
 def test_blocks_that_torch_compile_would_run_eagerly_are_refused() -> None:
     """Under `pointwise` each block has modules of its own, which dynamo takes for another version of one function."""
     model, loss = language_model(num_hidden_layers=2)
