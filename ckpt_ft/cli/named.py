@@ -29,7 +29,7 @@ _PACKED = re.compile(
     r"(?:[-_](?:\d+bit|int[48]|\d+x\d+|marlin|quantized[.\w]*))*)$",
     re.IGNORECASE,
 )
-_ADAPTERS = ("lora_r", "use_peft", "peft_config", "load_in_4bit", "load_in_8bit")
+_ADAPTERS = ("lora_r", "use_peft", "peft_config")
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,11 @@ def unpacked(model: str, flags: dict[str, Any]) -> tuple[str, dict[str, Any], tu
     if copy is None:
         return model, flags, ()
     flags = {**({} if flags.get("load_in_8bit") else copy.flags), **flags}
-    if copy.flags and not any(flags.get(name) for name in _ADAPTERS[:3]):
+    notes = copy.notes
+    if copy.flags and not any(flags.get(name) for name in _ADAPTERS):
         flags["lora_r"] = LORA_R
-        return (
-            copy.model,
-            flags,
-            (*copy.notes, f"packed weights are frozen: LoRA of rank {LORA_R} trains; --lora changes it"),
-        )
-    return copy.model, flags, copy.notes
+        notes = (*notes, f"packed weights are frozen: LoRA of rank {LORA_R} trains; --lora changes it")
+    return copy.model, flags, notes
 
 
 class _Plain:
