@@ -102,7 +102,7 @@ def run(main: Callable[[], int | None]) -> None:
         if not _is_foreseen(error) or os.environ.get("CKPT_FT_TRACEBACK") == "1":
             raise
         ours = isinstance(error, (UserError, WorkFailed, KeyboardInterrupt))
-        said = str(error) if ours else one_line(error, _LONGEST)
+        said = str(error) if ours else _unfit(error) if isinstance(error, ImportError) else one_line(error, _LONGEST)
         if said or not isinstance(error, Interrupted):  # only one of several ranks prints it
             _end_progress_bars()
             print(f"error: {said or 'interrupted'}", file=sys.stderr, flush=True)
@@ -118,9 +118,20 @@ def _end_progress_bars() -> None:
 
 
 def _is_foreseen(error: BaseException) -> bool:
-    if isinstance(error, (UserError, WorkFailed, KeyboardInterrupt)):
+    if isinstance(error, (UserError, WorkFailed, KeyboardInterrupt, ImportError)):
         return True
     return error.errno in _DISK if isinstance(error, OSError) else is_oom(error)
+
+
+def _unfit(error: BaseException) -> str:
+    """Returns the line for versions that cannot be imported together, such as a torchvision of another torch: the
+    first error, which transformers hides behind one of its own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (
+        f"the installed libraries do not fit each other: {one_line(error, 300)}; install them with `pip install -c "
+        "constraints.txt`, or uninstall the one that fails (CKPT_FT_TRACEBACK=1 shows where)"
+    )
 
 
 def _exit_code(error: BaseException) -> int:

@@ -66,6 +66,22 @@ def test_warnings_of_libraries_are_hidden() -> None:
     assert "FutureWarning: old name" in said[1]
 
 
+def test_libraries_of_different_versions_are_one_line(tmp_path: Path) -> None:
+    """A torchvision of another torch fails in transformers' imports, which name neither."""
+    (tmp_path / "torchvision-0.1.dist-info").mkdir()
+    (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms is missing')")
+    lines = "from ckpt_ft.errors import run; import transformers; run(lambda: transformers.modeling_utils)"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"}
+    done = subprocess.run([sys.executable, "-c", lines], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        "error: the installed libraries do not fit each other: operator torchvision::nms is missing;"
+    )
+
+
 def test_unexpected_error_keeps_its_traceback() -> None:
     def main() -> int:
         raise FileNotFoundError(errno.ENOENT, "No such file", "x")

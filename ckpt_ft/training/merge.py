@@ -159,29 +159,37 @@ def _class_of(config: Any) -> Any:
 
 
 def _merged_pipeline(source: Path, base: str, dtype: str) -> list[Any]:
+    from safetensors import safe_open
+    from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
+
     if not base:
         raise UserError(f"{source} is a pipeline's LoRA, which does not name its base; give the pipeline with --base")
     with library_reads(_cannot_merge(source, base)):
+        with safe_open(source / PIPELINE_LORA, framework="pt") as file:
+            given = list(file.keys())
+        if any(name.startswith("text_encoder") for name in given):  # diffusers asks when the pipeline is loaded
+            with library_reads(
+                f"LoRA of text encoders in {source}: `pip install 'transformers<5.24'`, or a newer PEFT"
+            ):
+                check_peft_version(MIN_PEFT_VERSION)
         pipeline = _pipeline(base, dtype)
         with warnings.catch_warnings():  # PEFT warns of adapted modules that are missing in the file
             warnings.filterwarnings("error", "While injecting the PEFT adapters", RuntimeWarning)
             pipeline.load_lora_weights(str(source), weight_name=PIPELINE_LORA)
         if not pipeline.get_list_adapters():
             raise UserError(f"{source} holds no LoRA for a part of {base}; give the pipeline that it was trained on")
-        _check_loaded(pipeline, source, base)
+        _check_loaded(pipeline, given, source, base)
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
     return [pipeline]
 
 
-def _check_loaded(pipeline: Any, source: Path, base: str) -> None:
+def _check_loaded(pipeline: Any, given: list[str], source: Path, base: str) -> None:
     """Raises UserError if the file has more or fewer tensors than the adapters loaded from it: diffusers leaves
     missing tensors at their initial values and ignores unexpected ones. Other naming schemes are not checked."""
     from peft.utils import get_peft_model_state_dict
-    from safetensors import safe_open
 
-    with safe_open(source / PIPELINE_LORA, framework="pt") as file:
-        given = [name for name in file.keys() if not name.endswith(".alpha")]  # noqa: SIM118  not a dict
+    given = [name for name in given if not name.endswith(".alpha")]
     loaded: list[str] = []
     for component, (adapter,) in pipeline.get_list_adapters().items():
         part: Any = getattr(pipeline, component)

@@ -94,6 +94,16 @@ def test_merged_pipeline_has_the_adapted_noise(tmp_path: Path) -> None:
         assert torch.allclose(merged(*inputs).sample, wanted, atol=1e-5)
 
 
+def test_lora_of_text_encoders_needs_the_peft_that_transformers_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before the pipeline loads: the base does not exist."""
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.0")
+    save_file({"text_encoder.layer.lora_A.weight": torch.ones(2, 2)}, tmp_path / "pytorch_lora_weights.safetensors")
+    with pytest.raises(UserError, match=r"LoRA of text encoders in .*'transformers<5.24'.* a version >= 99.0"):
+        merge(str(tmp_path), str(tmp_path / "merged"), base="no/pipeline")
+
+
 def test_invalid_adapter_or_output_is_one_line(sample: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
