@@ -21,7 +21,7 @@ STAMP := $(ENV)/.installed
 .PHONY: demo install test test-slow lint wheel docs space test-app newest clean
 .DELETE_ON_ERROR:
 
-$(STAMP): pyproject.toml constraints.txt constraints-newest.txt
+$(STAMP): pyproject.toml constraints$(if $(filter newest,$(VERSIONS)),-newest).txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(ENV)
 	$(LOCK_$(VERSIONS)) > $(ENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(ENV)/constraints.txt -e '.[$(EXTRAS)]'
