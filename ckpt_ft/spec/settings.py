@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from configparser import ConfigParser
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -77,33 +78,22 @@ class Entry:
 @lru_cache(maxsize=1)
 def table() -> dict[str, dict[str, Entry]]:
     """Returns the entries of every section, by the names of the settings."""
-    found: dict[str, dict[str, Entry]] = {}
-    section, names = "", [""]
-    for line in Path(__file__).with_name("settings.ini").read_text(encoding="utf-8").splitlines():
-        if line.startswith("["):
-            section = line[1:-1]
-            found[section] = {}
-        elif line.startswith("    ["):  # values of the settings above
-            values, _, text = line[5:].partition("] ")
-            for name in names:
-                found[section][name].values.update(
-                    {
-                        value.strip('"') if value.startswith('"') else value: _entry(text)
-                        for value in values.split(", ")
-                    }
-                )
-        elif line and not line.startswith("#"):
-            left, _, text = line.partition(" = ")
-            names = left.split(", ")
-            assert not found[section].keys() & set(names), f"settings.ini: [{section}] has one of {names} twice"
-            found[section] |= {name: _entry(text) for name in names}
-    return found
+    parser = ConfigParser(delimiters="=", comment_prefixes="#", interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]  # keep case
+    parser.read_string(Path(__file__).with_name("settings.ini").read_text(encoding="utf-8"))
+    return {
+        section: {name: _entry(text) for names, text in parser.items(section) for name in names.split(", ")}
+        for section in parser.sections()
+    }
 
 
 def _entry(text: str) -> Entry:
-    start = next((start for start in _STARTS if text.startswith(start)), None)
-    assert start, f"settings.ini: {text}"
-    return Entry(_STARTS[start], text.removeprefix(start))
+    """The entry of a setting: its text, and a line for each of its values that differs."""
+    first, *lines = text.splitlines()
+    start = next(start for start in _STARTS if first.startswith(start))
+    stated = [line.removeprefix("[").partition("] ") for line in lines]
+    values = {value.strip('"'): _entry(other) for names, _, other in stated for value in names.split(", ")}
+    return Entry(_STARTS[start], first.removeprefix(start), values)
 
 
 # Prefixes that files put before the names of these sections.
