@@ -65,7 +65,7 @@ RECIPES = {
 _ALWAYS = ("batch_size", "dtype", "optimizer")
 # Fields that are not flags of a recipe: the model and the policy, which every recipe has, and settings outside of it.
 _OUTSIDE = (
-    "model", "launch", "launches", "asked", "device", "gpu_memory", "gpu_like", "budget", "host_memory", "alloc_conf",
+    "model", "launch", "launches", "asked", "device", "budget", "host_memory", "alloc_conf",
     "default_seq_length", "ignored", "strict", "left_out", "expert_imbalance", "task", "num_labels",
 )  # fmt: skip
 
@@ -171,8 +171,6 @@ def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str
     words += ["--ac_policy", spec.policy]
     if spec.adapter.lora_r and not is_diffusion:
         words.append("--use_peft")
-        if recipe in ("llm", "text") and not spec.adapter.lora_targets:  # without the flag PEFT chooses by model type
-            words += ["--lora_target_modules", "all-linear"]
     if spec.launch.launch is not None and spec.launch.launch.ep > 1:  # such optimizers have no checkpoints
         words += ["--ep_size", str(spec.launch.launch.ep), "--save_only_model"]
     names = _NAMES_OF_DIFFUSION if is_diffusion else {**_NAMES, "seq_length": ""} if recipe == "grpo" else _NAMES

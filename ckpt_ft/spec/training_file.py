@@ -485,12 +485,8 @@ class _Entries:
         targets = self.get("lora_targets")
         targets = targets if isinstance(targets, list) else str(targets).split(",") if targets else []
         targets = [str(target).strip() for target in targets]
-        if (
-            targets == ["all"]
-            or self.get("lora_target_linear")
-            or (targets == ["all-linear"] and self.kind not in TRL)
-        ):
-            targets = []  # PEFT chooses for TRL's trainers if a file names none
+        if targets in (["all"], ["all-linear"]) or self.get("lora_target_linear"):
+            targets = ["all-linear"] if self._step()[0] else []  # PEFT chooses for TRL's trainers if none is named
         if self.get("finetuning_type") == "oft":
             size = {"oft_block_size": self.get("oft_block_size"), "target_modules": targets or "all-linear"}
             return found | {"peft_config": json.dumps({"peft_type": "OFT", **size})}

@@ -71,7 +71,7 @@ class ModelArguments:
     lora_alpha: AtLeastOne | None = flag(None, f"LoRA alpha; {_ALPHA} when left out.")
     lora_dropout: Share | None = flag(None, f"LoRA dropout; {LORA_DROPOUT} when left out, 0 beside fused experts.")
     lora_target_modules: list[str] | None = flag(
-        None, "Modules that get an adapter; all-linear for every linear layer but the head."
+        None, "Modules that get an adapter; every linear layer but the head when left out."
     )
     lora_target_parameters: list[str] | None = flag(
         None, "Parameters that get an adapter, such as fused experts: mlp.experts.gate_up_proj mlp.experts.down_proj."
@@ -291,7 +291,8 @@ def adapter_config(
         return adapter_of(args.peft_config, targets, modules_to_save, **task)
     from peft import LoraConfig
 
-    found = targets(args.lora_target_modules) if targets else args.lora_target_modules
+    given = args.lora_target_modules
+    found = targets(given) if targets else given or ["all-linear"]
     return LoraConfig(
         **args.lora,
         target_modules=found[0] if found == ["all-linear"] else found,

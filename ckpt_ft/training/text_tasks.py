@@ -158,7 +158,7 @@ def load_text_model(
         text.pad_token_id = tokenizer.pad_token_id  # a decoder looks for the last token before the padding
     if not args.adapts:
         return model
-    return with_adapters(model, args, targets=lambda given: given or ["all-linear"], **head_settings(model, task))
+    return with_adapters(model, args, **head_settings(model, task))
 
 
 class PairTrainer(Trainer):

@@ -61,8 +61,8 @@ def test_lora_on_half_precision_weights_comes_before_four_bits(config: str) -> N
     assert smaller.edits == {**edits, "load_in_4bit": True}
     assert smaller.reserved < way.reserved
     assert way.command == (
-        f"ckpt-ft recipe llm --model_name_or_path {config} --ac_policy full,head --use_peft --lora_target_modules "
-        "all-linear --max_length 128 --per_device_train_batch_size 1 --dtype bfloat16 --optim adamw_torch_fused "
+        f"ckpt-ft recipe llm --model_name_or_path {config} --ac_policy full,head --use_peft "
+        "--max_length 128 --per_device_train_batch_size 1 --dtype bfloat16 --optim adamw_torch_fused "
         "--lora_r 16 --dataset_name DATASET"
     )
 
