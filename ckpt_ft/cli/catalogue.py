@@ -57,12 +57,12 @@ def gpus(part: Part = "", as_json: AsJson = False) -> None:
     rows = []
     for gpu in found:
         rates = (gpu.fp32, gpu.tf32, gpu.fp16, gpu.bf16, gpu.fp8)
-        shown = (format_number(rate / 1e12) if rate else DASH for rate in rates)
+        shown = (format_number(rate / 1e12) if rate and not gpu.sized else DASH for rate in rates)
         memory, arch = f"{gpu.memory / GIB:.1f}", DASH if gpu.is_cpu else f"{gpu.arch[0]}.{gpu.arch[1]}"
         rows.append((gpu.name, memory, format_number(gpu.bandwidth / 1e9), *shown, str(gpu.sms), arch))
     header = ("card", "GiB", "GB/s", "fp32", "tf32", "fp16", "bf16", "fp8", "SMs", "sm")
     console = stdout()
-    print_table(Table(f"{len(found)} cards, in TFLOP/s; another: --gpu-memory 24GiB --gpu-like l4", header, rows),
+    print_table(Table(f"{len(found)} cards, in TFLOP/s; another: --device 'l4 20GB'", header, rows),
                 console)  # fmt: skip
     for note in dict.fromkeys(gpu.note for gpu in found if gpu.note):
         console.print(f"note: {note}", markup=False)

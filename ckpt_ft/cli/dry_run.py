@@ -13,7 +13,7 @@ import typer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.files import check_writable
-from ckpt_ft.memory.gpus import GPU, asked_gpu, find_gpu
+from ckpt_ft.memory.gpus import GPU, find_gpu, gpu_of
 from ckpt_ft.planning.results import Estimate, Suggestion, Suggestions
 from ckpt_ft.policy import Policy
 from ckpt_ft.tables import Table, print_table
@@ -34,7 +34,6 @@ def dry_run(
     words: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGS...", help="as after python")] = None,
     module: Module = "",
     device: Annotated[str, typer.Option(help="a card, or several with commas; 'cpu' for this CPU")] = "",
-    gpu_memory: Annotated[str, typer.Option(help="bytes of the card where it differs, such as 20GiB")] = "",
     policy: Annotated[
         list[str] | None, typer.Option(help="apply this policy first; several are compared (--policy none,full)")
     ] = None,
@@ -62,7 +61,7 @@ def dry_run(
     script = Script(module, tuple(words or ()), True) if module else Script(words[0], tuple(words[1:]))  # type: ignore[index]
     script.check()
     policies = tuple(several(policy or [])) or (AS_IT_IS,)
-    cards = _cards(device, gpu_memory)
+    cards = _cards(device)
     if html and (len(cards) > 1 or len(policies) > 1):
         raise UserError("--html shows one step: give one --device and one --policy")
     found: list[Estimate] = []
@@ -120,10 +119,10 @@ def several(given: Sequence[str]) -> Iterator[str]:
         yield from (str(Policy.parse(",".join(one))) for one in terms)
 
 
-def _cards(device: str, memory: str) -> list[GPU | None]:
+def _cards(device: str) -> list[GPU | None]:
     if "," in device:
         return list({card.name: card for card in map(find_gpu, device.split(","))}.values())
-    return [asked_gpu(device, memory, "")]
+    return [gpu_of(device)]
 
 
 def _estimates(script: Script, card: GPU | None, answers: Sequence[Answer]) -> Iterator[Estimate]:

@@ -13,7 +13,7 @@ import typer
 
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.export.holders import holders_table
-from ckpt_ft.memory.gpus import asked_gpu, calibrated
+from ckpt_ft.memory.gpus import calibrated, gpu_of
 from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.defaults import LORA_R
 from ckpt_ft.spec.flags import words_of
@@ -63,7 +63,7 @@ def max_length(
         return
     with progress() as say:
         found, command = _find(spec, policies, margin, say, jobs=0, next_term=policy != "auto")
-    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    gpu = gpu_of(spec.host.device)
     device = gpu.name if gpu else "cpu"
     if not found.length:
         less = {"load_in_4bit": True} if spec.adapter.trains else {"lora_r": LORA_R}
@@ -101,7 +101,7 @@ def _find(
 
     if spec.data.images:
         raise UserError(f"--images {spec.data.images}: the longest sequence is searched for text alone; leave it out")
-    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    gpu = gpu_of(spec.host.device)
     say(f"building {spec.model.name} from its config")
     workload = load(spec.edit(seq_length=_ANY), gpu or "cpu")
     if "seq_length" not in workload.shape:

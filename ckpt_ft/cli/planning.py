@@ -12,7 +12,7 @@ import typer
 from ckpt_ft.errors import NothingFits, UserError, WorkFailed, did_you_mean
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable, write
-from ckpt_ft.memory.gpus import GPU, asked_gpu
+from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.spec.command import can_train, recipe_of, training_command
 from ckpt_ft.spec.flags import Edit, offloaded
 from ckpt_ft.spec.launch import accelerate_config
@@ -113,7 +113,7 @@ def plan(
             )
     if tried and as_json:
         raise UserError(f"--try {tried} and --json: its answer is in words; leave one of them out")
-    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    gpu = gpu_of(spec.host.device)
     options = PlanOptions(gpu, _batch(batch_size), max_batch_size, target, margin or None)
     images = _images(dataset, spec) if dataset else None
     lengths = images.lengths if images else _lengths(dataset, spec) if dataset else None
@@ -183,7 +183,7 @@ def max_batch(
     from ckpt_ft.planning.estimate import command_of
     from ckpt_ft.workloads.load import load
 
-    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    gpu = gpu_of(spec.host.device)
     with progress() as say:
         say(f"building {spec.model.name} from its config")
         workload = load(spec, gpu or "cpu")

@@ -49,8 +49,6 @@ def explain(spec: TrainingSpec) -> None:
     "budget",
     "host_memory",
     "device",
-    "gpu_memory",
-    "gpu_like",
     *FUSED_KERNELS,
     defaults={**_DEFAULTS, "batch_size": 2, "default_seq_length": CHECKED_TOKENS},
     fixed={"optimizer": "none", "dtype": "float32", "load_in_4bit": False, "prepare_kbit": False},

@@ -187,7 +187,9 @@ def _gpu(row: dict[str, str]) -> GPU:
 
 def _variant(row: dict[str, str], like: GPU) -> GPU:
     """A card from a row of gpu_variants.csv: of the generation of `like`, in another size."""
-    sms, share = int(row["sms"]), float(row["fp32"]) * 1e12 / like.fp32
+    rated, sms = row["fp32"] != "-", int(row["sms"])
+    share = float(row["fp32"]) * 1e12 / like.fp32 if rated else 1.0
+    note = LAPTOP_NOTE if row["name"].endswith("-laptop") else "" if rated else _OF_KERNELS.format(like.name)
     return replace(
         like,
         name=row["name"],
@@ -195,13 +197,19 @@ def _variant(row: dict[str, str], like: GPU) -> GPU:
         memory=round(float(row["memory"].lstrip("~")) * GIB),
         context=round(like.context * (1 + sms / like.sms) / 2),
         l2=round(like.l2 * sms / like.sms),
-        note=LAPTOP_NOTE if row["name"].endswith("-laptop") else "",
+        note=note,
+        sized=not rated,
         **{rate: getattr(like, rate) * share for rate in _RATES} | {"bandwidth": float(row["bandwidth"]) * 1e9},
     )
 
 
 _SIZE = re.compile(r"[\s(,-]*\b(\d+(?:\.\d+)?)\s*(g|m)i?b?\b\)?(?!\.)", re.IGNORECASE)
-_BESIDE = re.compile(r"^gpu \d+: |\(uuid.*|(?<!laptop )\bgpu\b", re.IGNORECASE)
+_BESIDE = re.compile(
+    r"^gpu \d+: |\(uuid.*|(?<!laptop )\bgpu\b|\ba card of\b|"
+    r"\b(?:with|free|google|colab|kaggle|lambda|runpod|vast(?:\.ai)?|aws|gcp|azure)\b",
+    re.IGNORECASE,
+)
+_OTHER = re.compile(r"apple|m[1-9]\b|mps|tpu|xpu|arc\b|gaudi|npu|ascend", re.IGNORECASE)
 _NEAR = 0.12  # share by which a card's own size differs from the one that it is sold with, mostly a T4's
 _OF_SIZE = "rtx-4090"  # has the kernels of most cards
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # NVIDIA, Tegra, WSL, AMD
@@ -209,6 +217,7 @@ _AMD = (
     "an AMD card's kernels are not known: scratch and workspaces are those of CUDA's libraries, the context is an "
     "H100's, collectives need a rate of their own; what PyTorch itself allocates is the same on both"
 )
+_OF_KERNELS = "of the card only its memory is known: kernels, context and a plan's seconds are those of {}"
 _SIZES = {"sms": 1, "memory": GIB, "context": GIB, "l2": MIB}  # columns of whole numbers -> their unit
 _RATES = {"bandwidth": 1e9, "fp32": 1e12, "tf32": 1e12, "fp16": 1e12, "bf16": 1e12, "fp8": 1e12}
 _SHARES = ("efficiency_fp32", "efficiency", "efficiency_fp8", "bandwidth_efficiency", "sustained")
@@ -229,7 +238,7 @@ def _plain(name: str) -> str:
 def _names() -> dict[str, str]:
     """The plain names of all cards, with and without the prefix "rtx"."""
     plain = {_plain(name): name for name in GPUS}
-    bare = {name.removeprefix("rtx"): card for name, card in plain.items()}
+    bare = {re.sub("^[rg]tx", "", name): card for name, card in plain.items()}
     work = {f"rtx{name}": card for name, card in plain.items() if re.fullmatch(r"a\d{4}", name)}
     return bare | work | plain | _ALIASES
 
@@ -295,7 +304,7 @@ def find_gpu(name: str) -> GPU:
     """The GPU called `name`, in any case and punctuation, with or without the vendor; "a100" is the smaller one.
 
     Names that nvidia-smi, PyTorch, Colab and shops print are known too, with a size ("RTX 3060 12GB") or without it.
-    A size alone ("8GB") is a card without seconds.
+    Another size is such a card with that memory ("rtx-4090 48GB"); a size alone ("8GB") is a card without seconds.
 
     Raises:
         UserError: there is no such GPU; the message names similar ones.
@@ -303,54 +312,35 @@ def find_gpu(name: str) -> GPU:
     known, plain = _names(), _plain(name)
     if plain in known:
         return GPUS[known[plain]]
+    name = _BESIDE.sub(" ", name).strip()
     size = _SIZE.search(name)
-    if size is not None and size[0] == name.strip():
-        like, nbytes = GPUS[_OF_SIZE], parse_budget(name)
-        if nbytes <= like.context:
-            raise UserError(f"--device {name}: the CUDA context alone takes {format_bytes(like.context)}")
-        note = f"of the card only its memory is known: kernels, context and a plan's seconds are an {like.name}'s"
-        return replace(like, name=f"a card of {format_bytes(nbytes)}", memory=nbytes, note=note, sized=True)
-    bare = _plain(_BESIDE.sub(" ", _SIZE.sub(" ", name)))
+    if size is not None and size[0] == name:
+        card = _resized(GPUS[_OF_SIZE], name)
+        note = _OF_KERNELS.format(_OF_SIZE)
+        return replace(card, name=f"a card of {format_bytes(card.memory)}", note=note, sized=True)
+    bare = _plain(_SIZE.sub(" ", name))
     sizes = {card: GPUS[card].memory / GIB for key, card in known.items() if re.fullmatch(rf"{bare}(\d+gb)?", key)}
     if size is None and sizes:
-        return GPUS[known.get(bare.removeprefix("rtx")) or min(sizes, key=sizes.__getitem__)]
-    if size is not None:
+        return GPUS[known.get(re.sub("^[rg]tx", "", bare)) or min(sizes, key=sizes.__getitem__)]
+    if size is not None and sizes:
         asked = float(size[1]) / (1024 if size[2].lower() == "m" else 1)
-        off = {card: abs(asked / memory - 1) for card, memory in sizes.items()}
-        if off and min(off.values()) < _NEAR:
-            return GPUS[min(off, key=off.__getitem__)]
+        card = min(sizes, key=lambda card: abs(asked / sizes[card] - 1))
+        near = abs(asked / sizes[card] - 1) < _NEAR
+        return GPUS[card] if near else _resized(GPUS[card], f"{size[1]} {size[2]}iB")
+    if _OTHER.match(name.strip()):
+        raise UserError(f"--device {name}: only cards that run CUDA or ROCm are predicted (`ckpt-ft gpus` lists them)")
     close = dict.fromkeys(known[match] for match in difflib.get_close_matches(plain, known, n=3, cutoff=0.7))
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    other = "for another card: --gpu-memory 24GiB --gpu-like rtx-4090, its capacity and a similar one"
+    other = "for another card: --device 24GB, or 'rtx-4090 48GB', a similar one with its own memory"
     raise UserError(f"no GPU '{name}'{hint} (`ckpt-ft gpus` lists them; {other})")
 
 
-def asked_gpu(device: str = "", gpu_memory: str = "", gpu_like: str = "") -> GPU | None:
-    """The GPU that a command's options ask for: one that `gpu_of` finds, or one that is in no table.
-
-    Args:
-        device: as for `gpu_of`.
-        gpu_memory: memory of a GPU that is in no table, "24GiB" or a bare number of GiB.
-        gpu_like: the GPU in the table that is as fast as that one.
-
-    Returns:
-        None for the CPU.
-
-    Raises:
-        UserError: no such GPU, or one of the last two without the other.
-    """
-    if not gpu_memory and not gpu_like:
-        return gpu_of(device)
-    if not gpu_memory or not gpu_like or device:
-        given = [("--device", device), ("--gpu-memory", gpu_memory), ("--gpu-like", gpu_like)]
-        said = " ".join(f"{option} {value}" for option, value in given if value)
-        raise UserError(
-            f"{said}: describe an unknown card by --gpu-memory 24GiB --gpu-like rtx-4090, a known one by --device"
-        )
-    nbytes, like = parse_budget(gpu_memory), find_gpu(gpu_like)
-    if nbytes <= like.context:
-        raise UserError(f"--gpu-memory {gpu_memory}: the CUDA context alone takes {format_bytes(like.context)}")
-    return replace(like, name=f"{like.name} with {format_bytes(nbytes)}", memory=nbytes)
+def _resized(card: GPU, size: str) -> GPU:
+    """`card` with other memory; raises UserError for less than its CUDA context."""
+    nbytes = parse_budget(size)
+    if nbytes <= card.context:
+        raise UserError(f"--device {size}: the CUDA context alone takes {format_bytes(card.context)}")
+    return replace(card, name=f"{card.name} with {format_bytes(nbytes)}", memory=nbytes)
 
 
 def current_gpu(index: int | None = None) -> GPU | None:

@@ -29,7 +29,7 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.kernels import as_issued, bound_by_memory, device_seconds
 from ckpt_ft.memory.cost.schedule import HOST, host_threads
-from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
+from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules.cuda import same_kernels
 from ckpt_ft.planning.batch_size import largest_in_room
@@ -75,7 +75,7 @@ def traced_estimate(
 
     suggests: look for changes if the step does not fit (`with_suggestions`).
     """
-    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    gpu = gpu_of(spec.host.device)
     workload, policy, traces = _traced_run(spec, gpu, report)
     found = _of_run(spec, gpu, workload, policy, traces)
     highest = max(traces.values(), key=lambda trace: trace.peak_allocated)
@@ -147,7 +147,7 @@ def with_suggestions(
     report(f"does not fit by {format_bytes(-(found.headroom or 0))}; looking for what would fit")
     if "resolution" in found.shape and not spec.data.resolution:
         spec = spec.edit(resolution=found.shape["resolution"])
-    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    gpu = gpu_of(spec.host.device)
     room = MemoryBudget(found.capacity, found.context, host=spec.host.host_memory)
     answer = suggest(partial(load, device=gpu or "cpu"), spec, found.policy, spec.data.batch_size, trace, room, report)
     return replace(found, answer=answer)

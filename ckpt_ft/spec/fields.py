@@ -222,17 +222,10 @@ def size_of_text(text: str) -> tuple[int, int]:
 def bytes_of_text(flag: str) -> Callable[[str], int]:
     """Returns a reader of amounts of memory for `flag`. It reads a bare number as GiB, with a note on stderr."""
 
-    as_text = memory_text(flag)
-    return lambda text: parse_budget(as_text(text))
-
-
-def memory_text(flag: str) -> Callable[[str], str]:
-    """Returns a reader that keeps an amount of memory as text, with a note if it is a bare number."""
-
-    def read(text: str) -> str:
+    def read(text: str) -> int:
         if is_bare(text):
             print(f"note: {flag} {text} is taken as {text} GiB", file=sys.stderr)
-        return text
+        return parse_budget(text)
 
     return read
 

@@ -25,7 +25,6 @@ from .fields import (
     Switch,
     bytes_of_text,
     declared_in,
-    memory_text,
     names_of_text,
     setting,
     size_of_text,
@@ -67,7 +66,7 @@ class ModelSpec(Part):
         "image-segmentation",
         "image-text-to-text",
         "contrastive",
-    ] = setting("", "what the model is trained on; default: as its configuration's `architectures` say")
+    ] = setting("", "causal-lm, text-classification, embedding, ...; default: as the model's `architectures` say")
     num_labels: CountOrNone = setting(
         0, "labels of a classifier; 0 for as many as its configuration has", rule="a number, or 0 for the model's own"
     )
@@ -442,19 +441,14 @@ class LaunchSpec(Part):
 class HostSpec(Part):
     """The device, its memory and its allocator.
 
-    `device` is a GPU's name in `memory/gpus.py` or "cpu", "" for the GPU at hand. For a GPU that is not in the table,
-    `gpu_memory` gives its memory and `gpu_like` names a GPU of the same speed.
+    `device` is a GPU's name in `memory/gpus.py`, a size, or "cpu"; "" for the GPU at hand.
     """
 
     device: str = setting(
         "",
-        "a GPU by any of its names, 2xh100, a size (8GB), cpu, or here (`ckpt-ft calibrate`); "
+        "a GPU by any of its names, 2xh100, 'rtx-4090 48GB', a size (8GB), cpu, or here (`ckpt-ft calibrate`); "
         "default: the GPU at hand, or a100-80gb",
     )
-    gpu_memory: str = setting(
-        "", "memory of a GPU that `ckpt-ft gpus` does not list; needs --gpu-like", read=memory_text("--gpu-memory")
-    )
-    gpu_like: str = setting("", "with --gpu-memory: a listed GPU with the same speed")
     budget: Annotated[int, Interval(ge=0, le=2**62)] | None = setting(
         None,
         "memory that the process may take, e.g. 24GiB; default: all of the device's",

@@ -20,7 +20,7 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
-from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
+from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins.float8 import to_float8
 from ckpt_ft.units import format_bytes
@@ -59,7 +59,7 @@ def load(
     name = spec.model.name
     AllocatorSettings.parse(spec.host.alloc_conf)
     if device is None:
-        device = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like) or "cpu"
+        device = gpu_of(spec.host.device) or "cpu"
     if lengths is not None:
         key = "default_seq_length" if spec.data.seq_length is None else "seq_length"
         spec = spec.edit(**{key: max(lengths.longest, 2)})

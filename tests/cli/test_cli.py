@@ -148,7 +148,7 @@ def test_default_gpu_and_user_described_gpu(run_cli: Any, config: str, monkeypat
     def asked(*argv: str) -> Any:
         return json.loads(run_cli("estimate", config, "--seq-length", "16", "--json", *argv).out)
 
-    own = asked("--gpu-memory", "20GiB", "--gpu-like", "rtx-4090")
+    own = asked("--device", "RTX 4090 20GB")
     assert (own["device"], own["capacity"]) == ("rtx-4090 with 20.00 GiB", 20 * GIB)
     assert own["context"] == asked("--device", "rtx-4090")["context"] != asked()["context"]
     assert asked()["device"] == "a100-80gb"
@@ -312,8 +312,7 @@ def test_check_fails_with_exit_code_1(run_cli: Any, config: str, monkeypatch: py
         (("estimate", "CONFIG", "--policy", "stages"), "has no stages"),
         (("estimate", "CONFIG", "--policy", "full\nerror: none\x1b[2J"), "full\\nerror: none\\x1b[2J"),
         (("estimate", "CONFIG", "--device", "t5"), "no GPU 't5'"),
-        (("estimate", "CONFIG", "--gpu-memory", "20GiB"), "--gpu-memory 20GiB: describe an unknown card by"),
-        (("estimate", "CONFIG", "--gpu-memory", "1MiB", "--gpu-like", "t4"), "the CUDA context alone takes"),
+        (("estimate", "CONFIG", "--device", "t4 1MB"), "the CUDA context alone takes"),
         (("estimate", "CONFIG", "--packing", "--padding"), "--packing and --padding: give one of them"),
         (("estimate", "CONFIG", "--peft-config", "CONFIG"), "no configuration of PEFT: it names no peft_type"),
         (("estimate", "CONFIG", "--peft-config", "/nowhere.json"), "--peft-config /nowhere.json: No such file"),

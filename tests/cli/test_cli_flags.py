@@ -32,7 +32,7 @@ MODEL = (
     "--peft-config --freeze --packing --padding --ema --double-quant --quant-storage --load-in-8bit --lora-dropout "
     "--ignore"
 )
-GPU = "--device --gpu-memory --gpu-like --dtype --load-in-4bit --prepare-kbit"
+GPU = "--device --dtype --load-in-4bit --prepare-kbit"
 ONE_LAUNCH = "--optimizer --launch --processes --machines --link --alloc-conf"
 OPTIONS = {
     "check": f"--policy --batch-size --seed {MODEL}",

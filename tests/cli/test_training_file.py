@@ -83,6 +83,7 @@ def test_every_recipe_file_is_read() -> None:
         *RECIPES.glob("diffusion*/*.yaml"),
         *RECIPES.glob("vision/*.yaml"),
         *RECIPES.glob("vlm/*.yaml"),
+        *RECIPES.glob("text/*.yaml"),
     ]:
         spec = spec_of(path)
         content = yaml.safe_load(path.read_text())

@@ -59,6 +59,12 @@ AMD = {"mi250", "mi300x", "mi325x", "mi355x"}
         ("T4 GPU", "t4"),
         ("A100 GPU", "a100-40gb"),
         ("G4 GPU", "rtx-pro-6000"),
+        ("Colab T4", "t4"),
+        ("Kaggle P100", "p100"),
+        ("V100 32GB", "v100-32gb"),
+        ("NVIDIA GeForce GTX 1080 Ti", "gtx-1080-ti"),
+        ("GTX 1060 6GB", "gtx-1060"),
+        ("A6000 Ada", "rtx-6000-ada"),
     ],
 )
 def test_gpu_is_found_by_the_names_that_users_type(typed, name):
@@ -70,8 +76,10 @@ def test_size_alone_is_a_card_without_seconds() -> None:
     assert (card.memory, card.sized, card.arch) == (8 * 10**9, True, find_gpu("rtx-4090").arch)
     with pytest.raises(UserError, match="the CUDA context alone takes"):
         find_gpu("0.1GiB")
-    with pytest.raises(UserError, match="no GPU 'RTX 3060 8GB'; did you mean rtx-3060"):
-        find_gpu("RTX 3060 8GB")
+    other = find_gpu("RTX 3060 8GB")
+    assert (other.memory, other.name, other.fp32) == (8 * GIB, "rtx-3060 with 8.00 GiB", find_gpu("rtx-3060").fp32)
+    with pytest.raises(UserError, match="only cards that run CUDA or ROCm"):
+        find_gpu("Apple M3 Max")
 
 
 def test_about_a_hundred_gpus_are_found_by_name():
@@ -120,7 +128,7 @@ def test_unknown_gpu_is_answered_with_the_closest_name():
     with pytest.raises(UserError, match=r"no GPU 'a1000'; did you mean a100-40gb.*\? \(`ckpt-ft gpus` lists them"):
         find_gpu("a1000")
     with pytest.raises(
-        UserError, match=r"no GPU 'mainframe' \(`ckpt-ft gpus` lists them; for another card: --gpu-memory"
+        UserError, match=r"no GPU 'mainframe' \(`ckpt-ft gpus` lists them; for another card: --device 24GB"
     ):
         find_gpu("mainframe")
 

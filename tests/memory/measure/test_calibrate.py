@@ -18,7 +18,7 @@ from ckpt_ft.cli import main as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.kernels import STRIDED, WINDOW, device_seconds, kind_of
 from ckpt_ft.memory.cost.schedule import HOST, Host
-from ckpt_ft.memory.gpus import GPU, Calibration, asked_gpu, calibrated, card_path, find_gpu, write_card
+from ckpt_ft.memory.gpus import GPU, Calibration, calibrated, card_path, find_gpu, gpu_of, write_card
 from ckpt_ft.memory.measure import calibrate
 from ckpt_ft.memory.measure.report import MemoryReport, Prediction, RankMemory
 from ckpt_ft.memory.record.events import Op
@@ -119,8 +119,8 @@ def test_calibrated_device_is_listed_and_becomes_the_default(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="--device here: this machine's card is not known yet"):
-        asked_gpu("here")
-    assert asked_gpu("") is find_gpu("a100-80gb")
+        gpu_of("here")
+    assert gpu_of("") is find_gpu("a100-80gb")
     assert trace().device == "a100-80gb"  # in Python as on the command line
     assert Workload.of_loop(nn.Linear(2, 2), lambda samples: lambda model, _: None).device is find_gpu("a100-80gb")
     run(monkeypatch, "calibrate")
@@ -129,7 +129,7 @@ def test_calibrated_device_is_listed_and_becomes_the_default(
     assert card.calibration is not None
     assert [name for name, _ in card.calibration.curves] == ["matmul float32", "matmul bfloat16"]
     assert card.calibration.per_op == 2e-6
-    assert asked_gpu("here") is asked_gpu("") is None  # this machine's CPU
+    assert gpu_of("here") is gpu_of("") is None  # this machine's CPU
     assert trace().device == Workload.of_loop(nn.Linear(2, 2), lambda samples: lambda model, _: None).device == "cpu"
     assert 1e-6 < trace().seconds < 1
     capsys.readouterr()
