@@ -15,7 +15,7 @@ import typer
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable
-from ckpt_ft.memory.gpus import GPU, asked_gpu, find_gpu
+from ckpt_ft.memory.gpus import GPU, find_gpu, gpu_of
 from ckpt_ft.planning.results import Estimate, Suggestions
 from ckpt_ft.spec.flags import on_gpus, words_of
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -40,7 +40,6 @@ Perfetto = Annotated[str, typer.Option("--perfetto", help="write the step for ui
 def estimate(
     spec: TrainingSpec,
     others: Sequence[TrainingSpec] = (),
-    from_file: bool = False,
     dataset: Annotated[
         str,
         typer.Option("--dataset", help="Hub id or local file whose longest row, up to --seq-length, is the step's"),
@@ -56,28 +55,14 @@ def estimate(
     as in --device t4,rtx-4090, or several models, as in gpt2,Qwen3-0.6B, are compared side by side.
     """
     if "," in spec.host.device or others:
-        if html or snapshot or perfetto or dataset or spec.host.gpu_memory or spec.host.gpu_like:
-            raise UserError("estimate: files, --dataset and --gpu-memory are for one model and one --device; give one")
+        if html or snapshot or perfetto or dataset:
+            raise UserError("estimate: files and --dataset are for one model and one --device; give one")
         _compare([on_gpus(one, *one.launch.launches[-1:]) for one in (spec, *others)], as_json)
         return
     if dataset:
         spec = _with_rows(dataset, spec)
-    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    gpu = gpu_of(spec.host.device)
     files = StepFiles(gpu, html, snapshot, perfetto)
-    while True:
-        try:
-            _answer(spec, gpu, files, as_json, dataset)
-            return
-        except UserError as error:
-            if not from_file or spec.host.strict or all(spec.get(name) == to for name, to in error.without.items()):
-                raise
-            said = f"{', '.join(name for name in error.without if spec.get(name))}: {error}"
-            print(f"not modelled: {said}", file=sys.stderr)
-            spec = spec.edit(**error.without, left_out=(*spec.host.left_out, said))
-
-
-def _answer(spec: TrainingSpec, gpu: GPU | None, files: StepFiles, as_json: bool, dataset: str) -> None:
-    """Print the answer about one step on one card."""
     if spec.launch.launches:
         spec = _on_fewest(spec)
     cache = AnswerCache("estimate", {**question_of(spec), "gpu": gpu}, Estimate.from_json)

@@ -17,17 +17,17 @@ import typer
 from typer.core import TyperCommand
 
 from ckpt_ft.errors import UserError, did_you_mean
-from ckpt_ft.memory.gpus import asked_gpu
+from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.defaults import LORA_R, ONLINE, TRL_BATCH
 from ckpt_ft.spec.flags import Flag, fields_of, flags, on_gpus
 from ckpt_ft.spec.launch import SIZES
 from ckpt_ft.spec.settings import TYPED, entry_of, known_names, lines_of, typed_as
-from ckpt_ft.spec.training_file import read_training, read_typed, read_yaml
+from ckpt_ft.spec.training_file import read_training, read_typed
 from ckpt_ft.spec.training_spec import DTYPES, TrainingSpec
 from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id
 
-from .named import Named, named, unpacked
+from .named import Named, contents, named, unpacked
 
 Command = Callable[..., None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -47,11 +47,11 @@ Recipe = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 Html = Annotated[str, typer.Option("--html", help="write an HTML page with the answer to this file")]
 _BASIC = (
-    "--device", "--config", "--lora", "--load-in-4bit", "--seq-length", "--batch-size", "--policy", "--dtype",
-    "--launch", "--processes", "--gpus", "--budget", "--method", "--dataset",
+    "--device", "--config", "--task", "--lora", "--load-in-4bit", "--seq-length", "--batch-size", "--policy",
+    "--dtype", "--launch", "--processes", "--gpus", "--budget", "--method", "--dataset",
 )  # fmt: skip
-_SHOWN = 10
-_COUNTED = re.compile(r"(\d{1,4})\s*[x*]\s*(\S.*)", re.IGNORECASE)  # 2xrtx-4090
+_SHOWN = 11
+_COUNTED = re.compile(r"(\d{1,4})\s*[x*]\s*(\S.*)|(\S.*?)\s*[x*]\s*(\d{1,2})$", re.IGNORECASE)  # 2xrtx-4090, T4 x2
 _PRECISION = {"dtype", "mixed_precision", "bf16", "fp16"}
 _OF_EVERY_COMMAND = {"model": Model, "config": Config, "recipe": Recipe}
 
@@ -74,14 +74,13 @@ def takes_spec(
         counts: whether the command chooses a number of GPUs where a file does not say it.
 
     A command with a parameter `others` takes several models: those after the first.
-    A command with a parameter `from_file` is told whether a training file says what is asked.
+    Of a training file, what a model cannot have is left out of the answer: `UserError.without`.
     """
 
     def decorate(command: Command) -> Command:
         own = dict(inspect.signature(command, eval_str=True).parameters)
         del own["spec"]
         compares = own.pop("others", None) is not None
-        forgives = own.pop("from_file", None) is not None
         taken = {name: flag for name, flag in flags().items() if name not in {*without, *fixed, *own}}
 
         @functools.wraps(command)
@@ -94,7 +93,7 @@ def takes_spec(
             _print_notes(found.notes)
             if config:
                 ignored = fields_of({"ignore": typed_flags.get("ignore")}).get("ignored", ())
-                length, content = typed_flags.get("seq_length"), found.content or read_yaml(config)
+                length, content = typed_flags.get("seq_length"), found.content or contents(config)
                 read = read_training(
                     dict(content), config, recipe or found.kind, bool(given.get("dataset")), ignored, length,
                     bool(typed_flags.get("strict")),
@@ -106,15 +105,15 @@ def takes_spec(
             elif recipe:
                 raise UserError(f"--recipe {recipe}: of which file? give --config file.yaml too")
             if counted := _COUNTED.match(str(typed_flags.get("device") or given.get("device") or "")):
-                (typed_flags if "device" in typed_flags else given)["device"] = counted[2]
-                typed_flags |= _several(int(counted[1]), typed_flags, taken, own, given)
+                (typed_flags if "device" in typed_flags else given)["device"] = counted[2] or counted[3]
+                typed_flags |= _several(int(counted[1] or counted[4]), typed_flags, taken, own, given)
             if typed_flags.get("trainer") in ONLINE and not typed_flags.get("batch_size"):
                 typed_flags["batch_size"] = TRL_BATCH
                 _print_notes((f"batches of {TRL_BATCH} samples, as TRL's by default; --batch-size changes it",))
 
             for card in str(typed_flags.get("device") or "").split(","):
                 if card:  # refused before the Hub is asked for a model
-                    asked_gpu(card, typed_flags.get("gpu_memory") or "", typed_flags.get("gpu_like") or "")
+                    gpu_of(card)
 
             def spec_of(model: str) -> TrainingSpec:
                 model, flags, notes = unpacked(model, typed_flags)
@@ -133,8 +132,8 @@ def takes_spec(
             specs = [spec_of(name) for name in models]
             if "policy" in taken:
                 require_applicable(specs[0])
-            more = ({"others": specs[1:]} if compares else {}) | ({"from_file": bool(config)} if forgives else {})
-            command(spec=specs[0], **more, **given)
+            more = {"others": specs[1:]} if compares else {}
+            _forgiving(command, specs[0], bool(config), **more, **given)
 
         parameters = [_parameter(name, kind, "") for name, kind in _OF_EVERY_COMMAND.items()]
         parameters += [_parameter(name, _option(flag), None) for name, flag in taken.items()]
@@ -144,6 +143,19 @@ def takes_spec(
         return typed
 
     return decorate
+
+
+def _forgiving(command: Command, spec: TrainingSpec, forgives: bool, **given: Any) -> None:
+    """Runs `command`; what the model of a file cannot have is left out, and said."""
+    while True:
+        try:
+            return command(spec=spec, **given)
+        except UserError as error:
+            if not forgives or spec.host.strict or all(spec.get(name) == to for name, to in error.without.items()):
+                raise
+            said = f"{', '.join(name for name in error.without if spec.get(name))}: {error}"
+            print(f"not modelled: {said}", file=sys.stderr)
+            spec = spec.edit(**error.without, left_out=(*spec.host.left_out, said))
 
 
 def _several(
