@@ -23,7 +23,7 @@ from ckpt_ft.spec.defaults import LORA_R, ONLINE, TRL_BATCH
 from ckpt_ft.spec.flags import Flag, fields_of, flags, on_gpus
 from ckpt_ft.spec.launch import SIZES
 from ckpt_ft.spec.settings import TYPED, entry_of, known_names, lines_of, typed_as
-from ckpt_ft.spec.training_file import read_training, read_typed
+from ckpt_ft.spec.training_file import read_training_file, read_typed
 from ckpt_ft.spec.training_spec import DTYPES, TrainingSpec
 from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id
 
@@ -94,9 +94,9 @@ def takes_spec(
             if config:
                 ignored = fields_of({"ignore": typed_flags.get("ignore")}).get("ignored", ())
                 length, content = typed_flags.get("seq_length"), found.content or contents(config)
-                read = read_training(
-                    dict(content), config, recipe or found.kind, bool(given.get("dataset")), ignored, length,
-                    bool(typed_flags.get("strict")),
+                read = read_training_file(
+                    config, recipe or found.kind, bool(given.get("dataset")), ignored, length,
+                    bool(typed_flags.get("strict")), content,
                 )  # fmt: skip
                 _print_notes(read.notes)
                 model, left_out = model or read.model, read.left_out

@@ -15,7 +15,6 @@ from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.spec.command import can_train, recipe_of, training_command
 from ckpt_ft.spec.flags import Edit, offloaded
-from ckpt_ft.spec.launch import accelerate_config
 from ckpt_ft.spec.training_spec import MOST, TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_change, format_number, whole_number
@@ -83,12 +82,6 @@ def plan(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="plan again instead of reading the answer from the cache")
     ] = False,
-    write_launch: Annotated[
-        str,
-        typer.Option(
-            "--write-launch", help="write the pick's launch to this file, as accelerate's configuration (.yaml)"
-        ),
-    ] = "",
     tried: Annotated[
         str,
         typer.Option("--try", help="also plan with these, and print what each gains: kernels (fused ones), compile"),
@@ -101,9 +94,7 @@ def plan(
     """
     from ckpt_ft.planning.results import Plan, Stopped
 
-    if write_launch and not (spec.launch.launch or spec.launch.launches):
-        raise UserError(f"--write-launch {write_launch}: a plan for one process has none; give --gpus or --launch too")
-    for flag, place in (("--output", output), ("--html", html), ("--write-launch", write_launch)):
+    for flag, place in (("--output", output), ("--html", html)):
         if place:
             check_writable(place, flag)
     for name in tried.split(",") if tried else ():
@@ -159,10 +150,8 @@ def plan(
             print(f"with {flags}: {refused}")
     if len(plans) > 1:
         print_table(_frontier_of(plans), stdout())
-    if write_launch and found.best.launch is not None:
-        write(write_launch, accelerate_config(found.best.launch, spec.kernels.attn_implementation))
     for flags, made in plans.items() if not as_json else ():
-        if command := _command(made, specs[flags], dataset, "" if flags else write_launch):
+        if command := _command(made, specs[flags], dataset):
             print(f"train it{f' with {flags}' if flags else ''}: {command}")
     if output:
         write(output, found.to_json())
@@ -225,7 +214,7 @@ def _batch(text: str | int | None) -> int | None:
     return number
 
 
-def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> str:
+def _command(plan: Plan, spec: TrainingSpec, dataset: str) -> str:
     """The command that trains as the plan's pick says; with a recipe if one trains the model on the dataset's rows.
 
     "" in one process without a recipe, unless the user's own script has to patch the model.
@@ -249,7 +238,7 @@ def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> 
         picked = with_rope_scaling(picked, AutoConfig.for_model(**config), picked.data.tokens)
     if not (best.launch or picked.kernels.cut_cross_entropy or (recipe and can_train(recipe, picked))):
         return ""
-    return training_command(picked, recipe, dataset, config_file)
+    return training_command(picked, recipe, dataset)
 
 
 def _lengths(dataset: str, spec: TrainingSpec) -> Lengths:

@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import Any
 
-from ckpt_ft.spec.launch import Launch, parallelism, sharing_options
+from ckpt_ft.spec.launch import OFFLOADS, Launch, parallelism
 
 from .flags import words_of
 from .optimizers import OFFLOADING, OPTIM_OF_TRAINER
@@ -70,13 +70,12 @@ _OUTSIDE = (
 )  # fmt: skip
 
 
-def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_file: str = "") -> str:
+def training_command(spec: TrainingSpec, recipe: str, dataset: str = "") -> str:
     """The shell command that trains as `spec` describes, on one line.
 
     Args:
         recipe: the name of the recipe that trains the model; "" for a placeholder of the user's own script.
         dataset: a Hub id or a local file; "" for a placeholder.
-        config_file: an accelerate configuration file with the launch; "" to pass the launch as options.
     """
     launch = spec.launch.launch
     setting = f"PYTORCH_CUDA_ALLOC_CONF={shlex.quote(spec.host.alloc_conf)} " if spec.host.alloc_conf else ""
@@ -84,12 +83,12 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
     if spec.kernels.compile == "regional":  # TrainingArguments have no flag for it, and the launcher sets the variable
         setting += "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true " if launch is None else ""
         words += [] if launch is None else ["--dynamo_use_regional_compilation"]
-    if launch is not None and not config_file and (sizes := parallelism(launch, spec.kernels.attn_implementation)):
+    if launch is not None and (sizes := parallelism(launch, spec.kernels.attn_implementation)):
         # its options for them are for FSDP2 only (accelerate/commands/launch.py)
         sizes = {f"PARALLELISM_CONFIG_{name.upper()}": value for name, value in sizes.items()}
         setting += "".join(f"{k}={v} " for k, v in {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **sizes}.items())
     if launch is not None:
-        words += ["--config_file", config_file] if config_file else launch_words(launch)
+        words += launch_words(launch)
         if launch.machines > 1:
             words += ["--machine_rank", "RANK", "--main_process_ip", "HOST"]
     if recipe and can_train(recipe, spec):
@@ -126,19 +125,34 @@ def command_for(spec: TrainingSpec, kind: str, tokens: int = 0) -> str:
 
 
 def launch_words(launch: Launch) -> list[str]:
-    """Options of `accelerate launch` that are equivalent to its configuration file."""
+    """Options of `accelerate launch`."""
     values: dict[str, Any] = {
         "num_processes": launch.processes,
         "num_machines": launch.machines,
         "mixed_precision": launch.mixed_precision,
-        **next(iter(sharing_options(launch).values()), {}),
-        **(
-            {"fp8_backend": "ao", "fp8_enable_fsdp_float8_all_gather": launch.float8_gather}
-            if launch.mixed_precision == "fp8"
-            else {}
-        ),
     }
-    words = [_KIND.get("ddp" if launch.ep > 1 else launch.strategy, "--use_deepspeed")]
+    strategy = "ddp" if launch.ep > 1 else launch.strategy
+    if strategy == "fsdp2":
+        values |= {
+            "fsdp_version": 2,
+            "fsdp_activation_checkpointing": False,
+            "fsdp_auto_wrap_policy": "NO_WRAP" if launch.wrap is None else "TRANSFORMER_BASED_WRAP",
+            "fsdp_cpu_ram_efficient_loading": launch.mixed_precision != "fp8",  # torchao refuses it
+            "fsdp_offload_params": launch.offload_params,
+            "fsdp_reshard_after_forward": launch.reshard_after_forward,
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+            **({"fsdp_transformer_layer_cls_to_wrap": ",".join(launch.wrap)} if launch.wrap else {}),
+        }
+    elif launch.stage and strategy != "ddp":
+        values |= {
+            "zero_stage": launch.stage,
+            **{f"{name}_device": "cpu" if getattr(launch.zero, name) else "none" for name in OFFLOADS},
+            "zero3_init_flag": launch.stage == 3,
+            "zero3_save_16bit_model": launch.stage == 3,
+        }
+    if launch.mixed_precision == "fp8":
+        values |= {"fp8_backend": "ao", "fp8_enable_fsdp_float8_all_gather": launch.float8_gather}
+    words = [_KIND.get(strategy, "--use_deepspeed")]
     for name, value in values.items():
         words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     return words

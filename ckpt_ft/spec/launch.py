@@ -15,8 +15,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.spec.settings import leave_out, read_settings
 from ckpt_ft.units import whole_number
@@ -557,38 +555,6 @@ def _at_least_one(value: Any, name: str, path: str | Path) -> int:
 _SHARING = {"NO": _ddp, "MULTI_GPU": _ddp, "FSDP": _fsdp2, "DEEPSPEED": _zero}
 
 
-def accelerate_config(launch: Launch, attention: str = "") -> str:
-    """Returns the text of an accelerate configuration file for `launch`; `read_launch` reads it back.
-
-    Of expert parallelism it has the processes alone: transformers divides the model (recipes/llm.py --ep_size).
-
-    Raises:
-        UserError: the launch has options that the file has no keys for.
-    """
-    if replace(launch.zero, offload_optimizer=False, offload_param=False) != ZeroOptions():
-        raise UserError("launch: options and paths of DeepSpeed lie in its own file; name it as deepspeed_config_file")
-    config: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": _KINDS["ddp" if launch.ep > 1 else launch.strategy],
-        "use_cpu": False,
-        "mixed_precision": launch.mixed_precision,
-        "machine_rank": 0,
-        "num_machines": launch.machines,
-        "num_processes": launch.processes,
-        "rdzv_backend": "static",
-        "same_network": True,
-        "debug": False,
-        **sharing_options(launch),
-    }
-    if launch.mixed_precision == "fp8":
-        config["fp8_config"] = {"backend": "AO", "enable_fsdp_float8_all_gather": launch.float8_gather}
-    if sizes := parallelism(launch, attention):
-        config["parallelism_config"] = {f"parallelism_config_{name}": value for name, value in sizes.items()}
-    if launch.machines > 1:
-        config |= {"main_process_ip": "127.0.0.1", "main_process_port": 29500}
-    return yaml.safe_dump(config, sort_keys=False)
-
-
 def parallelism(launch: Launch, attention: str = "") -> dict[str, int | str]:
     """Returns the fields of accelerate's ParallelismConfig; {} if the launch needs none.
 
@@ -602,36 +568,3 @@ def parallelism(launch: Launch, attention: str = "") -> dict[str, int | str]:
     if launch.sp > 1:
         return {**sizes, "sp_attn_implementation": attention or "sdpa"}
     return {**sizes, "cp_comm_strategy": launch.rotation} if launch.cp > 1 else sizes
-
-
-def sharing_options(launch: Launch) -> dict[str, dict[str, Any]]:
-    """Returns the part of accelerate's configuration that describes how the model is shared."""
-    if launch.ep > 1:
-        return {}
-    if launch.strategy == "fsdp2":
-        wrapped = {"fsdp_transformer_layer_cls_to_wrap": ",".join(launch.wrap)} if launch.wrap else {}
-        return {
-            "fsdp_config": {
-                "fsdp_version": 2,
-                "fsdp_activation_checkpointing": False,
-                "fsdp_auto_wrap_policy": "NO_WRAP" if launch.wrap is None else "TRANSFORMER_BASED_WRAP",
-                "fsdp_cpu_ram_efficient_loading": launch.mixed_precision != "fp8",  # torchao refuses it
-                "fsdp_offload_params": launch.offload_params,
-                "fsdp_reshard_after_forward": launch.reshard_after_forward,
-                "fsdp_state_dict_type": "FULL_STATE_DICT",
-                **wrapped,
-            }
-        }
-    if launch.stage:
-        return {
-            "deepspeed_config": {
-                "zero_stage": launch.stage,
-                **{f"{name}_device": "cpu" if getattr(launch.zero, name) else "none" for name in OFFLOADS},
-                "zero3_init_flag": launch.stage == 3,
-                "zero3_save_16bit_model": launch.stage == 3,
-            }
-        }
-    return {}
-
-
-_KINDS = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}

@@ -127,7 +127,7 @@ class TrainingFile:
 
 def read_training_file(
     path: str, recipe: str = "", rows: bool = False, ignored: Collection[str] = (), length: Any = None,
-    strict: bool = False,
+    strict: bool = False, content: Mapping[str, Any] | None = None,
 ) -> TrainingFile:  # fmt: skip
     """Read the training that the YAML or JSON file `path` describes.
 
@@ -137,18 +137,12 @@ def read_training_file(
         ignored: settings that the user lets pass, although they are refused or unknown.
         length: the number of tokens that the command line gives; None without one.
         strict: refuse what is not modelled.
+        content: the file's entries, if they have been read.
 
     Raises:
         UserError: the file cannot be read, names no model, or has settings that are refused.
     """
-    return read_training(read_yaml(path), path, recipe, rows, ignored, length, strict)
-
-
-def read_training(
-    content: dict[str, Any], path: str, recipe: str = "", rows: bool = False, ignored: Collection[str] = (),
-    length: Any = None, strict: bool = False,
-) -> TrainingFile:  # fmt: skip
-    """`read_training_file` of a file's content; `path` names it in errors."""
+    content = read_yaml(path) if content is None else content
     kind = recipe or _kind(content)
     if kind not in RECIPES:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
@@ -343,18 +337,12 @@ class _Entries:
         return {**kernels, "torch_compile": compiled}
 
     def _batch(self) -> dict[str, Any]:
-        """The micro-batch, and how many make a step; prior preservation doubles it: an image comes with its class."""
-        samples, total = self.get("batch_size"), self.get("total_batch")
+        """The micro-batch; prior preservation doubles it: an image comes with its class."""
+        samples = self.get("batch_size")
         if self.diffusion and self.get("with_prior_preservation") and isinstance(samples, int):
             self.notes.append(f"with_prior_preservation: a batch of {samples} is {2 * samples} images")
             samples *= 2
-        if not total:  # axolotl's batch_size
-            return {"batch_size": samples}
-        if "accumulation" in self.given:
-            raise self.refuse("batch_size is axolotl's total, and gradient_accumulation_steps says it too; give one")
-        if "batch_size" not in self.given or not all(isinstance(n, int) and n > 0 for n in (samples, total)):
-            raise self.refuse("batch_size is axolotl's total; give micro_batch_size too")
-        return {"batch_size": samples, "accumulation": max(total // samples, 1)}
+        return {"batch_size": samples}
 
     def _resolution(self) -> Any:
         """The side of an image; diffusers' scripts have defaults of their own, and not the model's."""

@@ -41,7 +41,7 @@ OPTIONS = {
     "explain": f"--policy --batch-size {GPU} {MODEL}",
     "max-batch": f"--policy --budget --margin --max-batch-size --json {GPU} {ONE_LAUNCH} {MODEL}",
     "plan": "--budget --host-memory --batch-size --target --dataset --margin --max-batch-size --gpus --jobs --output "
-    f"--html --fresh --write-launch --json {GPU} {ONE_LAUNCH} {MODEL}",
+    f"--html --fresh --json {GPU} {ONE_LAUNCH} {MODEL}",
     "calibrate": "--from",
     "gpus": "--json",
     "merge": "--output --base --dtype",

@@ -6,15 +6,14 @@ import json
 import re
 import shlex
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DistributedType
 from model_configs import write_config
 
 from ckpt_ft.cli import main as cli
@@ -26,7 +25,7 @@ from ckpt_ft.planning import plan as planning
 from ckpt_ft.planning.budget import Candidate, MemoryBudget
 from ckpt_ft.planning.results import Plan, Stopped
 from ckpt_ft.spec.command import launch_words
-from ckpt_ft.spec.launch import Launch, accelerate_config, launches_on, read_launch, sharing_options
+from ckpt_ft.spec.launch import Launch, launches_on
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.models import ModelArguments
@@ -254,20 +253,17 @@ def test_dataset_of_an_image_classifier_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_plan_chooses_the_launch_and_prints_its_command(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make = planning.plan
     monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
-    file = tmp_path / "launch.yaml"
     words = ["plan", config, "--device", "h100", "--seq-length", "32", "--batch-size", "2", "--gpus", "16", "--bf16"]
-    assert run_cli(monkeypatch, *words, "--jobs", "1", "--launch", "fsdp2", "--write-launch", str(file)) == 0
+    assert run_cli(monkeypatch, *words, "--jobs", "1", "--launch", "fsdp2") == 0
     shown = capsys.readouterr().out
-    launch = read_launch(file)[0]
-    assert (launch.strategy, launch.processes, launch.machines, launch.mixed_precision) == ("fsdp2", 16, 2, "bf16")
-    assert load_config_from_file(str(file)).distributed_type == DistributedType.FSDP
     assert "fits on 1: none at batch 2" in shown
-    line = f'accelerate launch -q --config_file {file} --machine_rank RANK --main_process_ip HOST "$(ckpt-ft recipe'
-    assert line in shown
+    launch = Launch("fsdp2", 16, 2, "bf16")
+    words = " ".join(launch_words(replace(launch, reshard_after_forward="reshard_after_forward true" in shown)))
+    assert f'accelerate launch -q {words} --machine_rank RANK --main_process_ip HOST "$(ckpt-ft recipe' in shown
     assert "--ac_policy none --max_length 32 --per_device_train_batch_size 2 --dtype float32 --bf16" in shown
 
 
@@ -277,7 +273,7 @@ def test_recipe_command_has_every_planned_setting(config: str) -> None:
     launch = Launch("ddp", 2)
     candidate = Candidate("full", 2, 1, 1, 1.0, 4, launch)
     plan = Plan([candidate], MemoryBudget(GIB), config, "t4", "throughput", "", kind="causal-lm")
-    words = shlex.split(planning_commands._command(plan, settings, "rows.jsonl", "").partition('--path llm)"')[2])
+    words = shlex.split(planning_commands._command(plan, settings, "rows.jsonl").partition('--path llm)"')[2])
     model, data, memory, run = parse_args((ModelArguments, DataArguments, ACArguments, RunArguments), words)
     assert (model.lora_r, model.use_dora, model.lora_dropout, data.max_length, data.packing) == (
         8,
@@ -291,21 +287,22 @@ def test_recipe_command_has_every_planned_setting(config: str) -> None:
     assert memory.ac_policy == "full"
     for other in (settings.edit(load_in_4bit=False, double_quant=False, load_in_8bit=True), TrainingSpec.of(ema=True)):
         assert "YOUR_SCRIPT.py --ac_policy full" in planning_commands._command(
-            plan, other.edit(model=config), "rows.jsonl", ""
+            plan, other.edit(model=config), "rows.jsonl"
         )
 
 
-def test_launch_flags_equal_the_launch_file(tmp_path: Path) -> None:
+def test_launch_flags_are_read_by_accelerate_as_they_are_meant() -> None:
     parser = launch_command_parser()
     for launch in (*launches_on(8, mixed_precision="bf16"), Launch("zero3", 4, mixed_precision="bf16")):
-        given = parser.parse_args([*launch_words(launch), "script.py"])
-        (tmp_path / "launch.yaml").write_text(accelerate_config(launch))
-        read = parser.parse_args(["--config_file", str(tmp_path / "launch.yaml"), "script.py"])
-        given, read = (_validate_launch_command(args)[0] for args in (given, read))
-        for name in ("use_fsdp", "use_deepspeed", "multi_gpu", "num_processes", "mixed_precision", "zero_stage"):
-            assert getattr(given, name) == getattr(read, name), (launch, name)
-        for name in sharing_options(launch).get("fsdp_config", {}):
-            assert str(getattr(given, name)).lower() == str(getattr(read, name)).lower(), (launch, name)
+        given = _validate_launch_command(parser.parse_args([*launch_words(launch), "script.py"]))[0]
+        assert (given.num_processes, given.mixed_precision) == (launch.processes, "bf16")
+        kinds = given.multi_gpu, given.use_fsdp, given.use_deepspeed
+        assert kinds == (launch.strategy == "ddp", launch.strategy == "fsdp2", bool(launch.stage))
+        if launch.strategy == "fsdp2":
+            assert str(given.fsdp_reshard_after_forward).lower() == str(launch.reshard_after_forward).lower()
+            assert str(given.fsdp_version) == "2"
+        if launch.stage:
+            assert given.zero_stage == launch.stage
 
 
 def test_page_of_launches_shows_their_picks(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +344,6 @@ def test_plans_of_different_links_are_cached_apart(
         (["--launch", "ddp", "--processes", "3", "--machines", "2"], "3 processes on 2 machines"),
         (["--launch", "fsdp2"], "--launch fsdp2: on how many GPUs. give --processes"),
         (["--launch", "fsdp3"], "--launch fsdp3: neither a strategy"),
-        (["--write-launch", "launch.yaml"], "a plan for one process has none; give --gpus or --launch too"),
     ],
 )
 def test_bad_launch_fails(words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.planning.scaled_traces import HIGH, LOW, Growth
 from ckpt_ft.planning.tracing import Tracer
-from ckpt_ft.spec.launch import Launch, accelerate_config, launches_on, read_launch
+from ckpt_ft.spec.launch import Launch, launches_on
 from ckpt_ft.workloads.from_trainer import own_loss
 from ckpt_ft.workloads.workload import Batch, Workload
 
@@ -138,22 +137,6 @@ def test_expert_parallel_degree_divides_the_number_of_experts() -> None:
     assert with_experts(launches_on(8, strategies=["ddp"]), mixture(128)) == [Launch("ddp", 8)]
     adapted = get_peft_model(mixture(8), LoraConfig(target_modules=["q_proj"]))  # type: ignore[arg-type]
     assert with_experts(launches, adapted) == launches
-
-
-@pytest.mark.parametrize(
-    "launch",
-    [
-        Launch("ddp", 8, mixed_precision="bf16"),
-        Launch("fsdp2", 16, 2, "bf16", reshard_after_forward=False, wrap=("LlamaDecoderLayer",)),
-        Launch("fsdp2", 2, wrap=None),
-        Launch("zero1", 2),
-        Launch("zero3", 4, mixed_precision="fp16"),
-    ],
-)
-def test_written_launch_file_reads_back(launch: Launch, tmp_path: Path) -> None:
-    path = tmp_path / "launch.yaml"
-    path.write_text(accelerate_config(launch))
-    assert read_launch(path)[0] == launch
 
 
 def test_invalid_choice_of_launches_is_refused() -> None:

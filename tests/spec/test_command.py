@@ -62,11 +62,10 @@ def test_shell_characters_are_quoted() -> None:
 
 def test_multi_process_command_uses_accelerate_launch() -> None:
     spec = TrainingSpec.of("gpt2", policy="full", launch=Launch("fsdp2", 16, mixed_precision="bf16"))
-    start, _, rest = training_command(spec, "llm", config_file="launch.yaml").partition(' "$(ckpt-ft recipe')
-    expected = "accelerate launch -q --config_file launch.yaml --machine_rank RANK --main_process_ip HOST"
-    assert start == expected
+    start, _, rest = training_command(spec, "llm").partition(' "$(ckpt-ft recipe')
+    assert start.startswith("accelerate launch -q --use_fsdp --num_processes 16 --num_machines 2 ")
+    assert start.endswith("--machine_rank RANK --main_process_ip HOST")
     assert rest.startswith(' --path llm)" --model_name_or_path gpt2 --ac_policy full')
-    assert "--use_fsdp --num_processes 16 --num_machines 2" in training_command(spec, "llm")
 
 
 @pytest.mark.parametrize(

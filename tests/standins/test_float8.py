@@ -12,7 +12,7 @@ from torch import nn
 
 from ckpt_ft import trace_step
 from ckpt_ft.errors import UserError
-from ckpt_ft.spec.launch import Launch, accelerate_config, read_launch
+from ckpt_ft.spec.launch import Launch, read_launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins.float8 import E4M3, cast, to_float8
 from ckpt_ft.workloads.load import load
@@ -113,9 +113,10 @@ def test_where_there_are_no_such_products(given: dict[str, object], says: str, t
 
 def test_a_launch_in_8_bits_names_torchao(tmp_path: Path) -> None:
     path = tmp_path / "launch.yaml"
-    path.write_text(accelerate_config(Launch("fsdp2", 2, mixed_precision="fp8")))
+    start = "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: fp8\nfsdp_config: {fsdp_version: 2}\n"
+    path.write_text(f"{start}fp8_config: {{backend: AO, enable_fsdp_float8_all_gather: true}}\n")
     assert read_launch(str(path))[0] == Launch("fsdp2", 2, mixed_precision="fp8")
-    path.write_text(accelerate_config(Launch("fsdp2", 2, mixed_precision="fp8", float8_gather=False)))
+    path.write_text(path.read_text().replace("true", "false"))
     assert not read_launch(str(path))[0].float8_gather
     path.write_text(path.read_text().replace("backend: AO", "backend: TE"))
     with pytest.raises(UserError, match="FP8 of TransformerEngine and MS-AMP is not predicted; set it to AO"):
