@@ -20,9 +20,9 @@ from ckpt_ft.memory.gpus import GPU, GPUS
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.budget import memory_budget
 from ckpt_ft.planning.card_table import LENGTHS, PAGE, POLICY, SPEED_AT, SWAPPED_AT, TABLE, kernels_of, spec_of
+from ckpt_ft.planning.methods import METHODS
 from ckpt_ft.planning.search import blocks_to_swap
 from ckpt_ft.planning.tracing import on_card, run_tasks, trace_policies
-from ckpt_ft.spec.methods import METHODS
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import trained_positions
 from ckpt_ft.workloads.workload import Workload

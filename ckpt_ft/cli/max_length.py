@@ -14,6 +14,7 @@ import typer
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.memory.gpus import calibrated, gpu_of
+from ckpt_ft.planning.methods import METHODS, method_of
 from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.defaults import LORA_R
 from ckpt_ft.spec.flags import words_of
@@ -28,13 +29,8 @@ from .planning import Margin
 if TYPE_CHECKING:
     from ckpt_ft.planning.max_length import MaxLength, NextTerm
 
-# The columns of --table, by their memory, and its rows: changes of the spec.
+# The columns of --table, by their memory.
 _CARDS = ("rtx-4090", "a100-40gb", "h100", "h200")
-_METHODS = {
-    "full": {},
-    "LoRA": {"lora_r": LORA_R},
-    "QLoRA": {"lora_r": LORA_R, "load_in_4bit": True},
-}
 _ANY = 16  # tokens of the batches that the workload is built with; the search makes longer ones
 _OF_TABLE = "full,head"
 
@@ -154,9 +150,9 @@ def _print_table(spec: TrainingSpec, policies: tuple[str, ...], margin: str, as_
     from ckpt_ft.planning.tracing import run_tasks
 
     cards = (spec.host.device,) if spec.host.device else _CARDS
-    cells = [(method, card) for method in _METHODS for card in reversed(cards)]  # those that take long come first
-    tasks = [partial(_length, spec.edit(device=card, **_METHODS[method]), policies, margin) for method, card in cells]
-    lengths: dict[str, dict[str, int]] = {method: dict.fromkeys(cards, 0) for method in _METHODS}
+    cells = [(method, card) for method in METHODS for card in reversed(cards)]  # those that take long come first
+    tasks = [partial(_length, method_of(spec.edit(device=card), method), policies, margin) for method, card in cells]
+    lengths: dict[str, dict[str, int]] = {method: dict.fromkeys(cards, 0) for method in METHODS}
     with progress() as say:
         for done, (number, length) in enumerate(run_tasks(tasks, 0), 1):
             method, card = cells[number]

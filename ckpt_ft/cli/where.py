@@ -15,7 +15,7 @@ import typer
 from ckpt_ft.errors import UserError
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import current_gpu, find_gpu
-from ckpt_ft.spec.methods import named_method
+from ckpt_ft.planning.methods import named_method
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number

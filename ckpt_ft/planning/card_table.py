@@ -16,11 +16,11 @@ from typing import Any
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.rules.cuda import same_kernels
 from ckpt_ft.spec.command import command_for
-from ckpt_ft.spec.methods import METHODS, method_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.model_config import known_models
 
 from .budget import Candidate, MemoryBudget, memory_budget
+from .methods import METHODS, method_of
 
 TABLE = Path(__file__).with_name("card_table.json")
 POLICY = "full,head"
@@ -61,7 +61,7 @@ def spec_of(model: str, method: str, length: int, card: GPU, swap: int = 0) -> T
     policy = f"{POLICY},swap:{swap}" if swap else POLICY
     spec = TrainingSpec.of(model, policy=policy, seq_length=length, device=card.name, dtype="bfloat16")
     if card.arch < (8, 0):
-        old = {"dtype": "float32", "mixed_precision": "fp16"} if method == METHODS[0] else {"dtype": "float16"}
+        old = {"dtype": "float32", "mixed_precision": "fp16"} if method == "full" else {"dtype": "float16"}
         spec = spec.edit(**old)
     return method_of(spec, method)
 
@@ -78,7 +78,7 @@ def stored() -> dict[str, Any]:
     return found
 
 
-def fits(card: GPU, methods: Sequence[str] = METHODS) -> list[Fit]:
+def fits(card: GPU, methods: Sequence[str] = tuple(METHODS)) -> list[Fit]:
     """How each model of the table trains on `card` with each method, the smallest model first.
 
     Of a card whose kernels were not traced, the bytes are those of cards with the most similar ones (`nearest`).

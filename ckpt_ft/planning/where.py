@@ -25,7 +25,6 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.launch import Launch
-from ckpt_ft.spec.methods import METHODS, method_of, named_method
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.load import load
@@ -34,6 +33,7 @@ from ckpt_ft.workloads.workload import Workload
 from .budget import Candidate, MemoryBudget, largest_fitting, memory_budget
 from .depth import Shallow, suits
 from .launches import SHARDED
+from .methods import METHODS, method_of, named_method
 from .scaled_traces import HIGH, LOW, Estimates
 from .search import blocks_to_swap, search, with_term
 from .tracing import Key, Report, Traced, Tracer, on_card, run_tasks, trace_policies
@@ -117,7 +117,7 @@ def where(
     spec: TrainingSpec,
     cards: Sequence[GPU],
     *,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] = tuple(METHODS),
     lengths: Sequence[int | None] = (None,),
     policies: Sequence[str] = POLICIES,
     most_gpus: int = 8,

@@ -1,4 +1,4 @@
-"""Reads the settings of a live Trainer from its TrainingArguments."""
+"""Checks the settings of a live Trainer by its TrainingArguments."""
 
 from __future__ import annotations
 
@@ -7,34 +7,7 @@ from typing import Any
 
 from ckpt_ft.errors import UserError
 
-from .flags import fields_of
-from .optimizers import OPTIMIZERS
 from .settings import KEYS, KINDS, LEFT_OUT, REFUSED, entry_of
-from .training_spec import TrainingSpec
-
-_READ = ("batch_size", "accumulation", "max_grad_norm", "bf16", "fp16", "optimizer", "torch_compile")
-
-
-def spec_of_arguments(args: Any, mixed_precision: str = "") -> TrainingSpec:
-    """Returns the spec of transformers' `TrainingArguments`, mapped by the table of settings.
-
-    A Trainer builds its own optimizer, so an optimizer that is not modelled keeps the default here. The policy is not
-    read: the Trainer's `gradient_checkpointing` is another way to checkpoint.
-
-    Args:
-        args: `TrainingArguments`, or those of TRL.
-        mixed_precision: that of `accelerate launch`, used if the arguments set none.
-    """
-    given: dict[str, Any] = {"mixed_precision": mixed_precision}
-    for name, value in _settings(args).items():
-        entry = entry_of(name, ("transformers",))
-        if entry is not None and entry.text in _READ and (entry.text != "optimizer" or value in OPTIMIZERS):
-            given[entry.text] = value
-    if getattr(args, "torch_compile_backend", None) not in (None, "inductor"):
-        given["torch_compile"] = False  # `check_live` refuses it; a plan that goes on is of the eager step
-    if args.max_grad_norm is None:
-        given["max_grad_norm"] = 0.0  # no clipping
-    return TrainingSpec.of(**fields_of(given))
 
 
 def check_live(args: Any) -> None:

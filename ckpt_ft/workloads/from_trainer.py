@@ -27,7 +27,7 @@ from ckpt_ft.memory.distributed.fsdp2 import shard_again
 from ckpt_ft.memory.fake.faked_model import renew
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.spec.launch import PRECISIONS
-from ckpt_ft.spec.trainer import check_live, spec_of_arguments
+from ckpt_ft.spec.trainer import check_live
 
 from .optimizers import make_optimizer
 from .sample_sizes import rows_by_length
@@ -94,7 +94,6 @@ def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[
         return _trained(copied.create_optimizer(), model, _MANY)
 
     model = without_shards(trainer.model)
-    spec = spec_of_arguments(args, precision_of(args))
     return {
         "model": model,
         "make_batch": make_batch,
@@ -103,9 +102,9 @@ def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[
         if trainer.optimizer is None
         else optimizer_like(trainer.model, trainer.optimizer),
         "device": current_gpu() or "cpu",
-        "autocast": _AUTOCAST.get(spec.precision.mixed_precision),
-        "accumulation": spec.data.accumulation,
-        "max_grad_norm": spec.optimizer.max_grad_norm,
+        "autocast": _AUTOCAST.get(precision_of(args)),
+        "accumulation": args.gradient_accumulation_steps,
+        "max_grad_norm": args.max_grad_norm or 0.0,
         "auxiliary_models": auxiliary_models(trainer),
         "lengths": lengths,
         "liger": (args.liger_kernel_config or {}) if getattr(args, "use_liger_kernel", False) else None,
@@ -143,19 +142,18 @@ def measured_step(
 
     # Later micro-batches find the gradients of the first: the largest of them is as high as any.
     by_size = [batches[0], *sorted(batches[1:], key=lambda batch: -batch.elements)]
-    spec = spec_of_arguments(args, precision_of(args) if is_sharded(model) else "")
     optimizer = profiler.optimizer
     return {
         "model": without_shards(model),
-        "autocast": _AUTOCAST.get(spec.precision.mixed_precision) if is_sharded(model) else None,
+        "autocast": _AUTOCAST.get(precision_of(args)) if is_sharded(model) else None,
         "make_batch": lambda samples, length: rebuilt(max(batches, key=lambda batch: batch.elements)),
         "first": profiler.fullest == 1 < profiler.sampled,
         "micro_batches": () if loss is None else tuple(partial(rebuilt, batch) for batch in by_size),
         "compute_loss": compute_loss,
         "make_optimizer": optimizer and optimizer_like(model, optimizer, max(profiler.fullest - 2, 0)),
         "device": current_gpu(args.device.index) or "cpu",
-        "accumulation": spec.data.accumulation if loss is None else len(batches),
-        "max_grad_norm": spec.optimizer.max_grad_norm,
+        "accumulation": args.gradient_accumulation_steps if loss is None else len(batches),
+        "max_grad_norm": args.max_grad_norm or 0.0,
         "auxiliary_models": profiler.auxiliary_models,
     }
 

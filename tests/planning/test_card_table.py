@@ -12,7 +12,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPUS, find_gpu
 from ckpt_ft.planning.card_table import LENGTHS, PAGE, fits, kernels_of, spec_of, stored, stored_kernels
 from ckpt_ft.planning.estimate import estimate
-from ckpt_ft.spec.methods import METHODS
+from ckpt_ft.planning.methods import METHODS
 
 SMALLEST = "Qwen/Qwen3-0.6B"
 

@@ -29,7 +29,7 @@ from ckpt_ft.spec.settings import (
     read_settings,
     table,
 )
-from ckpt_ft.spec.trainer import check_live, spec_of_arguments
+from ckpt_ft.spec.trainer import check_live
 
 PLUGINS = "accelerate.utils.dataclasses"
 # Configuration class -> the sections of the settings table that list its fields.
@@ -231,29 +231,11 @@ def test_nested_keys_and_string_booleans_are_read() -> None:
     }
 
 
-def test_training_arguments_become_a_spec(tmp_path: Path) -> None:
-    args = TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=4, max_grad_norm=0.5, optim="sgd",
-        bf16=True, use_cpu=True, report_to="none",
-    )  # fmt: skip
-    args.gradient_checkpointing = True
-    spec = spec_of_arguments(args)
-    assert (spec.data.batch_size, spec.data.accumulation) == (3, 4)
-    assert (spec.optimizer.name, spec.optimizer.max_grad_norm) == ("sgd", 0.5)
-    assert (spec.precision.mixed_precision, spec.policy) == ("bf16", "none")
-    plain = TrainingArguments(str(tmp_path), optim="lion_32bit", use_cpu=True, report_to="none")
-    assert spec_of_arguments(plain, "fp16").precision.mixed_precision == "fp16"
-    assert spec_of_arguments(plain).optimizer.name == "lion_32bit"
-    plain.max_grad_norm = None
-    assert spec_of_arguments(plain).optimizer.max_grad_norm == 0.0
-
-
 def test_live_check_refuses_settings_that_the_trace_does_not_run(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", label_smoothing_factor=0.1)
     check_live(args)
     args.torch_compile, args.torch_compile_backend = True, "inductor"
     check_live(args)
-    assert spec_of_arguments(args).kernels.compile == "whole"
     args.torch_compile_backend = "eager"
     with pytest.raises(UserError, match="^torch_compile_backend: eager: a step is compiled by Inductor"):
         check_live(args)
