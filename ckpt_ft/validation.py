@@ -58,6 +58,18 @@ def load_yaml(path: str | Path, source: str) -> Any:
         raise UserError(f"{source} is not valid YAML: {one_line(error, 300)}") from error
 
 
+def load_entries(path: str | Path, source: str, meant: str) -> dict[str, Any]:
+    """Returns the entries of a YAML or JSON file, which `meant` describes.
+
+    Raises:
+        UserError: as `load_yaml`, or the file has no entries.
+    """
+    content = load_yaml(path, source) or {}
+    if not isinstance(content, dict):
+        raise UserError(f"{source}: expected {meant}, found {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}
+
+
 @contextmanager
 def library_reads(what: str) -> Iterator[None]:
     """Context manager for library calls on user input (files, flags): turns any exception into a one-line error.

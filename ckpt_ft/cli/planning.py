@@ -13,8 +13,9 @@ from ckpt_ft.errors import NothingFits, UserError, WorkFailed, did_you_mean
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.gpus import GPU, gpu_of
+from ckpt_ft.planning.methods import offloaded
 from ckpt_ft.spec.command import can_train, recipe_of, training_command
-from ckpt_ft.spec.flags import Edit, offloaded
+from ckpt_ft.spec.flags import Edit
 from ckpt_ft.spec.training_spec import MOST, TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_change, format_number, whole_number

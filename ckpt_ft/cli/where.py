@@ -19,7 +19,7 @@ from ckpt_ft.planning.methods import named_method
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
-from ckpt_ft.validation import load_yaml
+from ckpt_ft.validation import load_entries
 
 from .console import progress, stdout
 from .params import AsJson, Html, takes_spec
@@ -209,10 +209,7 @@ def read_prices(given: Sequence[str]) -> dict[str, float]:
 def _price_file(path: str) -> Mapping[str, Any]:
     if not Path(path).is_file():
         raise UserError(f"--price {path}: neither card=dollars nor a file; write --price rtx-4090=0.4,h100=2.5")
-    pairs = load_yaml(path, f"--price {path}")
-    if not isinstance(pairs, Mapping):
-        raise UserError(f"--price {path}: the file has one line 'card: dollars an hour' for each card")
-    return pairs
+    return load_entries(path, f"--price {path}", "lines 'card: dollars an hour'")
 
 
 def _lengths(text: str) -> list[int | None]:

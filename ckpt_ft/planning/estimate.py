@@ -34,13 +34,14 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules.cuda import same_kernels
 from ckpt_ft.planning.batch_size import largest_in_room
 from ckpt_ft.planning.budget import LESS, Candidate, MemoryBudget, memory_budget, seconds
+from ckpt_ft.planning.methods import offloaded
 from ckpt_ft.planning.results import Estimate, Fix, Suggestion, Suggestions
 from ckpt_ft.planning.scaled_traces import Estimates
 from ckpt_ft.planning.search import blocks_of, fewest_swapped, with_term
 from ckpt_ft.planning.tracing import Tracer, on_card, refusal, run_tasks, trace_policies
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for, recipe_command
-from ckpt_ft.spec.flags import Edit, offloaded
+from ckpt_ft.spec.flags import Edit
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_at_least, format_bytes, format_number

@@ -1,4 +1,4 @@
-"""The three ways of fine-tuning that people compare: all weights, LoRA, and LoRA on weights in 4 bits."""
+"""The ways of fine-tuning that people compare: all weights, LoRA, LoRA on weights in 4 bits, states on the host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.defaults import LORA_R
+from ckpt_ft.spec.flags import Edit
+from ckpt_ft.spec.optimizers import OFFLOADING
 from ckpt_ft.spec.training_spec import TrainingSpec
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -27,3 +29,14 @@ def named_method(method: str) -> str:
     if not found:
         raise UserError(f"method '{method}': choose from {', '.join(METHODS)}")
     return found
+
+
+def offloaded(spec: TrainingSpec) -> Edit | None:
+    """The edit that puts AdamW's states into host memory, for one process that trains all weights; None for others."""
+    launched = spec.launch.launch is not None or spec.launch.launches
+    if spec.optimizer.name not in ("adamw", "adamw_fused") or spec.adapter.trains or launched:
+        return None
+    if spec.precision.mixed_precision == "fp16":
+        return None
+    name = OFFLOADING["states" if spec.data.accumulation > 1 else "gradients"]
+    return Edit({"optimizer": name, "max_grad_norm": 0.0})

@@ -169,6 +169,17 @@ class Part:
             if own.setting.needs and getattr(self, name) != own.default and not getattr(self, own.setting.needs):
                 needed = stated[own.setting.needs].label
                 raise UserError(f"{own.label}: it has no effect without {needed}; give both, or leave it out")
+        refuse(self.problems())
+
+    def problems(self) -> dict[str, object]:
+        """What is wrong with the fields together: the message of each combination, and whether it is there."""
+        return {}
+
+
+def refuse(problems: Mapping[str, object]) -> None:
+    """Raises UserError with the first message of `problems` whose value is true."""
+    if problem := next((text for text, is_so in problems.items() if is_so), ""):
+        raise UserError(problem)
 
 
 @lru_cache
@@ -190,21 +201,9 @@ def _refusal(stated: Declared, given: Any, error: Any) -> str:
     return f"{label} {given}: {stated.setting.rule or one_line(error['msg'], 200)}"
 
 
-def names_of_text(flag: str) -> Callable[[str], tuple[str, ...]]:
-    """Returns a reader of comma-separated names for `flag`; it raises UserError for text without any name."""
-
-    def read(text: str) -> tuple[str, ...]:
-        names = tuple(part.strip() for part in text.split(",") if part.strip())
-        if text and not names:
-            raise UserError(f"{flag} '{text}': names nothing; give comma-separated names, or leave it out")
-        return names
-
-    return read
-
-
-def text_of_names(names: tuple[str, ...]) -> str:
-    """The inverse of `names_of_text`."""
-    return ",".join(names)
+def names_of_text(text: str) -> tuple[str, ...]:
+    """Returns comma-separated names; `",".join` is the inverse."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def size_of_text(text: str) -> tuple[int, int]:
@@ -234,8 +233,3 @@ def text_of_bytes(nbytes: int) -> str:
     """Formats bytes in the largest unit that gives a whole number: 24GiB, 150MiB."""
     unit, size = next((unit, size) for unit, size in _UNITS.items() if nbytes % size == 0)
     return f"{nbytes // size}{unit}"
-
-
-def text_of_size(size: tuple[int, int]) -> str:
-    """The inverse of `size_of_text`."""
-    return "x".join(map(str, size))

@@ -29,7 +29,6 @@ from ckpt_ft.spec.launch import (
 from ckpt_ft.units import parse_bytes
 
 from .fields import Declared, option_of
-from .optimizers import OFFLOADING
 from .peft_file import read_peft
 from .settings import lines_of
 from .training_spec import TrainingSpec, declared
@@ -233,13 +232,7 @@ def _launch(
 
 def _rate(link: str) -> float | None:
     """Returns `--link` in bytes a second."""
-    try:
-        rate = parse_bytes(link.removesuffix("/s")) if link else None
-    except UserError:
-        rate = 0
-    if rate == 0:
-        raise UserError(f"--link {link}: give the bytes that a GPU sends in a second, 25GB/s for example")
-    return rate
+    return parse_bytes(link.removesuffix("/s")) if link else None
 
 
 def words_of(spec: TrainingSpec, without: tuple[str, ...] = ()) -> list[str]:
@@ -310,14 +303,3 @@ class Edit:
             if not _words(own, changed.get(own.key))
         ]
         return " ".join(self.words(spec)) + (f" without {' '.join(dropped)}" if dropped else "")
-
-
-def offloaded(spec: TrainingSpec) -> Edit | None:
-    """The edit that puts AdamW's states into host memory, for one process that trains all weights; None for others."""
-    launched = spec.launch.launch is not None or spec.launch.launches
-    if spec.optimizer.name not in ("adamw", "adamw_fused") or spec.adapter.trains or launched:
-        return None
-    if spec.precision.mixed_precision == "fp16":
-        return None
-    name = OFFLOADING["states" if spec.data.accumulation > 1 else "gradients"]
-    return Edit({"optimizer": name, "max_grad_norm": 0.0})

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_ft.errors import UserError, did_you_mean
-from ckpt_ft.spec.settings import leave_out, read_settings
+from ckpt_ft.spec.fields import refuse
+from ckpt_ft.spec.settings import keys_of, leave_out, read_settings
 from ckpt_ft.units import whole_number
-from ckpt_ft.validation import load_yaml
+from ckpt_ft.validation import load_entries
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 # Default strategies of a plan. DeepSpeed's are excluded because they hold the model in half precision.
@@ -236,8 +237,7 @@ class Launch:
             ),
             f"rotation '{self.rotation}' is not one of {', '.join(ROTATIONS)}": self.rotation not in ROTATIONS,
         }
-        if problem := next((text for text, is_so in problems.items() if is_so), ""):
-            raise UserError(f"launch {self.strategy}, {said or 'cp 1'}: {problem}")
+        refuse({f"launch {self.strategy}, {said or 'cp 1'}: {text}": is_so for text, is_so in problems.items()})
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -343,13 +343,13 @@ def on_counts(launch: Launch) -> tuple[Launch, ...]:
     return tuple(found)
 
 
-def _count(value: Any, key: str, source: str) -> int:
+def _count(value: Any, name: str, source: str, least: int = 0) -> int:
     try:
         count = int(float(value))  # 5e8 is a string in YAML
     except (TypeError, ValueError, OverflowError):
         count = -1
-    if count < 0:
-        raise UserError(f"{source}: {key}: {value}: give a number of elements, or auto where DeepSpeed takes it")
+    if count < least:
+        raise UserError(f"{source}: {name} {value}: give a whole number of at least {least}")
     return count
 
 
@@ -381,9 +381,8 @@ def read_launch(
         kind = "MULTI_GPU"
     if kind not in _SHARING:
         raise UserError(f"launch {path}: distributed_type {kind} is not modelled (MULTI_GPU, FSDP, DEEPSPEED)")
-    sizes = {
-        name: _at_least_one(found.pop(name), f"{name} size", path) for name in (*SIZES, "dp_shard") if name in found
-    }
+    named = [name for name in (*SIZES, "dp_shard") if name in found]
+    sizes = {name: _count(found.pop(name), f"{name} size", f"launch {path}", 1) for name in named}
     shard = sizes.pop("dp_shard", 0)
     given: dict[str, Any] = {
         **sizes,
@@ -396,8 +395,8 @@ def read_launch(
         given["mixed_precision"] = mixed_precision
     launch = Launch(
         **given,
-        processes=_at_least_one(processes or config.get("num_processes", 1), "num_processes", path),
-        machines=_at_least_one(config.get("num_machines", 1), "num_machines", path),
+        processes=_count(processes or config.get("num_processes", 1), "num_processes", f"launch {path}", 1),
+        machines=_count(config.get("num_machines", 1), "num_machines", f"launch {path}", 1),
     )
     if shard > 1 and shard != launch.mesh.get("dp_shard", 1):
         raise UserError(
@@ -419,9 +418,7 @@ _ALSO = ("accumulation", "max_grad_norm", "batch_size")  # fields of a spec that
 def _document(path: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(path, Mapping):
         return path
-    config = load_yaml(path, f"launch {path}")  # JSON is YAML
-    if not isinstance(config, dict):
-        raise UserError(f"launch {path}: not an accelerate configuration (`accelerate config` writes one)")
+    config = load_entries(path, f"launch {path}", "an accelerate configuration (`accelerate config` writes one)")
     if "zero_optimization" in config:  # DeepSpeed's own
         return {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": config}}
     return config
@@ -535,21 +532,11 @@ def _stage(stage: Any, path: str | Path, left_out: dict[str, str] | None = None)
 
 
 def _section(config: Mapping[str, Any], key: str, path: str | Path) -> dict[str, Any]:
-    section = config.get(key) or {}
-    if not isinstance(section, dict):
-        raise UserError(f"launch {path}: {key} {section}: give 'key: value' lines")
-    return section
+    return dict(keys_of(config.get(key), f"launch {path}: {key}"))
 
 
 def _truth(value: Any) -> bool:
     return str(value).strip().lower() in ("true", "1", "yes")
-
-
-def _at_least_one(value: Any, name: str, path: str | Path) -> int:
-    number = whole_number(str(value))
-    if not number:
-        raise UserError(f"launch {path}: {name} {value}: give a whole number of at least 1")
-    return number
 
 
 _SHARING = {"NO": _ddp, "MULTI_GPU": _ddp, "FSDP": _fsdp2, "DEEPSPEED": _zero}

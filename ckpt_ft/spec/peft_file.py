@@ -36,7 +36,7 @@ def read_peft(
     path = Path(given) / ADAPTER_CONFIG if not given.startswith("{") and Path(given).is_dir() else Path(given)
     try:
         text = given if given.startswith("{") else path.read_text(encoding="utf-8")
-        content = json.loads(text, parse_constant=_refuse)
+        content = json.loads(text)
     except OSError as error:
         raise UserError(f"{asked}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -46,10 +46,6 @@ def read_peft(
     named = {name: value for name, value in content.items() if name in table()["peft"]}
     read_settings(named, ["peft"], asked, ignored, left_out=left_out)
     return {name: value for name, value in content.items() if name not in ignored}
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number")
 
 
 def configuration(content: Mapping[str, Any], asked: str) -> PeftConfig:

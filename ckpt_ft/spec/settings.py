@@ -171,7 +171,7 @@ def read_settings(
         if entry.kind in (LIVE, LEFT_OUT, REFUSED):
             _pass_over(prefix + name, value, entry, sections, source, left_out)
         elif entry.kind == KEYS:
-            keys = _keys(value, f"{source}: {prefix}{name}")
+            keys = keys_of(value, f"{source}: {prefix}{name}")
             inner = read_settings(keys, entry.text.split(", "), source, ignored, f"{prefix}{name}.", left_out)
             for target, read in inner.items():
                 found.setdefault(target, read)
@@ -231,7 +231,7 @@ def lines_of(left_out: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(f"{', '.join(names)}: {why}" for why, names in reasons.items())
 
 
-def _keys(value: Any, what: str) -> Mapping[str, Any]:
+def keys_of(value: Any, what: str) -> Mapping[str, Any]:
     """Returns a mapping that a file gives as such or as JSON text."""
     if isinstance(value, str) and value:
         try:

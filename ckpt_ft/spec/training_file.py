@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.spec.launch import SIZES, beside
-from ckpt_ft.validation import load_yaml
+from ckpt_ft.validation import load_entries
 
 from .defaults import LORA_R, ONLINE
 from .optimizers import OFFLOADING, OPTIMIZERS
@@ -60,7 +60,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Flags that a file sets by the same value.
 _PLAIN = (
-    "accumulation", "rope_scaling", "resolution", "aspect_ratio_buckets", "image_size",
+    "accumulation", "rope_scaling", "aspect_ratio_buckets", "image_size",
     "max_pixels", "longest_side", "train_towers", "audio_seconds", "max_grad_norm", "ema", "budget",
     "router_aux_loss_coef", "use_kernels", "peft_config", "task",
 )  # fmt: skip
@@ -216,10 +216,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or has no 'flag: value' lines.
     """
-    content = load_yaml(path, f"--config {path}") or {}
-    if not isinstance(content, dict):
-        raise UserError(f"--config {path}: expected 'flag: value' lines, found {type(content).__name__}")
-    return {str(key): value for key, value in content.items()}
+    return load_entries(path, f"--config {path}", "'flag: value' lines")
 
 
 @dataclass
@@ -265,7 +262,7 @@ class _Entries:
             **{name: self._known(name) for name in ("attn_implementation", "experts_implementation")},
             **self._rows(),
             **self._batch(),
-            "resolution": self._resolution(),
+            "resolution": self.get("resolution") or self._side(),
             "train_text_encoder": self.diffusion and self.get("train_text_encoder"),
             "encode_each_step": self.diffusion and self._encodes_each_step(),
             **precision,
@@ -320,10 +317,6 @@ class _Entries:
         if self.kind == "axolotl":
             loaded = {_PLUGINS.get(plugin) for plugin in plugins}
             on = {kernel: bool(self.get(name)) for name, kernels in _LIGER.items() for kernel in kernels}
-            if (any(on.values()) and "liger" not in loaded) or (cut and "cut" not in loaded):
-                self.notes.append(
-                    "liger_* and cut_cross_entropy act only with axolotl's plugins, which are not listed"
-                )
             liger, chosen, cut = "liger" in loaded and any(on.values()), on, "cut" in loaded and cut is not False
         text = chosen if isinstance(chosen, str) else json.dumps(chosen, sort_keys=True) if chosen else ""
         fused = liger or cut or self.get("use_kernels") or self.get("load_in_8bit")
@@ -344,14 +337,9 @@ class _Entries:
             samples *= 2
         return {"batch_size": samples}
 
-    def _resolution(self) -> Any:
-        """The side of an image; diffusers' scripts have defaults of their own, and not the model's."""
-        size = self.get("resolution")
-        return (
-            (1024 if "xl" in str(self.get("model")).lower() else 512)
-            if self.kind == "diffusers" and not size
-            else size
-        )
+    def _side(self) -> int | None:
+        """The side of an image in diffusers' scripts, which have defaults of their own, and not the model's."""
+        return (1024 if "xl" in str(self.get("model")).lower() else 512) if self.kind == "diffusers" else None
 
     def _policy(self) -> str:
         policy, every = self.get("policy"), self.get("every_n_layers")

@@ -26,13 +26,13 @@ from .fields import (
     bytes_of_text,
     declared_in,
     names_of_text,
+    refuse,
     setting,
     size_of_text,
     text_of_bytes,
-    text_of_names,
-    text_of_size,
 )
 from .optimizers import OFFLOADING, OPTIMIZERS, OptimizerName, check_offloading
+from .settings import keys_of
 
 MOST = 2**24  # tokens, pixels, ...: larger numbers are typos, and would overflow byte counts
 MOST_SIDE = 2**13  # pixels: a blank image of that size is created
@@ -75,8 +75,8 @@ class ModelSpec(Part):
         "comma-separated parts that are not trained, e.g. vision_tower,embed_tokens; !REGEX: all but what it finds",
         flag="freeze",
         flag_type=str,
-        read=names_of_text("--freeze"),
-        write=text_of_names,
+        read=names_of_text,
+        write=",".join,
     )
     train_towers: Literal["", "language", "vision", "both"] = setting(
         "", "train only these towers and freeze the others: language, vision or both; default: the whole model"
@@ -165,7 +165,7 @@ class DataSpec(Part):
         "width x height of each image in pixels, e.g. 640x480",
         flag_type=str,
         read=size_of_text,
-        write=text_of_size,
+        write="{0[0]}x{0[1]}".format,
         default_text="1024x1024",
         implies={"images": 1},
     )
@@ -180,11 +180,10 @@ class DataSpec(Part):
         rule="a number, or 0 for the processor's own",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not all(1 <= side <= MOST_SIDE for side in self.image_size):
-            wide, high = self.image_size
-            raise UserError(f"image size {wide}x{high}: each side has 1 to {MOST_SIDE} pixels")
+    def problems(self) -> dict[str, object]:
+        wide, high = self.image_size
+        message = f"image size {wide}x{high}: each side has 1 to {MOST_SIDE} pixels"
+        return {message: not all(1 <= side <= MOST_SIDE for side in self.image_size)}
 
     @property
     def tokens(self) -> int:
@@ -225,10 +224,9 @@ class PrecisionSpec(Part):
     )
     float32_ends: bool = setting(False, "embeddings, norms and head in float32, as axolotl loads models to train them")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fp8_recipe != "tensorwise" and self.mixed_precision != "fp8":
-            raise UserError(f"fp8 recipe {self.fp8_recipe}: give --mixed-precision fp8 too, or leave it out")
+    def problems(self) -> dict[str, object]:
+        idle = self.fp8_recipe != "tensorwise" and self.mixed_precision != "fp8"
+        return {f"fp8 recipe {self.fp8_recipe}: give --mixed-precision fp8 too, or leave it out": idle}
 
 
 @dataclass(frozen=True)
@@ -249,25 +247,25 @@ class AdapterSpec(Part):
         "comma-separated names of the modules that get an adapter, or a regular expression; "
         "default: all linear layers, with --trainer those that PEFT chooses",
         flag_type=str,
-        read=names_of_text("--lora-targets"),
+        read=names_of_text,
         needs="lora_r",
-        write=text_of_names,
+        write=",".join,
     )
     lora_modules_to_save: tuple[str, ...] = setting(
         (),
         "comma-separated names of modules that are fully trained, next to the adapters",
         flag_type=str,
-        read=names_of_text("--lora-modules-to-save"),
+        read=names_of_text,
         needs="lora_r",
-        write=text_of_names,
+        write=",".join,
     )
     lora_target_parameters: tuple[str, ...] = setting(
         (),
         "comma-separated names of parameters that get an adapter, such as experts'",
         flag_type=str,
-        read=names_of_text("--lora-target-parameters"),
+        read=names_of_text,
         needs="lora_r",
-        write=text_of_names,
+        write=",".join,
     )
     lora_dropout: Annotated[float, Interval(ge=0, lt=1)] | None = setting(
         None,
@@ -282,13 +280,16 @@ class AdapterSpec(Part):
     peft_config: str = setting("", "an adapter_config.json of any PEFT method, or the directory that contains it")
     train_text_encoder: bool = setting(False, "with LoRA: adapters on a U-Net's text encoders, too", needs="lora_r")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lora_target_parameters and (self.lora_dropout or self.use_dora):
-            what = "DoRA" if self.use_dora else f"LoRA dropout {self.lora_dropout}"
-            raise UserError(f"{what} and LoRA target parameters: PEFT adapts parameters by plain LoRA alone; drop one")
-        if self.peft is not None and self.lora_r:
-            raise UserError("LoRA by rank and a configuration of PEFT are two adapters: give one of them")
+    def problems(self) -> dict[str, object]:
+        what = "DoRA" if self.use_dora else f"LoRA dropout {self.lora_dropout}"
+        return {
+            f"{what} and LoRA target parameters: PEFT adapts parameters by plain LoRA alone; drop one": (
+                self.lora_target_parameters and (self.lora_dropout or self.use_dora)
+            ),
+            "LoRA by rank and a configuration of PEFT are two adapters: give one of them": (
+                self.peft is not None and self.lora_r
+            ),
+        }
 
     @property
     def trains(self) -> bool:
@@ -321,14 +322,13 @@ class QuantisationSpec(Part):
         None, "the quantization_config of a checkpoint that another library than bitsandbytes has packed", flag=None
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.load_in_4bit and self.load_in_8bit:
-            raise UserError("weights in 4 bits and in 8 bits: choose one of them")
-        if self.prepare_kbit and not self.bits:
-            raise UserError(
-                "k-bit preparation is of a model that is loaded in 4 bits (or 8): ask for both, or leave it out"
-            )
+    def problems(self) -> dict[str, object]:
+        return {
+            "weights in 4 bits and in 8 bits: choose one of them": self.load_in_4bit and self.load_in_8bit,
+            "k-bit preparation is of a model that is loaded in 4 bits (or 8): ask for both, or leave it out": (
+                self.prepare_kbit and not self.bits
+            ),
+        }
 
     @property
     def bits(self) -> int:
@@ -387,13 +387,16 @@ class KernelSpec(Part):
     cut_cross_entropy: bool = setting(False, "Apple's cut cross entropy for the loss of a language model")
     use_kernels: bool = setting(False, "the Hub's kernels, as transformers' use_kernels=True loads them")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        kernels = self.liger_kernels
-        if self.cut_cross_entropy and (loss := [name for name in LIGER_LOSSES if kernels.get(name)]):
-            raise UserError(f"cut cross entropy and Liger's {loss[0]}: two losses; turn one of them off")
-        if self.use_kernels and self.use_liger_kernel:
-            raise UserError("Liger's kernels and the Hub's replace the same layers: give --liger or --use-kernels")
+    def problems(self) -> dict[str, object]:
+        loss = [name for name in LIGER_LOSSES if self.liger_kernels.get(name)]
+        return {
+            f"cut cross entropy and Liger's {''.join(loss[:1])}: two losses; turn one of them off": (
+                self.cut_cross_entropy and loss
+            ),
+            "Liger's kernels and the Hub's replace the same layers: give --liger or --use-kernels": (
+                self.use_kernels and self.use_liger_kernel
+            ),
+        }
 
     @property
     def liger_kernels(self) -> dict[str, bool]:
@@ -402,11 +405,8 @@ class KernelSpec(Part):
         Raises:
             UserError: the configuration is no JSON object of switches.
         """
-        try:
-            found = json.loads(self.liger_kernel_config or "{}")
-        except ValueError:
-            found = None
-        if not isinstance(found, dict) or not all(isinstance(value, bool) for value in found.values()):
+        found = dict(keys_of(self.liger_kernel_config, "Liger kernel config"))
+        if not all(isinstance(value, bool) for value in found.values()):
             raise UserError(f"""Liger kernel config {self.liger_kernel_config}: give JSON, '{{"rope": false}}' say""")
         if self.cut_cross_entropy or "cross_entropy" in found:
             found.setdefault("fused_linear_cross_entropy", False)
@@ -422,10 +422,9 @@ class TrainerSpec(Part):
     )
     trainer_args: str = setting("", "with --trainer: fields of its configuration as JSON, e.g. '{\"beta\": 0.1}'")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.trainer_args and not self.trainer:
-            raise UserError(f"trainer args {self.trainer_args}: of which trainer? give --trainer sft, for example")
+    def problems(self) -> dict[str, object]:
+        idle = self.trainer_args and not self.trainer
+        return {f"trainer args {self.trainer_args}: of which trainer? give --trainer sft, for example": idle}
 
 
 @dataclass(frozen=True)
@@ -470,7 +469,7 @@ class HostSpec(Part):
         flag="ignore",
         flag_type=list[str],
         read=lambda names: tuple(dict.fromkeys(name for text in names for name in text.split(",") if name)),
-        write=text_of_names,
+        write=",".join,
     )
     strict: bool = setting(
         False, "refuse settings of a file that are not modelled, instead of naming them in the answer"
@@ -505,40 +504,37 @@ class TrainingSpec:
     host: HostSpec = field(default_factory=HostSpec)
 
     def __post_init__(self) -> None:
-        if self.quantisation.bits and not self.adapter.trains:
-            raise UserError(
-                f"{self.quantisation.bits}-bit weights cannot be trained themselves: give a LoRA rank too, 16 for "
-                "example"
-            )
-        if self.quantisation.bits and self.precision.mixed_precision == "fp8":
-            raise UserError(
-                f"mixed precision fp8 and {self.quantisation.bits}-bit weights: torchao's fp8 takes linear layers "
-                "that are not packed; take bf16"
-            )
-        kernels = self.kernels
         launches = [launch for launch in (self.launch.launch, *self.launch.launches) if launch is not None]
+        kernels, bits, fp8 = self.kernels, self.quantisation.bits, self.precision.mixed_precision == "fp8"
         others = {
             "8-bit weights": self.quantisation.load_in_8bit,
             "processes other than ddp's and fsdp2's": bool(launches) and not any(one.compiles for one in launches),
-            "fused kernels of other libraries": kernels.use_liger_kernel
-            or kernels.cut_cross_entropy
-            or kernels.use_kernels,
+            "fused kernels of other libraries": (
+                kernels.use_liger_kernel or kernels.cut_cross_entropy or kernels.use_kernels
+            ),
         }
-        if kernels.compile and (what := next((name for name, asked in others.items() if asked), "")):
-            raise UserError(f"--compile {self.kernels.compile} and {what}: a compiled step is not predicted with them")
-        if self.precision.mixed_precision == "fp8" and (bad := [one for one in launches if one.stage or one.tp > 1]):
-            raise UserError(
-                f"mixed precision fp8 and {bad[0].strategy}{' with --tp' * (bad[0].tp > 1)}: torchao's fp8 is "
-                "predicted for one process, ddp and fsdp2"
-            )
+        beside = next((name for name, asked in others.items() if asked), "")
+        apart = next((f"{one.strategy} with --tp {one.tp}" for one in launches if one.stage or one.tp > 1), "")
+        refuse({
+            f"{bits}-bit weights cannot be trained themselves: give a LoRA rank too, 16 for example": (
+                bits and not self.adapter.trains
+            ),
+            f"mixed precision fp8 and {bits}-bit weights: torchao's fp8 takes linear layers that are not packed; "
+            "take bf16": bits and fp8,
+            f"--compile {kernels.compile} and {beside}: a compiled step is not predicted with them": (
+                kernels.compile and beside
+            ),
+            f"mixed precision fp8 and {apart}: torchao's fp8 is predicted for one process, ddp and fsdp2": (
+                fp8 and apart
+            ),
+            "adafactor does not run under FSDP2: transformers' keeps factors that are no DTensors; take another "
+            "optimizer, or --launch ddp or zero1": (
+                self.optimizer.name == "adafactor" and any(launch.strategy == "fsdp2" for launch in launches)
+            ),
+        })  # fmt: skip
         for what in (what for what, name in OFFLOADING.items() if name == self.optimizer.name):
             fp16 = self.precision.mixed_precision == "fp16"
             check_offloading(what, self.optimizer.max_grad_norm or 0.0, fp16, self.data.accumulation, bool(launches))
-        if self.optimizer.name == "adafactor" and any(launch.strategy == "fsdp2" for launch in launches):
-            raise UserError(
-                "adafactor does not run under FSDP2: transformers' keeps factors that are no DTensors; take another "
-                "optimizer, or --launch ddp or zero1"
-            )
 
     @classmethod
     def of(cls, model: str = "", **fields: Any) -> TrainingSpec:

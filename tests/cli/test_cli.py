@@ -346,8 +346,6 @@ def test_check_fails_with_exit_code_1(run_cli: Any, config: str, monkeypatch: py
         (("plan", "CONFIG", "--jobs", "-1"), "--jobs"),
         (("plan", "CONFIG", "--jobs", "99999"), "--jobs"),
         (("check", "CONFIG", "--policy", "full", "--seed", "9" * 30), "--seed"),
-        (("estimate", "CONFIG", "--lora", "4", "--lora-targets", ","), "--lora-targets ',': names nothing"),
-        (("estimate", "CONFIG", "--freeze", ", "), "--freeze ', ': names nothing"),
         (
             ("estimate", "CONFIG", "--device", "t4", "--html", "a", "--perfetto", "./a"),
             "--html and --perfetto: each needs",

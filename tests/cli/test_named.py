@@ -14,7 +14,7 @@ from ckpt_ft.cli import main as cli
 from ckpt_ft.cli.named import named, unpacked
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.flags import fields_of
-from ckpt_ft.spec.training_file import read_training
+from ckpt_ft.spec.training_file import read_training_file
 from ckpt_ft.spec.training_spec import TrainingSpec
 
 
@@ -78,7 +78,7 @@ def test_output_of_a_trainer_has_the_settings_of_its_run(tmp_path: Path) -> None
     )
     found = named(str(tmp_path))
     assert found.content is not None
-    read = read_training(dict(found.content), found.file, found.kind)
+    read = read_training_file(found.file, found.kind, content=found.content)
     spec = TrainingSpec.of(read.model, **fields_of({**read.flags, **found.flags}))
     assert (spec.model.name, spec.trainer.trainer, spec.data.batch_size) == ("Qwen/Qwen3-0.6B", "sft", 3)
     assert (spec.data.seq_length, spec.optimizer.name, spec.adapter.peft) == (

@@ -213,7 +213,7 @@ AXOLOTL_READ = {
     "bf16: full\nflash_attention: true\n": (
         "m --batch-size 2 --seq-length 512 --dtype bfloat16 --attn-implementation flash_attention_2"
     ),
-    "batch_size: 16\nbf16: false\n": "m --batch-size 2 --seq-length 512 --accumulation 8",
+    "batch_size: 16\nbf16: false\n": "m --batch-size 2 --seq-length 512",
     "adapter: lora\nlora_r: 8\nlora_target_modules: 'layers.[01].mlp.(up|down)_proj'\noptimizer: AdamW\n": (
         "m --batch-size 2 --seq-length 512 --dtype bfloat16 --bf16 --lora 8 "
         "--lora-targets 'layers.[01].mlp.(up|down)_proj' --lora-dropout 0.0 --optimizer adamw"

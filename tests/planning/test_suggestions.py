@@ -13,10 +13,10 @@ from model_configs import write_config
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.budget import MemoryBudget
 from ckpt_ft.planning.estimate import suggest, traced_estimate
+from ckpt_ft.planning.methods import offloaded
 from ckpt_ft.planning.results import Suggestion, Suggestions
 from ckpt_ft.planning.search import blocks_to_swap
 from ckpt_ft.planning.tracing import trace_policies
-from ckpt_ft.spec.flags import offloaded
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
 

@@ -91,7 +91,7 @@ def test_our_accelerate_configs_are_read() -> None:
             "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, zero_quantized_weights: true}",
             r"deepspeed_config.zero_quantized_weights: True: ZeRO\+\+ is not predicted",
         ),
-        ("- a", "not an accelerate configuration"),
+        ("- a", "expected an accelerate configuration"),
         ("a: [", "is not valid YAML"),
     ],
 )

@@ -105,7 +105,7 @@ def test_deepspeed_file_is_read(tmp_path: Path) -> None:
     assert (filled.reduce_bucket_size, filled.prefetch_bucket_size) == (64 * 64, 5_000_000)
     for options, message in (
         ({"zero_quantized_weights": True}, "zero_quantized_weights: True: only DeepSpeed.s default is predicted"),
-        ({"reduce_bucket_size": "many"}, "reduce_bucket_size: many: give a number of elements"),
+        ({"reduce_bucket_size": "many"}, "reduce_bucket_size many: give a whole number"),
         ({"buckets": 3}, "no setting .zero_optimization.buckets."),
         ({"offload_param": {"device": "nvme", "buffer_size": "x"}}, "offload_param.buffer_size: x: give a number"),
         ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "the whole optimizer is predicted in host memory"),
