@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,17 +46,20 @@ def read_json(kind: type[T], text: str | bytes, source: str, meant: str) -> T:
 
 
 def load_yaml(path: str | Path, source: str) -> Any:
-    """Returns the content of a YAML file; `source` names it in the error.
+    """Returns the content of a YAML or .json file; `source` names it in the error.
 
     Raises:
-        UserError: it cannot be read, or it is not YAML.
+        UserError: it cannot be read, or it is neither.
     """
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        return json.loads(text) if Path(path).suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise UserError(f"{source}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueErrors of encodings, dates and numbers
-        raise UserError(f"{source} is not valid YAML: {one_line(error, 300)}") from error
+        raise UserError(
+            f"{source} is not valid {'JSON' if Path(path).suffix == '.json' else 'YAML'}: {one_line(error, 300)}"
+        ) from error
 
 
 def load_entries(path: str | Path, source: str, meant: str) -> dict[str, Any]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.validation import library_reads
+from ckpt_ft.errors import UserError
+from ckpt_ft.validation import library_reads, load_entries
 
-from .settings import read_settings, table
+from .settings import keys_of, read_settings, table
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -34,14 +33,8 @@ def read_peft(
         UserError: the file cannot be read, is not a PEFT configuration, or asks for what is not modelled.
     """
     path = Path(given) / ADAPTER_CONFIG if not given.startswith("{") and Path(given).is_dir() else Path(given)
-    try:
-        text = given if given.startswith("{") else path.read_text(encoding="utf-8")
-        content = json.loads(text)
-    except OSError as error:
-        raise UserError(f"{asked}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{asked}: not JSON ({one_line(error, 200)})") from error
-    if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
+    content = keys_of(given, asked) if given.startswith("{") else load_entries(path, asked, "a configuration of PEFT")
+    if not isinstance(content.get("peft_type"), str):
         raise UserError(f"{asked}: no configuration of PEFT: it names no peft_type")
     named = {name: value for name, value in content.items() if name in table()["peft"]}
     read_settings(named, ["peft"], asked, ignored, left_out=left_out)

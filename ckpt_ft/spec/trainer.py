@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_ft.errors import UserError
 
-from .settings import KEYS, KINDS, LEFT_OUT, REFUSED, entry_of
+from .settings import KEYS, KINDS, LEFT_OUT, REFUSED, Entry, entry_of
 
 
 def check_live(args: Any) -> None:
@@ -18,18 +18,14 @@ def check_live(args: Any) -> None:
     sections = KINDS.get(kind_of(type(args).__name__), ("transformers",))
     for name, value in _settings(args).items():
         entry = entry_of(name, sections)
-        if entry is None or (entry.kind != KEYS and entry.of(value).kind not in _NOT_LIVE):
-            continue
-        if entry.kind != KEYS:
-            raise UserError(f"{name}: {value}: {entry.of(value).text}")
-        content = getattr(value, "__dict__", value)
-        for key, inner in content.items() if isinstance(content, dict) else ():
-            part = entry_of(key, [entry.text])
-            if part is not None and part.of(inner).kind in _NOT_LIVE:
-                raise UserError(f"{name}.{key}: {inner}: {part.of(inner).text}")
-
-
-_NOT_LIVE = (LEFT_OUT, REFUSED)
+        parts: dict[str, tuple[Entry | None, Any]] = {name: (entry, value)}
+        if entry is not None and entry.kind == KEYS:
+            keys = getattr(value, "__dict__", value)
+            inner = keys if isinstance(keys, dict) else {}
+            parts = {f"{name}.{key}": (entry_of(key, [entry.text]), given) for key, given in inner.items()}
+        for path, (own, given) in parts.items():
+            if own is not None and own.of(given).kind in (LEFT_OUT, REFUSED):
+                raise UserError(f"{path}: {given}: {own.of(given).text}")
 
 
 def kind_of(name: str) -> str:
