@@ -456,8 +456,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
-def test_killed_run_leaves_no_process_or_shared_memory(number: signal.Signals) -> None:
+def test_killed_run_leaves_no_process_or_shared_memory() -> None:
     """Pinned memory belongs to the process and is freed with it."""
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     with subprocess.Popen(
@@ -466,9 +465,9 @@ def test_killed_run_leaves_no_process_or_shared_memory(number: signal.Signals) -
     ) as run:  # fmt: skip
         assert run.stdout is not None
         assert run.stdout.readline() == "step\n"
-        run.send_signal(number)
+        run.kill()
         run.communicate(timeout=60)
-    assert run.returncode in (-number, 1)
+    assert run.returncode == -signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)
     left = set(os.listdir("/dev/shm")) - before if os.path.isdir("/dev/shm") else set()
