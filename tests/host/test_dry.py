@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 from typer.testing import CliRunner
 
@@ -27,13 +28,19 @@ def dry(name: str, *args: str, device: str = "", policies: tuple[str, ...] = (AS
     return ask(Question(Script(str(SCRIPTS / name), args), gpu, policies))
 
 
+@pytest.fixture(autouse=True)
+def _forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts' processes do not import the libraries again, except in the test of the command."""
+    if request.node.name != "test_the_command":
+        monkeypatch.setattr(subprocess, "Popen", forked_python.Popen)
+
+
 def live(name: str, *args: str, steps: int = 3) -> int:
     """The highest peak of a script's steps, in bytes."""
-    ran = subprocess.run(
+    ran = forked_python.run(
         [sys.executable, str(HERE / "live_peak.py"), str(steps), str(SCRIPTS / name), *args],
-        capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+        {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert ran.returncode == 0, ran.stderr
     return int(ran.stdout.split("peak ")[1])
 

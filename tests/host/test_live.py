@@ -7,15 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 
 HERE = Path(__file__).parent
-ENVIRONMENT = {
-    **os.environ, "PYTHONPATH": str(HERE.parents[1]), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"
-}  # fmt: skip
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def command(*words: str) -> list[str]:
@@ -23,7 +23,7 @@ def command(*words: str) -> list[str]:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), capture_output=True, text=True, env=ENVIRONMENT)
+    return forked_python.run(command(*words), ENVIRONMENT)
 
 
 def hosted(folder: Path, *words: str) -> list[str]:
@@ -75,17 +75,14 @@ def test_an_error_ends_with_the_report(ending: str, code: int, said: str, tmp_pa
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_with_the_report(number: int, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        command(*hosted(tmp_path), "loop.py", "waits"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=ENVIRONMENT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 2"):
-            break
+    words, log = command(*hosted(tmp_path), "loop.py", "waits"), tmp_path / "log"
+    with log.open("w") as file:
+        process = forked_python.Popen(words, stdout=file, stderr=file, env=ENVIRONMENT)
+    while "step 2" not in log.read_text():
+        assert process.process.is_alive(), log.read_text()
+        time.sleep(0.02)
     process.send_signal(number)
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    assert process.wait(60) == 128 + number
     assert report(tmp_path)["ranks"][0]["steps"] == 3
 
 
@@ -99,9 +96,7 @@ def test_a_signal_ends_with_the_report(number: int, tmp_path: Path) -> None:
     ],
 )
 def test_refused_in_one_line(words: list[str], said: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "ckpt_ft.run", *words], capture_output=True, text=True, env=ENVIRONMENT
-    )
+    ended = forked_python.run([sys.executable, "-m", "ckpt_ft.run", *words], ENVIRONMENT)
     assert ended.returncode == 2
     assert said in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
