@@ -6,19 +6,22 @@ import io
 import json
 import pickle
 import re
+import shlex
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.spec.defaults import LORA_R
 from ckpt_ft.spec.peft_file import ADAPTER_CONFIG
 from ckpt_ft.spec.settings import KINDS
 from ckpt_ft.spec.trainer import kind_of
 from ckpt_ft.spec.training_file import MODELS, read_yaml
-from ckpt_ft.workloads.model_config import find_model, hub_answers, hub_id
+from ckpt_ft.workloads.model_config import find_model, hub_answers, hub_id, names
 
 SAVED_ARGUMENTS = "training_args.bin"  # of a Trainer's output directory
 _MADE = ("mixed_precision", "distributed_state", "deepspeed_plugin", "hf_deepspeed_config")  # from the others
@@ -154,6 +157,8 @@ def packed_copy(name: str) -> Named | None:
         bits = 0 if end["whole"] else 8 if end["eight"] else 4
         base = base[: end.start()]
     model = next((known for last in ("", "-hf") if find_model(known := hub_id(base + last))), "")
+    if not model and base != name and "/" not in name:
+        model = alike(_WORDS.findall(base.lower()))
     if not model or (name.count("/") == 1 and name.endswith(f"/{base}") and hub_answers()):
         return None
     packed = {"load_in_4bit": True, "double_quant": True} if bits == 4 else {"load_in_8bit": True} if bits else {}
@@ -166,15 +171,62 @@ def unpacked(model: str, flags: dict[str, Any]) -> tuple[str, dict[str, Any], tu
 
     Packed weights are frozen: without adapters of the user's own they get LoRA.
     """
-    copy = None if not model or find_model(model) or Path(model).exists() else packed_copy(model)
+    known = not model or find_model(model) or Path(model).exists()
+    copy = None if known else packed_copy(model) or (None if "/" in model else spoken(model))
     if copy is None:
         return model, flags, ()
     flags = {**({} if flags.get("load_in_8bit") else copy.flags), **flags}
     notes = copy.notes
-    if copy.flags and not any(flags.get(name) for name in _ADAPTERS):
+    if any("bit" in name for name in copy.flags) and not any(flags.get(name) for name in _ADAPTERS):
         flags["lora_r"] = LORA_R
         notes = (*notes, f"packed weights are frozen: LoRA of rank {LORA_R} trains; --lora changes it")
     return copy.model, flags, notes
+
+
+def spoken(name: str) -> Named | None:
+    """The known model that people mean by a family, a size and a method ("llama 3 8b", "SDXL LoRA"); None for none.
+
+    Raises:
+        UserError: a method without a model, or a card.
+    """
+    said = _WORDS.findall(re.sub(r"\bsd(?=\d)", "stable diffusion ", name.lower()))
+    words = [word for word in said if word not in {*_SAID, "model"}]
+    flags = {flag: value for word in said for flag, value in _SAID.get(word, {}).items()}
+    model = find_model(hub_id(" ".join(words)))
+    found = model.name if model else alike(words)
+    if found:
+        return Named(found, flags=flags, notes=(f"{name} is answered as {found}",))
+    if flags:
+        raise UserError(f"'{name}': name a model too, one of `ckpt-ft models`: 'Qwen3-0.6B {name}'")
+    with suppress(UserError):
+        find_gpu(name)
+        said = []
+    if not said:
+        raise UserError(f"'{name}' is a card: `ckpt-ft where --device {shlex.quote(name)}` says what it trains")
+    return None
+
+
+def alike(words: Sequence[str]) -> str:
+    """The known model with all of `words` in its name, in order, and the fewest others; "" if there is none."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for known, model in names().items() if words else ():
+        own = _WORDS.findall(known.rpartition("/")[2].lower())
+        rest = iter(own)
+        if all(any(f"{have}.".startswith(f"{word}.") for have in rest) for word in words):
+            newer = sum(word not in own for word in words)  # llama 3 is 3.1, too
+            found[known] = newer, model.family != "language", len(own), len(known)
+    return min(found, key=found.__getitem__, default="")
+
+
+_WORDS = re.compile(r"\d+(?:\.\d+)?[bm]?|[a-z]+")
+_SAID: dict[str, dict[str, Any]] = {
+    "lora": {"lora_r": LORA_R},
+    "qlora": {"lora_r": LORA_R, "load_in_4bit": True},
+    **{name: {"trainer": name} for name in ("sft", "dpo", "kto", "reward", "grpo", "rloo")},
+    **{name: {"task": "embedding"} for name in ("embedding", "embeddings", "embedder")},
+    **{name: {"task": "reranker"} for name in ("reranker", "reranking")},
+    **{name: {"task": "text-classification"} for name in ("classifier", "classification")},
+}
 
 
 class _Plain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,64 @@ def test_output_of_a_trainer_has_the_settings_of_its_run(tmp_path: Path) -> None
     assert read.left_out == ()
 
 
+@pytest.mark.parametrize(
+    ("said", "model", "flags"),
+    [
+        ("bert", "bert-base-uncased", {}),
+        ("llama 3.1 8b", "meta-llama/Llama-3.1-8B", {}),
+        ("qwen3 8b qlora", "Qwen/Qwen3-8B", {"lora_r": 16, "load_in_4bit": True}),
+        ("SDXL LoRA", "stabilityai/stable-diffusion-xl-base-1.0", {"lora_r": 16}),
+        ("flux-schnell", "black-forest-labs/FLUX.1-schnell", {}),
+        ("sd3.5 medium", "stabilityai/stable-diffusion-3.5-medium", {}),
+        ("resnet50", "microsoft/resnet-50", {}),
+        ("bge large embedding", "BAAI/bge-large-en", {"task": "embedding"}),
+        ("reward model qwen3 0.6b", "Qwen/Qwen3-0.6B", {"trainer": "reward"}),
+        (
+            "llama-3-8b-Q4_K_M",
+            "meta-llama/Meta-Llama-3-8B",
+            {"load_in_4bit": True, "double_quant": True, "lora_r": 16},
+        ),
+    ],
+)
+def test_model_is_found_by_what_people_say(said: str, model: str, flags: dict[str, Any]) -> None:
+    found, given, notes = unpacked(said, {})
+    assert (found, given) == (model, flags)
+    assert notes[0].startswith(f"{said} is answered as {model}")
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("RTX 3060 12GB", "is a card: `ckpt-ft where --device 'RTX 3060 12GB'` says what it trains"),
+        ("8GB", "is a card: `ckpt-ft where --device 8GB`"),
+        ("embedding model", "name a model too"),
+    ],
+)
+def test_card_or_a_task_is_no_model(said: str, answer: str) -> None:
+    with pytest.raises(UserError, match=re.escape(answer)):
+        unpacked(said, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("kohya.toml", 'network_dim = 32 # rank\nresolution = "1024,768"\ntrain_batch_size = 2\n',
+         "Kohya's: name the model and say the rest: ckpt-ft estimate MODEL --lora 32 --batch-size 2 --res"),
+        ("tuner.json", '{"--model_family": "flux", "--lora_rank": 8, "--gradient_checkpointing": "true"}',
+         "SimpleTuner's: name the model and say the rest: ckpt-ft estimate MODEL --lora 8 --policy full"),
+        ("other.toml", "a = 1\n", "no training file that is known"),
+    ],
+)  # fmt: skip
+def test_file_that_names_no_model_says_how_to_ask(
+    name: str, text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_text(text)
+    for words in ([str(tmp_path / name)], ["--config", str(tmp_path / name)]):
+        monkeypatch.setattr(sys, "argv", ["ckpt-ft", "estimate", *words])
+        with pytest.raises(UserError, match=re.escape(says)):
+            cli._main()
+
+
 def test_pickle_of_a_run_runs_no_code(tmp_path: Path) -> None:
     class Harmful:
         def __reduce__(self) -> tuple[object, ...]:
@@ -135,6 +194,9 @@ def test_file_in_place_of_a_model_is_answered_without_what_excludes_it(
     assert [line.partition(":")[0] for line in found["left_out"]] == ["qat", "use_liger_kernel, liger_kernel_config"]
     assert said.count("not modelled: ") == 2
     assert found["batch_size"] == 2
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", "max-batch", str(file), "--device", "t4", "--max-batch-size", "4"])
+    assert cli._main() == 0
+    assert capsys.readouterr().err.count("not modelled: ") == 2
     for words in ([str(file), "--strict"], [model, "--liger"]):
         monkeypatch.setattr(sys, "argv", ["ckpt-ft", "estimate", *words, "--device", "t4"])
         with pytest.raises(UserError, match="qat: ...: the fake|Liger's kernels of 'gpt_neox' are not modelled"):
