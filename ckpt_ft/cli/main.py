@@ -12,19 +12,23 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 import ckpt_ft
-from ckpt_ft.errors import UserError, one_line, run
+from ckpt_ft.errors import UserError, did_you_mean, one_line, run
 from ckpt_ft.spec.settings import typed_as
+from ckpt_ft.workloads.model_config import find_model
 
 from . import app as browser
 from . import catalogue, dry_run, estimate, max_length, planning, policies, recipe, where
 from . import run as script_run
+from .named import unpacked
 from .params import GroupedCommand, words_in_our_names
 
 
@@ -70,7 +74,8 @@ def main() -> None:
 
 def _main() -> int:
     try:
-        done = _commands()(words_in_our_names(sys.argv[1:], _switches) or ["--help"], standalone_mode=False) or 0
+        words = words_in_our_names(_with_command(sys.argv[1:]), _switches) or ["--help"]
+        done = _commands()(words, standalone_mode=False) or 0
     except typer.Exit as stop:
         return stop.exit_code
     except _UsageError as error:
@@ -80,6 +85,29 @@ def _main() -> int:
     if isinstance(done, KeyboardInterrupt):
         raise done
     return done
+
+
+def _with_command(words: Sequence[str]) -> Sequence[str]:
+    """`words` with their command: what names a model or a training file is `estimate`'s.
+
+    Raises:
+        UserError: the first word is neither.
+    """
+    word = words[0] if words else ""
+    if not word or word.startswith("-") or word in _commands().commands:
+        return words
+    is_file = Path(word).exists() or Path(word).suffix in (".py", ".yaml", ".yml", ".json", ".toml")
+    if is_file or find_model(word) or unpacked(word, {})[2]:
+        print(f"note: ckpt-ft estimate {word}", file=sys.stderr)
+        return ["estimate", *words]
+    close = did_you_mean(word, _commands().commands)
+    raise UserError(f"no command '{word}'{close} ({_GUIDE})")
+
+
+_GUIDE = (
+    "estimate MODEL: does it fit? where --device CARD: what does a card train? max-batch, max-length: how much fits? "
+    "plan: the fastest way; dry-run SCRIPT.py: your own script; report FILE: what did a run use? --help lists all"
+)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:

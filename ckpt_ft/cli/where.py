@@ -37,7 +37,10 @@ _MOST_GPUS = 8
 )  # fmt: skip
 def where(
     spec: TrainingSpec,
-    device: Annotated[str, typer.Option("--device", help="cards, e.g. rtx-4090,h100 [default: common ones]")] = "",
+    device: Annotated[
+        str,
+        typer.Option("--device", "--gpu", "--card", "--vram", help="cards, e.g. rtx-4090,h100 [default: common ones]"),
+    ] = "",
     seq_length: Annotated[
         str, typer.Option("--seq-length", help="tokens of a sequence, e.g. 1024,8192 [default: 1024]")
     ] = "",

@@ -312,7 +312,7 @@ def find_gpu(name: str) -> GPU:
     known, plain = _names(), _plain(name)
     if plain in known:
         return GPUS[known[plain]]
-    name = _BESIDE.sub(" ", name).strip()
+    name = _BESIDE.sub(" ", f"{name}GB" if name.isdecimal() else name).strip()
     size = _SIZE.search(name)
     if size is not None and size[0] == name:
         card = _resized(GPUS[_OF_SIZE], name)
@@ -320,7 +320,7 @@ def find_gpu(name: str) -> GPU:
         return replace(card, name=f"a card of {format_bytes(card.memory)}", note=note, sized=True)
     bare = _plain(_SIZE.sub(" ", name))
     sizes = {card: GPUS[card].memory / GIB for key, card in known.items() if re.fullmatch(rf"{bare}(\d+gb)?", key)}
-    if size is None and sizes:
+    if size is None and sizes and bare:
         return GPUS[known.get(re.sub("^[rg]tx", "", bare)) or min(sizes, key=sizes.__getitem__)]
     if size is not None and sizes:
         asked = float(size[1]) / (1024 if size[2].lower() == "m" else 1)

@@ -447,6 +447,7 @@ class HostSpec(Part):
         "",
         "a GPU by any of its names, 2xh100, 'rtx-4090 48GB', a size (8GB), cpu, or here (`ckpt-ft calibrate`); "
         "default: the GPU at hand, or a100-80gb",
+        also=("gpu", "card", "vram"),
     )
     budget: Annotated[int, Interval(ge=0, le=2**62)] | None = setting(
         None,

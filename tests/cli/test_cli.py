@@ -365,7 +365,7 @@ def test_check_fails_with_exit_code_1(run_cli: Any, config: str, monkeypatch: py
         (("explain", "DIRECTORY"), "no config.json"),
         (("report", "DIRECTORY"), "recipes write memory_report.json"),
         (("check", "CONFIG", "--policy", "auto"), "chooses a policy for a budget"),
-        (("nothing",), "No such command"),
+        (("nothing",), "no command 'nothing' (estimate MODEL: does it fit?"),
     ],
 )
 def test_bad_input_is_one_line(run_cli: Any, config: str, tmp_path: Path, argv: tuple[str, ...], says: str) -> None:
