@@ -82,7 +82,7 @@ def max_length(
         console.print(_next_term(found.next_term, found.length), markup=False)
     for policy, reason in found.rejected.items():
         console.print(f"not possible: {reason if policy in reason else f'{policy}: {reason}'}", markup=False)
-    for note in found.notes:
+    for note in (*found.notes, *["~: scaled from shorter sequences"] * any(one.scaled for one in found.ladder)):
         console.print(f"note: {note}", markup=False)
     console.print(f"train the first of these: {command}", markup=False, soft_wrap=True)
 
@@ -122,7 +122,7 @@ def _ladder(spec: TrainingSpec, found: MaxLength, device: str) -> Table:
         (
             *([one.launch.sharing if one.launch else ""] if spec.launch.launches else []),
             one.policy,
-            f"{one.length:,}",
+            f"{'~' * one.scaled}{one.length:,}",
             format_bytes(one.peak_allocated),
             format_bytes(one.peak_reserved),
             format_number(one.seconds),

@@ -2,8 +2,8 @@
 
 A search over lengths is a search over batch sizes in which a "sample" is a piece of every sequence, `GRANULARITY`
 tokens long. So `by_length` turns a workload into one of pieces, and the estimates and real steps of
-`find_max_batch_size` do the rest. Every length that is shown has been traced at that length, on several GPUs of a deep
-model with fewer blocks.
+`find_max_batch_size` do the rest. The longest length has been traced at that length, on several GPUs of a deep model
+with fewer blocks; those of other policies are scaled from shorter sequences.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ckpt_ft.checkpointing.head import fused_loss
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.memory.gpus import gpu_of
-from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import MOST
@@ -51,6 +50,7 @@ class LongestSequence:
         peak_allocated, peak_reserved: bytes.
         seconds: of one optimizer step.
         tokens_per_second: of one process.
+        scaled: whether the figures are scaled from traces of shorter sequences.
     """
 
     policy: str
@@ -60,14 +60,15 @@ class LongestSequence:
     seconds: float
     tokens_per_second: float
     launch: Launch | None = None
+    scaled: bool = False
 
     @classmethod
-    def of(cls, candidate: Candidate, granularity: int, batch_size: int) -> LongestSequence:
+    def of(cls, candidate: Candidate, granularity: int, batch_size: int, scaled: bool = False) -> LongestSequence:
         """The sequence of a candidate whose samples are pieces of `granularity` tokens."""
         length = candidate.batch * granularity
         return cls(
             candidate.policy, length, candidate.peak, candidate.reserved, candidate.seconds,
-            batch_size * granularity * candidate.samples_per_second, candidate.launch,
+            batch_size * granularity * candidate.samples_per_second, candidate.launch, scaled,
         )  # fmt: skip
 
 
@@ -232,7 +233,11 @@ def predict_max_length(
             )
         best = estimates.tracer.trace_of(candidates[0].policy, candidates[0].batch)
         more = None if launches or not next_term else _next_term(estimates, candidates[0], granularity, batch_size)
-    ladder = [LongestSequence.of(candidate, granularity, batch_size) for candidate in candidates]
+        traced = estimates.tracer.traced
+    ladder = [
+        LongestSequence.of(one, granularity, batch_size, not launches and (one.policy, one.batch) not in traced)
+        for one in candidates
+    ]
     length = ladder[0].length
     holders, notes = ([], [_EXTENDED]) if isinstance(estimates, Extended) else (best.grouped_holders(8), [])
     return MaxLength(
@@ -247,37 +252,28 @@ def _settled(
     jobs: int = 1,
     on_fit: Callable[[Candidate], None] = lambda one: None,
 ) -> list[Candidate]:
-    """The candidate of every policy that fits, each traced at its own length, the longest first.
+    """The candidate of every policy that fits, the longest first: traced at its own length; others are scaled.
 
-    on_fit: called with each candidate that fits.
+    on_fit: called with each traced candidate that fits.
     """
     estimates.trace_candidates(policies)
     tracer = estimates.tracer
     tracer.end_processes()  # those of `run_tasks` begin with the traces so far
-    report = tracer.report
-
-    def tell(said: Candidate | str) -> None:
-        report(said) if isinstance(said, str) else on_fit(said)
-
     searched = [one for one in reversed(estimates.anchors) if one not in estimates.bests]  # the slow ones first
-    tasks = [partial(_longest, estimates, policy) for policy in searched]
-    for number, found in run_tasks(tasks, jobs, tell):
-        estimates.bests[searched[number]] = None
-        for batch, trace in found.items():
-            tracer.traced[searched[number], batch] = trace
-            one = estimates.estimate(searched[number], batch)
-            estimates.bests[one.policy] = one if estimates.room.fits(one) else None
-    return sorted(estimates.candidates(), key=better(_TARGET), reverse=True)
+    for number, found in run_tasks([partial(_scaled, estimates, policy) for policy in searched], jobs):
+        estimates.bests[searched[number]] = found
+    proved: set[str] = set()
+    while candidates := sorted(estimates.candidates(), key=better(_TARGET), reverse=True):
+        if candidates[0].policy in proved:
+            break
+        proved.add(candidates[0].policy)
+        trace_final_batches([(estimates, candidates[0])], on_fit)
+    return candidates
 
 
-def _longest(estimates: Estimates, policy: str, tell: Callable[[Candidate | str], None]) -> dict[int, StepTrace]:
-    """The largest batch of `policy`, and its trace; {} if none fits."""
-    estimates.tracer.report = tell
-    if (one := estimates.best(policy)) is None:
-        return {}
-    trace_final_batches([(estimates, one)], tell)
-    one = estimates.best(policy)
-    return {} if one is None else {one.batch: estimates.tracer.trace_of(policy, one.batch)}
+def _scaled(estimates: Estimates, policy: str, tell: Callable[[str], None]) -> Candidate | None:
+    """The largest batch of `policy` by its traces so far; None if none fits."""
+    return estimates.best(policy)
 
 
 def _next_term(estimates: Estimates, found: Candidate, granularity: int, batch_size: int) -> NextTerm | None:
