@@ -28,7 +28,7 @@ def question_of(spec: TrainingSpec) -> dict[str, Any]:
     processor, config = read_processor(name) if spec.data.images else {}, read_config(name)
     parts = read_parts(name) if config.get("_class_name") else {}
     return {
-        "spec": spec.fingerprint(),
+        "spec": spec,
         "config": config,
         "processor": processor,
         "parts": parts,

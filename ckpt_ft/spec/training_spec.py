@@ -6,10 +6,8 @@ plans and printed commands are made from it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -588,15 +586,6 @@ class TrainingSpec:
         passed = f" ({', '.join(self.host.ignored)} ignored)" if self.host.ignored else ""
         task = "" if self.model.task in ("", "causal-lm") else f" as {self.model.task}"
         return self.model.name + task + passed
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every field as plain data."""
-        return asdict(self)
-
-    def fingerprint(self) -> str:
-        """A digest of every field; equal specs have equal digests."""
-        text = json.dumps(self.to_dict(), sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 PARTS: dict[str, Any] = {

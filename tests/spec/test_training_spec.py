@@ -58,8 +58,8 @@ def test_edit_is_checked_and_does_not_change_the_original() -> None:
     edited = spec.edit(seq_length=64, policy="none")
     assert (edited.data.seq_length, edited.policy, edited.adapter.lora_r) == (64, "none", 8)
     assert (spec.data.seq_length, spec.policy) == (None, "full")
-    assert spec.fingerprint() == TrainingSpec.of("gpt2", lora_r=8, load_in_8bit=True, policy="full").fingerprint()
-    assert len({spec.fingerprint(), edited.fingerprint(), edited.edit(policy="full").fingerprint()}) == 3
+    assert str(spec) == str(TrainingSpec.of("gpt2", lora_r=8, load_in_8bit=True, policy="full"))  # keys of a cache
+    assert len({str(spec), str(edited), str(edited.edit(policy="full"))}) == 3
     with pytest.raises(UserError, match="weights in 4 bits and in 8 bits"):
         spec.edit(load_in_4bit=True)
     with pytest.raises(UserError, match="8-bit weights cannot be trained themselves"):
