@@ -59,6 +59,9 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
             trainer = _build(workload.model, spec)
     trainer.use_vllm = vllm_share(spec) is not None
     trainer.current_gradient_accumulation_steps = spec.data.accumulation  # set where training begins
+    if workload.autocast is not None and not (workload.launch is not None and workload.launch.stage):
+        device = "cpu" if workload.device == "cpu" else "cuda"  # the reference runs under it, too
+        trainer.accelerator.autocast = partial(torch.autocast, device, workload.autocast)
     own_loss = loss_of(trainer)
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
