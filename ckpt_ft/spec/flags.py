@@ -80,17 +80,13 @@ def flags() -> dict[str, Flag]:
         if own.flag is not None:
             typed = own.setting.typed or own.flag
             options = dict.fromkeys(map(option_of, (typed, *own.setting.also)))
-            found.append(Flag(own.flag, own.flag_type, own.setting.help, tuple(options), _default(own), own.part))
+            default = "" if own.default in (None, "", (), False) else str(own.default)
+            default = own.setting.default_text or default
+            found.append(Flag(own.flag, own.flag_type, own.setting.help, tuple(options), default, own.part))
         switches = own.setting.switches
         found += [Flag(one.name, bool, one.help, (option_of(one.name),), part=own.part) for one in switches]
     found += [Flag(name, kind, text, (option_of(name),)) for name, kind, text in _LAUNCH]
     return {flag.name: flag for flag in found}
-
-
-def _default(own: Declared) -> str:
-    if own.setting.default_text or own.default in (None, "", (), False):
-        return own.setting.default_text
-    return str(own.default)
 
 
 def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:

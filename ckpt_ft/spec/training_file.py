@@ -345,12 +345,14 @@ class _Entries:
         policy, every = self.get("policy"), self.get("every_n_layers")
         if policy and policy != "auto":
             return str(policy)
-        terms, inner = [], {str(key).removeprefix("fsdp_"): value for key, value in self._fsdp_options().items()}
-        if (self.get("checkpointing") and not self.get("no_checkpointing")) or inner.get("activation_checkpointing"):
-            terms.append(f"every:{every}" if every and every != 1 else "full")
-        if self.get("activation_offloading") or self.given.get("checkpointing") == "offload":
-            terms.append("offload")
-        return ",".join([*terms, *(["tile"] if self.get("tiled_mlp") else [])])
+        inner = {str(key).removeprefix("fsdp_"): value for key, value in self._fsdp_options().items()}
+        own = self.get("checkpointing") and not self.get("no_checkpointing")
+        terms = {
+            f"every:{every}" if every and every != 1 else "full": own or inner.get("activation_checkpointing"),
+            "offload": self.get("activation_offloading") or self.given.get("checkpointing") == "offload",
+            "tile": self.get("tiled_mlp"),
+        }
+        return ",".join(term for term, asked in terms.items() if asked)
 
     def _fsdp_options(self) -> dict[str, Any]:
         options = self.get("fsdp_config") or {}
@@ -480,9 +482,8 @@ class _Entries:
         if self.get("evaluation") in (None, False, "no") or self.diffusion:
             return {}
         usual = self.get("batch_size") if self.kind == "axolotl" else 8  # of TrainingArguments
-        often = self.get("eval_accumulation_steps")
-        found = {"eval_batch_size": self.get("eval_batch_size") or usual}
-        return {**found, "eval_accumulation_steps": often} if often else found
+        names = {"eval_batch_size": usual, "eval_accumulation_steps": None}
+        return {name: self.get(name) or default for name, default in names.items()}
 
     def _trainer(self) -> dict[str, Any]:
         """TRL's trainer, and the fields of its configuration that the file sets."""
