@@ -2,13 +2,12 @@
 
 Policies that re-run the same operations must match bit for bit. `pointwise` and `head` sum in a different order, so
 they must match to a relative 1e-6 in fp32, or 2**-7 in half precision. For each difference, the report names the
-likely cause. `passing_policies` tries other policies where backward has raised a VerificationError.
+likely cause.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +30,6 @@ REORDERED_TOLERANCE_HALF = 2**-7  # one bf16 rounding in each of the two steps
 CANCELLED = 1e-2
 Install = Callable[[nn.Module], Any]
 Loss = Callable[[nn.Module, Any], torch.Tensor]  # (model, batch) -> scalar
-# The first two re-run no block; the others re-run only parts of each.
-CANDIDATES = ("pointwise", "offload", "modules:attention", "modules:mlp")
 
 
 @dataclass(frozen=True)
@@ -317,28 +314,3 @@ def _in_half_precision(loss: torch.Tensor) -> bool:
 
 def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def passing_policies(model: nn.Module, batch: Any, failed: str, loss: Loss | None) -> str:
-    """A sentence for a step that failed under `failed`: which of `CANDIDATES` change no number of this step.
-
-    `check_parity` tries each: three steps, with the memory of training without a policy and a second set of
-    gradients. If `failed` passes as well, the trial says nothing about the others, and neither does the sentence.
-    """
-    if _passes(model, batch, failed, loss):
-        return (
-            f"one step made alone passes under '{failed}' as well: what differed was changed from outside of the "
-            "model and its loss, and other policies were not tried"
-        )
-    passed = [policy for policy in CANDIDATES if policy != failed and _passes(model, batch, policy, loss)]
-    shown = ", ".join(f"'{policy}'" for policy in passed)
-    return f"tried on this step's batch, passed: {shown or 'none of ' + ', '.join(CANDIDATES)}"
-
-
-def _passes(model: nn.Module, batch: Any, policy: str, loss: Loss | None) -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return check_parity(model, batch, policy, loss=loss).ok
-        except Exception:  # a number differs, the policy matches nothing in this model, or memory runs out
-            return False

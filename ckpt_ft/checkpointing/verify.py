@@ -53,10 +53,6 @@ class VerificationError(WorkFailed):
         super().__init__(message)
         self.region, self.operator, self.differs = region, operator, differs
 
-    def add(self, line: str) -> None:
-        """Append a line to the message."""
-        self.args = (f"{self}\n  {line}",)
-
 
 @dataclass(frozen=True)
 class Schedule:

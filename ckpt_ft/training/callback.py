@@ -18,7 +18,6 @@ from accelerate.utils import send_to_device
 from transformers import TrainerCallback
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 from ckpt_ft.workloads.from_trainer import (
@@ -87,7 +86,6 @@ class ACCallback(TrainerCallback):
             )
         self.session = Session(policy)
         self._loss: Callable[..., torch.Tensor] | None = None  # the trainer's
-        self._micro_batch: tuple[dict[str, Any], dict[str, Any]] | None = None  # the last one, and the loss's options
         self._scalars: dict[str, float] = {}
         self._phases: PhaseRecorder | None = None
 
@@ -173,7 +171,6 @@ class ACCallback(TrainerCallback):
         self.session.begin_step()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._micro_batch = None
         self._scalars = self.session.step() or self._scalars
 
     def on_log(self, *args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -244,30 +241,18 @@ class ACCallback(TrainerCallback):
         def cleaned_up(*args: Any, **kwargs: Any) -> Any:
             try:
                 return train(*args, **kwargs)
-            except BaseException as error:
-                try:
-                    self.session.stop(failed=True)
-                    self._add_passing_policies(error)
-                finally:
-                    self.session.close()
+            except BaseException:
+                self.session.stop(failed=True)
+                self.session.close()
                 raise
 
         return cleaned_up
 
-    def _add_passing_policies(self, error: BaseException) -> None:
-        """Adds to a VerificationError which policies pass on the micro-batch that raised it."""
-        loss, self._micro_batch, micro_batch = self._loss, None, self._micro_batch
-        if isinstance(error, VerificationError) and micro_batch is not None and loss is not None:
-            inputs, options = micro_batch
-            self.session.add_passing_policies(error, inputs, lambda model, batch: loss(model, dict(batch), **options))
-
     def _recording_batches(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `compute_loss` to record its training batches in the profiler, and to keep the last one here."""
+        """Wraps `compute_loss` to record its training batches in the profiler."""
 
         @wraps(compute_loss)
         def recording(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if model.training and self.session.is_alone and len(args) == 1 and isinstance(args[0], Mapping):
-                self._micro_batch = dict(args[0]), kwargs  # a copy: the loss may take entries out
             if model.training and self.session.profiler is not None:
                 plain = (dict(arg) if isinstance(arg, Mapping) else arg for arg in args)  # pytrees know dicts alone
                 self.session.profiler.note_loss(tuple(plain), kwargs)

@@ -27,7 +27,6 @@ from torch import nn
 
 from ckpt_ft.checkpointing.applied_policy import AppliedPolicy, suspended
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line, why_untraceable
 from ckpt_ft.export.holders import holder_line
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
@@ -123,30 +122,6 @@ class Session:
         self.accelerator.print(parity)
         if not parity.ok:
             raise WorkFailed(f"--ac_check: policy {self.policy} changes the numbers of a step; nothing was trained")
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether one process trains, without DeepSpeed: only then can a step be tried under other policies."""
-        state = self.accelerator.state
-        return state.num_processes == 1 and state.deepspeed_plugin is None
-
-    def add_passing_policies(
-        self, error: VerificationError, batch: Any, loss: Callable[..., torch.Tensor] | None = None
-    ) -> None:
-        """Adds to `error` which other policies pass on the step's batch.
-
-        In one process only: the others would wait for what this one computes.
-
-        Args:
-            batch: the step's batch, for `loss`.
-            loss: (model, batch) -> scalar; the model's own loss by default.
-        """
-        from ckpt_ft.checkpointing.parity import passing_policies
-
-        if self.model is None or self.applied is None or not self.is_alone:
-            return
-        with never_fatal("trying other policies"):
-            error.add(passing_policies(self.model, batch, str(self.policy), loss))
 
     def start(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, total_steps: int, output_dir: str

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -142,10 +141,10 @@ def test_policy_keeps_losses_of_a_unet(recipe: ModuleType, tiny: dict[str, str],
     assert train(recipe, tiny["sd2"], tmp_path / "policy", *flags) == plain
 
 
-def test_verification_error_in_the_loop_names_block_and_policies(
+def test_verification_error_in_the_loop_names_the_block(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Activations read a number that differs in backward, so only policies that re-run no block pass."""
+    """Activations read a number that differs in backward."""
     silu = torch.nn.SiLU.forward
     monkeypatch.setattr(
         torch.nn.SiLU, "forward", lambda self, x: silu(self, x) * (1 + (torch._C._current_graph_task_id() != -1))
@@ -154,7 +153,6 @@ def test_verification_error_in_the_loop_names_block_and_policies(
         train(recipe, tiny["sd1"], tmp_path, "--ac_policy", "full")
     assert error.value.region == "down_blocks.0.resnets.0"
     assert (error.value.operator, error.value.differs) == ("MulBackward0", "values")
-    assert re.search(r"tried on this step's batch, passed: 'offload'(,|$)", str(error.value), re.MULTILINE)
 
 
 class OutOfMemoryOnce:

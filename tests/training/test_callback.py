@@ -133,15 +133,16 @@ class Scaled(torch.nn.Module):
         return self.inner(x * float(os.environ["SCALE"]))
 
 
-@pytest.mark.parametrize("around_loss", [True, False])
-def test_error_names_policies_that_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, around_loss: bool) -> None:
+def test_failed_verification_leaves_weights_and_forwards_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SCALE", "1.0")
 
     class Scaling(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             os.environ["SCALE"] = "0.5"
             loss = super().compute_loss(*args, **kwargs)
-            os.environ["SCALE"] = "1.0" if around_loss else "0.5"
+            os.environ["SCALE"] = "1.0"
             return loss
 
     model = tiny()
@@ -149,21 +150,9 @@ def test_error_names_policies_that_pass(tmp_path: Path, monkeypatch: pytest.Monk
         layer.mlp.down_proj = Scaled(layer.mlp.down_proj)
     before = [p.detach().clone() for p in model.parameters()]
     trainer = Scaling(model=model, args=arguments(tmp_path), train_dataset=ROWS)
-    if not around_loss:  # between the loss and backward
-        backward = trainer.accelerator.backward
-
-        def changing(*args: Any, **kwargs: Any) -> None:
-            os.environ["SCALE"] = "2.0"
-            backward(*args, **kwargs)
-
-        trainer.accelerator.backward = changing  # type: ignore[method-assign]
     ACCallback(ACArguments(ac_policy="full", ac_report="none")).attach(trainer)
-    with pytest.raises(VerificationError) as error:
+    with pytest.raises(VerificationError):
         trainer.train()
-    if around_loss:
-        assert "tried on this step's batch, passed: 'pointwise', 'offload', 'modules:attention'" in str(error.value)
-    else:
-        assert "one step made alone passes under 'full' as well: what differed was changed from" in str(error.value)
     assert all(map(torch.equal, model.parameters(), before))
     assert not any("forward" in vars(module) for module in model.modules())
 

@@ -19,7 +19,6 @@ from accelerate.utils import ProjectConfiguration, set_seed
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
 from ckpt_ft.files import write
 from ckpt_ft.training.arguments import ACArguments
@@ -339,14 +338,10 @@ def run_steps(state: TrainingState, data: Data, run: Run) -> int | None:
             micro_batches = note_micro_batches(
                 map(data.noisy, islice(batches, args.gradient_accumulation_steps)), data, memory, state.step == 0
             )
-            try:
-                optimizer_step(
-                    state.model, state.optimizer, micro_batches, compute_loss,
-                    max_grad_norm=args.max_grad_norm, parameters=state.parameters, engine=accelerator,
-                )  # fmt: skip
-            except VerificationError as error:
-                memory.add_passing_policies(error, losses.batch, run.fitted.workload.compute_loss)
-                raise
+            optimizer_step(
+                state.model, state.optimizer, micro_batches, compute_loss,
+                max_grad_norm=args.max_grad_norm, parameters=state.parameters, engine=accelerator,
+            )  # fmt: skip
             memory.step()
             first.made()
             progress.update()
@@ -375,7 +370,6 @@ class LossLog:
         self.accelerator = accelerator
         self.path = Path(output_dir) / LOSSES
         self._losses: list[Tensor] = []
-        self.batch: Batch | None = None  # the last micro-batch of the step that runs
         if accelerator.is_main_process:
             kept = [line for line in read_losses(output_dir) if line["step"] <= step]
             write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
@@ -384,7 +378,6 @@ class LossLog:
         """Returns `compute_loss` wrapped to note each value; this does not synchronize the device."""
 
         def recorded(model: Forward, batch: Batch) -> Tensor:
-            self.batch = batch
             loss = compute_loss(model, batch)
             self._losses.append(loss.detach())
             return loss
@@ -395,7 +388,6 @@ class LossLog:
         """Write, track and return the mean loss since the last call, over all ranks. Called on every rank."""
         loss = self.accelerator.gather(torch.stack(self._losses).mean()).mean().item()
         self._losses.clear()
-        self.batch = None
         if self.accelerator.is_main_process:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "loss": loss, "lr": learning_rate}) + "\n")
