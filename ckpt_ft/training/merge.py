@@ -8,11 +8,8 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.files import make_directory
@@ -22,15 +19,13 @@ from ckpt_ft.validation import is_of_the_disk, library_reads
 
 logger = logging.getLogger(__name__)
 _PROCESSOR_FILES = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-_BASE_CLASS_KEYS = ("base_model_class", "parent_library")  # keys under which PEFT stores the class of the base model
 
 
 def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Path:
     """Merge `adapter` into the weights of its base model and write the result to `output`.
 
     Args:
-        adapter: the output_dir of a recipe: PEFT's (`adapter_config.json`), of a model or of a part of a pipeline, or
-            a pipeline's LoRA (`pytorch_lora_weights.safetensors`). The base of the last two is a whole pipeline.
+        adapter: the output_dir of a recipe, with PEFT's `adapter_config.json`. Diffusers merges those of pipelines.
         output: a directory that does not exist yet, or is empty.
         base: Hub id or directory; by default the one that the adapter names.
         dtype: dtype of the merged weights; "auto" keeps the base's. If the base was trained in 4 bits, its unquantised
@@ -40,13 +35,13 @@ def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Pat
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"--output {output} exists already; give a new directory")
     if (source / PIPELINE_LORA).is_file():
-        merged = _merged_pipeline(source, base, dtype)
-    elif (source / ADAPTER_CONFIG).is_file():
-        merged = _merged_adapter(source, base, dtype)
-    else:
         raise UserError(
-            f"{adapter} holds no adapter: neither {ADAPTER_CONFIG} nor {PIPELINE_LORA}; give a LoRA run's output_dir"
+            f"{adapter} is a LoRA of a pipeline, which diffusers merges: pipe.load_lora_weights({adapter!r}), "
+            "pipe.fuse_lora(), pipe.unload_lora_weights(), pipe.save_pretrained(...)"
         )
+    if not (source / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{adapter} holds no adapter: no {ADAPTER_CONFIG} in it; give a LoRA run's output_dir")
+    merged = _merged_adapter(source, base, dtype)
     if target.is_dir():
         target.rmdir()
     try:
@@ -61,25 +56,24 @@ def _unwritable(output: str, error: OSError) -> UserError | WorkFailed:
 
 
 def _merged_adapter(source: Path, base: str, dtype: str) -> list[Any]:
-    """Returns the model and its tokenizer or processor if it has one; or the pipeline. For PEFT's files."""
+    """Returns the model, and its tokenizer or processor if it has one."""
+    from transformers import AutoConfig
+
     with library_reads(f"{source / ADAPTER_CONFIG} cannot be read"):
         settings = json.loads((source / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         name = base or settings.get("base_model_name_or_path")
-        part, library = (str((settings.get("auto_mapping") or {}).get(key)) for key in _BASE_CLASS_KEYS)
+        library = str((settings.get("auto_mapping") or {}).get("parent_library"))
+    if library.startswith("diffusers"):
+        raise UserError(
+            f"{source} adapts a part of a pipeline: PeftModel.from_pretrained(pipe.<part>, {str(source)!r})"
+            ".merge_and_unload() merges it, and pipe.save_pretrained(...) saves the pipeline"
+        )
     if not name:
         raise UserError(f"{source / ADAPTER_CONFIG} names no base model; give it with --base")
-    with library_reads(_cannot_merge(source, name)):
-        if library.startswith("diffusers"):
-            return _merged_part(source, name, dtype, part)
-        return _merged_model(source, name, dtype)
-
-
-def _merged_model(source: Path, name: str, dtype: str) -> list[Any]:
-    from transformers import AutoConfig
-
-    kind = _class_of(AutoConfig.from_pretrained(name))
-    merged = _merged(kind.from_pretrained(name, dtype=dtype), source, name)
-    return [merged, *_processor(source, name)]
+    with library_reads(f"{source} cannot be merged into its base {name} (another: --base)"):
+        kind = _class_of(AutoConfig.from_pretrained(name))
+        merged = _merged(kind.from_pretrained(name, dtype=dtype), source, name)
+        return [merged, *_processor(source, name)]
 
 
 def _processor(source: Path, base: str) -> list[Any]:
@@ -100,16 +94,6 @@ def _processor(source: Path, base: str) -> list[Any]:
             return []
 
 
-def _merged_part(source: Path, name: str, dtype: str, part: str) -> list[Any]:
-    """Returns the pipeline with the adapter merged into its component of the class `part`."""
-    pipeline = _pipeline(name, dtype)
-    for component, model in pipeline.components.items():
-        if type(model).__name__ == part:
-            setattr(pipeline, component, _merged(model, source, name))
-            return [pipeline]
-    raise UserError(f"{source} is an adapter of a {part}, which {name} does not have; give the pipeline with --base")
-
-
 def _merged(model: Any, source: Path, base: str) -> Any:
     from peft import PeftModel
 
@@ -122,10 +106,6 @@ def _merged(model: Any, source: Path, base: str) -> Any:
         )
     _check_whole(tuned, source, base)
     return tuned.merge_and_unload(safe_merge=True)
-
-
-def _cannot_merge(source: Path, base: str) -> str:
-    return f"{source} cannot be merged into its base {base} (another: --base)"
 
 
 def _check_whole(tuned: Any, source: Path, base: str) -> None:
@@ -156,56 +136,3 @@ def _class_of(config: Any) -> Any:
     if kind is None:
         raise UserError(f"the base's configuration names the class {names or None}, which transformers does not have")
     return kind
-
-
-def _merged_pipeline(source: Path, base: str, dtype: str) -> list[Any]:
-    from safetensors import safe_open
-    from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
-
-    if not base:
-        raise UserError(f"{source} is a pipeline's LoRA, which does not name its base; give the pipeline with --base")
-    with library_reads(_cannot_merge(source, base)):
-        with safe_open(source / PIPELINE_LORA, framework="pt") as file:
-            given = list(file.keys())
-        if any(name.startswith("text_encoder") for name in given):  # diffusers asks when the pipeline is loaded
-            with library_reads(
-                f"LoRA of text encoders in {source}: `pip install 'transformers<5.24'`, or a newer PEFT"
-            ):
-                check_peft_version(MIN_PEFT_VERSION)
-        pipeline = _pipeline(base, dtype)
-        with warnings.catch_warnings():  # PEFT warns of adapted modules that are missing in the file
-            warnings.filterwarnings("error", "While injecting the PEFT adapters", RuntimeWarning)
-            pipeline.load_lora_weights(str(source), weight_name=PIPELINE_LORA)
-        if not pipeline.get_list_adapters():
-            raise UserError(f"{source} holds no LoRA for a part of {base}; give the pipeline that it was trained on")
-        _check_loaded(pipeline, given, source, base)
-        pipeline.fuse_lora()
-        pipeline.unload_lora_weights()
-    return [pipeline]
-
-
-def _check_loaded(pipeline: Any, given: list[str], source: Path, base: str) -> None:
-    """Raises UserError if the file has more or fewer tensors than the adapters loaded from it: diffusers leaves
-    missing tensors at their initial values and ignores unexpected ones. Other naming schemes are not checked."""
-    from peft.utils import get_peft_model_state_dict
-
-    given = [name for name in given if not name.endswith(".alpha")]
-    loaded: list[str] = []
-    for component, (adapter,) in pipeline.get_list_adapters().items():
-        part: Any = getattr(pipeline, component)
-        loaded += get_peft_model_state_dict(part, adapter_name=adapter, save_embedding_layers=False)
-    if all(name.partition(".")[0] in pipeline.components for name in given) and len(given) != len(loaded):
-        raise UserError(
-            f"{source} has {len(given)} tensors, and its LoRA for {base} has {len(loaded)}; give the pipeline that it "
-            "was trained on, or the whole file"
-        )
-
-
-def _pipeline(base: str, dtype: str) -> Any:
-    from diffusers import DiffusionPipeline
-
-    from .diffusion.encoders import dtype_argument
-
-    return DiffusionPipeline.from_pretrained(
-        base, **({} if dtype == "auto" else dtype_argument(getattr(torch, dtype)))
-    )

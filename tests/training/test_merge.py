@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.utils import get_peft_model_state_dict
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -62,46 +60,17 @@ def test_adapters_tokenizer_stays(sample: tuple[Path, Path], tmp_path: Path, cap
     assert "merged without a tokenizer or processor: " in caplog.text
 
 
-def test_merged_pipeline_has_the_adapted_noise(tmp_path: Path) -> None:
-    from diffusers import StableDiffusionPipeline
-    from diffusers.training_utils import _collate_lora_metadata
-    from tiny_unets import make_tiny_pipeline
-
-    make_tiny_pipeline("sd2", 0, (16, 32)).save_pretrained(tmp_path / "base")
-    pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "base")
-    width = pipeline.unet.config.cross_attention_dim
-    inputs = torch.ones(1, pipeline.unet.config.in_channels, 8, 8), torch.tensor([3]), torch.ones(1, 4, width)
-    pipeline.unet.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q"], init_lora_weights=False))
-    with torch.no_grad():
-        wanted = pipeline.unet.eval()(*inputs).sample
-    about = _collate_lora_metadata({"unet": pipeline.unet})  # as the recipe stores it
-    StableDiffusionPipeline.save_lora_weights(tmp_path / "lora", get_peft_model_state_dict(pipeline.unet), **about)
-
-    with pytest.raises(UserError, match="does not name its base; give the pipeline with --base"):
-        merge(str(tmp_path / "lora"), str(tmp_path / "merged"))
-    file = tmp_path / "lora" / "pytorch_lora_weights.safetensors"
-    weights = load_file(file)
-    with safe_open(file, framework="pt") as saved:
-        settings = saved.metadata()
-    for lacking in (1, len(weights) // 2):
-        save_file(dict(sorted(weights.items())[lacking:]), file, settings)
-        with pytest.raises(UserError, match=rf"has {len(weights) - lacking} tensors, .* has|lora.* cannot be merged"):
-            merge(str(tmp_path / "lora"), str(tmp_path / "merged"), base=str(tmp_path / "base"))
-    save_file(weights, file, settings)
-    merge(str(tmp_path / "lora"), str(tmp_path / "merged"), base=str(tmp_path / "base"))
-    merged = StableDiffusionPipeline.from_pretrained(tmp_path / "merged").unet
-    with torch.no_grad():
-        assert torch.allclose(merged(*inputs).sample, wanted, atol=1e-5)
-
-
-def test_lora_of_text_encoders_needs_the_peft_that_transformers_asks_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Refused before the pipeline loads: the base does not exist."""
-    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.0")
-    save_file({"text_encoder.layer.lora_A.weight": torch.ones(2, 2)}, tmp_path / "pytorch_lora_weights.safetensors")
-    with pytest.raises(UserError, match=r"LoRA of text encoders in .*'transformers<5.24'.* a version >= 99.0"):
-        merge(str(tmp_path), str(tmp_path / "merged"), base="no/pipeline")
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("pytorch_lora_weights.safetensors", "", r"pipe.load_lora_weights\(.*pipe.fuse_lora\(\)"),
+        ("adapter_config.json", '{"auto_mapping": {"parent_library": "diffusers.models"}}', "merge_and_unload"),
+    ],
+)
+def test_adapter_of_a_pipeline_is_left_to_diffusers(tmp_path: Path, file: str, content: str, says: str) -> None:
+    (tmp_path / file).write_text(content)
+    with pytest.raises(UserError, match=says):
+        merge(str(tmp_path), str(tmp_path / "merged"))
 
 
 def test_invalid_adapter_or_output_is_one_line(sample: tuple[Path, Path], tmp_path: Path) -> None:

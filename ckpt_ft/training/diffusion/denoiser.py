@@ -245,6 +245,6 @@ pipe = DiffusionPipeline.from_pretrained("{base}")
 PeftModel.from_pretrained(pipe.{component}, "{place}")  # in place: the pipeline draws with it
 ```
 
-`ckpt-ft merge {place} --output merged` makes a pipeline of both, which loads without peft.
+`.merge_and_unload()` at the end of the last line merges it.
 """
     write(place / "README.md", lines)
