@@ -107,6 +107,9 @@ def takes_spec(
             if counted := _COUNTED.match(str(typed_flags.get("device") or given.get("device") or "")):
                 (typed_flags if "device" in typed_flags else given)["device"] = counted[2] or counted[3]
                 typed_flags |= _several(int(counted[1] or counted[4]), typed_flags, taken, own, given)
+            alone = not any(typed_flags.get(name) for name in ("launch", "gpus", *SIZES, "offload"))
+            if (typed_flags.get("processes") or 0) > 1 and alone:
+                typed_flags |= _several(typed_flags.pop("processes"), typed_flags, taken, own, given)
             if typed_flags.get("trainer") in ONLINE and not typed_flags.get("batch_size"):
                 typed_flags["batch_size"] = TRL_BATCH
                 _print_notes((f"batches of {TRL_BATCH} samples, as TRL's by default; --batch-size changes it",))
@@ -261,6 +264,16 @@ def require_applicable(spec: TrainingSpec) -> None:
         raise UserError(f"--policy {spec.policy}: {terms[0]} does nothing under torch.compile; drop it, or --compile")
 
 
+# What people type for our options, and no library calls so.
+_PEOPLE_SAY = {
+    **dict.fromkeys(("gpus", "num_gpus", "n_gpu", "n_gpus", "ngpu", "nproc_per_node", "num_processes"), "processes"),
+    **dict.fromkeys(("context", "context_length", "ctx", "length", "seq_len", "seqlen", "max_len"), "seq-length"),
+    **dict.fromkeys(("batch", "bs"), "batch-size"),
+    **dict.fromkeys(("memory", "gpu_memory", "device_memory"), "device"),
+    "precision": "dtype", "cpu_offload": "offload=all", "4bit": "load-in-4bit", "8bit": "load-in-8bit",
+}  # fmt: skip
+
+
 def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[str, bool]]) -> list[str]:
     """Returns a command line in which other libraries' flags, as a Trainer's command has them, are ours.
 
@@ -280,6 +293,9 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         plain, option = name.replace("-", "_"), f"--{typed_as(name)}"
+        if word.startswith("--") and option not in own and plain in _PEOPLE_SAY:
+            rest.insert(0, f"--{_PEOPLE_SAY[plain]}{equals}{value}")
+            continue
         follows = bool(rest) and not rest[0].startswith("--")
         if word.startswith("--") and own.get(option) and follows and rest[0].lower() in ("true", "false"):
             kept += [word] if rest.pop(0).lower() == "true" else []  # as HfArgumentParser reads switches

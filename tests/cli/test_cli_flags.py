@@ -90,6 +90,9 @@ def test_flag_is_read_under_every_name(row: str) -> None:
     ("typed", "ours"),
     [
         ("estimate m --learning_rate 1e-4 --logging_steps=10 --report_to none", "estimate m"),
+        ("estimate m --gpus 4 --ctx=4096", "estimate m --processes 4 --seq-length=4096"),
+        ("estimate m --bs 2 --4bit --memory 8GB", "estimate m --batch-size 2 --load-in-4bit --device 8GB"),
+        ("plan m --gpus 2", "plan m --gpus 2"),
         (
             "estimate m --bf16 True --fp16 False --optim adamw_torch_fused",
             "estimate m --bf16 --optim adamw_torch_fused",
