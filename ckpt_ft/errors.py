@@ -8,12 +8,15 @@ from __future__ import annotations
 import difflib
 import errno
 import io
+import logging
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
+logger = logging.getLogger(__name__)
 _LONGEST = 580  # characters of an error line; longer messages, which quote long input, are cut in the middle
 
 
@@ -84,6 +87,15 @@ def is_oom(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, Exception) and should_reduce_batch_size(error)
+
+
+@contextmanager
+def never_fatal(what: str) -> Iterator[None]:
+    """Logs a failure inside as one warning: a report must not cost the run that it describes."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s failed; training is not affected: %s: %s", what, type(error).__name__, one_line(error))
 
 
 def run(main: Callable[[], int | None]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.errors import run as ended_well
+from ckpt_ft.files import check_writable
 
 Kinds = ("json", "md", "html", "png")
 
@@ -39,6 +41,10 @@ def run(
     kinds = [] if report == "none" else report.split(",")
     if unknown := [kind for kind in kinds if kind not in Kinds]:
         raise UserError(f"--report {unknown[0]}: give {', '.join(Kinds)}, or none")
+    if budget and policy != "auto":
+        raise UserError(f"--budget {budget}: is for --policy auto, which chooses; drop it, or the policy")
+    if kinds:
+        check_writable(Path(folder, "memory_report.json"), "--report-dir")
     given = list(words or ())
     script = Script(module, tuple(given), True) if module else Script(given[0], tuple(given[1:]))
     raise typer.Exit(LiveRun(script, policy or None, budget, kinds, folder, predict).run())

@@ -70,11 +70,15 @@ def tables(report: MemoryReport) -> Iterator[Table]:
 
 def lines(report: MemoryReport) -> list[str]:
     """The sentences below the tables."""
-    steps, sampled = report.ranks[0].steps, report.ranks[0].sampled
-    said = [
-        f"Highest of {sampled} measured steps, of {steps} in all." if sampled < steps else f"Highest of {steps} steps."
-    ]
     rank = report.fullest
+    steps, sampled = rank.steps, rank.sampled
+    said = [
+        f"Highest of {sampled} measured steps, of {steps} in all."
+        if sampled < steps
+        else f"Highest of {steps} steps.",
+        *_peak_step(rank),
+        *(f"{name.capitalize()} ran after {_steps(after)}." for name, after in rank.between.items()),
+    ]
     if rank.predicted is not None and any(rank.peaks[p]["allocated"] > now for p, now in rank.fullest.items()):
         said.append("Predicted phases are those of the step with the highest peak; others rose higher in other steps.")
     batch = report.max_batch
@@ -82,6 +86,28 @@ def lines(report: MemoryReport) -> list[str]:
         proved = "" if batch.proved is None else f", proved {batch.proved}"
         said.append(f"Largest batch on {batch.device}: predicted {batch.predicted}{proved}.")
     return said + report.notes
+
+
+def _peak_step(rank: RankMemory) -> Iterator[str]:
+    """Where in the run the peak was, and how its batch compares with the others."""
+    highest = max(rank.peaks, key=lambda name: rank.peaks[name].get("allocated", 0), default="")
+    where = f"in the {highest}" if highest not in PHASES else f"at step {rank.step}"
+    if rank.step and rank.batch:
+        name, shape = next(iter(rank.batch.items()))
+        batch = f", {name} {_size(shape)}" if highest in PHASES else ""
+        yield f"Peak {where}{batch}; median batch {_size(rank.median)}."
+
+
+def _size(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _steps(numbers: Sequence[int]) -> str:
+    """Step 4; steps 2 and 4; or for many the first three, the last, and how many."""
+    named = [str(number) for number in numbers]
+    if len(named) > 4:
+        return f"steps {', '.join(named[:3])}, ..., {named[-1]} ({len(named)} times)"
+    return f"step {named[0]}" if len(named) == 1 else f"steps {', '.join(named[:-1])} and {named[-1]}"
 
 
 @dataclass(frozen=True)
@@ -93,6 +119,7 @@ class RankView:
     measured: dict[str, int]
     predicted: dict[str, int]
     history: History
+    between: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -157,7 +184,7 @@ def _rank(rank: RankMemory, predicted: Prediction | None) -> RankView:
         expected = dict(predicted.peaks)
         if predicted.reserved is not None:
             expected["reserved"] = predicted.reserved
-    return RankView(rank.rank, rank.device, measured, expected, rank.history)
+    return RankView(rank.rank, rank.device, measured, expected, rank.history, rank.between)
 
 
 def _figures(report: MemoryReport) -> list[Figure]:

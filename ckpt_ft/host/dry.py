@@ -50,7 +50,7 @@ from .generation import generate_longest
 from .kept_files import KeptFiles
 from .longest import longest_first
 from .ops import ScriptOps, ScriptTracker
-from .script import Script, TrainingLoop
+from .script import Script, TrainingLoop, before_saving
 from .weightless import load_no_weights
 
 AS_IT_IS = ""  # the policy of a script that is left as it is
@@ -180,6 +180,7 @@ class _DryRun:
         self.files = KeptFiles()
         signal.signal(signal.SIGTERM, self._killed)
         self._track(self.tracker, self.streams)
+        before_saving(self._finish)  # there is nothing to save
         load_no_weights(self._put)
         generate_longest(self.tracker.recorder.note)
         self.loop.watch()
@@ -243,7 +244,6 @@ class _DryRun:
         self.tracker.add_model(model)
         own = set(model.modules())
         self.tracker.add_beside(module for module in modules if module not in own)
-        _before_saving(self._finish)
         self.tracker.start_step()
 
     def _fork(self) -> None:
@@ -413,22 +413,3 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
 
     torch.compile, nn.Module.compile = compile, compile_module  # type: ignore[assignment, method-assign]
     loaders.__init__, loaders._get_iterator = load, iterator
-
-
-def _before_saving(finish: Callable[[], None]) -> None:
-    """Call `finish` where the script saves tensors: there is nothing to save."""
-    savers: list[tuple[Any, str]] = [(torch, "save")]
-    with contextlib.suppress(ImportError):
-        import safetensors.torch
-
-        savers += [(safetensors.torch, name) for name in ("save", "save_file", "save_model")]
-
-    def before(save: Callable[..., Any]) -> Callable[..., Any]:
-        def saved(*args: Any, **kwargs: Any) -> Any:
-            finish()
-            return save(*args, **kwargs)
-
-        return saved
-
-    for owner, name in savers:
-        setattr(owner, name, before(getattr(owner, name)))

@@ -22,15 +22,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.errors import UserError, is_oom, one_line
+from ckpt_ft.errors import UserError, is_oom, never_fatal, one_line
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
+from ckpt_ft.memory.measure.report import write_report
 from ckpt_ft.policy import Policy
-from ckpt_ft.training.session import never_fatal, write_report
 from ckpt_ft.units import format_bytes, parse_bytes
 
 from .dry import AS_IT_IS, OTHERWISE, Answer, Question, ask, replace_own_checkpointing, run_command
-from .script import Script, TrainingLoop
+from .script import Script, TrainingLoop, before_saving
+
+_MOST_STEPS = 50  # that a dry run looks at, to reach the step that was the highest
 
 
 @dataclass
@@ -58,6 +60,7 @@ class LiveRun:
         self.gpu: GPU | None = None
         self.model = ""
         self._phases = ExitStack()
+        self._between = self._evaluates = False  # a step has ended, and no forward in training mode has followed
         self._loop = TrainingLoop(self._begins, lambda batches: None)
 
     def run(self) -> int:
@@ -70,9 +73,12 @@ class LiveRun:
             UserError: no such script or policy, or "auto" finds nothing that fits.
         """
         self.script.check()
+        if self.budget:
+            parse_bytes(self.budget)
         if self.policy is not None and Policy.parse(self.policy).auto:
             self.policy = self._fastest()
         self._loop.watch()
+        before_saving(self._saves)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         code = 0
@@ -133,19 +139,27 @@ class LiveRun:
         model.register_forward_pre_hook(self._arrives, prepend=True)
 
     def _arrives(self, model: nn.Module, args: Any) -> None:
-        """A forward of the model: of a new step, of the same one, or of an evaluation between two steps."""
+        """A forward of the model: of a step, or of an evaluation between two steps."""
         assert self.profiler is not None
-        if self._loop.stepped:
-            self._loop.stepped = False
-            self.profiler.step()
-            if not model.training:
-                self._phases.enter_context(self.profiler.phase("evaluation", between=True))
-        elif not model.training:
-            return
-        if model.training:
+        self._end_step()
+        if self._between and not model.training and not self._evaluates:
+            self._evaluates = True
+            self._phases.enter_context(self.profiler.phase("evaluation", between=True))
+        elif self._between and model.training:
+            self._between = self._evaluates = False
             self._phases.close()
             if not self.profiler.measuring:
                 self.profiler.begin_step()
+
+    def _saves(self) -> None:
+        self._end_step()
+        if self._between and self.profiler is not None:
+            self.profiler.note_between("saving")
+
+    def _end_step(self) -> None:
+        if self._loop.stepped and self.profiler is not None:
+            self._loop.stepped, self._between = False, True
+            self.profiler.step()
 
     # -- after the run ----------------------------------------------------------------------------------------------
 
@@ -158,8 +172,7 @@ class LiveRun:
             return
         with never_fatal("the memory report"):
             self._phases.close()
-            if self._loop.stepped:
-                profiler.step()
+            self._end_step()
             profiler.close(failed=error is not None)
             stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
             answers: list[Answer] = []
@@ -168,7 +181,7 @@ class LiveRun:
                 answers = self._answers((self.policy or AS_IT_IS, *OTHERWISE))
                 self._print_ways(answers)
             elif self.predicts and not stopped and self.reports:
-                answers = self._answers((self.policy or AS_IT_IS,))
+                answers = self._answers((self.policy or AS_IT_IS,), profiler.fullest)
             if profiler.steps and self.reports:
                 found = answers[0] if answers else None
                 notes = [] if error is None else [f"The script ended by {type(error).__name__}."]
@@ -185,8 +198,11 @@ class LiveRun:
                 if os.environ.get("RANK", "0") == "0":
                     write_report(report, self.reports, self.folder)
 
-    def _answers(self, policies: tuple[str, ...]) -> list[Answer]:
-        return _asked(Question(self.script, self.gpu, policies)) if self.alone else []
+    def _answers(self, policies: tuple[str, ...], step: int = 0) -> list[Answer]:
+        """What a dry run says; of the steps up to `step`, or if it is far off, of steps with the longest rows."""
+        far = step > _MOST_STEPS
+        asked = Question(self.script, self.gpu, policies, steps=3 if far else max(step, 3), longest=far)
+        return _asked(asked) if self.alone else []
 
     def _print_ways(self, answers: Sequence[Answer]) -> None:
         """The policies that would have needed less."""

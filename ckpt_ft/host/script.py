@@ -14,7 +14,10 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 Batches = list[dict[str, tuple[int, ...]]]
 
@@ -37,9 +40,19 @@ class Script:
     is_module: bool = False
 
     def check(self) -> None:
-        """Raises UserError if there is no such file."""
-        if not self.is_module and not Path(self.name).is_file():
-            raise UserError(f"{self.name}: no such script; give a Python file, or -m and a module, then its arguments")
+        """Raises UserError if there is no such file, or Python cannot read it."""
+        if self.is_module:
+            return
+        if not Path(self.name).is_file():
+            what = "a folder" if Path(self.name).is_dir() else "no such script"
+            raise UserError(f"{self.name}: {what}; give a Python file, or -m and a module, then its arguments")
+        try:
+            compile(Path(self.name).read_bytes(), self.name, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            where = "" if error.lineno is None else f" in line {error.lineno}"
+            raise UserError(f"{self.name}: no Python{where}: {error.msg}") from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.name}: cannot be read ({one_line(error)})") from error
 
     @property
     def words(self) -> list[str]:
@@ -51,11 +64,47 @@ class Script:
         if self.is_module:
             sys.path[0:0] = [os.getcwd()]
             sys.argv = [self.name, *self.args]
+            if not _can_be_run(self.name):
+                raise UserError(f"-m {self.name}: no such module, or a package without __main__; as after python -m")
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             return
         sys.path[0:0] = [str(Path(self.name).resolve().parent)]
         sys.argv = [self.name, *self.args]
         runpy.run_path(self.name, run_name="__main__")
+
+
+def _can_be_run(module: str) -> bool:
+    try:
+        spec = find_spec(module)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = find_spec(f"{module}.__main__")
+    except ModuleNotFoundError as error:  # of its parent
+        if module.startswith(f"{error.name}."):
+            return False
+        raise
+    except ValueError:  # no name of a module
+        return False
+    return spec is not None
+
+
+def before_saving(call: Callable[[], None]) -> None:
+    """Call `call` wherever the script saves tensors. To be called before other libraries import their savers."""
+    savers: list[tuple[Any, str]] = [(torch, "save")]
+    with suppress(ImportError):
+        import safetensors.torch
+
+        savers += [(safetensors.torch, name) for name in ("save", "save_file", "save_model")]
+
+    def before(save: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(save)
+        def saved(*args: Any, **kwargs: Any) -> Any:
+            call()
+            return save(*args, **kwargs)
+
+        return saved
+
+    for owner, name in savers:
+        setattr(owner, name, before(getattr(owner, name)))
 
 
 class TrainingLoop:

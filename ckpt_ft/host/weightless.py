@@ -18,7 +18,6 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.standins import flash_attention
 from ckpt_ft.standins.quantised_layers import to_int8, to_nf4
-from ckpt_ft.workloads.transformers_models import keep_in_float32
 
 Put = Callable[[nn.Module], None]
 _OWN = (  # arguments of `from_pretrained` that are about files, or read here
@@ -46,6 +45,8 @@ def load_no_weights(put: Put) -> None:
 
 def _patch_transformers(put: Put) -> None:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from ckpt_ft.workloads.transformers_models import keep_in_float32
 
     own_of_config = PreTrainedModel._from_config.__func__
 

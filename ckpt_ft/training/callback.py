@@ -18,7 +18,7 @@ from accelerate.utils import send_to_device
 from transformers import TrainerCallback
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, never_fatal
 from ckpt_ft.policy import Policy
 from ckpt_ft.workloads.from_trainer import (
     auxiliary_models,
@@ -35,7 +35,7 @@ from ckpt_ft.workloads.workload import Workload
 from .arguments import ACArguments
 from .fit import Fitted, fit, launch_of, live_workload
 from .flags import changed
-from .session import Session, never_fatal, refuse_fsdp
+from .session import Session, refuse_fsdp
 
 if TYPE_CHECKING:
     import torch
@@ -172,6 +172,10 @@ class ACCallback(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._scalars = self.session.step() or self._scalars
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        if self.session.profiler is not None:
+            self.session.profiler.note_between("saving")
 
     def on_log(self, *args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -30,7 +30,7 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line, why_untraceable
 from ckpt_ft.export.holders import holder_line
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
-from ckpt_ft.memory.measure.report import MemoryReport
+from ckpt_ft.memory.measure.report import MemoryReport, write_report
 from ckpt_ft.policy import Policy
 from ckpt_ft.workloads.from_trainer import compiled_by, is_sharded, own_shards
 
@@ -289,29 +289,6 @@ def _advice(session: Session, error: Exception, batch_flag: str) -> str:
             "Checkpoints written so far are complete: --resume_from_checkpoint latest continues from the last one.",
         ]
     )
-
-
-@contextmanager
-def never_fatal(what: str) -> Iterator[None]:
-    """Logs a failure inside as one warning: a report must not cost the run that it describes."""
-    try:
-        yield
-    except Exception as error:
-        logger.warning("%s failed; training is not affected: %s: %s", what, type(error).__name__, one_line(error))
-
-
-def write_report(report: MemoryReport, kinds: Sequence[str], output_dir: str) -> None:
-    """Prints the report and writes the requested memory_report.json, .md, .html and .png, on the main process.
-
-    Without matplotlib there is no picture. If one part fails, a warning is logged and the others are written.
-    """
-    if not report.main:
-        return
-    with never_fatal("printing the memory report"):
-        report.print()
-    for kind in kinds:
-        with never_fatal(f"writing memory_report.{kind}"):
-            report.write(output_dir, (kind,))
 
 
 def refuse_fsdp(policy: Policy) -> None:

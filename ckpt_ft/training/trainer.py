@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import set_seed
 
-from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
+from ckpt_ft.errors import UserError, WorkFailed, is_oom, never_fatal, one_line
 from ckpt_ft.files import write
 from ckpt_ft.redact import redacted_text
 from ckpt_ft.training.callback import ACCallback, check_conflicts
@@ -24,7 +24,7 @@ from ckpt_ft.training.checkpoints import Finished, RunDirectory, keep_checkpoint
 from ckpt_ft.training.fit import make_plan, parallelism_of, print_on_main, replans, smaller_budget
 from ckpt_ft.training.flags import SplitArguments
 from ckpt_ft.training.models import ModelArguments
-from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
+from ckpt_ft.training.session import Session, advise_on_oom
 from ckpt_ft.units import format_bytes
 
 if TYPE_CHECKING:

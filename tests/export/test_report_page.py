@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,6 +101,22 @@ def test_notebook_shows_a_report() -> None:
     assert "<svg" in report(layered(2))._repr_html_()
 
 
+def test_steps_that_were_not_measured_are_gaps(show: Show, tmp_path: Path) -> None:
+    made = report()
+    history = History()
+    for step in (1, 2, 3, 26, 50, 51):
+        history.add(step, {"forward": {"allocated": GIB * step}})
+    made.ranks[0] = replace(made.ranks[0], history=history, between={"evaluation": [20, 40], "saving": [50]})
+    page = show(made.to_html(tmp_path / "report.html"))
+    picture = page.locator("svg[aria-label^='Peaks of rank 0']")
+    drawn = picture.locator("polyline").evaluate_all("lines => lines.map((line) => line.points.numberOfItems)")
+    assert drawn == [3, 1, 2]
+    assert picture.locator("circle").count() == 6
+    assert picture.locator("line.between title").all_inner_texts() == [
+        "evaluation after step 20", "evaluation after step 40", "saving after step 50"
+    ]  # fmt: skip
+
+
 def test_history_of_a_long_run_is_thinned() -> None:
     history = History()
     for step in range(1, 10_001):
@@ -107,6 +124,7 @@ def test_history_of_a_long_run_is_thinned() -> None:
     assert MAX_POINTS / 2 <= len(history.steps) <= MAX_POINTS
     assert {len(history.allocated[phase]) for phase in PHASES} == {len(history.steps)} == {len(history.reserved)}
     assert history.steps[:2] == [1, 1 + history.every]
+    assert history.ends[:2] == [history.every, 2 * history.every]
     assert max(history.allocated["backward"]) == 776 * MIB  # the peaks are kept
     first = [step % 777 * MIB for step in range(1, 1 + history.every)]
     assert history.allocated["backward"][0] == max(first)

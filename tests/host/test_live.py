@@ -13,13 +13,17 @@ from typing import Any
 
 import forked_python
 import pytest
+from typer.testing import CliRunner
+
+from ckpt_ft.cli.main import app
+from ckpt_ft.errors import UserError
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, *words[:-2], str(HERE / "scripts" / words[-2]), words[-1]]
+    return [sys.executable, *(str(HERE / "scripts" / word) if word.endswith(".py") else word for word in words)]
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -55,6 +59,45 @@ def test_a_run_changes_no_number_and_is_as_predicted(tmp_path: Path) -> None:
     assert peak > 1.5 * rank["predicted"]["allocated"]
     small = max(phase["allocated"] for phase in report(tmp_path / "b")["ranks"][0]["peaks"].values())
     assert small < peak
+
+
+def test_the_report_is_of_the_whole_run(tmp_path: Path) -> None:
+    """A step whose batch is larger than all before is measured, and is the one that a dry run predicts."""
+    alone = subprocess.run(
+        [sys.executable, str(HERE / "live_peak.py"), "40", str(HERE / "scripts" / "long_row.py"), str(tmp_path / "x")],
+        capture_output=True, text=True, env=ENVIRONMENT,
+    )  # fmt: skip
+    ended = run(*hosted(tmp_path), "long_row.py", str(tmp_path / "saved"))
+    assert (alone.returncode, ended.returncode) == (0, 0), alone.stderr + ended.stderr
+    assert "Peak at step 26, input 0 2x1901; median batch 2x40." in ended.stdout
+    assert "Evaluation ran after step 20." in ended.stdout
+    assert "Saving ran after step 30." in ended.stdout
+    (rank,) = report(tmp_path)["ranks"]
+    true = int(alone.stdout.split("peak ")[1])
+    assert max(phase["allocated"] for phase in rank["peaks"].values()) == pytest.approx(true, rel=0.001)
+    assert rank["predicted"]["allocated"] == pytest.approx(true, rel=0.002)
+    assert rank["steps"] == 40
+    history = rank["history"]
+    assert history["steps"] == history["ends"]  # gaps: no point stands for steps that were not measured
+    assert {1, 2, 26} < set(history["steps"]) < set(range(1, 27))
+
+
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    """The script's own checkpoints continue under a policy as if nothing had happened, and files from before stay."""
+    alone = run("resumed.py", str(tmp_path / "alone"), "")
+    assert alone.returncode == 0, alone.stderr
+    ours = [*hosted(tmp_path, "--policy", "full", "--no-predict"), "resumed.py", str(tmp_path / "ours")]
+    before = tmp_path / "memory_report.json"
+    before.write_text("from before")
+    killed = run(*ours, "kill")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert before.read_text() == "from before"
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    resumed = run(*ours, "resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert numbers(resumed.stdout) == numbers(alone.stdout)
+    assert report(tmp_path)["ranks"][0]["steps"] == 2
+    assert report(tmp_path)["provenance"]["policy"] == "full"
 
 
 @pytest.mark.parametrize(
@@ -93,13 +136,51 @@ def test_a_signal_ends_with_the_report(number: int, tmp_path: Path) -> None:
         (["--policy", "fulll", __file__], "full"),
         (["--policy", "auto", __file__], "policy auto on a CPU: give --budget"),
         (["--report", "pdf", __file__], "--report pdf: give json, md, html, png, or none"),
+        (["--budget", "2GiB", __file__], "--budget 2GiB: is for --policy auto"),
+        (["--report-dir", __file__, __file__], "--report-dir"),
+        (["."], ".: a folder; give a Python file"),
+        (["-m", "nowhere.at_all"], "-m nowhere.at_all: no such module"),
+        (["-m", "json.decoder_"], "-m json.decoder_: no such module"),
+        (["-m", "email"], "-m email: no such module, or a package without __main__"),
     ],
 )
 def test_refused_in_one_line(words: list[str], said: str) -> None:
-    ended = forked_python.run([sys.executable, "-m", "ckpt_ft.run", *words], ENVIRONMENT)
-    assert ended.returncode == 2
+    assert_refused(words, said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(b"x = 1\nif x\n", "no Python in line 2: expected ':'"), (b"# \xff\n", "utf-8"), (b"x = 0\0", "null bytes")],
+)
+def test_a_file_that_is_no_script(text: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_bytes(text)
+    assert_refused([str(tmp_path / "script.py")], said)
+    ended = CliRunner().invoke(app, ["dry-run", str(tmp_path / "script.py")])
+    assert isinstance(ended.exception, UserError)
+    assert said in str(ended.exception)
+
+
+def assert_refused(words: list[str], said: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "ckpt_ft.run", *words], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert ended.returncode == 2, ended.stderr
     assert said in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("raise SystemExit(7)", 7), ("raise SystemExit('bad')", 1), ("raise ValueError('early')", 1), ("", 0)],
+)
+def test_a_script_that_does_not_train_keeps_its_exit_code(text: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(text)
+    ended = subprocess.run(
+        [sys.executable, "-m", "ckpt_ft.run", str(tmp_path / "script.py")], capture_output=True, text=True,
+        env=ENVIRONMENT, cwd=tmp_path,
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
 @pytest.mark.slow

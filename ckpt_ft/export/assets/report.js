@@ -44,18 +44,19 @@ function bars(name, ranks) {
 
 function phaseKeys(figures) {
   return [...figures.map((name) => el("span", {}, el("i", { class: `swatch bar ${name}` }), name)),
-    el("span", { class: "muted" }, "dashed: predicted")];
+    el("span", { class: "muted" }, "dashed: predicted; upright: evaluation or saving")];
 }
 
 function historyChart(rank) {
   const element = el("div");
   const tip = tooltip();
-  const { steps, allocated, reserved, every } = rank.history;
+  const { steps, ends, allocated, reserved, every } = rank.history;
+  const events = Object.entries(rank.between).map(([name, after]) => [name, after.filter((step) => step >= steps[0])]);
   const lines = Object.entries({ ...allocated, reserved }).filter(([, values]) => values.some(Boolean));
   const all = [...lines.flatMap(([, values]) => values), ...Object.values(rank.predicted)];
   const most = 1.06 * Math.max(...all);
   onWidth(element, (width) => {
-    const last = steps.at(-1);
+    const last = Math.max(ends.at(-1), ...events.flatMap(([, after]) => after));
     const x = (step) => LEFT + ((step - steps[0]) / (last - steps[0] || 1)) * (width - LEFT - RIGHT - 8);
     const y = (n) => LOW - BOTTOM - (n / most) * (LOW - TOP - BOTTOM);
     const picture = svg("svg", { width, height: LOW, role: "img", "aria-label": `Peaks of rank ${rank.rank} over ${steps.length} stretches of measured steps` },
@@ -66,8 +67,9 @@ function historyChart(rank) {
       ]),
       ...marks(steps[0], last, 8).filter(Number.isInteger).map((step) => svg("text", { x: x(step), y: LOW - 6, "text-anchor": "middle" }, COUNT.format(step))),
       ...Object.entries(rank.predicted).map(([name, n]) => svg("line", { class: `expected ${name}`, x1: LEFT, x2: width - RIGHT, y1: y(n), y2: y(n) })),
-      ...lines.map(([name, values]) => svg("polyline", { class: `history ${name}`, points: values.map((n, i) => `${x(steps[i])},${y(n)}`).join(" ") })),
-      ...lines.flatMap(([name, values]) => (steps.length > 60 ? [] : values.map((n, i) => svg("circle", { class: `history ${name}`, cx: x(steps[i]), cy: y(n), r: 3 })))));
+      ...events.flatMap(([name, after]) => after.map((step) => svg("line", { class: "between", x1: x(step + 0.5), x2: x(step + 0.5), y1: TOP, y2: LOW - BOTTOM }, svg("title", {}, `${name} after step ${step}`)))),
+      ...lines.flatMap(([name, values]) => stretches(steps, ends).map((points) => svg("polyline", { class: `history ${name}`, points: points.map((i) => `${x(steps[i])},${y(values[i])}`).join(" ") }))),
+      ...lines.flatMap(([name, values]) => (steps.length > 60 && stretches(steps, ends).length === 1 ? [] : values.map((n, i) => svg("circle", { class: `history ${name}`, cx: x(steps[i]), cy: y(n), r: 3 })))));
     picture.addEventListener("pointermove", (event) => {
       const at = event.clientX - picture.getBoundingClientRect().left;
       const i = steps.reduce((best, step, k) => (Math.abs(x(step) - at) < Math.abs(x(steps[best]) - at) ? k : best), 0);
@@ -78,6 +80,15 @@ function historyChart(rank) {
     element.replaceChildren(picture);
   });
   return element;
+}
+
+/** The points of a history in stretches without a gap: a line through steps that were not measured would say too much. */
+function stretches(steps, ends) {
+  return steps.reduce((found, step, i) => {
+    if (i && step <= ends[i - 1] + 1) found.at(-1).push(i);
+    else found.push([i]);
+    return found;
+  }, []);
 }
 
 /** The timeline of a report: the picture comes with the data; the script adds the figures below the pointer. */

@@ -9,7 +9,8 @@
 
 On CUDA every step is measured, from the allocator's counters and without synchronisation. On a CPU a dispatch mode
 follows every storage (memory/record/tracker.py), which makes a step several times slower. So only the first two steps
-are measured, every `sample`-th step, and the last one if `total_steps` is known.
+are measured, every `sample`-th step, each step whose batch is larger than all before, and the last one if
+`total_steps` is known.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -200,6 +201,11 @@ class Outline(NamedTuple):
         return cls(tuple(tensor.shape), tensor.dtype, values)
 
 
+def elements_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The elements of all tensors among a call's arguments."""
+    return sum(leaf.numel() for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor))
+
+
 class LargestBatch:
     """The arguments of the call with the most tensor elements. Only outlines of tensors are kept: no device memory."""
 
@@ -210,7 +216,7 @@ class LargestBatch:
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keeps these arguments if they have more elements than those before."""
-        elements = sum(leaf.numel() for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor))
+        elements = elements_of(args, kwargs)
         if elements > self.elements:
             self.elements = elements
             self.args, self.kwargs = tree_map_only(torch.Tensor, Outline.of, (args, dict(kwargs)))
@@ -290,7 +296,8 @@ class MemoryProfiler:
         self.loss_batches: list[LargestBatch] = []
         self._loss_batches: list[LargestBatch] = []
         self._resident: dict[str, int] = {}
-        self._phases: dict[str, int] = defaultdict(int)  # how often each ran between steps
+        self._between: dict[str, list[int]] = defaultdict(list)  # what ran between steps: after which, each time
+        self._batches: Counter[tuple[int, tuple[int, ...]]] = Counter()  # elements and shape of each batch
         self._open = False
         self._failed: StepTrace | None = None  # of a step that raised
         self._began = self._timed_seconds = 0.0
@@ -338,6 +345,11 @@ class MemoryProfiler:
         noted.note(args, kwargs)
         self._loss_batches = [*self._loss_batches, noted] if self._open else [noted]  # its forward may open the step
 
+    def note_between(self, name: str) -> None:
+        """Records that something is run between two steps, such as "saving"; it is not measured as part of a step."""
+        self._cancel()
+        self._between[name] += [self.steps] if self._between[name][-1:] != [self.steps] else []
+
     def begin_step(self) -> None:
         """Begins the next step here instead of where the last one ended (after an evaluation, for example)."""
         self._cancel()
@@ -359,8 +371,8 @@ class MemoryProfiler:
             self._cancel()
         inside, meter = self._open, self.meter
         if not inside:
-            self._phases[name] += 1
-            if isinstance(meter, CpuMeter) and self._phases[name] > 2:
+            self.note_between(name)
+            if isinstance(meter, CpuMeter) and len(self._between[name]) > 2:
                 yield
                 return
             meter.begin()
@@ -474,9 +486,22 @@ class MemoryProfiler:
             history=self.history,
             predicted=predicted,
             fullest={phase: figures["allocated"] for phase, figures in self._of_fullest.items()},
+            step=self.fullest,
+            batch=self.batch.shapes,
+            median=self._median(),
+            between=dict(self._between),
             host=_host_bytes(self.device),
             **figures,
         )
+
+    def _median(self) -> list[int]:
+        """The shape of the batch that half of all batches do not exceed."""
+        left = self._batches.total() / 2
+        for (_, shape), times in sorted(self._batches.items()):
+            left -= times
+            if left <= 0:
+                return list(shape)
+        return []
 
     def _cancel(self) -> None:
         if self._open:
@@ -486,16 +511,17 @@ class MemoryProfiler:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():  # generation: its batch would keep the KV cache alive
             return
-        if module.training and not self._open:
-            batch = LargestBatch()
-            batch.note(args, kwargs)
-            if batch.elements > self._most:  # of a step that would not be measured
+        if module.training:
+            elements = elements_of(args, kwargs)
+            given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
+            self._batches[elements, tuple(next(given, torch.empty(0)).shape)] += 1
+            if elements > self._most and not self._open:  # a step that would not be measured
                 self.meter.begin()
                 self._batch, self._open = LargestBatch(), True
+            self._most = max(self._most, elements)
         self.meter.enter("forward")
         if self._open and module.training:
             self._batch.note(args, kwargs)
-            self._most = max(self._most, self._batch.elements)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor in _outputs(output):

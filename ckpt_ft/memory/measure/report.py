@@ -11,14 +11,14 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, never_fatal
 from ckpt_ft.export import plots
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
@@ -52,6 +52,7 @@ class History:
         reserved: bytes at each point; empty on a CPU.
         every: how many measured steps a point covers.
         filled: how many the last point covers so far.
+        ends: the last step of each point; between it and the next point's first, steps were not measured.
     """
 
     steps: list[Bytes] = field(default_factory=list)
@@ -59,6 +60,7 @@ class History:
     reserved: list[Bytes] = field(default_factory=list)
     every: Bytes = 1
     filled: Bytes = 0
+    ends: list[Bytes] = field(default_factory=list)
 
     def add(self, step: int, peaks: dict[str, dict[str, int]]) -> None:
         """Adds the peaks (phase -> figure -> bytes) of a measured step."""
@@ -66,6 +68,7 @@ class History:
         values = {phase: peaks.get(phase, {}).get("allocated", 0) for phase in PHASES}
         if self.steps and self.filled < self.every:
             self.filled += 1
+            self.ends[-1] = step
             for phase, column in self.allocated.items():
                 column[-1] = max(column[-1], values[phase])
             self.reserved[-1:] = [max(self.reserved[-1:] + reserved)] if reserved else []
@@ -73,6 +76,7 @@ class History:
         if len(self.steps) == MAX_POINTS:
             self._halve()
         self.steps.append(step)
+        self.ends.append(step)
         self.filled = 1
         for phase, column in self.allocated.items():
             column.append(values[phase])
@@ -81,7 +85,7 @@ class History:
     def _halve(self) -> None:
         """Merges points in pairs."""
         self.every *= 2
-        self.steps = self.steps[::2]
+        self.steps, self.ends = self.steps[::2], self.ends[1::2]
         self.allocated = {phase: _pairs(column) for phase, column in self.allocated.items()}
         self.reserved = _pairs(self.reserved)
 
@@ -139,6 +143,10 @@ class RankMemory:
         history: peaks over the measured steps.
         predicted: the figures of a trace of this process's step.
         fullest: phase -> bytes allocated in the measured step with the highest peak, which is the predicted one.
+        step: that step's number, from 1; 0 if it is not known.
+        batch: argument of the model -> shape, of the largest batch of that step.
+        median: the shape of the first argument in the median batch of all steps.
+        between: what ran between steps ("evaluation", "saving") -> the numbers of steps after which it ran.
     """
 
     rank: Bytes
@@ -155,6 +163,10 @@ class RankMemory:
     predicted: Prediction | None = None
     host: dict[str, Bytes] = field(default_factory=dict)
     fullest: dict[str, Bytes] = field(default_factory=dict)
+    step: Bytes = 0
+    batch: dict[str, list[Bytes]] = field(default_factory=dict)
+    median: list[Bytes] = field(default_factory=list)
+    between: dict[str, list[Bytes]] = field(default_factory=dict)
 
     def peak(self, figure: str = "allocated") -> int | None:
         """The maximum over all phases in bytes; None for a figure that was not measured."""
@@ -305,6 +317,20 @@ class MemoryReport:
         except OSError as error:
             raise UserError(f"{directory}: the memory report cannot be written ({error.strerror})") from error
         return list(paths.values())
+
+
+def write_report(report: MemoryReport, kinds: Sequence[str], output_dir: str) -> None:
+    """Prints the report and writes the requested memory_report.json, .md, .html and .png, on the main process.
+
+    Without matplotlib there is no picture. If one part fails, a warning is logged and the others are written.
+    """
+    if not report.main:
+        return
+    with never_fatal("printing the memory report"):
+        report.print()
+    for kind in kinds:
+        with never_fatal(f"writing memory_report.{kind}"):
+            report.write(output_dir, (kind,))
 
 
 def provenance(**facts: Any) -> dict[str, Any]:

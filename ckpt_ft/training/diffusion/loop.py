@@ -19,7 +19,7 @@ from accelerate.utils import ProjectConfiguration, set_seed
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
+from ckpt_ft.errors import UserError, WorkFailed, is_oom, never_fatal, one_line
 from ckpt_ft.files import write
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.checkpoints import (
@@ -34,7 +34,7 @@ from ckpt_ft.training.checkpoints import (
 from ckpt_ft.training.fit import Fitted, fit, launch_of, replans, smaller_budget
 from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.models import kind_of
-from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
+from ckpt_ft.training.session import Session, advise_on_oom
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import FirstStep, library_reads
 from ckpt_ft.workloads.optimizers import OffloadedAdamW

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
-from ckpt_ft.export.report import tables
+from ckpt_ft.export.report import lines, tables
 from ckpt_ft.export.timeline import POINTS, Timeline
 from ckpt_ft.memory.measure import report as report_module
 from ckpt_ft.memory.measure.profiler import MemoryProfiler, merge_peaks
@@ -59,6 +59,19 @@ def cpu_report(predicted: Prediction = PREDICTED) -> MemoryReport:
     peaks = {phase: {"allocated": nbytes} for phase, nbytes in trace.peaks.items()}
     rank = RankMemory(0, "cpu", 20, 3, peaks, trace.at_peak, trace.holders(), seconds=0.25, predicted=predicted)
     return MemoryReport(dict(FACTS), [rank], timeline=Timeline.from_trace(trace))
+
+
+def test_where_in_the_run_the_peak_was() -> None:
+    rank = replace(cpu_report().ranks[0], step=26, batch={"input_ids": [4, 1901], "labels": [4, 1901]}, median=[4, 45])
+    rank = replace(rank, between={"evaluation": [10, 20], "saving": [5, 10, 15, 20, 25]})
+    said = lines(replace(cpu_report(), ranks=[rank]))
+    assert said[1:4] == [
+        "Peak at step 26, input_ids 4x1901; median batch 4x45.",
+        "Evaluation ran after steps 10 and 20.",
+        "Saving ran after steps 5, 10, 15, ..., 25 (5 times).",
+    ]
+    evaluated = replace(rank, peaks={**rank.peaks, "evaluation": {"allocated": 99 * MIB}})
+    assert "Peak in the evaluation; median batch 4x45." in lines(replace(cpu_report(), ranks=[evaluated]))
 
 
 def gpu_report() -> MemoryReport:
