@@ -154,7 +154,8 @@ def report_page(report: MemoryReport, step: StepView | None) -> Page:
 
 def _answer(rank: RankMemory) -> str:
     """What was measured beside what was predicted, as a sentence."""
-    peak, predicted = rank.peak(), _prediction(rank)
+    predicted = _prediction(rank)
+    peak = rank.peak() if predicted is None else rank.peak("allocated", predicted.peaks)
     if not peak:
         return ""
     beside = "" if predicted is None else f"; predicted {format_bytes(predicted.allocated)}"
@@ -193,7 +194,7 @@ def _figures(report: MemoryReport) -> list[Figure]:
     found = [Figure("peak allocated, measured", format_bytes(fullest.peak() or 0), where)]
     predicted = _prediction(fullest)
     if predicted is not None:
-        peak = fullest.peak()
+        peak = fullest.peak("allocated", predicted.peaks)
         error = f"{format_change(predicted.allocated / peak - 1)} against the measurement" if peak else ""
         found.append(Figure("peak allocated, predicted", format_bytes(predicted.allocated), error))
     reserved = fullest.peak("reserved")
@@ -256,11 +257,11 @@ def _predicted(report: MemoryReport) -> Iterator[Table]:
 
 
 def _compared(measured: RankMemory, predicted: Prediction) -> Iterator[tuple[str, str, str, str]]:
-    """Rows of name, prediction, measurement and relative error."""
+    """Rows of name, prediction, measurement and relative error. An evaluation is measured, and not predicted."""
     same = (predicted.device == "cpu") == (measured.device == "cpu")
     pairs: list[tuple[str, float | None, float | None]] = [
-        ("peak allocated", predicted.allocated, measured.peak()),
-        ("peak reserved", predicted.reserved, measured.peak("reserved")),
+        ("peak allocated", predicted.allocated, measured.peak("allocated", predicted.peaks)),
+        ("peak reserved", predicted.reserved, measured.peak("reserved", predicted.peaks)),
         *(
             (f"peak {p}", predicted.peaks.get(p), measured.fullest.get(p, measured.peaks.get(p, {}).get("allocated")))
             for p in _names([measured])

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from ckpt_ft.checkpointing.kv_cache import given_cache
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import gpu_of
-from ckpt_ft.memory.measure.profiler import LargestBatch
 from ckpt_ft.spec.training_spec import DataSpec
 from ckpt_ft.standins.quantised_layers import FrozenLinear, PackedLinear
 
@@ -40,11 +39,10 @@ if TYPE_CHECKING:
 Phase = Callable[[Workload, int], Step]
 Measure = Callable[[str, bool], AbstractContextManager[Any]]  # (phase, whether it is between steps)
 _MOST_TRACED = 256  # batches of an evaluation
-Size = tuple[int, int]  # of a batch: rows, and tokens of each; 0 tokens if all batches are alike
 
 
 class PhaseRecorder:
-    """Notes the sizes of what a live trainer evaluates and generates between its steps, and measures these phases.
+    """Measures what a live trainer evaluates and generates between its steps.
 
     Args:
         measure: opens the measurement of a phase.
@@ -52,14 +50,10 @@ class PhaseRecorder:
 
     def __init__(self, trainer: Any, measure: Measure) -> None:
         self.trainer, self._measure = trainer, measure
-        self._largest = self._last = LargestBatch()
-        self._sizes: list[Size] = []  # of the batches of the evaluation
-        self._answers = 0  # tokens that it generated
-        self._loss_only, self._evaluating = True, False
+        self._evaluating = False
         self._rollouts = (0, 0, 0)  # sequences, tokens of the prompts and of the answers
         for name, wrap in (
             ("evaluation_loop", self._around_eval),
-            ("_prepare_inputs", self._around_inputs),
             ("_generate_and_score_completions", self._around_generation),
         ):
             if hasattr(trainer, name):
@@ -67,48 +61,16 @@ class PhaseRecorder:
                 setattr(trainer, name, functools.wraps(own)(partial(wrap, own)))
 
     def phases(self) -> dict[str, Phase]:
-        """The phases that were seen, for a workload."""
-        found = {}
-        if self._sizes:
-            found["evaluation"] = evaluation(
-                self.trainer,
-                lambda workload, last: (self._last if last else self._largest).rebuilt()[1],
-                self._sizes,
-                self._loss_only,
-                self._answers,
-            )
-        if self._rollouts[0]:
-            found["generation"] = generation(self.trainer, lambda workload, samples: self._rollouts)
-        return found
+        """The generation that was seen, for a workload."""
+        return {"generation": generation(self.trainer, lambda *_: self._rollouts)} if self._rollouts[0] else {}
 
-    def _around_eval(self, own: Callable[..., Any], loader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
-        only = args[0] if args else kwargs.get("prediction_loss_only")
-        self._loss_only = self.trainer.args.prediction_loss_only if only is None else only
-        self._sizes, self._largest, self._evaluating = [], LargestBatch(), True
+    def _around_eval(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._evaluating = True
         try:
-            with (
-                self._measure("evaluation", True),
-                patch.object(self.trainer.model, "generate", self._counting_generate, create=True),
-            ):
-                return own(loader, description, *args, **kwargs)
+            with self._measure("evaluation", True):
+                return own(*args, **kwargs)
         finally:
             self._evaluating = False
-
-    def _counting_generate(self, *args: Any, **kwargs: Any) -> Any:
-        model = self.trainer.model
-        out = type(model).generate(model, *args, **kwargs)
-        given = 1 if model.config.is_encoder_decoder else kwargs["input_ids"].shape[1]
-        self._answers = max(self._answers, out.shape[1] - given)
-        return out
-
-    def _around_inputs(self, own: Callable[..., Any], inputs: Any) -> Any:
-        out = own(inputs)
-        if self._evaluating:
-            self._sizes.append(_size(out))
-            self._last = LargestBatch()
-            for noted in (self._last, self._largest):
-                noted.note((), out)
-        return out
 
     def _around_generation(self, own: Callable[..., Any], inputs: Any) -> Any:
         if self._evaluating:
@@ -126,40 +88,26 @@ def _micro_batches_per_generation(trainer: Any) -> int:
 
 
 def evaluation(
-    trainer: Any,
-    make_batch: Callable[[Workload, bool], Batch],
-    sizes: list[Size],
-    loss_only: bool,
-    generated: int = 0,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    trainer: Any, sizes: list[int], around: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Phase:
-    """The phase of `Trainer.evaluate()`.
+    """The phase of `Trainer.evaluate()` with metrics.
 
     Without `eval_accumulation_steps`, predictions of all batches are kept on the device, and each batch concatenates
     them anew, padded to the longest (`EvalLoopContainer` in transformers/trainer_pt_utils.py).
 
     Args:
-        make_batch: (workload, whether it is the last one) -> the largest batch, or the last.
-        sizes: the sizes of all batches, in order.
-        loss_only: whether predictions are dropped, as a Trainer without `compute_metrics` does.
-        generated: tokens of the answers, for a trainer that generates what it evaluates.
+        sizes: the rows of each batch, in order.
         around: makes a context manager in which the trainer's code runs.
     """
-    traced, runs = _traced_batches(sizes, trainer.args.eval_accumulation_steps, loss_only)
-    ends = traced[-1] == sizes[-1] and not loss_only
+    traced, runs = _traced_batches(sizes, trainer.args.eval_accumulation_steps)
 
     def phase(workload: Workload, samples: int) -> Step:
         def step(model: nn.Module, optimizer: Any) -> None:
             copied = _copy_for_evaluation(trainer, model, optimizer, workload)
-            if generated and hasattr(trainer, "_generate_and_score_completions"):
-                copied._prepare_inputs = partial(_with_new_answers, model, trainer.generation_config)
             copied.prediction_step = _prediction_step(partial(type(trainer).prediction_step, copied), traced, runs)
-            answers = patch.object(model, "generate", partial(_generate_length, model, generated), create=True)
             kept = _valueless_predictions(workload.device == "cpu")
-            with around(), _in_precision(workload, model), kept, answers:
-                type(trainer).evaluation_loop(
-                    copied, _loader(workload, make_batch, traced, ends), "Evaluation", loss_only
-                )
+            with around(), _in_precision(workload, model), kept:
+                type(trainer).evaluation_loop(copied, _loader(workload, traced), "Evaluation", False)
             model.train()
 
         return step
@@ -167,34 +115,24 @@ def evaluation(
     return phase
 
 
-def _size(batch: Any) -> Size:
-    """Rows and tokens of a batch."""
-    shapes = [tensor.shape for tensor in tree_leaves(batch) if isinstance(tensor, torch.Tensor) and tensor.dim() == 2]
-    return (shapes[0][0], shapes[0][1]) if shapes else (1, 0)
-
-
-def _traced_batches(sizes: list[Size], every: int | None, loss_only: bool) -> tuple[list[Size], set[int]]:
+def _traced_batches(sizes: list[int], every: int | None) -> tuple[list[int], set[int]]:
     """The sizes of the batches to trace, and the numbers of those on which the model runs.
 
     For the other batches only predictions are allocated. A chunk is the `every` batches whose predictions are on the
-    device together. The model runs on the first batch, on the largest one, and on the last two batches of two chunks:
-    the one with the largest batch and the one with the most predictions. If there are very many batches, neighbours
+    device together. The model runs on the first batch, on the last full one, and on the last two batches of two
+    chunks: the one with that batch and the one with the most predictions. If there are very many batches, neighbours
     on which the model does not run are merged.
     """
     places = range(len(sizes))
-    cost = [rows * max(tokens, 1) for rows, tokens in sizes]
-    largest = max(places, key=lambda place: (cost[place], place))
-    if loss_only:
-        around = [place for place in (largest - 1, largest, largest + 1) if place in places]
-        return [sizes[place] for place in around], {around.index(largest)}
+    largest = max(places, key=lambda place: (sizes[place], place))
     step = every or len(sizes)
     chunks = [places[start : start + step] for start in places[::step]]
-    full = max(chunks, key=lambda chunk: (sum(cost[place] for place in chunk), chunk.start))
+    full = max(chunks, key=lambda chunk: (sum(sizes[place] for place in chunk), chunk.start))
     known = next(chunk for chunk in chunks if largest in chunk)
     runs = {0, min(step, len(sizes) - 1), largest, *full[-2:], *known[-2:]}
     if len(sizes) > _MOST_TRACED and every:
         chunks = [chunk for chunk in chunks if runs & {*chunk} or chunk == chunks[-1]]
-    traced: list[Size] = []
+    traced: list[int] = []
     found: set[int] = set()
     together = 1 if every else -(-len(sizes) // _MOST_TRACED)
     drawn = 0
@@ -205,35 +143,31 @@ def _traced_batches(sizes: list[Size], every: int | None, loss_only: bool) -> tu
             traced.append(sizes[place])
             drawn = place not in runs
         else:
-            traced[-1] = traced[-1][0] + sizes[place][0], max(traced[-1][1], sizes[place][1])
+            traced[-1] += sizes[place]
             drawn += 1
     return traced, found
 
 
-def _prediction_step(own: Callable[..., Any], traced: list[Size], runs: set[int]) -> Callable[..., Any]:
+def _prediction_step(own: Callable[..., Any], traced: list[int], runs: set[int]) -> Callable[..., Any]:
     """`Trainer.prediction_step`; for batches that are not in `runs`, it allocates what the model would return."""
     like: Any = (None, None, None)
     left = enumerate(traced)
 
     def predicts(*args: Any, **kwargs: Any) -> Any:
         nonlocal like
-        place, size = next(left)
+        place, rows = next(left)
         if place not in runs:
-            return tree_map_only(partial, lambda empty: empty(size), like)
+            return tree_map_only(partial, lambda empty: empty(rows), like)
         out = own(*args, **kwargs)
-        like = tree_map_only(torch.Tensor, lambda t: partial(_empty, t.dtype, t.shape, size), out)
+        like = tree_map_only(torch.Tensor, lambda t: partial(_empty, t.dtype, t.shape), out)
         return out
 
     return predicts
 
 
-def _empty(dtype: torch.dtype, shape: tuple[int, ...], old: Size, new: Size) -> torch.Tensor:
-    """A tensor of zeros of `shape`, resized for a batch of another size."""
-    return torch.zeros(_resized(shape, old, new), dtype=dtype)
-
-
-def _resized(shape: tuple[int, ...], old: Size, new: Size) -> list[int]:
-    return [b if had == a else had for had, a, b in zip(shape, old, new, strict=False)] + list(shape[2:])
+def _empty(dtype: torch.dtype, shape: tuple[int, ...], rows: int) -> torch.Tensor:
+    """A tensor of zeros of `shape`, for a batch of as many rows."""
+    return torch.zeros((rows, *shape[1:]) if shape else (), dtype=dtype)
 
 
 def _copy_for_evaluation(trainer: Any, model: nn.Module, optimizer: Any, workload: Workload) -> Any:
@@ -259,35 +193,20 @@ def _copy_for_evaluation(trainer: Any, model: nn.Module, optimizer: Any, workloa
     return copied
 
 
-def _loader(
-    workload: Workload, make_batch: Callable[[Workload, bool], Batch], traced: list[Size], ends: bool
-) -> Iterator[Batch]:
-    """Batches as a data loader yields them: the next one is already on the device. They are cut out of the largest.
+def _loader(workload: Workload, sizes: list[int]) -> Iterator[Batch]:
+    """Batches as a data loader yields them: the next one is already on the device."""
 
-    ends: whether the last of them is the last batch of the evaluation, which has its own size.
-    """
+    def made(rows: int) -> Batch:
+        batch = workload.make_batch(min(rows, sizes[0]), None)
+        return (
+            batch if rows <= sizes[0] else tree_map_only(torch.Tensor, lambda t: _empty(t.dtype, t.shape, rows), batch)
+        )
 
-    def made(place: int) -> Batch:
-        if ends and place + 1 == len(traced):
-            return make_batch(workload, True)
-        batch, size = make_batch(workload, False), traced[place]
-        old = _size(batch)
-        if size in (old, (old[0], 0)):
-            return batch
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            shape = _resized(tuple(tensor.shape), old, size if size[1] else (size[0], old[1]))
-            if any(new > had for new, had in zip(shape, tensor.shape, strict=True)):
-                return torch.zeros(shape, dtype=tensor.dtype)
-            return tensor[tuple(map(slice, shape))].clone()
-
-        return tree_map_only(torch.Tensor, cut, batch)
-
-    ahead = made(0)
-    for place in range(len(traced)):
+    ahead = made(sizes[0])
+    for rows in (*sizes[1:], None):
         batch = ahead
-        if place + 1 < len(traced):
-            ahead = made(place + 1)
+        if rows is not None:
+            ahead = made(rows)
             _touch(ahead)
         yield batch
 
@@ -388,19 +307,6 @@ def _score(trainer: Any, model: Any, sequences: int, prompt: int, answer: int) -
             kept.append(trainer._get_per_token_logps_and_entropies(trainer.ref_model or model, *given)[0])
 
 
-def _with_new_answers(model: Any, settings: Any, batch: Batch) -> Batch:
-    """The batch of an online trainer, after its answers have been generated."""
-    prompt, answer = batch["prompt_ids"], batch["completion_ids"]
-    generate(model, settings, answer.shape[1], input_ids=prompt, attention_mask=torch.ones_like(prompt))
-    return dict(batch)
-
-
-def _generate_length(model: Any, tokens: int, **inputs: Any) -> Any:
-    """`model.generate` for answers of a known length."""
-    settings = inputs.pop("generation_config", None) or model.generation_config
-    return generate(model, settings, tokens, **inputs)
-
-
 @torch.no_grad()
 def generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> torch.Tensor:
     """Generates the first of `tokens` and the last two, when the KV cache is largest; returns all sequences."""
@@ -478,14 +384,9 @@ def evaluation_of(data: DataSpec, model: Any, trainer: Any = None, states: Any =
         else:
             trainer = copy.copy(trainer)
         trainer.args = dataclasses.replace(trainer.args, **options)
-    batches = -(-samples // rows)
-    rest = samples - rows * (batches - 1)
-
-    def make_batch(workload: Workload, last: bool) -> Batch:
-        return workload.make_batch(rest if last else rows, None)
-
-    sizes = [(rows, 0)] * (batches - 1) + [(rest, 0)]
-    return evaluation(trainer, make_batch, sizes, False, around=partial(separate_accelerate_state, states))
+    full, rest = divmod(samples, rows)
+    sizes = [rows] * full + ([rest] if rest else [])
+    return evaluation(trainer, sizes, partial(separate_accelerate_state, states))
 
 
 def _loss_of(rows: int, workload: Workload, samples: int) -> Step:

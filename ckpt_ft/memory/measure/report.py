@@ -168,9 +168,10 @@ class RankMemory:
     median: list[Bytes] = field(default_factory=list)
     between: dict[str, list[Bytes]] = field(default_factory=dict)
 
-    def peak(self, figure: str = "allocated") -> int | None:
-        """The maximum over all phases in bytes; None for a figure that was not measured."""
-        return max((phase[figure] for phase in self.peaks.values() if figure in phase), default=None)
+    def peak(self, figure: str = "allocated", phases: Collection[str] | None = None) -> int | None:
+        """The maximum over all phases, or `phases`, in bytes; None for a figure that was not measured."""
+        kept = (known for name, known in self.peaks.items() if phases is None or name in phases)
+        return max((phase[figure] for phase in kept if figure in phase), default=None)
 
 
 @dataclass(frozen=True)
