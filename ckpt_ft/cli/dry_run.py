@@ -41,6 +41,7 @@ def dry_run(
     rows: Annotated[str, typer.Option(help="'all': batches with the longest rows of the dataset come first")] = "",
     html: Html = "",
     as_json: AsJson = False,
+    launch: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Predict peak memory and time of a training script's step, without a GPU and without weights.
 
@@ -52,13 +53,16 @@ def dry_run(
     from ckpt_ft.memory.rules.cuda import same_kernels
     from ckpt_ft.planning.tracing import on_card
 
-    if not module and not words:
-        raise UserError("dry-run needs a script: ckpt-ft dry-run [OPTIONS] train.py ARGS..., or -m MODULE ARGS...")
+    script = Script.of(words or (), module)
+    if launch:
+        raise UserError(
+            f"--launch {launch}: a dry run is of one process; describe the run of several to `ckpt-ft estimate MODEL "
+            "--launch fsdp2 --processes 8`"
+        )
     if rows not in ("", "all"):
         raise UserError(f"--rows {rows}: give 'all', or leave it out for batches as the script makes them")
     if html:
         check_writable(html, "--html")
-    script = Script(module, tuple(words or ()), True) if module else Script(words[0], tuple(words[1:]))  # type: ignore[index]
     script.check()
     policies = tuple(several(policy or [])) or (AS_IT_IS,)
     cards = _cards(device)

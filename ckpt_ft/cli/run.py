@@ -36,8 +36,7 @@ def run(
     from ckpt_ft.host.live import LiveRun
     from ckpt_ft.host.script import Script
 
-    if not module and not words:
-        raise UserError("run needs a script: ckpt-ft run [OPTIONS] train.py ARGS..., or -m MODULE ARGS...")
+    script = Script.of(words or (), module)
     kinds = [] if report == "none" else report.split(",")
     if unknown := [kind for kind in kinds if kind not in Kinds]:
         raise UserError(f"--report {unknown[0]}: give {', '.join(Kinds)}, or none")
@@ -45,8 +44,6 @@ def run(
         raise UserError(f"--budget {budget}: is for --policy auto, which chooses; drop it, or the policy")
     if kinds:
         check_writable(Path(folder, "memory_report.json"), "--report-dir")
-    given = list(words or ())
-    script = Script(module, tuple(given), True) if module else Script(given[0], tuple(given[1:]))
     raise typer.Exit(LiveRun(script, policy or None, budget, kinds, folder, predict).run())
 
 

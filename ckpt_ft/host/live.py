@@ -32,6 +32,7 @@ from ckpt_ft.units import format_bytes, parse_bytes
 from .dry import AS_IT_IS, OTHERWISE, Answer, Question, ask, replace_own_checkpointing, run_command
 from .script import Script, TrainingLoop, before_saving
 
+_SAMPLE = 1000  # on a CPU, a measured step takes several times as long; larger batches are measured besides
 _MOST_STEPS = 50  # that a dry run looks at, to reach the step that was the highest
 
 
@@ -60,7 +61,8 @@ class LiveRun:
         self.gpu: GPU | None = None
         self.model = ""
         self._phases = ExitStack()
-        self._between = self._evaluates = False  # a step has ended, and no forward in training mode has followed
+        self._between = False  # a step has ended, and no forward in training mode has followed
+        self._interrupted = ""  # by what ran since
         self._loop = TrainingLoop(self._begins, lambda batches: None)
 
     def run(self) -> int:
@@ -133,7 +135,7 @@ class LiveRun:
         inside = set(model.modules())
         beside = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and one not in inside]
         optimizer = self._loop.optimizers[-1] if self._loop.optimizers else None
-        self.profiler = MemoryProfiler(None, trained, optimizer, auxiliary_models=beside)
+        self.profiler = MemoryProfiler(None, trained, optimizer, sample=_SAMPLE, auxiliary_models=beside)
         self.gpu = _card() if self.profiler.device.type == "cuda" else None
         self.profiler.__enter__()
         model.register_forward_pre_hook(self._arrives, prepend=True)
@@ -142,18 +144,21 @@ class LiveRun:
         """A forward of the model: of a step, or of an evaluation between two steps."""
         assert self.profiler is not None
         self._end_step()
-        if self._between and not model.training and not self._evaluates:
-            self._evaluates = True
-            self._phases.enter_context(self.profiler.phase("evaluation", between=True))
-        elif self._between and model.training:
-            self._between = self._evaluates = False
-            self._phases.close()
-            if not self.profiler.measuring:
+        if not self._between:
+            return
+        if model.training:
+            if self._interrupted:
+                self._phases.close()
                 self.profiler.begin_step()
+            self._between, self._interrupted = False, ""
+        elif self._interrupted != "evaluation":
+            self._interrupted = "evaluation"
+            self._phases.enter_context(self.profiler.phase("evaluation", between=True))
 
     def _saves(self) -> None:
         self._end_step()
         if self._between and self.profiler is not None:
+            self._interrupted = self._interrupted or "saving"
             self.profiler.note_between("saving")
 
     def _end_step(self) -> None:

@@ -39,6 +39,21 @@ class Script:
     args: tuple[str, ...] = ()
     is_module: bool = False
 
+    @classmethod
+    def of(cls, words: Sequence[str], module: str) -> Script:
+        """The script of a command line: its name and arguments, or with a `module` the arguments alone.
+
+        Raises:
+            UserError: there is none, or an unknown option stands in its place.
+        """
+        if module:
+            return cls(module, tuple(words), True)
+        if not words:
+            raise UserError("which script? ckpt-ft dry-run or run [OPTIONS] train.py ARGS..., or -m MODULE ARGS...")
+        if words[0].startswith("-"):
+            raise UserError(f"{words[0]}: no such option; --help lists them, and the script's own follow its name")
+        return cls(words[0], tuple(words[1:]))
+
     def check(self) -> None:
         """Raises UserError if there is no such file, or Python cannot read it."""
         if self.is_module:

@@ -147,6 +147,24 @@ def test_no_such_script() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "which script?"),
+        (["--launch", "fsdp2", "--processes", "8", "plain.py"], "a dry run is of one process; .* `ckpt-ft estimate"),
+        (["--polcy", "full", "plain.py"], "--polcy: no such option"),
+        (["--policy", "fulll", __file__], "fulll"),
+        (["--device", "t44", __file__], "t44"),
+        (["-m", "nowhere.at_all"], "-m nowhere.at_all: no such module"),
+    ],
+)
+def test_refused_commands(words: list[str], said: str) -> None:
+    ended = CliRunner().invoke(app, ["dry-run", *words])
+    assert isinstance(ended.exception, UserError)
+    with pytest.raises(UserError, match=said):
+        raise ended.exception
+
+
+@pytest.mark.parametrize(
     ("given", "policies"),
     [
         (["none,full,pointwise"], ["none", "full", "pointwise"]),

@@ -203,7 +203,13 @@ class Outline(NamedTuple):
 
 def elements_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """The elements of all tensors among a call's arguments."""
-    return sum(leaf.numel() for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor))
+    found = 0
+    for value in (*args, *kwargs.values()):  # once for every forward of a run
+        if isinstance(value, torch.Tensor):
+            found += value.numel()
+        elif value is not None:
+            found += sum(leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return found
 
 
 class LargestBatch:
@@ -513,8 +519,8 @@ class MemoryProfiler:
             return
         if module.training:
             elements = elements_of(args, kwargs)
-            given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
-            self._batches[elements, tuple(next(given, torch.empty(0)).shape)] += 1
+            shapes = (tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            self._batches[elements, next(filter(None, shapes), ())] += 1
             if elements > self._most and not self._open:  # a step that would not be measured
                 self.meter.begin()
                 self._batch, self._open = LargestBatch(), True
