@@ -53,12 +53,12 @@ def dry_run(
     from ckpt_ft.memory.rules.cuda import same_kernels
     from ckpt_ft.planning.tracing import on_card
 
-    script = Script.of(words or (), module)
     if launch:
         raise UserError(
             f"--launch {launch}: a dry run is of one process; describe the run of several to `ckpt-ft estimate MODEL "
             "--launch fsdp2 --processes 8`"
         )
+    script = Script.of(words or (), module)
     if rows not in ("", "all"):
         raise UserError(f"--rows {rows}: give 'all', or leave it out for batches as the script makes them")
     if html:
