@@ -23,6 +23,7 @@ from ckpt_ft.memory.gpus import GPU
 from .ops import ScriptTracker, on_card, swap
 
 _CARD, _HOST = torch.device("cuda", 0), torch.device("cpu")
+_CLASSES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 _UNKNOWN = "values that the script reads from tensors are taken as 1"
 
 
@@ -151,6 +152,7 @@ def _show_devices(tracker: ScriptTracker) -> None:
     """Fakes on the card say so, and `to`, `cuda` and `cpu` move between host and card."""
     ops, recorder, plain = tracker.dispatcher, tracker.recorder, FakeTensor.device
     move, tensor_of, as_tensor, generator = Tensor.to, torch.tensor, torch.as_tensor, torch.Generator
+    kind = Tensor.type
 
     def is_on_card(tensor: Tensor) -> bool:
         return type(tensor) is FakeTensor and not recorder.is_on_host(tensor)
@@ -180,6 +182,21 @@ def _show_devices(tracker: ScriptTracker) -> None:
 
         return call
 
+    def of_type(tensor: Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        """`Tensor.type`: the name of a tensor's class as it was before dtypes, or a copy as such a class."""
+        if isinstance(dtype, torch.dtype):
+            return to(tensor, dtype)
+        if dtype is None:
+            name: str = kind(tensor)
+            return name.replace("torch.", "torch.cuda.") if is_on_card(tensor) else name
+        where, _, name = (dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}").rpartition(".")
+        return to(tensor, _CARD if where == "torch.cuda" else _HOST, getattr(torch, name).dtype)
+
+    def on_the_card(name: str) -> type:
+        """A class such as `torch.cuda.FloatTensor`."""
+        make = getattr(torch, name)
+        return type(name, (), {"__module__": "torch.cuda", "__new__": lambda cls, *args: to(make(*args), _CARD)})
+
     class Generator(generator):  # type: ignore[misc, valid-type]
         def __new__(cls, device: Any = "cpu") -> Any:
             return super().__new__(cls, "cpu")
@@ -193,11 +210,13 @@ def _show_devices(tracker: ScriptTracker) -> None:
     _replace(
         Tensor,
         to=to,
+        type=of_type,
         cpu=lambda tensor, **kwargs: to(tensor, _HOST),
         cuda=lambda tensor, *args, **kwargs: to(tensor, _CARD),
         pin_memory=lambda tensor, *args: tensor,
         is_pinned=lambda tensor, *args: False,
         record_stream=lambda tensor, stream: None,
     )
+    _replace(torch.cuda, **{f"{name}Tensor": on_the_card(f"{name}Tensor") for name in _CLASSES})
     _replace(nn.Module, cuda=lambda module, *args: module.to(_CARD))
     _replace(torch, tensor=made(tensor_of), as_tensor=made(as_tensor), Generator=Generator)

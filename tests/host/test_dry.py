@@ -83,6 +83,25 @@ def test_a_script_that_sees_a_card(tmp_path: Path) -> None:
     assert answer.trace.peak_reserved % (2 << 20) == 0
 
 
+def test_classes_of_tensors_on_a_card(tmp_path: Path) -> None:
+    """Older scripts name the device by the class of a tensor."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import numpy\nimport torch\n"
+        "make = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor\n"
+        "model = torch.nn.Linear(8, 1).cuda()\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(3):\n"
+        "    made, given = make(4, 8).fill_(1.0), torch.arange(32).view(4, 8).type(make) + make(numpy.zeros((4, 8)))\n"
+        "    assert made.type() == given.type() == 'torch.cuda.FloatTensor', made.type()\n"
+        "    assert given.type(torch.LongTensor).device.type == 'cpu'\n"
+        "    model(made + given).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    (answer,) = ask(Question(Script(str(script)), find_gpu("t4")))
+    assert answer.trace is not None, answer.error
+    assert answer.batches == [{"input 0": (4, 8)}]
+
+
 def test_a_script_that_does_not_use_its_card(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

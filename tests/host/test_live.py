@@ -82,6 +82,21 @@ def test_the_report_is_of_the_whole_run(tmp_path: Path) -> None:
     assert {1, 2, 26} < set(history["steps"]) < set(range(1, 27))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_dry_run_and_a_live_trainer_predict_the_same(policy: str, tmp_path: Path) -> None:
+    """The host runs the script again; ACCallback traces the step of the trainer that it is attached to."""
+    host = run(*hosted(tmp_path, "--policy", policy), "trainer.py", str(tmp_path / "host"))
+    live = run("trainer.py", str(tmp_path / "live"), policy)
+    assert (host.returncode, live.returncode) == (0, 0), host.stderr + live.stderr
+    (ours,), (theirs,) = report(tmp_path)["ranks"], report(tmp_path / "live")["ranks"]
+    assert ours["fullest"] == theirs["fullest"]
+    assert (ours["step"], ours["batch"]) == (theirs["step"], theirs["batch"])
+    measured = max(ours["fullest"].values())
+    assert ours["predicted"]["allocated"] == pytest.approx(measured, rel=0.002)
+    assert theirs["predicted"]["allocated"] == pytest.approx(measured, rel=0.002)
+
+
 def test_killed_and_resumed(tmp_path: Path) -> None:
     """The script's own checkpoints continue under a policy as if nothing had happened, and files from before stay."""
     alone = run("resumed.py", str(tmp_path / "alone"), "")

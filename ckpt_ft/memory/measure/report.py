@@ -168,9 +168,9 @@ class RankMemory:
     median: list[Bytes] = field(default_factory=list)
     between: dict[str, list[Bytes]] = field(default_factory=dict)
 
-    def peak(self, figure: str = "allocated", phases: Collection[str] | None = None) -> int | None:
+    def peak(self, figure: str = "allocated", phases: Collection[str] = ()) -> int | None:
         """The maximum over all phases, or `phases`, in bytes; None for a figure that was not measured."""
-        kept = (known for name, known in self.peaks.items() if phases is None or name in phases)
+        kept = (known for name, known in self.peaks.items() if not phases or name in phases)
         return max((phase[figure] for phase in kept if figure in phase), default=None)
 
 

@@ -1,4 +1,4 @@
-"""A Trainer with rows of different lengths, gradient accumulation and evaluation."""
+"""A Trainer with rows of different lengths, gradient accumulation and evaluation; `trainer.py FOLDER [POLICY]`."""
 
 import random
 import sys
@@ -38,4 +38,9 @@ arguments = TrainingArguments(
     eval_steps=1,
 )
 model = LlamaForCausalLM(config)
-Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4], data_collator=collate).train()
+trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4], data_collator=collate)
+if len(sys.argv) > 2:
+    from ckpt_ft import ACArguments, ACCallback
+
+    ACCallback(ACArguments(ac_policy=sys.argv[2], ac_report="json")).attach(trainer)
+trainer.train()
