@@ -47,7 +47,7 @@ from ckpt_ft.standins import flash_attention, fused_head, liger, liger_kernels
 
 from .card import show_card, show_tensors
 from .generation import generate_longest
-from .kept_files import KeptFiles
+from .kept_files import KEPT, KeptFiles, put_back
 from .longest import longest_first
 from .ops import ScriptOps, ScriptTracker
 from .script import Script, TrainingLoop, before_saving
@@ -126,6 +126,9 @@ def ask(question: Question) -> list[Answer]:
                 process.terminate()
                 process.wait()
                 raise
+            finally:
+                for left in Path(folder).glob(f"{KEPT}*"):  # of a process that was killed
+                    put_back(left)
         answers: list[Answer] = [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).glob("answer-*"))]
         if not answers or os.environ.get("CKPT_FT_TRACEBACK") == "1":
             sys.stderr.write(output.read_text(errors="replace"))
@@ -177,7 +180,7 @@ class _DryRun:
         if gpu is not None:
             show_card(gpu, self.tracker, self.streams)
         _leave_out(self.tracker.recorder.note, self.question.longest)
-        self.files = KeptFiles()
+        self.files = KeptFiles(self.folder)
         signal.signal(signal.SIGTERM, self._killed)
         self._track(self.tracker, self.streams)
         before_saving(self._finish)  # there is nothing to save

@@ -135,6 +135,19 @@ def test_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     assert "\n" not in answer.error
 
 
+def test_a_killed_dry_run_leaves_files_as_they_were(tmp_path: Path) -> None:
+    log, script = tmp_path / "log", tmp_path / "script.py"
+    log.write_text("kept")
+    script.write_text(
+        f"import os, signal\nos.makedirs({str(tmp_path / 'made' / 'inside')!r})\nopen({str(log)!r}, 'w').close()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with pytest.raises(UserError, match="ended with exit code -9 before a training step"):
+        ask(Question(Script(str(script)), None))
+    assert log.read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "script.py"]
+
+
 def test_a_step_that_depends_on_values(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
