@@ -183,7 +183,7 @@ class LiveRun:
             answers: list[Answer] = []
             if error is not None and is_oom(error):
                 _say(f"out of memory in step {profiler.steps + 1}: {one_line(error, 200)}")
-                answers = self._answers((self.policy or AS_IT_IS, *OTHERWISE))
+                answers = self._answers((self.policy or AS_IT_IS, *OTHERWISE), profiler.steps + 1)
                 self._print_ways(answers)
             elif self.predicts and not stopped and self.reports:
                 answers = self._answers((self.policy or AS_IT_IS,), profiler.fullest)
@@ -203,9 +203,9 @@ class LiveRun:
                 if os.environ.get("RANK", "0") == "0":
                     write_report(report, self.reports, self.folder)
 
-    def _answers(self, policies: tuple[str, ...], step: int = 0) -> list[Answer]:
+    def _answers(self, policies: tuple[str, ...], step: int) -> list[Answer]:
         """What a dry run says; of the steps up to `step`, or if it is far off, of steps with the longest rows."""
-        far = step > _MOST_STEPS
+        far = step * len(policies) > _MOST_STEPS
         asked = Question(self.script, self.gpu, policies, steps=3 if far else max(step, 3), longest=far)
         return _asked(asked) if self.alone else []
 
