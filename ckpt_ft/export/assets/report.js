@@ -50,7 +50,8 @@ function phaseKeys(figures) {
 function historyChart(rank) {
   const element = el("div");
   const tip = tooltip();
-  const { steps, ends, allocated, reserved, every } = rank.history;
+  const { steps, allocated, reserved, every } = rank.history;
+  const ends = rank.history.ends.length ? rank.history.ends : steps; // older reports have none
   const events = Object.entries(rank.between).map(([name, after]) => [name, after.filter((step) => step >= steps[0])]);
   const lines = Object.entries({ ...allocated, reserved }).filter(([, values]) => values.some(Boolean));
   const all = [...lines.flatMap(([, values]) => values), ...Object.values(rank.predicted)];
