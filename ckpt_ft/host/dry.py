@@ -50,7 +50,7 @@ from .generation import generate_longest
 from .kept_files import KEPT, KeptFiles, put_back
 from .longest import longest_first
 from .ops import ScriptOps, ScriptTracker
-from .script import Script, TrainingLoop, before_saving
+from .script import Script, TrainingLoop, before_saving, modules_alive, whole_model
 from .weightless import load_no_weights
 
 AS_IT_IS = ""  # the policy of a script that is left as it is
@@ -150,7 +150,7 @@ class _DryRun:
 
     def __init__(self, question: Question, folder: Path) -> None:
         self.question, self.folder = question, folder
-        self.policy = question.policies[0]
+        self.policy, self.model = question.policies[0], ""
         self.best: Answer | None = None
         self.steps = self.number = 0
         self.stack = contextlib.ExitStack()
@@ -214,8 +214,10 @@ class _DryRun:
             if type(tensor) in (torch.Tensor, nn.Parameter):
                 self.tracker.dispatcher.put(tensor)
 
-    def _begins(self, model: nn.Module) -> None:
+    def _begins(self, called: nn.Module) -> None:
         """The script has come to its training step: fork for each policy, and go on in the forks."""
+        model = whole_model(called)
+        self.model = type(model).__name__
         gpu = self.question.gpu
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.loop.optimizers):
             raise UserError("LBFGS decides by the loss how often it runs the model, and a dry run has no loss")
@@ -224,7 +226,7 @@ class _DryRun:
                 "its model is on the CPU, though the script sees a card; an option of the script may choose the "
                 "device, and --device cpu asks about the CPU"
             )
-        modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+        modules = modules_alive()
         for module in modules if gpu is None else ():
             self._put(module)
         self._fork()
@@ -304,7 +306,7 @@ class _DryRun:
         trace = replace(trace, ops=flash_attention.renamed(trace.ops))
         best = self.best
         if best is None or best.trace is None or best.step == 1 or trace.peak_allocated > best.trace.peak_allocated:
-            self.best = Answer(self.policy, type(self.loop.model).__name__, trace, self.steps, batches=list(batches))
+            self.best = Answer(self.policy, self.model, trace, self.steps, batches=list(batches))
 
     def _finish(self) -> None:
         """Write the answer and end, if a step has ended."""

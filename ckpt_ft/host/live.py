@@ -7,7 +7,6 @@ Memory is predicted by a dry run of the same script, in a process of its own.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -30,7 +29,7 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.units import format_bytes, parse_bytes
 
 from .dry import AS_IT_IS, OTHERWISE, Answer, Question, ask, replace_own_checkpointing, run_command
-from .script import Script, TrainingLoop, before_saving
+from .script import Script, TrainingLoop, before_saving, modules_alive, whole_model
 
 _SAMPLE = 1000  # on a CPU, a measured step takes several times as long; larger batches are measured besides
 _MOST_STEPS = 50  # that a dry run looks at, to reach the step that was the highest
@@ -126,14 +125,15 @@ class LiveRun:
     def _begins(self, model: nn.Module) -> None:
         self._loop.release()
         trained = model.module if isinstance(model, DistributedDataParallel) else model
-        self.model = type(trained).__name__
+        whole = whole_model(trained) if trained is model else trained
+        self.model = type(whole).__name__
         if self.policy is not None:
-            for line in replace_own_checkpointing(trained, self.policy):
+            for line in replace_own_checkpointing(whole, self.policy):
                 _say(line)
-            for note in apply_policy(trained, self.policy).notes:
+            for note in apply_policy(whole, self.policy).notes:
                 _say(note)
         inside = set(model.modules())
-        beside = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and one not in inside]
+        beside = [one for one in modules_alive() if one not in inside]
         optimizer = self._loop.optimizers[-1] if self._loop.optimizers else None
         self.profiler = MemoryProfiler(None, trained, optimizer, sample=_SAMPLE, auxiliary_models=beside)
         self.gpu = _card() if self.profiler.device.type == "cuda" else None

@@ -9,6 +9,7 @@ diffusers.
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -120,6 +121,19 @@ def before_saving(call: Callable[[], None]) -> None:
 
     for owner, name in savers:
         setattr(owner, name, before(getattr(owner, name)))
+
+
+def modules_alive() -> list[nn.Module]:
+    """All modules of this process."""
+    return [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+
+
+def whole_model(module: nn.Module) -> nn.Module:
+    """The outermost module around `module`: a step may call parts of a model one by one, as Lightning's do."""
+    parents = {id(part): one for one in modules_alive() for part in one._modules.values()}
+    while (parent := parents.pop(id(module), None)) is not None:
+        module = parent
+    return module
 
 
 class TrainingLoop:

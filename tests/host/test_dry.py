@@ -68,6 +68,24 @@ def test_a_trainer_under_three_policies(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_whose_parts_are_called_one_by_one(tmp_path: Path) -> None:
+    """As in a LightningModule, whose own forward is never called: a policy covers all parts."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\n"
+        "block = lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())\n"
+        "model = nn.Module()\nmodel.encoder = nn.Linear(8, 64)\n"
+        "model.decoder = nn.Sequential(*[block() for _ in range(6)])\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(3):\n"
+        "    model.decoder(model.encoder(torch.ones(2048, 8))).sum().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    plain, full = ask(Question(Script(str(script)), None, (AS_IT_IS, "full")))
+    assert plain.model == "Module"
+    assert peak(full) < 0.6 * peak(plain)
+
+
 def test_weights_that_are_changed_by_hand() -> None:
     (answer,) = dry("by_hand.py")
     assert peak(answer) == pytest.approx(live("by_hand.py"), rel=0.01)
