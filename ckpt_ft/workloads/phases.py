@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 Phase = Callable[[Workload, int], Step]
 Measure = Callable[[str, bool], AbstractContextManager[Any]]  # (phase, whether it is between steps)
-_MOST_TRACED = 256  # batches of an evaluation
 
 
 class PhaseRecorder:
@@ -118,34 +117,16 @@ def evaluation(
 def _traced_batches(sizes: list[int], every: int | None) -> tuple[list[int], set[int]]:
     """The sizes of the batches to trace, and the numbers of those on which the model runs.
 
-    For the other batches only predictions are allocated. A chunk is the `every` batches whose predictions are on the
-    device together. The model runs on the first batch, on the last full one, and on the last two batches of two
-    chunks: the one with that batch and the one with the most predictions. If there are very many batches, neighbours
-    on which the model does not run are merged.
+    All batches but the last are alike. Two chunks of `every` batches are traced: on a CPU the predictions of the first
+    are alive during the second. The model runs on the first and last two batches of a chunk; for the others only
+    predictions are allocated, and without `every` their neighbours are merged.
     """
-    places = range(len(sizes))
-    largest = max(places, key=lambda place: (sizes[place], place))
-    step = every or len(sizes)
-    chunks = [places[start : start + step] for start in places[::step]]
-    full = max(chunks, key=lambda chunk: (sum(sizes[place] for place in chunk), chunk.start))
-    known = next(chunk for chunk in chunks if largest in chunk)
-    runs = {0, min(step, len(sizes) - 1), largest, *full[-2:], *known[-2:]}
-    if len(sizes) > _MOST_TRACED and every:
-        chunks = [chunk for chunk in chunks if runs & {*chunk} or chunk == chunks[-1]]
-    traced: list[int] = []
-    found: set[int] = set()
-    together = 1 if every else -(-len(sizes) // _MOST_TRACED)
-    drawn = 0
-    for place in (place for chunk in chunks for place in chunk):
-        if place in runs:
-            found.add(len(traced))
-        if place in runs or not 0 < drawn < together:
-            traced.append(sizes[place])
-            drawn = place not in runs
-        else:
-            traced[-1] += sizes[place]
-            drawn += 1
-    return traced, found
+    if every and every < len(sizes):
+        traced = sizes[: 2 * every]
+        return traced, {0, every - 2, every - 1, len(traced) - 2, len(traced) - 1}
+    merged = [sum(sizes[1:-2])] if len(sizes) > 3 else []
+    traced = [sizes[0], *merged, *sizes[1:][-2:]]
+    return traced, {*range(len(traced))} - ({1} if merged else set())
 
 
 def _prediction_step(own: Callable[..., Any], traced: list[int], runs: set[int]) -> Callable[..., Any]:
