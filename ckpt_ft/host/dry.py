@@ -216,7 +216,8 @@ class _DryRun:
 
     def _begins(self, called: nn.Module) -> None:
         """The script has come to its training step: fork for each policy, and go on in the forks."""
-        model = whole_model(called)
+        modules = modules_alive()
+        model = whole_model(called, modules)
         self.model = type(model).__name__
         gpu = self.question.gpu
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.loop.optimizers):
@@ -226,7 +227,6 @@ class _DryRun:
                 "its model is on the CPU, though the script sees a card; an option of the script may choose the "
                 "device, and --device cpu asks about the CPU"
             )
-        modules = modules_alive()
         for module in modules if gpu is None else ():
             self._put(module)
         self._fork()

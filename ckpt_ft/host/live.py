@@ -125,7 +125,8 @@ class LiveRun:
     def _begins(self, model: nn.Module) -> None:
         self._loop.release()
         trained = model.module if isinstance(model, DistributedDataParallel) else model
-        whole = whole_model(trained) if trained is model else trained
+        alive = modules_alive()
+        whole = whole_model(trained, alive) if trained is model else trained
         self.model = type(whole).__name__
         if self.policy is not None:
             for line in replace_own_checkpointing(whole, self.policy):
@@ -133,7 +134,7 @@ class LiveRun:
             for note in apply_policy(whole, self.policy).notes:
                 _say(note)
         inside = set(model.modules())
-        beside = [one for one in modules_alive() if one not in inside]
+        beside = [one for one in alive if one not in inside]
         optimizer = self._loop.optimizers[-1] if self._loop.optimizers else None
         self.profiler = MemoryProfiler(None, trained, optimizer, sample=_SAMPLE, auxiliary_models=beside)
         self.gpu = _card() if self.profiler.device.type == "cuda" else None

@@ -14,7 +14,7 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -128,9 +128,9 @@ def modules_alive() -> list[nn.Module]:
     return [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
 
 
-def whole_model(module: nn.Module) -> nn.Module:
-    """The outermost module around `module`: a step may call parts of a model one by one, as Lightning's do."""
-    parents = {id(part): one for one in modules_alive() for part in one._modules.values()}
+def whole_model(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
+    """The outermost of the modules around `module`: a step may call a model's parts one by one, as Lightning's do."""
+    parents = {id(part): one for one in alive for part in one._modules.values()}
     while (parent := parents.pop(id(module), None)) is not None:
         module = parent
     return module
