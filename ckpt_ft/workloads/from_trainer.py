@@ -2,6 +2,10 @@
 
 `planned_step` describes the step that a trainer will make, for a plan; `measured_step` describes the step that was
 measured, for the predicted column of a report. The trainer is not modified.
+
+A dry run of the script (host/dry.py) answers for scripts that are started by name. It cannot answer here: a notebook
+has no script to start again, a process that has used its card cannot fork into a dry run, a plan asks for other batch
+sizes than the script's, and a rank of a launch is traced with the launch's wrapping.
 """
 
 from __future__ import annotations
