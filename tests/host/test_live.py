@@ -63,10 +63,7 @@ def test_a_run_changes_no_number_and_is_as_predicted(tmp_path: Path) -> None:
 
 def test_the_report_is_of_the_whole_run(tmp_path: Path) -> None:
     """A step whose batch is larger than all before is measured, and is the one that a dry run predicts."""
-    alone = subprocess.run(
-        [sys.executable, str(HERE / "live_peak.py"), "40", str(HERE / "scripts" / "long_row.py"), str(tmp_path / "x")],
-        capture_output=True, text=True, env=ENVIRONMENT,
-    )  # fmt: skip
+    alone = run("../live_peak.py", "40", "long_row.py", str(tmp_path / "x"))
     ended = run(*hosted(tmp_path), "long_row.py", str(tmp_path / "saved"))
     assert (alone.returncode, ended.returncode) == (0, 0), alone.stderr + ended.stderr
     assert "Peak at step 26, input 0 2x1901; median batch 2x40." in ended.stdout
@@ -200,10 +197,7 @@ def test_refused_in_one_line(words: list[str], said: str) -> None:
 )
 def test_a_script_that_does_not_train_keeps_its_exit_code(text: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(text)
-    ended = subprocess.run(
-        [sys.executable, "-m", "ckpt_ft.run", str(tmp_path / "script.py")], capture_output=True, text=True,
-        env=ENVIRONMENT, cwd=tmp_path,
-    )  # fmt: skip
+    ended = run(*hosted(tmp_path), str(tmp_path / "script.py"))
     assert ended.returncode == code, ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
