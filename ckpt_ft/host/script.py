@@ -14,11 +14,11 @@ import os
 import runpy
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,27 +80,16 @@ class Script:
         if self.is_module:
             sys.path[0:0] = [os.getcwd()]
             sys.argv = [self.name, *self.args]
-            if not _can_be_run(self.name):
-                raise UserError(f"-m {self.name}: no such module, or a package without __main__; as after python -m")
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            try:
+                runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            except ImportError as error:
+                if "runpy" in traceback.extract_tb(error.__traceback__)[-1].filename:  # and not in the module
+                    raise UserError(f"-m {self.name}: {one_line(error)}") from error
+                raise
             return
         sys.path[0:0] = [str(Path(self.name).resolve().parent)]
         sys.argv = [self.name, *self.args]
         runpy.run_path(self.name, run_name="__main__")
-
-
-def _can_be_run(module: str) -> bool:
-    try:
-        spec = find_spec(module)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = find_spec(f"{module}.__main__")
-    except ModuleNotFoundError as error:  # of its parent
-        if module.startswith(f"{error.name}."):
-            return False
-        raise
-    except ValueError:  # no name of a module
-        return False
-    return spec is not None
 
 
 def before_saving(call: Callable[[], None]) -> None:

@@ -204,7 +204,7 @@ def test_no_such_script() -> None:
         (["--polcy", "full", "plain.py"], "--polcy: no such option"),
         (["--policy", "fulll", __file__], "fulll"),
         (["--device", "t44", __file__], "t44"),
-        (["-m", "nowhere.at_all"], "-m nowhere.at_all: no such module"),
+        (["-m", "nowhere.at_all"], "-m nowhere.at_all: Error while finding module"),
     ],
 )
 def test_refused_commands(words: list[str], said: str) -> None:

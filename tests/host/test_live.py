@@ -180,8 +180,8 @@ def assert_refused(words: list[str], said: str) -> None:
     ("words", "said"),
     [
         (["nowhere.py"], "nowhere.py: no such script"),
-        (["-m", "nowhere.at_all"], "-m nowhere.at_all: no such module"),
-        (["-m", "email"], "-m email: no such module, or a package without __main__"),
+        (["-m", "nowhere.at_all"], "-m nowhere.at_all: Error while finding module specification"),
+        (["-m", "email"], "-m email: No module named email.__main__; 'email' is a package"),
     ],
 )
 def test_refused_in_one_line(words: list[str], said: str) -> None:
