@@ -349,7 +349,7 @@ class MemoryProfiler:
         """Records the arguments of a loss that computes more than the model's own, for `loss_batches`."""
         noted = LargestBatch()
         noted.note(args, kwargs)
-        self._loss_batches = [*self._loss_batches, noted] if self._open else [noted]  # its forward may open the step
+        self._loss_batches = [*self._loss_batches, noted]  # also those before the one that opens the step
 
     def note_between(self, name: str) -> None:
         """Records that something is run between two steps, such as "saving"; it is not measured as part of a step."""
@@ -359,12 +359,11 @@ class MemoryProfiler:
     def begin_step(self) -> None:
         """Begins the next step here instead of where the last one ended (after an evaluation, for example)."""
         self._cancel()
-        self._failed = None
+        self._failed, self._loss_batches = None, []
         last = self.total_steps is not None and self.steps == self.total_steps - 1
         if self.device.type == "cuda" or self.steps < 2 or last or self.steps % self.sample == 0:
             self.meter.begin()
-            self._batch, self._loss_batches = LargestBatch(), []
-            self._open = True
+            self._batch, self._open = LargestBatch(), True
         self._began = time.perf_counter()
 
     @contextmanager
@@ -424,7 +423,7 @@ class MemoryProfiler:
         if self.steps != self.total_steps:
             self.begin_step()
         else:  # a loop may still make more steps than it announced
-            self._began = time.perf_counter()
+            self._began, self._loss_batches = time.perf_counter(), []
         return scalars
 
     def holders(self, n: int = 5) -> list[Holder]:
