@@ -137,9 +137,8 @@ def _launch_fields(
 ) -> dict[str, Any]:  # fmt: skip
     named: Any
     sizes = {name: given[name] for name in (*SIZES, "ep") if given.get(name)}
-    named, processes, machines, link = (
-        given.get("launch", ""), given.get("processes", 0), given.get("machines", 0), given.get("link", ""),
-    )  # fmt: skip
+    named, processes, machines = given.get("launch", ""), given.get("processes", 0), given.get("machines", 0)
+    link = parse_bytes(given["link"].removesuffix("/s")) if given.get("link") else None
     if isinstance(named, str):
         named = ",".join(_SYNONYMS.get(name.strip().lower(), name.strip()) for name in named.split(","))
     precision = found.get("mixed_precision", "no")
@@ -161,18 +160,15 @@ def _launch_fields(
                 f"--gpus {given['gpus']} and {said}: --gpus chooses among strategies by name, a file is one launch"
             )
         strategies = [name.strip() for name in named.split(",")] if named else WORTH_A_LOOK
-        launches = launches_on(
-            given["gpus"], machines, strategies, mixed_precision=precision, link=_rate(link), **sizes
-        )
+        launches = launches_on(given["gpus"], machines, strategies, mixed_precision=precision, link=link, **sizes)
         if not named and not sizes:
-            launches += launches_that_share(given["gpus"], machines, mixed_precision=precision, link=_rate(link))
+            launches += launches_that_share(given["gpus"], machines, mixed_precision=precision, link=link)
         if offload:
             launches = [launch.with_offload(offload) for launch in launches]
         return {"launches": tuple(launches), "asked": asked}
     if not named:
-        for option, value in (("--processes", processes), ("--machines", machines), ("--link", link)):
-            if value:
-                raise UserError(f"{option} {value}: for several GPUs give --launch too (ddp, fsdp2, a file)")
+        if asked:
+            raise UserError(f"{' '.join(asked)}: for several GPUs give --launch too (ddp, fsdp2, a file)")
         return {}
     is_open = not processes and _is_file(named) and not states_processes(named)
     launch, also = _launch(named, processes, precision, found.get("ignored", ()), left_out)
@@ -188,7 +184,7 @@ def _launch_fields(
                 "accelerate_configs/multi_gpu.yaml"
             )
         launch = replace(launch, strategy="fsdp2")
-    launch = replace(launch, machines=machines or launch.machines, link=_rate(link), **sizes)
+    launch = replace(launch, machines=machines or launch.machines, link=link, **sizes)
     launch = launch.with_offload(offload) if offload else launch
     if isinstance(named, Mapping):
         asked = (option_of("launch"), launch.strategy, *asked[asked.index(option_of("launch")) + 2 :])
@@ -224,11 +220,6 @@ def _launch(
     raise UserError(
         f"--launch {named}: neither a strategy ({', '.join(STRATEGIES)}) nor accelerate's configuration (.yaml)"
     )
-
-
-def _rate(link: str) -> float | None:
-    """Returns `--link` in bytes a second."""
-    return parse_bytes(link.removesuffix("/s")) if link else None
 
 
 def words_of(spec: TrainingSpec, without: tuple[str, ...] = ()) -> list[str]:

@@ -517,9 +517,9 @@ class _Entries:
         plain = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in options.items()}
         plain.pop("fsdp_activation_checkpointing", None)  # the policy says it
         version = self.get("fsdp_version") or (1 if self.kind == "axolotl" else 2)
-        gather = {"fp8_config": {"enable_fsdp_float8_all_gather": bool(self.get("float8_gather"))}}
         config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version, **plain}}
-        return {"launch": {**config, **(gather if self.get("fp8") else {})}}
+        gather = {"enable_fsdp_float8_all_gather": bool(self.get("float8_gather"))} if self.get("fp8") else {}
+        return {"launch": {**config, "fp8_config": gather}}
 
 
 def _joined(names: Any) -> str:
