@@ -160,21 +160,16 @@ def launch_words(launch: Launch) -> list[str]:
 
 def can_train(recipe: str, spec: TrainingSpec) -> bool:
     """Whether the recipe has flags for every field of `spec` that is not at its default."""
+    launch, mixed, dtype = spec.launch.launch, spec.precision.mixed_precision, spec.precision.dtype
+    trained = {*OPTIM_OF_TRAINER, *OFFLOADING.values(), "none"}
+    divided = launch is not None and launch.ep > 1 and (recipe != "llm" or spec.adapter.trains)
     if recipe.startswith("diffusion"):
-        adapts, mixed = spec.adapter.lora_r or spec.adapter.peft_config, spec.precision.mixed_precision
-        weights = {"bf16": "bfloat16", "fp16": "float16"}.get(mixed, "float32") if adapts else "float32"
-        trained = ("adamw_fused", "adamw_8bit", *OFFLOADING.values())
-        if spec.optimizer.name not in trained or spec.precision.dtype != weights:
-            return False
-    elif (
-        spec.launch.launch is not None and spec.launch.launch.ep > 1 and (recipe != "llm" or spec.adapter.trains)
-    ) or spec.optimizer.name not in (*OPTIM_OF_TRAINER, *OFFLOADING.values(), "none"):
+        trained = {"adamw_fused", "adamw_8bit", *OFFLOADING.values()}
+        adapts = spec.adapter.lora_r or spec.adapter.peft_config
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(mixed, "float32") if adapts else "float32"
+    if mixed == "fp8" or divided or spec.optimizer.name not in trained or spec.precision.dtype != dtype:
         return False
-    if spec.precision.mixed_precision == "fp8":
-        return False
-    known = {*_FIELDS.get(recipe, ()), *_OUTSIDE}
-    if spec.adapter.peft_config:
-        known.add("peft")  # set by that file
+    known = {*_FIELDS.get(recipe, ()), *_OUTSIDE, *(["peft"] if spec.adapter.peft_config else [])}  # set by that file
     return all(own.key in known or spec.get(own.key) == own.default for own in declared().values())
 
 

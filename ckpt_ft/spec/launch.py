@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -302,12 +302,6 @@ class Launch:
         where = f" on {self.machines} machines" if self.machines > 1 else ""
         return f"{self.sharing}, on {self.processes} GPU{'s' if self.processes > 1 else ''}{where}"
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Launch:
-        """Returns the launch of the dict that `dataclasses.asdict` made, also after a round trip through JSON."""
-        wrap = None if values["wrap"] is None else tuple(values["wrap"])
-        return cls(**{**values, "wrap": wrap, "zero": ZeroOptions(**values["zero"])})
-
 
 def launches_on(gpus: int, machines: int = 0, strategies: Sequence[str] = WORTH_A_LOOK, **more: Any) -> list[Launch]:
     """Returns the launches on `gpus` GPUs to choose from; FSDP2 with and without resharding after forward is two.
@@ -431,10 +425,6 @@ def states_processes(source: str | Path | Mapping[str, Any]) -> bool:
     return kind not in ("FSDP", "DEEPSPEED") or bool(whole_number(str(config.get("num_processes", ""))))
 
 
-def _ddp(config: Mapping[str, Any], *more: Any) -> dict[str, Any]:
-    return {"strategy": "ddp"}
-
-
 # Sharding strategies of FSDP 1 -> whether FSDP2 drops gathered parameters after forward.
 _RESHARDS = {
     **dict.fromkeys(("true", "1", "yes", "full_shard", "hybrid_shard"), True),
@@ -539,7 +529,11 @@ def _truth(value: Any) -> bool:
     return str(value).strip().lower() in ("true", "1", "yes")
 
 
-_SHARING = {"NO": _ddp, "MULTI_GPU": _ddp, "FSDP": _fsdp2, "DEEPSPEED": _zero}
+_SHARING: dict[str, Callable[..., dict[str, Any]]] = {
+    **dict.fromkeys(("NO", "MULTI_GPU"), lambda *given: {"strategy": "ddp"}),
+    "FSDP": _fsdp2,
+    "DEEPSPEED": _zero,
+}
 
 
 def parallelism(launch: Launch, attention: str = "") -> dict[str, int | str]:

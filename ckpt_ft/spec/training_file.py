@@ -246,11 +246,6 @@ class _Entries:
         """Note that the answer is without a setting. Raises UserError if nothing is to be left out."""
         leave_out(self.left_out, name, why, f"--config {self.path}: " if self.path else "")
 
-    @property
-    def llama(self) -> bool:
-        """Whether the file is LLaMA-Factory's."""
-        return self.kind.startswith("llama")
-
     def flags(self) -> dict[str, Any]:
         """Returns the values of our flags."""
         precision = self._precision()
@@ -304,8 +299,8 @@ class _Entries:
         loss = str(self.get("pref_loss"))
         if named not in _STEPS or (named == "rm" and self.kind == "typed"):
             raise self.refuse(f"{named}: it is another algorithm than those that are predicted ({', '.join(_STEPS)})")
-        trainer, given, why = _STEPS[loss if loss in _STEPS and self.llama else named]
-        return trainer, given, "" if named == "rm" and not self.llama else why
+        trainer, given, why = _STEPS[loss if loss in _STEPS and "llama" in self.kind else named]
+        return trainer, given, "" if named == "rm" and "llama" not in self.kind else why
 
     def _kernels(self) -> dict[str, Any]:
         """Fused kernels. axolotl's plugin of Liger applies those that the file turns on, that of the loss its one."""
@@ -382,7 +377,7 @@ class _Entries:
             ends = dtype != "float32" and plain and not self.get("embeddings_skip_upcast")
             if self.get("embeddings_skip_upcast") and plain:
                 self.leave_out("embeddings_skip_upcast", "norms are predicted as the other weights, not in float32")
-        if self.llama and not self.given.get("dtype"):
+        if "llama" in self.kind and not self.given.get("dtype"):
             half = "bfloat16" if bf16 or self.get("pure_bf16") else "float16" if fp16 else "auto"
             # Trained weights are cast to float32, except by pure_bf16.
             dtype = half if self._adapted() or self.get("pure_bf16") or half == "auto" else "float32"

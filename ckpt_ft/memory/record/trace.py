@@ -399,11 +399,13 @@ class StepTrace:
     @classmethod
     def from_json(cls, text: str) -> StepTrace:
         """The trace that `to_json` wrote."""
+        from pydantic import TypeAdapter
+
         from ckpt_ft.export.trace_json import loads
 
         values = loads(text)
         values["storages"] = [Storage(*row) for row in values["storages"]]
         values["ops"] = [Op(*row) for row in values["ops"]]
         values["gpu"] = GPU(**values["gpu"]) if values["gpu"] else None
-        values["launch"] = Launch.from_dict(values["launch"]) if values["launch"] else None
+        values["launch"] = TypeAdapter(Launch).validate_python(values["launch"]) if values["launch"] else None
         return cls(**values)
