@@ -114,7 +114,7 @@ def test_settings_of_peft_and_of_bitsandbytes_are_fields_of_theirs() -> None:
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     peft = {own.name for kind in PEFT_TYPE_TO_CONFIG_MAPPING.values() for own in dataclasses.fields(kind)}
-    assert table()["peft"].keys() - peft == set()
+    assert is_older("peft", "0.21") or table()["peft"].keys() - peft == set()  # the table has newer fields
     own = set(inspect.signature(quantised.BitsAndBytesConfig.__init__).parameters) - {"self", "kwargs"}
     assert own - table()["transformers.quantization_config"].keys() == set()
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.two_tensor import TwoTensor
 from trace_models import MODELS, adamw, language_model, real_trace, step_events, training_step
+from versions import is_older
 
 from ckpt_ft.checkpointing import rng
 from ckpt_ft.checkpointing.apply import apply_policy
@@ -287,6 +288,7 @@ def test_user_defined_gpu_and_unknown_gpu_name() -> None:
         trace_step(model, training_step(loss), device="t44")
 
 
+@pytest.mark.skipif(is_older("torch", "2.13"), reason="torch 2.11 adds no fake gradient to one on meta")
 def test_input_on_meta_may_require_a_gradient() -> None:
     given = nn.Parameter(torch.empty(8, 4, device="meta"))
 
