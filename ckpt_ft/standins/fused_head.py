@@ -34,8 +34,8 @@ def on_gpu() -> Iterator[None]:
                 "triton": SimpleNamespace(cdiv=lambda size, block: -(-size // block)),
             }
             stack.enter_context(patch.multiple(kernels, create=True, **replaced))
-            for module in filter(None, (kernels, users)):
-                stack.enter_context(patch.object(module, "_use_triton", lambda device: True))
+            for module in filter(None, (kernels, users)):  # TRLs before 1.16 always use Triton
+                stack.enter_context(patch.object(module, "_use_triton", lambda device: True, create=True))
         yield
 
 
