@@ -206,7 +206,7 @@ def test_policies_keep_the_bits_in_train_and_eval_mode(name: str) -> None:
     for mode in (True, False):
         model.train(mode)
         plain = numbers(model, inputs)
-        for policy in POLICIES:
+        for policy in POLICIES if mode else POLICIES[::4]:
             if ("stages" in policy and name in STAGELESS) or (
                 policy == "modules:attention" and name in NO_ATTENTION_MODULE
             ):

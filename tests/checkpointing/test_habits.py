@@ -95,7 +95,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 1)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(programs(), st.sampled_from(POLICIES))
 def test_step_is_equal_or_raises(program: Program, policy: str) -> None:
     note(verdict(*program, policy))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import LLAMA, write_config
 
 from ckpt_ft.cli import main as cli
 from ckpt_ft.cli import planning
@@ -41,10 +42,11 @@ def test_command_without_a_trace_imports_no_torch(words: str) -> None:
 
 
 def test_cached_estimate_imports_no_torch(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The cached answer is printed as the first time, also with its suggestions if the step does not fit."""
-    words = ["estimate", "gpt2", "--device", "t4", "--seq-length", "32", "--capacity", "1900MiB"]
+    words = ["estimate", write_config(tmp_path, LLAMA), "--device", "t4", "--capacity", "180MiB"]
+    words += ["--seq-length", "64", "--batch-size", "128"]
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
     assert cli._main() == 0
     said = capsys.readouterr().out
@@ -57,9 +59,14 @@ def test_cached_estimate_imports_no_torch(
 
 
 def test_damaged_cached_answer_is_recomputed_with_one_warning(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: Any
+    own_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: Any,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["ckpt-ft", "estimate", "gpt2", "--device", "cpu", "--seq-length", "8", "--json"])
+    words = ["estimate", write_config(tmp_path, LLAMA), "--device", "cpu", "--seq-length", "8", "--json"]
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
     assert cli._main() == 0
     said = capsys.readouterr().out
     (kept,) = own_cache.glob("estimates/*.json")

@@ -6,10 +6,12 @@ import json
 import re
 import sys
 import time
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
+from model_configs import LLAMA, write_config
 from transformers import ResNetConfig
 
 from ckpt_ft.cli import console, params
@@ -18,6 +20,7 @@ from ckpt_ft.cli.recipe import ready_made
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.memory.gpus import GPUS
+from ckpt_ft.planning import where
 from ckpt_ft.planning.estimate import estimate
 from ckpt_ft.planning.results import Estimate
 from ckpt_ft.spec.flags import fields_of, flags
@@ -91,10 +94,11 @@ def test_holders_without_a_module_are_named_by_role() -> None:
     assert [row[0] for row in holders_table(holders, 12).rows] == ["optimizer state", "loss", "loss"]
 
 
-def test_several_gpus_are_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_gpus_are_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ckpt_ft.cli.main import app
 
-    words = ["estimate", "gpt2", "--device", "t4,h100", "--batch-size", "2", "--seq-length", "64", "--policy", "full"]
+    model = write_config(tmp_path, {**LLAMA, "hidden_size": 512, "intermediate_size": 2048})
+    words = ["estimate", model, "--device", "t4,h100", "--batch-size", "8", "--seq-length", "512", "--policy", "full"]
     app(words, standalone_mode=False)
     lines = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     assert lines["fits"][1:] == ["yes", "yes"]
@@ -110,8 +114,12 @@ def test_several_gpus_are_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert said == [True, False]
 
 
-def test_if_no_gpu_fits_the_command_suggests_what_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_no_gpu_fits_the_command_suggests_what_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from ckpt_ft.cli.main import app
+
+    monkeypatch.setattr(where, "where", partial(where.where, methods=["QLoRA"], most_gpus=1, jobs=1))
 
     config = tmp_path / "config.json"
     sizes = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -169,21 +177,23 @@ def test_words_of_beginners(
 ) -> None:
     monkeypatch.setenv("CKPT_FT_CACHE", str(tmp_path))
     short = ("--seq-length", "16", "--json")
-    two, said = told(monkeypatch, capsys, "estimate", "gpt2", "--device", "2x RTX 4090", *short)
+    (tmp_path / "b").mkdir()
+    tiny, wider = write_config(tmp_path, LLAMA), write_config(tmp_path / "b", {**LLAMA, "hidden_size": 512})
+    two, said = told(monkeypatch, capsys, "estimate", tiny, "--device", "2x RTX 4090", *short)
     assert said.startswith("note: 2 cards share the model by FSDP2; --launch ddp, zero2 or zero3 are others\n")
     same, _ = told(
-        monkeypatch, capsys, "estimate", "gpt2", "--device", "rtx-4090", "--launch", "fsdp", "--processes", "2", *short
+        monkeypatch, capsys, "estimate", tiny, "--device", "rtx-4090", "--launch", "fsdp", "--processes", "2", *short
     )
     found, named = json.loads(two), json.loads(same)
     assert found["launch"] == named["launch"] == "fsdp2, on 2 GPUs"
     assert found["peak_reserved"] == named["peak_reserved"]
-    sized = json.loads(told(monkeypatch, capsys, "estimate", "gpt2", "--device", "8GB", *short)[0])
+    sized = json.loads(told(monkeypatch, capsys, "estimate", tiny, "--device", "8GB", *short)[0])
     assert (sized["capacity"], sized["seconds"]) == (8 * 10**9, None)
-    several = json.loads(told(monkeypatch, capsys, "estimate", "gpt2,Qwen3-0.6B", "--device", "8GB", *short)[0])
+    several = json.loads(told(monkeypatch, capsys, "estimate", f"{tiny},{wider}", "--device", "8GB", *short)[0])
     assert several[0]["peak_reserved"] == sized["peak_reserved"] < several[1]["peak_reserved"]
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input_ids": [1, 2, 3, 4, 5, 6, 7]}\n{"input_ids": [1, 2]}\n')
-    shape = told(monkeypatch, capsys, "estimate", "gpt2", "--device", "t4", "--dataset", str(rows), "--json")[0]
+    shape = told(monkeypatch, capsys, "estimate", tiny, "--device", "t4", "--dataset", str(rows), "--json")[0]
     assert json.loads(shape)["shape"] == {"seq_length": 7}
     for words, error in (
         (["plan", "gpt2,Qwen3-0.6B"], "one model at a time"),

@@ -644,7 +644,11 @@ def test_a_whole_model_is_compiled_with_its_autocast(monkeypatch: pytest.MonkeyP
     """accelerate wraps `forward` before it compiles: the outputs are cast to fp32 inside of the graph."""
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     torch._dynamo.reset()
-    model, loss = language_model(num_hidden_layers=1)
+    model, hidden = Feedforward(), torch.randn(64, 256)
+
+    def loss(forward: Any) -> torch.Tensor:
+        return forward(hidden)
+
     workload = Workload(model, lambda *size: {}, lambda forward, batch: loss(forward), adamw, "cpu", torch.bfloat16)
     predicted = replace(workload, compile="whole").trace()
     on_card = replace(workload, compile="whole", device="h100").trace()
