@@ -12,10 +12,8 @@ nothing runs: models are on the meta device. All rows take about 20 minutes of o
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -33,12 +31,11 @@ import torch
 import transformers
 import yaml
 from peft.tuners.lora import layer
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bert_large, flux2, kernels, operators, prime_rl, t4_lora, timm_steps, torchtitan, vit_huge
-from ckpt_ft import trace_step
+from benchmarks import flux2, kernels, loops, operators, pages, timm_steps, torchtitan
+from benchmarks.pages import DATA, DOCS, prose
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.memory.gpus import GPUS
 from ckpt_ft.memory.record.trace import StepTrace
@@ -52,12 +49,12 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import GIB
 from ckpt_ft.workloads.load import load
 
-ROOT, DATA = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent / "data"
-PAGE, README = ROOT / "docs" / "accuracy.md", ROOT / "README.md"
+PAGE, README = DOCS / "accuracy.md", DOCS.parent / "README.md"
 BEGIN, END = "<!-- accuracy -->", "<!-- end of accuracy -->"
 PICTURE = "img/accuracy_seconds.png"
 UNITS = {"GiB": GIB, "GB": 10**9}
-PROSE = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n(?=\n<!--|\Z)", (DATA / "accuracy.md").read_text(), re.DOTALL))
+PROSE = prose("accuracy.md")
+table = partial(pages.table, words=99)  # all columns aligned to the left
 
 
 @dataclass
@@ -133,12 +130,6 @@ def percent(error: float) -> str:
 def median_and_worst(errors: Iterable[float]) -> str:
     sizes = sorted(map(abs, errors))
     return f"{100 * statistics.median(sizes):.2f} / {100 * sizes[-1]:.2f} %"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
@@ -229,12 +220,11 @@ def longest(group: str) -> Iterator[Row]:
 
 
 def t4() -> Iterator[Row]:
-    for row in t4_lora.published():
-        trace = t4_lora.trace(row)
-        errors = t4_lora.errors(row, trace)
-        yield Row(
-            t4_lora.label(row), [*map(percent, errors.values())], errors, float(row["step_seconds"]), trace.seconds
-        )
+    for row in loops.rows_of("t4_lora_steps"):
+        trace = loops.t4_trace(row)
+        errors = loops.t4_errors(row, trace)
+        cells = [percent(error) for error in errors.values()]
+        yield Row(loops.t4_label(row), cells, errors, float(row["step_seconds"]), trace.seconds)
 
 
 def diffusion() -> Iterator[Row]:
@@ -272,23 +262,29 @@ def compiled() -> Iterator[Row]:
         how += f", float8 {row.float8}" * bool(row.float8)
         name = f"Llama 3 8B, {row.gpus} {row.card}, {row.shape}, {how}"
         yield reserved(name, row.reserved, trace, row.seconds, "bytes")
-    for step in prime_rl.rows("compiled"):
-        name = (
-            f"{step.model.partition('/')[2]}, {step.gpus} {step.gpu}, 2 x 1 x {step.tokens}, full, each block compiled"
-        )
-        yield reserved(name, step.reserved_gib, step.trace(), step.seconds, "bytes")
-    trace = vit_huge.trace()
-    name = "ViT-huge, RTX 4070 Ti Super, batch 8, bf16 autocast, whole model"
-    yield compared(name, "bytes", vit_huge.ALLOCATED["adamw_fused"], trace.peak_allocated, "GB", 0.0, trace.seconds)
+    yield from prime("compiled")
+    optimizer = "adamw_fused"
+    yield vit("ViT-huge, RTX 4070 Ti Super, batch 8, bf16 autocast, whole model", optimizer)
 
 
-def blocks() -> Iterator[Row]:
-    for step in prime_rl.rows("rl", "sft"):
-        yield reserved(step.name, step.reserved_gib, step.trace(), step.seconds)
+def vit(name: str, optimizer: str) -> Row:
+    trace = loops.vit_trace(optimizer)
+    return compared(name, "bytes", loops.VIT_GB[optimizer], trace.peak_allocated, "GB", 0.0, trace.seconds)
+
+
+def prime(*kinds: str) -> Iterator[Row]:
+    """The rows of prime-rl of these kinds; those of "compiled" were seen first."""
+    for row in loops.rows_of("prime_rl"):
+        if row["kind"] in kinds:
+            model, gpus, gpu, column = row["model"].partition("/")[2], row["gpus"], row["gpu"], "reserved"
+            name = f"{model}, {row['kind']}, {gpus} {gpu.upper()}, 2 x 1 x {row['tokens']}, `{row['checkpointing']}`"
+            if row["kind"] == "compiled":
+                column, name = "bytes", f"{model}, {gpus} {gpu}, 2 x 1 x {row['tokens']}, full, each block compiled"
+            yield reserved(name, float(row["reserved_gib"]), loops.prime_trace(row), float(row["seconds"]), column)
 
 
 def experts() -> Iterator[Row]:
-    yield reserved("Qwen3-30B-A3B, 8 H200, 2 x 1 x 16384, full", 74.588, prime_rl.trace_of_experts(), 7.401)
+    yield reserved("Qwen3-30B-A3B, 8 H200, 2 x 1 x 16384, full", 74.588, loops.prime_experts_trace(), 7.401)
     yield from described("experts")
 
 
@@ -303,45 +299,29 @@ def long() -> Iterator[Row]:
 
 def host() -> Iterator[Row]:
     yield from described("host")
-    for optimizer, allocated in vit_huge.ALLOCATED.items():
-        trace = vit_huge.trace(optimizer)
-        name = f"ViT-huge, RTX 4070 Ti Super, compiled, {optimizer}: allocated"
-        yield compared(name, "bytes", allocated, trace.peak_allocated, "GB", 0.0, trace.seconds)
+    for optimizer in loops.VIT_GB:
+        yield vit(f"ViT-huge, RTX 4070 Ti Super, compiled, {optimizer}: allocated", optimizer)
 
 
 def fp32() -> Iterator[Row]:
     """Forward and backward of BERT and GPT-2 in fp32 on four GPUs, for which no bytes were published."""
-    sizes: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "bert-large": (transformers.BertForMaskedLM, transformers.BertConfig, bert_large.SIZES),
-        "gpt2-large": (transformers.GPT2LMHeadModel, transformers.GPT2Config,
-                       {"n_embd": 1280, "n_layer": 36, "n_head": 20, "use_cache": False}),
-    }  # fmt: skip
-    with (DATA / "fp32_steps.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            ids = torch.zeros(int(row["rows"]), int(row["tokens"]), dtype=torch.long)
-
-            def step(model: nn.Module, optimizer: object, ids: torch.Tensor = ids) -> None:
-                model.zero_grad()
-                model(input_ids=ids).logits.sum().backward()
-
-            kind, config, settings = sizes[row["model"]]
-            with torch.device("meta"):
-                model = kind(config(**settings, attn_implementation="eager")).train()
-            name = f"{row['model']}, {row['gpu']}, {row['rows']} x {row['tokens']}"
-            yield Row(name, [], {}, float(row["seconds"]), trace_step(model, step, device=row["gpu"]).seconds)
+    for row in loops.rows_of("fp32_steps"):
+        name = f"{row['model']}, {row['gpu']}, {row['rows']} x {row['tokens']}"
+        yield Row(name, [], {}, float(row["seconds"]), loops.fp32_trace(row).seconds)
 
 
 def bert() -> Iterator[Row]:
-    for row in bert_large.ROWS:
-        then, now = (bert_large.traced(row, as_then) for as_then in (True, False))
-        error, today = (bert_large.device_mib(trace) / row.mib - 1 for trace in (then, now))
-        cells = [f"{row.mib:,}", f"{bert_large.device_mib(then):,.0f}", percent(error), percent(today)]
-        yield Row(row.name, cells, {"device": today}, row.seconds, then.seconds)  # as first predicted
+    """An epoch of 512 rows, of which a step takes four."""
+    for row in loops.rows_of("bert_large_v100"):
+        then, now, mib = loops.bert_trace(row), loops.bert_trace(row, as_then=False), int(row["mib"])
+        error, today = (loops.bert_mib(trace) / mib - 1 for trace in (then, now))
+        cells = [f"{mib:,}", f"{loops.bert_mib(then):,.0f}", percent(error), percent(today)]
+        yield Row(row["name"], cells, {"device": today}, float(row["epoch"]) / 128, then.seconds)  # as first predicted
 
 
 _COLUMNS = "published", "predicted", "error"
 GROUPS = {
-    "t4": Group("LoRA steps on a T4", ("row", "allocated", "reserved", *t4_lora.PHASES), t4, target=(5.6, 22)),
+    "t4": Group("LoRA steps on a T4", ("row", "allocated", "reserved", *loops.T4_PHASES), t4, target=(5.6, 22)),
     "flux2": Group(
         "Fine-tuning methods of a diffusion transformer on an L40S",
         ("method", "reserved by a step", "reserved by the run"), diffusion, target=(2.4, 10.1),
@@ -357,7 +337,8 @@ GROUPS = {
     ),
     "compiled": Group("Compiled steps", ("run", *_COLUMNS), compiled),
     "prime_rl": Group(
-        "Checkpointed steps of prime-rl", ("run", *_COLUMNS), blocks, unseen="bytes unseen, seconds seen"
+        "Checkpointed steps of prime-rl", ("run", *_COLUMNS), partial(prime, "rl", "sft"),
+        unseen="bytes unseen, seconds seen",
     ),
     "experts": Group("Mixtures of experts", ("row", *_COLUMNS), experts),
     "long": Group("Long sequences", ("run", *_COLUMNS), long),
@@ -454,7 +435,11 @@ def document(groups: dict[str, Group]) -> str:
     pairs = [pair for group in groups.values() for pair in group.seconds.values()]
     ranks = rank_correlation(*map(list, zip(*pairs, strict=True)))
     timed = kernels.errors()
-    single = {"kernels": kernels.table(timed), "loaded": kernels.under_load(timed), "operators": operators.table()}
+    single = {
+        "kernels": kernels.of_kinds(timed),
+        "loaded": kernels.under_load(timed),
+        "operators": operators.table_of_seconds(),
+    }
     parts = [
         "# How true a trace is",
         PROSE["made"].format(versions=versions),

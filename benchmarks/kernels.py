@@ -1,18 +1,17 @@
 """Errors of predicted seconds of single kernels by GPU and kind: median, 90th percentile, worst.
 
-python benchmarks/kernels.py             # benchmarks/data/kernel_latencies_fp32.csv and hf_op_latencies.csv
-python benchmarks/kernels.py --worst 5   # and the worst shapes of each
+python benchmarks/kernels.py    # benchmarks/data/kernel_latencies_fp32.csv
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ckpt_ft.errors import run
+from benchmarks.pages import DATA, table
 from ckpt_ft.memory.cost.kernels import device_seconds
 from ckpt_ft.memory.cost.op_work import measure
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record.events import Op
 
-DATA = Path(__file__).resolve().parent / "data"
 # Seconds that a published timing includes besides the kernel. Two events are recorded around one call, and the GPU is
 # idle when it starts: it waits while the host issues the call, which takes longer for a module, and for a Linear with
 # a bias, for which cuBLASLt searches a kernel. On a busy GPU this time does not show.
@@ -40,6 +38,7 @@ UNARY = {"relu": aten.relu, "tanh": aten.tanh, "gelu": aten.gelu}
 BINARY = {"add": aten.add, "mul": aten.mul, "div": aten.div, "pow": aten.pow}
 
 
+@cache
 def card(name: str, under_load: bool) -> GPU:
     """Returns the GPU of a row; PCIe cards have their own memory."""
     known, bandwidth = PCIE.get(name, (name, 0.0))
@@ -47,13 +46,23 @@ def card(name: str, under_load: bool) -> GPU:
     return replace(gpu, bandwidth=bandwidth) if bandwidth else gpu
 
 
-def call(row: dict[str, str]) -> tuple[Any, tuple[Any, ...], Any]:
-    """Returns the operator that a row timed, its arguments and its result, on the meta device.
+SIZES = ("B", "M", "N", "K", "H")
+
+
+@cache
+def timed(op: str, *sizes: str) -> Op:
+    """Returns the call that a row timed, on the meta device; other GPUs have rows of the same shapes.
 
     In rows of matmuls N is the number of terms of each sum, as the tiles of their kernels show.
     """
-    b, m, n, k, h = (int(float(row[name] or 0)) for name in ("B", "M", "N", "K", "H"))
-    op = row["op"]
+    b, m, n, k, h = (int(float(size or 0)) for size in sizes)
+    func, args, out = call(op, b, m, n, k, h)
+    flops, nbytes, dtype, kernels, shape, _ = measure(func, args, {}, out)
+    return Op(str(func), flops, nbytes, dtype, "", "", 0, kernels, shape=shape)
+
+
+def call(op: str, b: int, m: int, n: int, k: int, h: int) -> tuple[Any, tuple[Any, ...], Any]:
+    """Returns an operator, its arguments and its result."""
     if op == "linear":
         return aten.mm.default, (meta(m, n), meta(k, n).t()), meta(m, k)
     if op == "bmm":
@@ -75,9 +84,7 @@ def meta(*shape: int) -> Tensor:
 
 def predicted(row: dict[str, str]) -> float:
     """Returns the predicted seconds of a row's call."""
-    func, args, out = call(row)
-    flops, nbytes, dtype, kernels, shape, _ = measure(func, args, {}, out)
-    op = Op(str(func), flops, nbytes, dtype, "", "", 0, kernels, shape=shape)
+    op = timed(row["op"], *(row[name] for name in SIZES))
     call_seconds = CALL.get(row["op"], ELEMENTWISE_CALL)
     burst, loaded = (call_seconds + device_seconds(op, card(row["gpu"], under_load)) for under_load in (False, True))
     return loaded if burst > LOAD else burst
@@ -88,14 +95,13 @@ def rows() -> Iterator[dict[str, str]]:
     seen = set()
     with (DATA / "kernel_latencies_fp32.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            key = tuple(row[name] for name in ("op", "gpu", "B", "M", "N", "K", "H"))
+            key = tuple(row[name] for name in ("op", "gpu", *SIZES))
             if key not in seen:
                 seen.add(key)
                 yield row
 
 
 KINDS = {"linear": "matmul", "bmm": "batched matmul", "softmax": "softmax", "ln": "layer norm"}
-HEADER = ("kernel", "card", "rows", "median error", "90th percentile", "worst", "bias")
 Errors = dict[tuple[str, str], list[tuple[float, dict[str, str]]]]
 
 
@@ -108,15 +114,16 @@ def errors() -> Errors:
     return {key: sorted(pairs, key=lambda pair: abs(pair[0])) for key, pairs in sorted(found.items())}
 
 
-def table(found: Errors) -> str:
+def of_kinds(found: Errors) -> str:
     """Returns the Markdown table of `errors`."""
-    lines = ["| " + " | ".join(line) + " |" for line in (HEADER, ("---", "---", *["---:"] * 5))]
+    lines = []
     for (kind, gpu), pairs in found.items():
         signed = [error for error, _ in pairs]
-        middle, most = (abs(signed[int(share * len(signed))]) for share in (0.5, 0.9))
-        figures = f"{middle:.1%} | {most:.1%} | {signed[-1]:+.1%} | {statistics.median(signed):+.1%}"
-        lines.append(f"| {kind} | {gpu} | {len(signed)} | {figures} |")
-    return "\n".join(lines)
+        middle, most = (f"{abs(signed[int(share * len(signed))]):.1%}" for share in (0.5, 0.9))
+        lines.append(
+            [kind, gpu, str(len(signed)), middle, most, f"{signed[-1]:+.1%}", f"{statistics.median(signed):+.1%}"]
+        )
+    return table(("kernel", "card", "rows", "median error", "90th percentile", "worst", "bias"), lines, words=2)
 
 
 def under_load(found: Errors) -> str:
@@ -129,19 +136,5 @@ def under_load(found: Errors) -> str:
     return ", ".join(said)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worst", type=int, default=0, help="also print so many worst shapes of each kind and card")
-    arguments = parser.parse_args()
-    found = errors()
-    print(table(found))
-    for (kind, gpu), pairs in found.items() if arguments.worst else ():
-        print(f"\n{kind}, {gpu}")
-        for error, row in pairs[-arguments.worst :]:
-            sizes = " ".join(f"{name}={row[name]}" for name in "BMNKH" if row[name])
-            print(f"    {error:+.1%} {sizes} {row['latency_ms']} ms {row['kernel'][:40]}")
-    return 0
-
-
 if __name__ == "__main__":
-    run(main)
+    print(of_kinds(errors()))

@@ -1,4 +1,4 @@
-"""Shared by the scripts that write parts of docs/: Markdown tables, and who made them."""
+"""Shared by the scripts that write parts of docs/: Markdown tables, prose, and who made them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from ckpt_ft.memory.measure.report import provenance
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS, DATA = Path(__file__).parents[1] / "docs", Path(__file__).parent / "data"
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Returns a Markdown table with right-aligned columns after the first."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
+    """A Markdown table; columns after the first `words` ones are aligned to the right."""
+    lines = [header, ["---" if at < words else "---:" for at in range(len(header))], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def prose(name: str) -> dict[str, str]:
+    """The sections of a file in data/, by the names in the comments before them."""
+    text = (DATA / name).read_text(encoding="utf-8")
+    return dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n(?=\n<!-- \w+ -->|\Z)", text, re.DOTALL))
 
 
 def made_by() -> str:

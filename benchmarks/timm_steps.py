@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import statistics
 import sys
 import warnings
@@ -30,19 +31,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.pages import table, write_section
+from benchmarks.pages import DATA, table, write_section
 from ckpt_ft import trace_step
 from ckpt_ft.errors import UserError, run
 
-HERE = Path(__file__).parent
-ROWS, RESULTS = HERE / "data" / "timm_steps_rtx3090.csv", HERE / "results" / "timm_steps.csv"
+ROWS, RESULTS = DATA / "timm_steps_rtx3090.csv", DATA.parent / "results" / "timm_steps.csv"
 DEVICE, TIMM = "rtx-3090", "0.6.7"
-PROSE = (HERE / "data" / "timm_steps.md").read_text(encoding="utf-8").split("\n<!-- table -->\n")
-
-
-def seen(model: str) -> bool:
-    """Whether rules may be chosen with knowledge of this model's rows: true for half of the models, by name."""
-    return _hash(model) % 2 == 0
+PROSE = (DATA / "timm_steps.md").read_text(encoding="utf-8")
 
 
 def _hash(model: str) -> int:
@@ -62,6 +57,11 @@ class Row:
     @property
     def error(self) -> float:
         return self.predicted / self.published - 1
+
+    @property
+    def seen(self) -> bool:
+        """Whether rules may be chosen with knowledge of it: true for half of the models, by name."""
+        return _hash(self.model) % 2 == 0
 
 
 def build(name: str) -> nn.Module:
@@ -125,43 +125,25 @@ def rows(only: str, models: int | None) -> Iterator[Row]:
                 print(f"{name}: left out ({error})", file=sys.stderr)
                 continue
             predicted = seconds(model, int(published["batch"]), int(published["image"]), layout == "nhwc")
-            row = Row(name, layout, is_grouped(model), float(published["step_ms"]) / 1000, predicted)
-            print(
-                f"{name:34s} {layout} {row.published:7.3f} s, predicted {predicted:7.3f} s ({row.error:+.1%})",
-                flush=True,
-            )
-            yield row
-
-
-def write(found: Iterable[Row]) -> None:
-    """Writes the rows to `RESULTS`."""
-    with RESULTS.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([field.name for field in fields(Row)])
-        writer.writerows((*astuple(row)[:3], *(f"{s:.6g}" for s in astuple(row)[3:])) for row in found)
+            yield Row(name, layout, is_grouped(model), float(published["step_ms"]) / 1000, predicted)
 
 
 def results() -> list[Row]:
     """Returns the rows of `RESULTS`."""
     with RESULTS.open(encoding="utf-8") as file:
         return [
-            Row(
-                row["model"], row["layout"], row["grouped"] == "True", float(row["published"]), float(row["predicted"])
-            )
-            for row in csv.DictReader(file)
+            Row(model, layout, grouped == "True", float(published), float(predicted))
+            for model, layout, grouped, published, predicted in list(csv.reader(file))[1:]
         ]
 
 
 def summary(found: list[Row]) -> str:
     """Returns errors by layout, kind of convolution and half."""
-    lines = []
-    for layout, order in (("nchw", "channels first"), ("nhwc", "channels last")):
-        for grouped in (False, True):
-            for looked, called in ((True, "seen"), (False, "unseen")):
-                kind = layout, grouped, looked
-                some = [row for row in found if (row.layout, row.grouped, seen(row.model)) == kind]
-                if some:
-                    lines.append([f"{order}{', grouped' if grouped else ''}, {called}", *figures(some)])
+    lines, orders = [], {"nchw": "channels first", "nhwc": "channels last"}
+    for layout, grouped, seen in itertools.product(orders, (False, True), (True, False)):
+        if some := [row for row in found if (row.layout, row.grouped, row.seen) == (layout, grouped, seen)]:
+            kind = f"{orders[layout]}{', grouped' * grouped}, {'seen' if seen else 'unseen'}"
+            lines.append([kind, *figures(some)])
     lines += [[f"all, {called}", *figures(half)] for called, half in halves(found).items()]
     return table(["steps", "n", "median", "median, absolute", "within 25 %", "worst"], lines)
 
@@ -170,7 +152,7 @@ def halves(found: Iterable[Row]) -> dict[str, list[Row]]:
     """Returns the rows of the models with which rules were chosen, and the others."""
     split: dict[str, list[Row]] = {"seen": [], "unseen": []}
     for row in found:
-        split["seen" if seen(row.model) else "unseen"].append(row)
+        split["seen" if row.seen else "unseen"].append(row)
     return {called: half for called, half in split.items() if half}
 
 
@@ -180,10 +162,8 @@ def figures(some: list[Row]) -> list[str]:
     worst = max(some, key=lambda row: abs(row.error))
     within = sum(error <= 0.25 for error in errors) / len(errors)
     middle = statistics.median(row.error for row in some)
-    return [
-        str(len(some)), f"{middle:+.1%}", f"{statistics.median(errors):.1%}", f"{within:.0%}",
-        f"{worst.error:+.0%} ({worst.model})",
-    ]  # fmt: skip
+    median = f"{statistics.median(errors):.1%}"
+    return [str(len(some)), f"{middle:+.1%}", median, f"{within:.0%}", f"{worst.error:+.0%} ({worst.model})"]
 
 
 def main() -> None:
@@ -195,12 +175,15 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     found = results() if given.from_results else list(rows(given.only, given.models))
-    text = PROSE[0].format(count=len(found), timm=TIMM) + "\n\n" + summary(found) + "\n" + PROSE[1]
+    text = PROSE.format(count=len(found), timm=TIMM, table=summary(found))
     print(text)
     if given.no_write or given.only:
         return
     if not given.from_results:
-        write(found)
+        with RESULTS.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow([field.name for field in fields(Row)])
+            writer.writerows((*astuple(row)[:3], *(f"{s:.6g}" for s in astuple(row)[3:])) for row in found)
     write_section("vision.md", "timm", text)
 
 

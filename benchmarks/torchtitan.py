@@ -6,13 +6,11 @@ has norms of its own in fp32 (github.com/pytorch/torchtitan, torchtitan/models/l
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.loops import rows_of
 from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.fake.step import trace_step
@@ -28,7 +27,6 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins.float8 import E4M3, Float8Linear, to_float8
 
-DATA = Path(__file__).resolve().parent / "data"
 POLICIES = {"selective op": "save:attention+matmul/2", "selective layer": "every:2", "none": "none", "full": "full"}
 REACHED = 0.9  # share of a network's rate (memory/cost/collectives.py)
 # torchtitan's H100; torchao's rows, by the same authors, do not name theirs
@@ -214,68 +212,14 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, plan)
 
 
-def trace(
-    model: Any, policy: str, batch: int, tokens: int, keeps: bool, processes: int, card: str, compiled: bool = False,
-    tp: int = 1, loss_too: bool = False,
-) -> StepTrace:  # fmt: skip
-    """Traces one rank's step: each block is sharded, then the rest; loss of complete logits, fused AdamW, clipping.
-
-    keeps: whether gathered parameters are kept after forward; otherwise only those of the last block are.
-    compiled: whether torch.compile compiles each block.
-    tp: ranks over which weight matrices are sharded, and norms and residuals along the sequence.
-    loss_too: whether the loss is compiled, as in torchtitan since 2025.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    def make_optimizer(model: Any) -> torch.optim.Optimizer:
-        if tp > 1:
-            divide(model, columns)
-        *others, last = model.layers.values()
-        for block in (*others, last):
-            fully_shard(block, mesh=rows, mp_policy=precision, reshard_after_forward=not keeps and block is not last)
-        fully_shard(model, mesh=rows, mp_policy=precision, reshard_after_forward=False)  # as in PyTorch at that time
-        return torch.optim.AdamW(model.parameters(), fused=True)
-
-    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
-
-    compute_loss: Any = torch.compile(loss_of) if loss_too else loss_of
-    gathered = [layer for layer in float8_layers(model) if layer.gathers]
-
-    def step(model: Any, optimizer: Any) -> None:
-        ids = torch.zeros(batch, tokens, dtype=torch.long)
-        labels = ids.clone()
-        optimizer.zero_grad()
-        # the attention backend of these runs' PyTorch on Hopper
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), loss_parallel() if tp > 1 else nullcontext():
-            logits = model(ids)
-            loss = compute_loss(logits, labels)
-            del logits
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        optimizer.step()
-        if gathered:
-            agree_on_scales(gathered)
-
-    apply_policy(model, policy)
-    for block in model.layers.values() if compiled else ():
-        block.compile()
-    try:
-        with rank_of(processes // tp, tp, names=("dp_shard", "tp")) as mesh:
-            rows, columns = mesh["dp_shard"], mesh["tp"]
-            return trace_step(model, step, make_optimizer=make_optimizer, device=card)
-    finally:
-        remove_policy(model)
-        for block in model.layers.values():
-            block._compiled_call_impl = None
-
-
 @dataclass(frozen=True)
 class Row:
-    """A published run; `reserved` in GiB, if published, and `seconds` of a step."""
+    """A published run; `reserved` in GiB, if published, and `seconds` of a step.
+
+    keeps: whether gathered parameters are kept after forward; otherwise only those of the last block are.
+    compiled: whether torch.compile compiles each block; loss_too: and the loss, as in torchtitan since 2025.
+    tp: ranks over which weight matrices are sharded, and norms and residuals along the sequence.
+    """
 
     model: str
     gpus: int
@@ -283,12 +227,13 @@ class Row:
     batch: int
     tokens: int
     checkpointing: str
-    keeps: bool  # gathered parameters after forward
+    keeps: bool
     reserved: float | None
     seconds: float
-    compiled: bool = False
-    tp: int = 1
-    float8: str = ""
+    compiled: bool
+    tp: int
+    float8: str
+    loss_too: bool
 
     @property
     def shape(self) -> str:
@@ -299,23 +244,71 @@ class Row:
         return "kept" if self.keeps else "resharded"
 
 
+def trace(model: Any, row: Row, card: str) -> StepTrace:
+    """Traces one rank's step: each block is sharded, then the rest; loss of complete logits, fused AdamW, clipping."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def make_optimizer(model: Any) -> torch.optim.Optimizer:
+        if row.tp > 1:
+            divide(model, columns)
+        *others, last = model.layers.values()
+        for block in (*others, last):
+            resharded = not row.keeps and block is not last
+            fully_shard(block, mesh=rows, mp_policy=precision, reshard_after_forward=resharded)
+        fully_shard(model, mesh=rows, mp_policy=precision, reshard_after_forward=False)  # as in PyTorch at that time
+        return torch.optim.AdamW(model.parameters(), fused=True)
+
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+
+    compute_loss: Any = torch.compile(loss_of) if row.loss_too else loss_of
+    gathered = [layer for layer in float8_layers(model) if layer.gathers]
+
+    def step(model: Any, optimizer: Any) -> None:
+        ids = torch.zeros(row.batch, row.tokens, dtype=torch.long)
+        labels = ids.clone()
+        optimizer.zero_grad()
+        # the attention backend of these runs' PyTorch on Hopper
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), loss_parallel() if row.tp > 1 else nullcontext():
+            logits = model(ids)
+            loss = compute_loss(logits, labels)
+            del logits
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        if gathered:
+            agree_on_scales(gathered)
+
+    apply_policy(model, POLICIES[row.checkpointing])
+    for block in model.layers.values() if row.compiled else ():
+        block.compile()
+    try:
+        with rank_of(row.gpus // row.tp, row.tp, names=("dp_shard", "tp")) as mesh:
+            rows, columns = mesh["dp_shard"], mesh["tp"]
+            return trace_step(model, step, make_optimizer=make_optimizer, device=card)
+    finally:
+        remove_policy(model)
+        for block in model.layers.values():
+            block._compiled_call_impl = None
+
+
 def published(rows: str) -> Iterator[tuple[Row, StepTrace]]:
-    """Returns each row of a file in `DATA` with its trace."""
-    with (DATA / f"{rows}.csv").open(encoding="utf-8") as file:
-        for cells in csv.DictReader(file):
-            batch, tokens, gpus = int(cells["batch_per_gpu"].split()[0]), int(cells["seq"]), int(cells["gpus"])
-            took = batch * tokens / int(cells.get("tp", 1)) / float(cells["tokens_per_s_per_gpu"])
-            kind, keeps = cells["activation_checkpointing"], cells["reshard_after_forward"] == "never"
-            reserved = float(cells["reserved"]) if cells["reserved"] else None
-            card, tp = cells["gpu"].split()[0], int(cells.get("tp", 1))
-            compiled, float8 = cells.get("compiled") == "each block", cells.get("float8") or ""
-            row = Row(cells["model"], gpus, card, batch, tokens, kind, keeps, reserved, took, compiled, tp, float8)
-            model = llama(row.model, cells.get("norms") == "fused", float8, tp)
-            like = "h100" if cells["gpu"] == "H100 SXM" else CARDS[card]
-            loss_too = cells.get("loss") == "compiled"
-            found = trace(model, POLICIES[kind], batch, tokens, keeps, gpus, like, compiled, tp, loss_too)
-            network = cells.get("network_of_a_machine")  # as "400 Gb/s"
-            link = REACHED * float(network.split()[0]) * 1e9 / 8 if network else None
-            launch = Launch("fsdp2", gpus, tp=tp, link=link)  # for the seconds of its collectives
-            options = "" if cells["allocator"] == "not printed" else cells["allocator"]
-            yield row, replace(found, launch=launch, alloc_conf=options)
+    """Returns each row of a file in data/ with its trace."""
+    for cells in rows_of(rows):
+        batch, tokens, tp = int(cells["batch_per_gpu"].split()[0]), int(cells["seq"]), int(cells.get("tp", 1))
+        row = Row(
+            cells["model"], int(cells["gpus"]), cells["gpu"].split()[0], batch, tokens,
+            cells["activation_checkpointing"], cells["reshard_after_forward"] == "never",
+            float(cells["reserved"]) if cells["reserved"] else None,
+            batch * tokens / tp / float(cells["tokens_per_s_per_gpu"]),
+            cells.get("compiled") == "each block", tp, cells.get("float8") or "", cells.get("loss") == "compiled",
+        )  # fmt: skip
+        model = llama(row.model, cells.get("norms") == "fused", row.float8, tp)
+        found = trace(model, row, "h100" if cells["gpu"] == "H100 SXM" else CARDS[row.card])
+        network = cells.get("network_of_a_machine")  # as "400 Gb/s"
+        link = REACHED * float(network.split()[0]) * 1e9 / 8 if network else None
+        launch = Launch("fsdp2", row.gpus, tp=tp, link=link)  # for the seconds of its collectives
+        yield row, replace(found, launch=launch, alloc_conf=cells["allocator"].replace("not printed", ""))
