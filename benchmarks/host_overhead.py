@@ -1,10 +1,14 @@
-"""Host time of policies: forward and backward of models whose kernels take almost no time, in one thread.
+"""Time of a step under policies, and of its verification: variants of a model take turns, in one thread.
 
     python benchmarks/host_overhead.py [--repeats 25] [--models llama qwen3 unet vit] [--json FILE]
+    python benchmarks/host_overhead.py --verify
+    python benchmarks/host_overhead.py --verify --cards a100-80gb h100 rtx-4090    # predicted for GPUs, under `full`
 
-Models of 32 layers with tiny widths (for the U-Net: 32 resnet and transformer blocks), so that the time is Python and
-dispatch. All variants of a model take turns. CPU time of the process is measured, which other processes hardly change;
-medians and ratios of medians are printed.
+The host's time is that of forward and backward of models of 32 layers with tiny widths (for the U-Net: 32 resnet and
+transformer blocks), so that it is Python and dispatch. CPU time of the process is measured, which other processes
+hardly change; medians and ratios of medians are printed. Verification is timed in a Llama of 4 layers, 512 wide, on
+4 x 256 tokens; the fastest step counts. On a GPU the hashes read saved tensors twice, once in each run of a block, at
+the bandwidth of elementwise kernels.
 """
 
 from __future__ import annotations
@@ -28,16 +32,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError, run
+from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.units import format_bytes
+from ckpt_ft.workloads.load import load
 
 Step = Callable[[nn.Module], torch.Tensor]
 KEEP = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten._scaled_dot_product")
+VERIFIED = ("full", "save:attention+matmul", "segments:2", "pointwise", "full,offload")
+OF_CARDS = (("Qwen/Qwen2.5-0.5B", 4, 1024), ("meta-llama/Llama-3.2-1B", 4, 1024), ("meta-llama/Llama-3.1-8B", 1, 4096))
 
 
-def language_model(kind: str, layers: int, **more: int) -> tuple[nn.Module, Step]:
-    """A language model of width 32 on 8 tokens."""
+def language_model(kind: str, layers: int, shape: tuple[int, int] = (1, 8), **more: int) -> tuple[nn.Module, Step]:
+    """A language model, by default of width 32."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64, **more}
     config = transformers.AutoConfig.for_model(kind, num_hidden_layers=layers, use_cache=False, **sizes)
-    ids = torch.randint(0, 64, (1, 8))
+    ids = torch.randint(0, sizes["vocab_size"], shape)
     model = transformers.AutoModelForCausalLM.from_config(config)
     return model, lambda m: m(input_ids=ids, labels=ids).loss
 
@@ -98,27 +108,70 @@ VARIANTS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def measure(name: str, repeats: int, device: str = "cpu") -> dict[str, float]:
-    """Returns the median milliseconds of forward + backward by variant: on a GPU, until all kernels are issued."""
+def timed(
+    build: Callable[[], tuple[nn.Module, Step]], variants: dict[str, Callable[[nn.Module], Any]], repeats: int,
+    device: str, warmup: int, kernels: bool,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Returns the seconds of forward and backward by variant, which take turns: of CPU time, or on a GPU until all
+    kernels are issued, with `kernels` until they have ended."""
     clock = time.process_time if device == "cpu" else time.perf_counter
+    wait = torch.cuda.synchronize if device != "cpu" else lambda: None
     runs: dict[str, tuple[nn.Module, Step]] = {}
-    for variant, treat in VARIANTS.items():
+    for variant, treat in variants.items():
         torch.manual_seed(0)
         with torch.device(device):
-            model, step = MODELS[name]()
+            model, step = build()
         treat(model.train())
         runs[variant] = model, step
     times: dict[str, list[float]] = {variant: [] for variant in runs}
-    for repeat in range(repeats + 3):
+    for repeat in range(repeats + warmup):
         for variant, (model, step) in runs.items():
             model.zero_grad()
-            if device != "cpu":
-                torch.cuda.synchronize()
+            wait()
             start = clock()
             step(model).backward()
-            if repeat >= 3:  # the first ones are warm-up
-                times[variant].append((clock() - start) * 1e3)
-    return {variant: statistics.median(values) for variant, values in times.items()}
+            if kernels:
+                wait()
+            if repeat >= warmup:
+                times[variant].append(clock() - start)
+    return times
+
+
+def measure(name: str, repeats: int, device: str = "cpu") -> dict[str, float]:
+    """Returns the median milliseconds of forward + backward by variant: on a GPU, until all kernels are issued."""
+    times = timed(MODELS[name], VARIANTS, repeats, device, warmup=3, kernels=False)
+    return {variant: 1e3 * statistics.median(values) for variant, values in times.items()}
+
+
+def measure_verified(policy: str, repeats: int, device: str = "cpu") -> dict[str, float]:
+    """Returns the seconds of a step by `verify=`, "never" and "always": of CPU time, or on a GPU with its kernels."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "vocab_size": 1000}
+    build = functools.partial(language_model, "llama", 4, (4, 256), **sizes)
+    variants = {v: functools.partial(apply_policy, policy=policy, verify=v) for v in ("never", "always")}
+    return {v: min(found) for v, found in timed(build, variants, repeats, device, warmup=1, kernels=True).items()}  # type: ignore[arg-type]
+
+
+def predict_verified(name: str, batch: int, length: int, card: str) -> tuple[int, float, float]:
+    """Returns the bytes that a plain step saves, the seconds of the step under `full`, and those of the hashes."""
+    gpu = find_gpu(card)
+    spec = TrainingSpec.of(name, dtype="bfloat16", seq_length=length, attn_implementation="flash_attention_2")
+    workload = load(spec, gpu)
+    saved = sum(workload.trace(batch).module_activations().values())
+    apply_policy(workload.model, "full")
+    return saved, workload.trace(batch).seconds, 2 * saved / (gpu.bandwidth * gpu.bandwidth_efficiency)
+
+
+def verification(cards: list[str], repeats: int) -> None:
+    """Prints what verification costs: predicted for `cards`, or measured here."""
+    for name, batch, length in OF_CARDS if cards else ():
+        for card in cards:
+            saved, step, more = predict_verified(name, batch, length, card)
+            print(f"| {name}, {batch} x {length} | {card} | {format_bytes(saved)} | {step:.3f} | {more / step:+.1%} |")
+    if not cards:
+        print("| policy | step, s | verified, s | more |\n|---|---|---|---|")
+    for policy in () if cards else VERIFIED:
+        never, always = measure_verified(policy, repeats).values()
+        print(f"| {policy} | {never:.2f} | {always:.2f} | {always / never - 1:+.0%} |", flush=True)
 
 
 def table(name: str, medians: dict[str, float]) -> str:
@@ -131,16 +184,19 @@ def table(name: str, medians: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--repeats", type=int, help="25; 4 with --verify")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--json", type=Path, help="also write the medians and where they were measured")
+    parser.add_argument("--verify", action="store_true", help="the cost of verification instead")
+    parser.add_argument("--cards", nargs="*", default=[], help="with --verify: predict it for these")
     args = parser.parse_args()
     if unknown := set(args.models) - set(MODELS):
         raise UserError(f"--models: no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    if args.verify:
+        return verification(args.cards, args.repeats or 4)
     where = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -149,14 +205,14 @@ def main() -> None:
         "cores": os.cpu_count(),
     }
     print(", ".join(f"{key} {value}" for key, value in where.items()))
-    results = {}
+    results, repeats = {}, args.repeats or 25
     for name in args.models:
-        results[name] = measure(name, args.repeats)
+        results[name] = measure(name, repeats)
         print("\n" + table(name, results[name]), flush=True)
     if args.json:
-        args.json.write_text(
-            json.dumps({"where": where, "repeats": args.repeats, "median_ms": results}, indent=1) + "\n"
-        )
+        found = {"where": where, "repeats": repeats, "median_ms": results}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return None
 
 
 if __name__ == "__main__":

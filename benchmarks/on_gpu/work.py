@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from benchmarks import host_overhead, verify_cost
+from benchmarks import host_overhead
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.offload import CopyStream, Parking
 from ckpt_ft.checkpointing.parity import check_parity, outcome_of
@@ -200,7 +200,7 @@ def host_time(model: str, repeats: int) -> dict[str, float]:
 
 def verification(policy: str, repeats: int) -> dict[str, float]:
     """Returns seconds of a step without and with verification."""
-    return verify_cost.measure(policy, repeats, _device())
+    return host_overhead.measure_verified(policy, repeats, _device())
 
 
 def calibrated() -> dict[str, Any]:
