@@ -15,12 +15,14 @@ import argparse
 import statistics
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,114 +36,71 @@ Batch = dict[str, Tensor]
 MOST = 0.25  # allowed relative error of a prediction
 
 
-def text(rows: int, tokens: int, **more: Any) -> Batch:
-    ids = torch.randint(1000, (rows, tokens))
-    return {"input_ids": ids, "labels": ids.clone(), **more}
-
-
-def images(rows: int, side: int) -> Batch:
-    return {"pixel_values": torch.randn(rows, 3, side, side), "labels": torch.randint(10, (rows,))}
-
-
-def llama(width: int, layers: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, num_attention_heads=width // 32,
-        vocab_size=2000, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def lora() -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(llama(512, 4), LoraConfig(r=8, target_modules="all-linear"))
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=6, n_head=4, vocab_size=2000, use_cache=False))
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        hidden_size=256, num_hidden_layers=6, num_attention_heads=4, intermediate_size=1024, vocab_size=2000
-    )
-    return BertForMaskedLM(config)
-
-
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        d_model=256, d_kv=64, d_ff=1024, num_layers=4, num_heads=4, vocab_size=2000, decoder_start_token_id=0
-    )
-    return T5ForConditionalGeneration(config)
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=192,
-        num_hidden_layers=6,
-        num_attention_heads=3,
-        intermediate_size=768,
-        image_size=96,
-        num_labels=10,
-    )  # fmt: skip
-    return ViTForImageClassification(config)
-
-
-def resnet() -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(
-        embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 2, 2], layer_type="basic", num_labels=10
-    )
-    return ResNetForImageClassification(config)
-
-
-def unet() -> nn.Module:
-    from diffusers import UNet2DModel
-
-    return UNet2DModel(
-        sample_size=32, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )  # fmt: skip
-
-
-STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch], bool]] = {  # name: model, batch, autocast
-    "Llama, 4 blocks of 64, 2 x 32": (lambda: llama(64, 4), lambda: text(2, 32), False),
-    "Llama, 4 blocks of 512, 4 x 128": (lambda: llama(512, 4), lambda: text(4, 128), False),
-    "the same with LoRA": (lora, lambda: text(4, 128), False),
-    "the same Llama in bf16 autocast": (lambda: llama(512, 4), lambda: text(4, 128), True),
-    "GPT-2, 6 blocks of 256, 4 x 128": (gpt2, lambda: text(4, 128), False),
-    "BERT, 6 blocks of 256, 8 x 64": (bert, lambda: text(8, 64), False),
-    "T5, 4 + 4 blocks of 256, 4 x 64": (t5, lambda: text(4, 64), False),
-    "ViT, 6 blocks of 192, 8 x 96 pixels": (vit, lambda: images(8, 96), False),
-    "ResNet-18, half as wide, 4 x 96 pixels": (resnet, lambda: images(4, 96), False),
-    "U-Net, 32 and 64 channels, 2 x 32 pixels": (
-        unet, lambda: {"sample": torch.randn(2, 3, 32, 32), "timestep": torch.tensor([3, 7])}, False,
+TEXT = {"vocab_size": 2000}
+LLAMA = {**TEXT, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 16}
+SMALL = {**LLAMA, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2}
+BERT = {**TEXT, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
+T5 = {**TEXT, "d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 4, "decoder_start_token_id": 0}
+VIT = {
+    "hidden_size": 192,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 3,
+    "intermediate_size": 768,
+    "image_size": 96,
+}
+RESNET = {"embedding_size": 32, "hidden_sizes": [32, 64, 128, 256], "depths": [2, 2, 2, 2], "layer_type": "basic"}
+# name -> type of model, its head, sizes, rows, tokens or pixels, and "lora" or "autocast"
+STEPS: dict[str, tuple[str, str, dict[str, Any], int, int, str]] = {
+    "Llama, 4 blocks of 64, 2 x 32": ("llama", "CausalLM", SMALL, 2, 32, ""),
+    "Llama, 4 blocks of 512, 4 x 128": ("llama", "CausalLM", LLAMA, 4, 128, ""),
+    "the same with LoRA": ("llama", "CausalLM", LLAMA, 4, 128, "lora"),
+    "the same Llama in bf16 autocast": ("llama", "CausalLM", LLAMA, 4, 128, "autocast"),
+    "GPT-2, 6 blocks of 256, 4 x 128": (
+        "gpt2", "CausalLM", {**TEXT, "n_embd": 256, "n_layer": 6, "n_head": 4}, 4, 128, "",
     ),
+    "BERT, 6 blocks of 256, 8 x 64": ("bert", "MaskedLM", BERT, 8, 64, ""),
+    "T5, 4 + 4 blocks of 256, 4 x 64": ("t5", "Seq2SeqLM", T5, 4, 64, ""),
+    "ViT, 6 blocks of 192, 8 x 96 pixels": ("vit", "ImageClassification", VIT, 8, 96, ""),
+    "ResNet-18, half as wide, 4 x 96 pixels": ("resnet", "ImageClassification", RESNET, 4, 96, ""),
+    "U-Net, 32 and 64 channels, 2 x 32 pixels": ("unet", "", {}, 2, 32, ""),
 }  # fmt: skip
 
 
-def seconds(make: Callable[[], nn.Module], batch: Batch, autocast: bool) -> tuple[float, float]:
+def built(kind: str, head: str, sizes: dict[str, Any], rows: int, length: int, how: str) -> tuple[nn.Module, Batch]:
+    """Returns the model and the batch of a step."""
+    if kind == "unet":
+        from diffusers import UNet2DModel
+
+        model: nn.Module = UNet2DModel(
+            sample_size=length, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        )  # fmt: skip
+        return model, {"sample": torch.randn(rows, 3, length, length), "timestep": torch.tensor([3, 7])}
+    images = head == "ImageClassification"
+    more = {"num_labels": 10} if images else {"use_cache": False} if head == "CausalLM" else {}
+    config = AutoConfig.for_model(kind, **sizes, **more)
+    model = getattr(transformers, f"AutoModelFor{head}").from_config(config)
+    if how == "lora":
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    if images:
+        pixels = torch.randn(rows, 3, length, length)
+        return model, {"pixel_values": pixels, "labels": torch.randint(10, (rows,))}
+    ids = torch.randint(1000, (rows, length))
+    return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+def seconds(*asked: Any) -> tuple[float, float]:
     """Returns the measured and predicted seconds of a step."""
     torch.manual_seed(0)
-    model = make().train()
+    model, batch = built(*asked)
+    model.train()
 
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
 
     def step(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in asked):
             output = model(**batch)
         loss = output.loss if "labels" in batch else output.sample.square().mean()
         loss.backward()
@@ -162,8 +121,8 @@ def main() -> None:
     if card is None or card.calibration is None:
         raise UserError("the CPU of this machine is not calibrated: run `ckpt-ft calibrate`")
     rows, errors = [], []
-    for name, (make, batch, autocast) in STEPS.items():
-        measured, predicted = seconds(make, batch(), autocast)
+    for name, asked in STEPS.items():
+        measured, predicted = seconds(*asked)
         errors.append(predicted / measured - 1)
         rows.append([name, f"{1e3 * measured:.1f}", f"{1e3 * predicted:.1f}", f"{errors[-1]:+.1%}"])
         print(*rows[-1], sep="  ", flush=True)

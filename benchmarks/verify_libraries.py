@@ -18,6 +18,7 @@ import argparse
 import collections
 import functools
 import inspect
+import itertools
 import json
 import random
 import re
@@ -39,10 +40,6 @@ from ckpt_ft import apply_policy
 from ckpt_ft.errors import UserError
 
 POLICIES = ("full", "every:2,pointwise", "save:attention+matmul", "segments:2,offload", "head")
-TASKS = (  # the first that a type of model has is trained
-    "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "CTC",
-    "SEQUENCE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "VIDEO_CLASSIFICATION", "TIME_SERIES_PREDICTION",
-)  # fmt: skip
 MOST_PARAMETERS, MOST_PARAMETERS_OF_TIMM, SECONDS = 5_000_000, 40_000_000, 120
 
 
@@ -70,53 +67,15 @@ def decoded(value: Any) -> Any:
 DTYPES = {"float": torch.float32, "long": torch.int64, "bool": torch.bool}
 KNOWN = json.loads((Path(__file__).parent / "data" / "library_models.json").read_text())
 TRANSFORMERS, DIFFUSERS, DIFFUSERS_SIZES = (
-    decoded(KNOWN["transformers"]),
-    KNOWN["diffusers"],
-    decoded(KNOWN["sizes of diffusers"]),
-)
-TIMM: dict[str, dict[str, Any]] = {**{key: {} for key in KNOWN["timm, as it is"]}, **decoded(KNOWN["timm"])}
-
-# How `shrunk` sets an integer by its name; the first matching pattern decides.
-SIZES: tuple[tuple[str, int], ...] = (
-    (r"^(vocab_size|.*vocab_size)$", 99),
-    (r"(pad|unk|mask|cls|sep)_token_id", 0),
-    (r"bos_token_id|decoder_start_token_id", 1),
-    (r"eos_token_id", 2),
-    (r"max_.*position|n_positions|n_ctx|max_seq|context_length|block_size|sliding_window", 64),
-    (r"experts_per_tok|num_selected|top_?k|moe_k|num_experts_per", 2),
-    (r"n_group|topk_group|n_shared_experts|num_shared", 1),
-    (r"expert.*(size|dim|inter)|moe.*(size|dim|inter)", 32),
-    (r"experts", 4),
-    (r"(key_value|kv)_heads|kv_n_heads|num_kv", 2),
-    (r"(mamba|ssm|linear)_.*(n|num)_heads", 8),
-    (r"period|offset", 99),
-    (r"head_(dim|size)|dim_head|d_kv|size_per_head|attention_channels|rotary_dim", 8),
-    (r"lora_rank|low_rank|time_step_rank|dt_rank", 8),
-    (r"heads?$|n_head|heads_", 4),
-    (r"groups$", 4),
-    (r"dense_replace|first_k_dense|num_nextn|mtp", 0),
-    (r"layers?$|^n_layer|depth$|num_.*blocks|hidden_layers", 2),
-    (r"intermediate|ffn|d_ff|n_inner|mlp_(dim|size|hidden)", 64),
-    (r"image_size|sample_size", 32),
-    (r"patch_size", 8),
-    (r"hidden|embe?d|d_model|width|^dim$|_dim$|inner|channels_out|projection", 32),
+    decoded(KNOWN["transformers"]), KNOWN["diffusers"], decoded(KNOWN["sizes of diffusers"]),
 )  # fmt: skip
-
-
-VARIANTS: tuple[dict[str, int], ...] = (  # tried one after another
-    {},
-    {"head_dim": 16},
-    {"head_dim": 32, "hidden_size": 64},
-    {"num_hidden_layers": 4},
-    {"num_hidden_layers": 6},
-    {"intermediate_size": 32, "num_key_value_heads": 4},
-    {"n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "head_dim": 4},
-)
+Built = tuple[nn.Module, dict[str, Any]]  # a model and the inputs of its step
+TIMM: dict[str, dict[str, Any]] = {**{key: {} for key in KNOWN["timm, as it is"]}, **decoded(KNOWN["timm"])}
 
 
 def sized(name: str, value: int) -> int:
-    """Returns the small value of a setting; a value that is smaller already stays."""
-    for pattern, small in SIZES:
+    """Returns the small value of a setting, by the first pattern that matches its name; a smaller value stays."""
+    for pattern, small in KNOWN["sizes of transformers"]:
         if re.search(pattern, name):
             return small if "token_id" in name else min(value, small)
     return value
@@ -149,29 +108,37 @@ def shrunk(config: Any) -> dict[str, Any]:
 def families() -> dict[str, str]:
     """Returns types of models by name with the class that is trained, of the installed transformers."""
     found: dict[str, str] = {}
-    for task in TASKS:
+    for task in KNOWN["tasks of transformers"]:
         for name, classes in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
             found.setdefault(name, classes if isinstance(classes, str) else classes[0])
     return found
 
 
-def transformers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Returns a small model of a type and the inputs of its step."""
-    kind = getattr(transformers, families()[name])
-    default = transformers.AutoConfig.for_model(name)
-    errors = []
-    for other in VARIANTS:
-        settings = shrunk(default)
+def first_that_trains(attempts: Iterator[Callable[[], Built]]) -> Built:
+    """Returns the first model that makes a step. Any error of a library means that the next way is tried."""
+    said = "no settings"
+    for attempt in attempts:
         try:
-            known = {key: value for key, value in other.items() if key in settings}
-            config = type(default)(**settings | known | TRANSFORMERS.get(name, {}))
-            config.use_cache = False  # a KV cache changes the layout of keys, and a checkpointed block has none
-            model, inputs = instance_of(kind, config), model_inputs(kind, config)
+            model, inputs = attempt()
             loss_of(model(**inputs)).backward()
             return model, inputs
-        except Exception as error:  # any error of the library: the next rule is tried
-            errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
-    raise ValueError(errors[0])
+        except Exception as error:
+            said = f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
+    raise ValueError(said)
+
+
+def transformers_model(name: str) -> Built:
+    """Returns a small model of a type and the inputs of its step."""
+    kind, default = getattr(transformers, families()[name]), transformers.AutoConfig.for_model(name)
+
+    def attempt(other: dict[str, int]) -> Built:
+        settings = shrunk(default)
+        known = {key: value for key, value in other.items() if key in settings}
+        config = type(default)(**settings | known | TRANSFORMERS.get(name, {}))
+        config.use_cache = False  # a KV cache changes the layout of keys, and a checkpointed block has none
+        return instance_of(kind, config), model_inputs(kind, config)
+
+    return first_that_trains(functools.partial(attempt, other) for other in KNOWN["variants of transformers"])
 
 
 def instance_of(kind: Any, *args: Any, most: int = MOST_PARAMETERS, **kwargs: Any) -> nn.Module:
@@ -223,43 +190,38 @@ def model_inputs(kind: Any, config: Any) -> dict[str, Any]:
 BLOCKS = {"down_block_types": slice(0, 2), "up_block_types": slice(-2, None)}  # as many as `block_out_channels`
 
 
-def diffusers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
+def diffusers_model(name: str) -> Built:
     """Returns a small model of a class of diffusers, and inputs from its argument names."""
     import diffusers
 
     kind = getattr(diffusers, name)
-    if name in DIFFUSERS:
-        given: dict[str, Any] = decoded(DIFFUSERS[name]["settings"])
-        model = instance_of(kind, **given)
-        torch.manual_seed(1)
-        inputs = decoded(DIFFUSERS[name]["inputs"])
-        loss_of(model(**inputs)).backward()
-        return model, inputs
-    parameters = inspect.signature(kind.__init__).parameters
     settings: dict[str, Any] = {}
-    for key, parameter in parameters.items():
-        value = DIFFUSERS_SIZES.get(key)
-        if key in BLOCKS and isinstance(parameter.default, tuple):
-            settings[key] = parameter.default[BLOCKS[key]]
-        elif isinstance(parameter.default, tuple) and isinstance(value, int):
-            continue
-        elif value is not None and parameter.default is not None:
+    for key, parameter in inspect.signature(kind.__init__).parameters.items():
+        value, default = DIFFUSERS_SIZES.get(key), parameter.default
+        fits = (
+            value is not None and default is not None and not (isinstance(default, tuple) and isinstance(value, int))
+        )
+        if key in BLOCKS and isinstance(default, tuple):
+            settings[key] = default[BLOCKS[key]]
+        elif fits:
             settings[key] = value
-    errors = []
-    for drop in ((), ("axes_dims_rope", "axes_dim_rope", "patch_size", "in_channels", "out_channels")):
-        try:
-            model = instance_of(kind, **{key: value for key, value in settings.items() if key not in drop})
-        except Exception as error:  # the next rule is tried
-            errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
-            continue
-        for inputs in diffusers_inputs(model):
-            try:
-                torch.manual_seed(0)
-                loss_of(model(**inputs)).backward()
-                return model, inputs
-            except Exception as error:  # other shapes are tried
-                errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
-    raise ValueError(errors[-1] if errors else "no settings")
+
+    def known() -> Built:
+        model = instance_of(kind, **decoded(DIFFUSERS[name]["settings"]))
+        torch.manual_seed(1)
+        return model, decoded(DIFFUSERS[name]["inputs"])
+
+    def attempts() -> Iterator[Callable[[], Built]]:
+        for drop in ((), ("axes_dims_rope", "axes_dim_rope", "patch_size", "in_channels", "out_channels")):
+            chosen = {key: value for key, value in settings.items() if key not in drop}
+            for shape in range(4):
+                yield functools.partial(attempt, chosen, shape)
+
+    def attempt(chosen: dict[str, Any], shape: int) -> Built:
+        model = instance_of(kind, **chosen)
+        return model, list(diffusers_inputs(model))[shape]
+
+    return first_that_trains(iter([known]) if name in DIFFUSERS else attempts())
 
 
 def diffusers_inputs(model: Any) -> Iterator[dict[str, Any]]:
@@ -267,7 +229,7 @@ def diffusers_inputs(model: Any) -> Iterator[dict[str, Any]]:
     torch.manual_seed(1)
     config = model.config
     channels = config.get("in_channels") or 4
-    text = next((config[key] for key in TEXT_WIDTHS if isinstance(config.get(key), int)), 32)
+    text = next((config[key] for key in KNOWN["widths of texts"] if isinstance(config.get(key), int)), 32)
     for shape in ((2, channels, 8, 8), (2, channels, 5, 8, 8), (2, 5, channels, 8, 8), (2, 16, channels)):
         packed = len(shape) == 3
         values = {
@@ -294,19 +256,9 @@ def diffusers_inputs(model: Any) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
         names = [
             key for key, parameter in inspect.signature(model.forward).parameters.items()
-            if key in values and (parameter.default is parameter.empty or key in NEEDED)
+            if key in values and (parameter.default is parameter.empty or key in KNOWN["needed inputs"])
         ]  # fmt: skip
         yield {key: values[key] for key in names}
-
-
-TEXT_WIDTHS = (
-    "joint_attention_dim", "caption_channels", "text_embed_dim", "text_dim", "in_text_dim", "cap_feat_dim",
-    "cross_attention_dim", "text_hidden_dim",
-)  # fmt: skip
-NEEDED = {
-    "hidden_states", "encoder_hidden_states", "timestep", "pooled_projections", "class_labels", "img_ids", "txt_ids",
-    "encoder_attention_mask", "encoder_hidden_states_mask", "img_shapes",
-}  # fmt: skip
 
 
 def diffusers_names() -> list[str]:
@@ -325,27 +277,19 @@ def diffusers_names() -> list[str]:
 # --- timm
 
 
-def timm_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
+def timm_model(name: str) -> Built:
     """Returns a small model of timm for 64 x 64 pixels, or for its own size, and two images."""
     import timm  # type: ignore[import-not-found]
 
-    errors = []
-    for settings in ({"img_size": 64}, {}):
+    def attempt(settings: dict[str, Any], small: bool) -> Built:
         settings = settings | TIMM[name] | {"num_classes": 8}
-        try:
-            model = instance_of(functools.partial(timm.create_model, name), most=MOST_PARAMETERS_OF_TIMM, **settings)
-        except Exception as error:  # it takes no image size
-            errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
-            continue
-        for side in (64, int(model.default_cfg["input_size"][-1])):  # type: ignore[index]
-            torch.manual_seed(1)
-            inputs = {next(iter(inspect.signature(model.forward).parameters)): torch.randn(2, 3, side, side)}
-            try:
-                loss_of(model(**inputs)).backward()
-                return model, inputs
-            except Exception as error:  # any error: another size is tried
-                errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
-    raise ValueError(errors[-1])
+        model = instance_of(functools.partial(timm.create_model, name), most=MOST_PARAMETERS_OF_TIMM, **settings)
+        side = 64 if small else int(model.default_cfg["input_size"][-1])  # type: ignore[index]
+        torch.manual_seed(1)
+        return model, {next(iter(inspect.signature(model.forward).parameters)): torch.randn(2, 3, side, side)}
+
+    ways = itertools.product(({"img_size": 64}, {}), (True, False))  # not every model takes an image size
+    return first_that_trains(functools.partial(attempt, settings, small) for settings, small in ways)
 
 
 # --- shared by all libraries
@@ -394,11 +338,8 @@ def differing(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], bou
     largest = max((float(x.abs().max()) for x in plain.values() if x.is_floating_point() and x.numel()), default=0.0)
     found = []
     for name, wanted in plain.items():
-        if (
-            torch.equal(ours[name], wanted)
-            or not wanted.numel()
-            or (wanted.isnan().any() and ours[name].isnan().any())
-        ):
+        both_nan = wanted.isnan().any() and ours[name].isnan().any()
+        if torch.equal(ours[name], wanted) or not wanted.numel() or both_nan:
             continue
         scale = max(float(wanted.abs().max()), 1e-3 * largest)
         if not bound or float((ours[name] - wanted).abs().max()) > bound * scale:
@@ -432,7 +373,7 @@ def verdicts(model: nn.Module, inputs: dict[str, Any], policies: list[str]) -> d
 
 
 # by library: the function that builds a model and its inputs from a name, and the function that lists names
-LIBRARIES: dict[str, tuple[Callable[[str], tuple[nn.Module, dict[str, Any]]], Callable[[], Iterable[str]]]] = {
+LIBRARIES: dict[str, tuple[Callable[[str], Built], Callable[[], Iterable[str]]]] = {
     "transformers": (transformers_model, families),
     "diffusers": (diffusers_model, diffusers_names),
     "timm": (timm_model, lambda: TIMM),
@@ -474,10 +415,7 @@ def main() -> None:
             except Exception as error:  # any error of the library: this model does not train this way
                 found[name] = f"not built: {type(error).__name__}: {error}"[:300]
             signal.alarm(0)
-            shown = (
-                found[name] if isinstance(found[name], str) else ", ".join(f"{k} {v}" for k, v in found[name].items())
-            )
-            print(f"{name}: {shown}", flush=True)
+            print(f"{name}: {found[name]}", flush=True)
             if args.json:
                 args.json.write_text(json.dumps(results, indent=1) + "\n")
     wrong = []
