@@ -200,7 +200,7 @@ def predicted_seconds(row: dict[str, str]) -> float:
     with torch.device("meta"):
         made: Any = OPERATORS[row["op"]]({**config, named: int(value)}, False)
     made = made.to(torch.bfloat16 if "bfloat16" in config.get("dtype", "") else torch.float32)
-    trace = trace_step(made, lambda model, _: model.run(), device=row["gpu"])
+    trace = trace_step(made, lambda model, _: model.run(), device=row["gpu"])  # type: ignore[operator]
     phases = {"forward": ("forward",), "backward": ("backward",), "full": ("forward", "backward")}[row["pass"]]
     gpu = find_gpu(row["gpu"])
     timed = [op for op in trace.ops if op.at >= trace.start and op.phase in phases and op.kernels]
