@@ -1,4 +1,4 @@
-"""Shared by the experiments: a step that can be predicted and tracked, and the parts of a page.
+"""Shared by the experiments: a step that can be predicted and tracked, small models, and the parts of a section.
 
 MB is 1e6 bytes here, as in the documents that the experiments are from.
 """
@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from benchmarks.pages import table
 from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
@@ -26,13 +28,7 @@ Step = Callable[[nn.Module, Any], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A training step at one size.
-
-    Attributes:
-        build: makes the model on the default device.
-        step: (model, optimizer); makes its batch on the model's device.
-        make_optimizer: None for a step without one.
-    """
+    """A training step at one size: `build` makes the model on the default device, `step` its batch."""
 
     build: Callable[[], nn.Module]
     step: Step
@@ -49,7 +45,6 @@ class Figure:
     ours: float | None
     reference: float | None = None
     unit: str = "MB"
-    kind: str = "predicted"
     note: str = ""
 
     @property
@@ -61,27 +56,22 @@ class Figure:
             return f"{self.ours - self.reference:+.0f} points"
         return f"{100 * (self.ours / self.reference - 1):+.1f} %"
 
+    @property
+    def line(self) -> list[str]:
+        ours, unit = "", f" {self.unit}" if self.unit else ""
+        if self.ours is not None:
+            digits = 0 if self.unit in ("", "%") or self.ours >= 1000 else 1
+            ours = f"{self.ours:.{digits}f}{unit} (predicted)"
+        published = self.published if self.unit in self.published else self.published + unit
+        return [self.source, self.what, published, ours, self.error, self.note]
+
 
 @dataclass
-class Section:
-    """The section of one experiment: paragraphs, tables and pictures in order, and its published figures."""
+class Found:
+    """What an experiment found: the values in its section of data/founding.md, and its published figures."""
 
-    title: str
-    parts: list[str] = field(default_factory=list)
+    values: dict[str, Any]
     figures: list[Figure] = field(default_factory=list)
-
-    def text(self, *lines: str) -> None:
-        """Adds a paragraph."""
-        self.parts.append(" ".join(lines))
-
-    def table(self, header: list[str], rows: list[list[str]], words: bool = False) -> None:
-        """Adds a table; the first column is text, the others are figures, or text too with `words`."""
-        lines = [header, ["---", *["---" if words else "---:"] * (len(header) - 1)], *rows]
-        self.parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
-
-    def picture(self, name: str, alt: str) -> None:
-        """Adds a picture of docs/img."""
-        self.parts.append(f"![{alt}](img/{name})")
 
 
 @contextmanager
@@ -130,21 +120,19 @@ def mb(nbytes: float) -> str:
     return f"{nbytes / MB:.1f}" if nbytes < 100 * MB else f"{nbytes / MB:.0f}"
 
 
-def policy_table(section: Section, policies: list[str], full: Case, small: Case, device: str) -> dict[str, StepTrace]:
-    """Adds a table of policies: predicted at full size for `device`, predicted and measured at small size on the CPU.
+def of_policies(policies: list[str], full: Case, small: Case, device: str) -> tuple[str, dict[str, StepTrace]]:
+    """A table of policies, predicted at full size for `device`, predicted and measured at small size on the CPU.
 
-    Returns the predictions at full size.
+    Returns the predictions at full size, too.
     """
-    rows, traces = [], {}
-    for policy in policies:
-        trace = traces[policy] = predict(full, policy, device)
-        base, fake, real = traces[policies[0]], predict(small, policy, "cpu"), measure(small, policy)
+    rows, traces = [], {policy: predict(full, policy, device) for policy in policies}
+    for policy, trace in traces.items():
+        fake, real = predict(small, policy, "cpu"), measure(small, policy)
         figures = [mb(kept(trace)), mb(trace.peak_allocated), f"{1e3 * trace.seconds:.1f}"]
-        more = [f"{flops(trace) / flops(base):.2f}", f"{fake.peak_allocated}", f"{real.peak_allocated}"]
+        more = f"{flops(trace) / flops(traces[policies[0]]):.2f}", f"{fake.peak_allocated}", f"{real.peak_allocated}"
         rows.append([f"`{policy}`", *figures, *more])
     header = ["policy", "kept MB", f"peak MB, predicted ({device})", "ms, predicted", "FLOPs / first row"]
-    section.table([*header, "small on CPU: predicted bytes", "measured bytes"], rows)
-    return traces
+    return table([*header, "small on CPU: predicted bytes", "measured bytes"], rows), traces
 
 
 def line_plot(
@@ -166,5 +154,78 @@ def line_plot(
     plot.set(xlabel=axes[0], ylabel=axes[1])
     plot.legend(fontsize=8)
     plot.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
     canvas.savefig(path, dpi=90)
+
+
+# --- small models of the documents, and their step
+
+
+class FeedForward(nn.Module):
+    """Residual block: norm, linear to four times the width, GELU, linear back."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class SelfAttention(nn.Module):
+    """Residual block: norm, causal scaled-dot-product attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention, self.mlp = SelfAttention(width, heads), FeedForward(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.attention(x))
+        return out
+
+
+def stack(make: Callable[[], nn.Module], depth: int) -> nn.Sequential:
+    return nn.Sequential(*(make() for _ in range(depth)))
+
+
+def feed_forwards(depth: int, width: int) -> nn.Sequential:
+    return stack(lambda: FeedForward(width), depth)
+
+
+def transformer(depth: int, width: int, heads: int) -> nn.Sequential:
+    return stack(lambda: Block(width, heads), depth)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with PyTorch's defaults."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+
+def case(build: Callable[[], nn.Module], *shape: int, optimizer: bool = False) -> Case:
+    """Returns a case whose step has random inputs of `shape` and the mean as loss."""
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        weight = next(model.parameters())
+        x = torch.randn(*shape, device=weight.device, dtype=weight.dtype)
+        model.zero_grad(set_to_none=True)
+        model(x).mean().backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return Case(build, step, adamw if optimizer else None)

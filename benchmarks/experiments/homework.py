@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.pages import table
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.tracker import Tracker
 
-from .common import MB, Figure, Section, mb
-from .models import adamw
+from .common import MB, Figure, Found, adamw, mb
 
 SOURCE = "twelve-block homework, A100-40GB"
 
@@ -151,39 +151,15 @@ def measure_all(size: Size) -> list[int]:
     return peaks
 
 
-def homework(images: Path, quick: bool) -> Section:
+def homework(images: Path) -> Found:
     """All nine published figures."""
-    section = Section("The twelve-block homework")
-    section.text(
-        "The source is a public notebook (github.com/vinitvyas09/optimizers, hw2_activation_checkpointing.ipynb):",
-        "twelve blocks of `nn.MultiheadAttention` and a ReLU MLP, bf16, batch 1, sequence 4096, width 512, 4 heads,",
-        "AdamW; block 0 is never checkpointed. The notebook runs in one process, so the peak of a run includes the",
-        "parameters and gradients of all models before it, and the parameters of models of its own cell that have not",
-        "run yet. The trace runs the notebook's three cells in order. The small size on the CPU has depth 4, width",
-        "32, sequence 64 and fp32.",
-    )
-    full = Size(depth=2, length=128) if quick else Size()
     small = Size(depth=4, width=32, heads=2, length=64, dtype=torch.float32)
-    predicted, fake, real = predict_all("a100-40gb", full), predict_all("cpu", small), measure_all(small)
-    rows = []
-    for at, (variant, published) in enumerate(pair for cell in CELLS for pair in cell):
+    predicted, fake, real = predict_all("a100-40gb", Size()), predict_all("cpu", small), measure_all(small)
+    rows, figures = [], []
+    for at, (variant, published) in enumerate(itertools.chain(*CELLS)):
         note = "what is missing, 37 to 40 MB, no rule of the trace accounts for" if variant.flash else ""
-        figure = Figure(SOURCE, variant.name, str(published), predicted[at] / MB, published, note=note)
-        section.figures.append(figure)
-        row = [variant.name, str(published), mb(predicted[at]), figure.error, str(fake[at]), str(real[at])]
-        rows.append(row)
-    header = [
-        "checkpointed",
-        "published MB",
-        "predicted MB (A100-40GB)",
-        "error",
-        "small on CPU: predicted bytes",
-        "measured bytes",
-    ]
-    section.table(header, rows)
-    section.text(
-        "Attention that returns its weights keeps O(S²) of them for each block; with `need_weights=False` SDPA may",
-        "choose flash attention, which keeps none. Checkpointing the attention removes these weights, too;",
-        "checkpointing the MLP does not.",
-    )
-    return section
+        figures.append(Figure(SOURCE, variant.name, str(published), predicted[at] / MB, published, note=note))
+        cells = [str(published), mb(predicted[at]), figures[-1].error, str(fake[at]), str(real[at])]
+        rows.append([variant.name, *cells])
+    header = ["checkpointed", "published MB", "predicted MB (A100-40GB)", "error"]
+    return Found({"table": table([*header, "small on CPU: predicted bytes", "measured bytes"], rows)}, figures)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.pages import table
 from ckpt_ft.checkpointing.parity import Parity, check_parity
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 
-from .common import Section
+from .common import Found
 
 Forward = Callable[[Tensor], Tensor]
 Run = Callable[[Forward, Tensor], Tensor]
@@ -137,28 +138,19 @@ def runs_of_linears(install: Callable[[nn.Module], None]) -> int:
     return sum(op.name == "aten.addmm.default" for op in trace.ops) - 1  # the head
 
 
-def traps(images: Path, quick: bool) -> Section:
+def traps(images: Path) -> Found:
     """All errors."""
-    section = Section("The traps")
-    section.text(
-        "Each trap is built into a small model on purpose. `check_parity` compares a step with the trap and one",
-        "without, then one under `full`.",
-    )
     rows = []
     for name in TRAPS:
         trapped, ours = spring(name)
         said = "; ".join(trapped.causes) or "nothing differs"
         rows.append([name, "same" if trapped.ok else "DIFFERS", said, "same" if ours.ok else "DIFFERS"])
-    section.table(["trap", "check_parity", "what it says", "`full` on the same model"], rows, words=True)
     held, let_go = kept_references(keep=True), kept_references(keep=False)
-    section.table(
-        ["kept references: peak bytes (measured, CPU) of step", *map(str, range(1, 6))],
-        [["losses kept with their graph", *map(str, held)], ["their numbers kept", *map(str, let_go)]],
-    )
-    section.text(
-        "A kept reference changes no number, so `check_parity` cannot find it, but the tracker's peak grows from step",
-        "to step. Nested checkpoints change no number either: the linear layers run",
-        f"{runs_of_linears(partial(each_block, run=plain))} times with a checkpoint for each of four blocks,",
-        f"{runs_of_linears(nested)} times with another around them all.",
-    )
-    return section
+    peaks = [["losses kept with their graph", *map(str, held)], ["their numbers kept", *map(str, let_go)]]
+    return Found(
+        {
+            "table": table(["trap", "check_parity", "what it says", "`full` on the same model"], rows, words=4),
+            "kept": table(["kept references: peak bytes (measured, CPU) of step", *map(str, range(1, 6))], peaks),
+            "each": runs_of_linears(partial(each_block, run=plain)), "nested": runs_of_linears(nested),
+        }
+    )  # fmt: skip

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import itertools
 
-from benchmarks.experiments import homework, spacing, stacks, traps
-from benchmarks.experiments.common import Figure, predict
-from benchmarks.experiments.models import case, linear_stack
+from benchmarks.experiments import homework, stacks, traps
+from benchmarks.experiments.common import Figure, case, kept, of_policies, predict
+from benchmarks.experiments.stacks import linear_stack
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def test_homework_prediction_equals_the_measurement() -> None:
 
 
 def test_growth_of_a_linear_stack(tmp_path: Path) -> None:
-    growth, peak = stacks.timeline(tmp_path, quick=False).figures
+    growth, peak = stacks.timeline(tmp_path).figures
     assert growth.ours == pytest.approx(4.2, rel=0.01)
     assert peak.note == "predicted: backward"
     assert (tmp_path / "linear_stack.png").stat().st_size > 1000
@@ -47,10 +47,12 @@ def test_gradients_are_recognized_without_an_optimizer() -> None:
     assert trace.at_peak["parameters"] == trace.at_peak["gradients"] == weights
 
 
-def test_segments_save_memory_in_a_linear_stack(tmp_path: Path) -> None:
-    (figure,) = stacks.segments(tmp_path, quick=True).figures
-    assert figure.ours == 0.0
-    assert figure.note == "segments:2 saves 50 %"
+def test_segments_save_memory_in_a_linear_stack() -> None:
+    job = case(partial(linear_stack, 4, 256), 32, 256)
+    table, traces = of_policies(["none", "full", "segments:2"], job, case(partial(linear_stack, 4, 64), 32, 64), "t4")
+    none, full, segments = map(kept, traces.values())
+    assert none == full == 2 * segments - 1024  # less the bytes of the loss, which all keep
+    assert all(fake == real for *_, fake, real, _ in (line.split("|") for line in table.splitlines()[2:]))
 
 
 @pytest.mark.parametrize(
@@ -76,11 +78,10 @@ def test_traps_that_parity_does_not_detect() -> None:
     assert all(later > earlier for earlier, later in itertools.pairwise(held))
 
 
-def test_checkpoint_sequential_does_not_checkpoint_its_last_segment(tmp_path: Path) -> None:
-    section = spacing.sequential(tmp_path, quick=True)
-    torchs, ours = (row.split("|") for row in section.parts[0].splitlines()[2:4])
-    assert (int(torchs[4]), int(ours[4])) == (2, 4)  # blocks run, of four in two segments
-    assert torchs[5] == ours[5]  # peak bytes
+def test_checkpoint_sequential_does_not_checkpoint_its_last_segment() -> None:
+    torchs, ours = stacks.sequential_rows(4, 64, 16, 2)
+    assert (int(torchs[3]), int(ours[3])) == (2, 4)  # blocks run, of four in two segments
+    assert torchs[4] == ours[4]  # peak bytes
 
 
 def test_errors_are_signed() -> None:
@@ -98,7 +99,7 @@ def test_script_lists_its_experiments(monkeypatch: pytest.MonkeyPatch, capsys: p
 
     code, listed, _ = run_script("--list")
     assert code == 0
-    assert {line.split()[0] for line in listed.splitlines()} >= {"homework", "budgets", "traps", "compositions"}
+    assert {line.split()[0] for line in listed.splitlines()} >= {"homework", "budgets", "traps"}
     code, _, said = run_script("--only", "home")
     assert code == 2
     assert "--only home: no such experiment" in said
