@@ -8,6 +8,7 @@ A tensor is named by its kind:
     q, 2q   8-bit blocks of 256 with float32 scales; float32 if the parameter has fewer than 4096 elements; two in one
     t8, t4, tf8   torchao's 8-bit, 4-bit (in blocks of 256; t4s: of 128) and float8 blocks, each with its own levels
     row, col      float32 means along the last axis and the one before; for a vector `row` is whole and `col` none
+    res     like `row`, and none for a vector
     rows    one element for each row, in the parameter's dtype
     all     like all parameters of a group together
     low, lowf   a projected gradient of rank `RANK`, in the parameter's dtype or float32
@@ -134,7 +135,7 @@ LAYOUTS: dict[str, Layout] = {
     "optimi_adamw": Layout(f"{_OPTIMI}; adamw.py", "p p kahan", cpu_update="a=p -a"),
     "adamw_anyprecision": Layout("torchdistx, optimizers/anyprecision_optimizer.py: step", "f f", "d=f e=f -d"),
     "came": Layout(
-        "came_pytorch, CAME.py: step", "f row col row col",
+        "came_pytorch, CAME.py: step", "f row col res col",
         "g=c s=f update=f -s update=f a=f b=f -a res=f -b approx=f update= n=f -n",
     ),
     "adam_mini": Layout("adam_mini, adam_mini.py: step", "p rows", "s=p -s update=p n=p -n"),
@@ -179,7 +180,7 @@ def _tensors(
             yield (n // block,), torch.float32
             if levels:
                 yield (levels,), torch.float32
-    elif kind == "row":
+    elif kind == "row" or (kind == "res" and len(shape) > 1):
         yield shape[:-1] if len(shape) > 1 else shape, torch.float32
     elif kind == "col" and len(shape) > 1:
         yield (*shape[:-2], shape[-1]), torch.float32
@@ -226,7 +227,7 @@ class Tabulated(torch.optim.Optimizer):
         groups = [[p for p in trainable if (id(p) in self.low) is low] for low in (False, True)]
         super().__init__([{"params": group} for group in groups if group], {"lr": 1e-4})
         self.lr = 1e-4
-        self.levels: list[Tensor] = []  # bitsandbytes' two maps of 256 levels
+        self.levels: list[Tensor] = []  # bitsandbytes' maps of 256 levels: of signed values, and of squares
         for p in trainable if layout.release else ():
             if layout.release == "own":
                 p.register_post_accumulate_grad_hook(lambda p: self._release([p]))
@@ -283,7 +284,7 @@ class Tabulated(torch.optim.Optimizer):
                     if self.layout.paged and not part and p.numel() >= PAGED:
                         made.is_paged = True  # type: ignore[attr-defined]  # bitsandbytes' mark, which a trace reads
             if not self.levels and any(value.dtype is torch.uint8 for value in state.values()) and "q" in kinds:
-                self.levels += [torch.zeros(256, device=p.device) for _ in range(2)]
+                self.levels += [torch.zeros(256, device=p.device) for _ in kinds[:2]]
         for value in state.values():
             value.view(torch.uint8).mul_(1) if value.dtype is torch.uint8 else value.mul_(1)
 
