@@ -457,6 +457,8 @@ def _configuration(
         given = {key: heads[key] for key in heads if takes(spec.adapter.peft, key, asked)} | dict(spec.adapter.peft)
         if without_values and given.get("init_lora_weights") in _FROM_DATA:
             given["init_lora_weights"] = True
+        if without_values and given.get("peft_type") == "ADAMSS":
+            raise UserError(f"{asked}: the sizes of ADAMSS depend on the values of the weights; give another kind")
         config: Any = configuration(given, asked)
         if towers is not None and takes(given, "target_modules", asked):
             config.target_modules = towers.adapted_layers(given.get("target_modules"), f"{asked}:")

@@ -30,8 +30,7 @@ LINEAR = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)  # weights of the l
 REST = 2 * 96 * 256 + 5 * 256  # embeddings, head and norms
 PLAIN = TrainingSpec.of(seq_length=32, dtype="bfloat16")
 LAYERS = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]  # shapes in one block
-MADE_OF_OTHERS = ("XLORA",)  # combines existing adapters
-PACKAGES = {"ADAMSS": "sklearn"}
+WITHOUT_SIZES = ("XLORA", "ADAMSS")  # combines existing adapters; clusters values of weights
 # kinds that read values, kinds that do not, and kinds whose batches name a task per row
 TRACED = ("BOFT", "SHIRA", "FROD", "UNILORA", "VERA", "PREFIX_TUNING", "POLY", "MULTITASK_PROMPT_TUNING")
 
@@ -44,7 +43,7 @@ def config(tmp_path: Path) -> str:
 def kinds() -> list[str]:
     from peft import PeftType
 
-    return sorted({kind.value for kind in PeftType} - set(MADE_OF_OTHERS))
+    return sorted({kind.value for kind in PeftType} - set(WITHOUT_SIZES))
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int]:
@@ -58,8 +57,6 @@ def test_adapters_on_meta_equal_those_on_a_real_model(kind: str) -> None:
     """Every kind of PEFT trains as many parameters and holds as many bytes, also if values decide its shapes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    if kind in PACKAGES:
-        pytest.importorskip(PACKAGES[kind])
     sizes_of = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
     shape = LlamaConfig(**sizes_of, use_cache=False)  # type: ignore[arg-type]
     found = []
@@ -68,6 +65,11 @@ def test_adapters_on_meta_equal_those_on_a_real_model(kind: str) -> None:
             base = LlamaForCausalLM(shape)
         found.append(sizes(adapt(base, TrainingSpec.of(peft=configuration(kind)))))
     assert found[0] == found[1]
+
+
+def test_adapter_of_unknown_sizes_is_refused(config: str) -> None:
+    with pytest.raises(UserError, match="the sizes of ADAMSS depend on the values of the weights"):
+        load(PLAIN.edit(peft=configuration("ADAMSS")).edit(model=config), "t4")
 
 
 @pytest.mark.filterwarnings("ignore")
