@@ -461,7 +461,7 @@ def install(model: nn.Module, blocks: Mapping[str, nn.Module], count: int) -> In
         raise UserError("policy 'swap': FSDP2, DeepSpeed ZeRO-3 and tensor parallelism place the weights themselves")
     able = swappable(model, blocks)
     if len(able) < count:
-        few = f"swap takes at least {LEAST_SWAPPED}, and weights that are trained cannot wait: train adapters (LoRA)"
+        few = f"swap takes {LEAST_SWAPPED} or more, and none that are trained or of torchao: train adapters (LoRA)"
         fix = f"give at most swap:{len(able)}" if len(able) >= LEAST_SWAPPED else few
         raise UserError(
             f"policy 'swap:{count}': {type(model).__name__} has {len(able)} blocks with frozen weight matrices (of "
