@@ -1,4 +1,4 @@
-"""MemoryCallback in a run of Lightning, if it is installed."""
+"""MemoryCallback in a run of Lightning."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.arguments import ACArguments
-
-pl = pytest.importorskip("lightning.pytorch")
 
 
 class Module(pl.LightningModule):

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,6 +21,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 
 Loss = Callable[[nn.Module], Tensor]
+MARK = 7_777_777  # bytes; no other tensor has this size
 
 
 def language_model(kind: str = "llama", shape: tuple[int, int] = (2, 64), **config: object) -> tuple[nn.Module, Loss]:
@@ -116,3 +118,23 @@ def step_events(trace: StepTrace) -> list[tuple[int, str, str, str]]:
             told += [*sorted(freed), row]
             freed = []
     return told + sorted(freed)
+
+
+def peak_of_a_second_step(step, model: nn.Module) -> int:
+    """Returns the peak bytes of a second step above those before it.
+
+    In a first step, the profiler would miss frees of tensors that were allocated before it started.
+    """
+    optimizer = adamw(model)
+    step(model, optimizer)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        step(model, optimizer)
+        torch.empty(MARK, dtype=torch.uint8)
+        step(model, optimizer)
+    held = before = peak = 0
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        before = held if event.nbytes() == -MARK else before
+        peak = held if event.nbytes() == -MARK else max(peak, held)
+    return peak - before

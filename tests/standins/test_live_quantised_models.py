@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft import apply_policy
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.standins.quantised_layers import NF4Linear, swap_library_layers, to_nf4
+from ckpt_ft.standins.quantised_layers import NF4Linear, swap_library_layers, to_int8, to_nf4
 
 
 class Params4bit(nn.Parameter):
@@ -135,22 +137,20 @@ def test_layer_in_two_places_is_replaced_once(bitsandbytes: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("nested", [False, True])
-def test_qlora_model_from_transformers_has_the_estimates_peak(nested: bool, dtype: torch.dtype, tmp_path: Any) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "double", "int8"])
+def test_packed_model_from_transformers_has_the_estimates_peak(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """The model of the estimate needs no bitsandbytes."""
-    pytest.importorskip("bitsandbytes")
-    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
-    )
-    plain = LlamaForCausalLM(config).to(dtype)
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    plain = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)).to(dtype)  # type: ignore[arg-type]
     plain.save_pretrained(tmp_path)
-    quantisation = BitsAndBytesConfig(
+    nested = kind == "double"
+    four = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16,
         bnb_4bit_use_double_quant=nested,
     )  # fmt: skip
-    live = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=quantisation, dtype=dtype)
+    asked = BitsAndBytesConfig(load_in_8bit=True) if kind == "int8" else four
+    live = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=asked, dtype=dtype)
+    estimated = to_int8(plain) if kind == "int8" else to_nf4(plain, torch.bfloat16, nested=nested)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ids = torch.zeros(2, 64, dtype=torch.long)
@@ -165,7 +165,7 @@ def test_qlora_model_from_transformers_has_the_estimates_peak(nested: bool, dtyp
             make_optimizer=adamw,
             device="t4",
         )
-        for model in (live, to_nf4(plain, torch.bfloat16, nested=nested))
+        for model in (live, estimated)
     ]
     assert traced[0].peak_allocated == traced[1].peak_allocated
     assert traced[0].at_peak["parameters"] == traced[1].at_peak["parameters"]

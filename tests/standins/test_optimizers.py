@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
+from versions import slow_except
 
 from ckpt_ft.checkpointing.offload import CopyStream
 from ckpt_ft.memory.cost.schedule import HOST
@@ -79,25 +81,32 @@ def test_every_optimizer_of_transformers_is_known() -> None:
     assert {OPTIMIZERS[name] for name in OPTIM_OF_TRAINER.values()} == set(OPTIM_OF_TRAINER)
 
 
-@pytest.mark.filterwarnings("ignore")  # warnings of those libraries
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [
-        ("galore_adamw", "galore_torch"), ("galore_adafactor", "galore_torch"),
-        ("galore_adamw_layerwise", "galore_torch"), ("apollo_adamw", "apollo_torch"),
-        ("apollo_adamw_layerwise", "apollo_torch"), ("lomo", "lomo_optim"), ("grokadamw", "grokadamw"),
-        ("schedule_free_adamw", "schedulefree"), ("schedule_free_radam", "schedulefree"),
-        ("schedule_free_sgd", "schedulefree"), ("stable_adamw", "optimi"),
-        ("adafactor", "transformers"), ("adagrad", "torch"), ("rmsprop", "torch"),
-    ],
+WITH_PEAK = (
+    "galore_adamw", "galore_adafactor", "galore_adamw_layerwise", "apollo_adamw", "apollo_adamw_layerwise", "lomo",
+    "grokadamw", "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "stable_adamw", "adafactor",
+    "adagrad", "rmsprop",
 )  # fmt: skip
-def test_step_has_the_peak_of_the_library(name: str, package: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    pytest.importorskip(package)
+
+
+def has_the_peak_of_the_library(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = language_model(dtype)
     optimizer = of_library(name, model, tmp_path)
     getattr(optimizer, "train", lambda: None)()
-    assert predicted(name, dtype).peak_allocated == pytest.approx(measured(model, optimizer, 6), rel=2e-3)
+    steps = 6 if name == "schedule_free_radam" else 3  # its sixth step is another one
+    assert predicted(name, dtype).peak_allocated == pytest.approx(measured(model, optimizer, steps), rel=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of those libraries
+@pytest.mark.parametrize("name", WITH_PEAK)
+def test_step_has_the_peak_of_the_library(name: str, tmp_path: Path) -> None:
+    has_the_peak_of_the_library(name, torch.float32, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", slow_except(WITH_PEAK, "galore_adamw", "lomo", "stable_adamw"))
+def test_step_in_half_precision_has_the_peak_of_the_library(name: str, tmp_path: Path) -> None:
+    """Some cast gradients and weights to float32, and torch-optimi keeps what bfloat16 rounds away."""
+    has_the_peak_of_the_library(name, torch.bfloat16, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +118,7 @@ def test_step_has_the_peak_of_the_library(name: str, package: str, dtype: torch.
     ],
 )
 def test_step_has_the_peak_of_a_library_outside_the_trainer(name: str, package: str, kind: str) -> None:
-    made: Callable[..., Any] = getattr(pytest.importorskip(package), kind)
+    made: Callable[..., Any] = getattr(importlib.import_module(package), kind)
     model = language_model()
     if name == "adam_mini":
         optimizer = made(list(model.named_parameters()), lr=1e-4, dim=256, n_heads=4, verbose=False)
@@ -134,32 +143,30 @@ def states(optimizer: torch.optim.Optimizer) -> int:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "package"),
+    "name",
     [
-        *((name, "bitsandbytes") for name, row in LAYOUTS.items() if row.source.startswith("bitsandbytes")),
-        ("adamw_torch_4bit", "torchao"), ("adamw_torch_8bit", "torchao"),
+        *(name for name, row in LAYOUTS.items() if row.source.startswith("bitsandbytes")),
+        "adamw_torch_4bit", "adamw_torch_8bit",
     ],
 )  # fmt: skip
-def test_states_equal_the_librarys(name: str, package: str, tmp_path: Path) -> None:
+def test_states_equal_the_librarys(name: str, tmp_path: Path) -> None:
     """The CPU kernels of these libraries have temporaries that GPU kernels lack, so only states are compared."""
-    pytest.importorskip(package)
     model = language_model(torch.bfloat16)
-    try:
-        optimizer = of_library(name, model, tmp_path)
+    optimizer = of_library(name, model, tmp_path)
+    if hasattr(optimizer, "init_state"):  # bitsandbytes, whose AdEMAMix has no step on a CPU and no paged memory
+        optimizer.is_paged = False
+        optimizer.check_overrides()  # as its first step does: embeddings
+        for row, group in enumerate(optimizer.param_groups):
+            for column, p in enumerate(group["params"]):
+                optimizer.init_state(group, p, row, column)
+    else:
         with torch.compiler.set_stance("force_eager"):
             step(model, optimizer)
-    except RuntimeError as error:
-        if "cget_managed_ptr" in str(error):
-            pytest.skip("paged AdEMAMix needs CUDA")
-        raise
     twin = make_optimizer(language_model(torch.bfloat16), name)
-    step_of = {p.shape: p for p in model.parameters()}
-    assert step_of
     for p in (p for group in twin.param_groups for p in group["params"]):
         p.grad = torch.zeros_like(p)
     twin.step()
-    maps = sum(level.nbytes for level in twin.levels)
-    assert states(twin) + maps == pytest.approx(states(optimizer), abs=1024)
+    assert states(twin) + sum(level.nbytes for level in twin.levels) == states(optimizer) > 0
 
 
 LAYER = nn.Linear(512, 256, bias=False)
@@ -270,7 +277,7 @@ def test_bytes_of_torchaos_offloaded_optimizer() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", OFFLOADING)
 def test_torchaos_offloaded_optimizer_has_the_same_trace(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = pytest.importorskip("torchao.optim.cpu_offload")
+    source = importlib.import_module("torchao.optim.cpu_offload")
     monkeypatch.setattr(source, "get_available_devices", lambda: ["cpu", "cuda"])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
 

@@ -5,35 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from peft_kinds import KNOWN, adapted
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
-from trace_models import adamw, training_step
+from trace_models import adamw, peak_of_a_second_step, training_step
 from versions import slow_except
 
 from ckpt_ft.memory.fake.step import trace_step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns about its defaults
-MARK = 7_777_777  # bytes; no other tensor has this size
-
-
-def peak_of_a_second_step(step, model: nn.Module) -> int:
-    """Returns the peak bytes of a second step above those before it.
-
-    In a first step, the profiler would miss frees of tensors that were allocated before it started.
-    """
-    optimizer = adamw(model)
-    step(model, optimizer)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        step(model, optimizer)
-        torch.empty(MARK, dtype=torch.uint8)
-        step(model, optimizer)
-    held = before = peak = 0
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        before = held if event.nbytes() == -MARK else before
-        peak = held if event.nbytes() == -MARK else max(peak, held)
-    return peak - before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
