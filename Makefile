@@ -48,7 +48,7 @@ test: $(STAMP)
 
 # Everything that `make test` leaves out: every architecture under every policy, long fuzzing, browsers, killed runs.
 test-slow: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not app"
 
 # Installs the wheel into a new environment with the libraries of .venv, runs a command, and finds a recipe.
 wheel: $(STAMP)
@@ -78,7 +78,7 @@ space: $(STAMP)
 		print(*(f"{name}=={version}" for name, version in versions().items() if name != "ckpt_ft"), sep="\n")' \
 		>> out/space/requirements.txt
 
-# Tests the page of `ckpt-ft app` in a browser, in an environment of its own: gradio needs other versions than the suite.
+# Tests the page of `ckpt-ft app` in a browser, in an environment of its own: gradio needs an older pillow than the suite.
 test-app: $(STAMP)
 	$(PYTHON) -m venv out/app
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \

@@ -55,8 +55,6 @@ KNOWN = (*sorted({kind.value for kind in PeftType} - {"XLORA"}), *LORAS)  # X-Lo
 
 def adapted(kind: str, dtype: torch.dtype = torch.float32, layers: int = 3) -> tuple[nn.Module, dict[str, Tensor]]:
     """Returns a tiny Llama with adapters after initialization, where many would do nothing, and a batch."""
-    if kind == "ADAMSS":
-        pytest.importorskip("sklearn")
     given = {**LORA, **LORAS[kind]} if kind in LORAS else configuration(kind)
     fields = {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[given["peft_type"]])}
     if set(given) - fields:

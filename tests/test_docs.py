@@ -207,8 +207,6 @@ def load(script: str) -> ModuleType:
 def test_python_of_the_docs_compiles_and_its_imports_exist(fence: Fence) -> None:
     for node in ast.walk(ast.parse(fence.text, fence.where)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckpt_ft"):
-            if node.module == "ckpt_ft.integrations.lightning":
-                pytest.importorskip("lightning")
             module = importlib.import_module(node.module or "")
             assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 

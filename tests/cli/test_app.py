@@ -157,10 +157,10 @@ def test_space_requirements_equal_the_package_dependencies() -> None:
     compile((ROOT / "space" / "app.py").read_text(), "app.py", "exec")
 
 
+@pytest.mark.app
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
 def test_page_in_a_browser(width: int, scheme: Any, tmp_path: Path) -> None:
-    pytest.importorskip("gradio", reason="gradio is not installed")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ SMALL = [
     "--use_cpu", "--max_steps", "4", "--max_length", "64", "--per_device_train_batch_size", "2", "--logging_steps",
     "1",
 ]  # fmt: skip
+BNB = "bitsandbytes"
 QUIET = ["--disable_tqdm", "true", "--ac_report", "none"]
 
 
@@ -132,7 +134,6 @@ def test_resumed_language_model_run_has_the_same_losses(llm: ModuleType, tmp_pat
         (["--resume_from_checkpoint", "latest"], "no complete checkpoint"),
         (["--model_name_or_path", "{tmp}/nothing", "--dataset_name", "x.txt"], "no tokenizer can be loaded"),
         (["--load_in_4bit"], "add --use_peft for QLoRA"),
-        (["--load_in_4bit", "--use_peft"], "pip install bitsandbytes"),
         (["--use_peft", "--lora_r", "0"], "--lora_r 0"),
         (["--use_peft", "--lora_target_modules", "nothing"], "--lora_target_modules nothing"),
         (["--find_max_length", "--find_max_batch_size"], "--find_max_length is for a given batch"),
@@ -167,6 +168,13 @@ def test_invalid_input_of_the_llm_recipe_is_one_line_and_exit_code_2(
     assert message in line
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "out") == before
     assert not list((tmp_path / "out").rglob("*.safetensors"))
+
+
+def test_package_of_4_bit_weights_is_named(llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: find(name, *more) if name != BNB else None)
+    with pytest.raises(UserError, match=f"--load_in_4bit needs {BNB}, which is not installed: pip install {BNB}"):
+        train(llm, tmp_path, "--load_in_4bit", "--use_peft")
 
 
 def test_dataset_is_required_with_a_model(llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path) -> None:

@@ -139,8 +139,8 @@ def test_peak_of_unpacked_weights(method: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_torchaos_layers_have_the_estimates_peak(tmp_path: Path, kind: str) -> None:
     """Compares live layers wrapped by PEFT with the estimate of the same checkpoint."""
-    quantization = pytest.importorskip("torchao.quantization")
     from peft import LoraConfig, get_peft_model
+    from torchao import quantization
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False)).to(torch.bfloat16)

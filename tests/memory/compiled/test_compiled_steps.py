@@ -591,7 +591,7 @@ def gptq(linear: nn.Linear) -> PackedLinear:
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("what", ["whole", "regional"])
 def test_peak_and_buffers_are_those_of_bitsandbytes(what: str, policy: str) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    import bitsandbytes
 
     def packed(linear: nn.Linear) -> nn.Module:
         layer = bitsandbytes.nn.Linear4bit(

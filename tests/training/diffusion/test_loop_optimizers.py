@@ -23,8 +23,6 @@ NAMES = ("adamw", "adafactor", "prodigy")
 
 
 def loop_arguments(name: str) -> LoopArguments:
-    if name == "prodigy":
-        pytest.importorskip("prodigyopt")
     return LoopArguments(optimizer=name, learning_rate=1.0 if name == "prodigy" else 1e-3)
 
 
