@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from importlib.util import find_spec
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,9 @@ def load_no_weights(put: Put) -> None:
 
     put: called with each model on "meta", and turns its tensors into fakes.
     """
-    if find_spec("transformers"):
-        _patch_transformers(put)
-    if find_spec("diffusers"):
-        _patch_diffusers(put)
+    for patch in (_patch_transformers, _patch_diffusers):
+        with suppress(ImportError):  # a package that is missing, or broken on this machine, is none of the script's
+            patch(put)
 
 
 def _patch_transformers(put: Put) -> None:

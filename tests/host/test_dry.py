@@ -16,7 +16,9 @@ from ckpt_ft.cli.dry_run import several
 from ckpt_ft.cli.main import app
 from ckpt_ft.errors import UserError
 from ckpt_ft.host.dry import AS_IT_IS, Answer, Question, ask
+from ckpt_ft.host.generation import generate_longest
 from ckpt_ft.host.script import Script
+from ckpt_ft.host.weightless import load_no_weights
 from ckpt_ft.memory.gpus import find_gpu
 
 HERE = Path(__file__).parent
@@ -189,6 +191,14 @@ def test_the_command(tmp_path: Path) -> None:
     found = json.loads(ran.stdout)
     assert found["model"] == "by_hand.py: Linear"
     assert found["headroom"] > 10 << 30
+
+
+def test_packages_that_cannot_be_imported_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torchvision of another torch makes transformers fail at import; a plain script does not need either."""
+    for package in ("transformers", "diffusers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    load_no_weights(lambda model: None)
+    generate_longest(print)
 
 
 def test_no_such_script() -> None:
