@@ -18,12 +18,15 @@ from typing import cast
 
 from ckpt_ft.units import MIB
 
-from .settings import MIN_BLOCK, AllocatorSettings
+from .settings import AllocatorSettings
 
+MIN_BLOCK = 512  # every size is rounded up to a multiple of this
 SMALL_SIZE = MIB  # the largest request that the small pool serves; also the largest tail a large block keeps unsplit
 SMALL_SEGMENT = 2 * MIB
 MIN_LARGE = 10 * MIB  # from this size on, a request gets a segment of its own size
 ROUND_LARGE = 2 * MIB
+LARGE_SEGMENT = 20 * MIB  # that requests between 1 and 10 MiB share, and a page of a large expandable segment
+MOST_EXCESS = 20 * MIB  # of a block that is never split, over the request it serves
 
 
 class OutOfMemory(Exception):
@@ -104,7 +107,6 @@ class CachingAllocator:
         self._lowest_address = 1 << 62
         self._no_split = self.settings.max_split_size or 1 << 62
         self._splits_all = not self.settings.expandable_segments and self.settings.max_split_size is None
-        self._rounds_to_powers = bool(self.settings.roundup_power2_divisions)
 
     @property
     def pools(self) -> list[Pool]:
@@ -119,7 +121,7 @@ class CachingAllocator:
         """
         if nbytes == 0:
             return None
-        size = self.settings.block_size(nbytes) if self._rounds_to_powers else -(-nbytes // MIN_BLOCK) * MIN_BLOCK
+        size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK
         pools = self._pools.get(stream)
         if pools is None:
             pools = self._pools[stream] = Pool(small=True), Pool(small=False)
@@ -174,7 +176,7 @@ class CachingAllocator:
                 i, block = i + 1, following
         if size < self._no_split <= block.size:
             return None
-        if size >= self._no_split and block.size >= size + self.settings.max_non_split_rounding_size:
+        if size >= self._no_split and block.size >= size + MOST_EXCESS:
             return None
         pool.remove(block)
         return block
@@ -186,7 +188,7 @@ class CachingAllocator:
         if pool.small:
             segment = SMALL_SEGMENT
         elif size < MIN_LARGE:
-            segment = self.settings.large_segment_size
+            segment = LARGE_SEGMENT
         else:
             segment = -(-size // ROUND_LARGE) * ROUND_LARGE
         if not self._fits(segment):
@@ -257,7 +259,7 @@ class CachingAllocator:
     # Expandable segments: one range of addresses, mapped page by page (20 MiB in the large pool, 2 MiB in the small).
 
     def _page(self, pool: Pool) -> int:
-        return SMALL_SEGMENT if pool.small else self.settings.large_segment_size
+        return SMALL_SEGMENT if pool.small else LARGE_SEGMENT
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """Map pages at the lowest address with room, next to free blocks (try_allocate_expandable_block)."""

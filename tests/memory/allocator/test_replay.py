@@ -17,7 +17,7 @@ from ckpt_ft.units import MIB
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 SPLIT_32 = AllocatorSettings(max_split_size=32 * MIB)
-LAYOUTS = [AllocatorSettings(), EXPANDABLE, SPLIT_32, AllocatorSettings.parse("roundup_power2_divisions:4")]
+LAYOUTS = [AllocatorSettings(), EXPANDABLE, SPLIT_32]
 
 
 def mib(sizes, events, settings=LAYOUTS[0], **kwargs):
@@ -117,24 +117,9 @@ def test_blocks_above_max_split_size_are_released_first():
     assert result.reserved[-1] == 48 * MIB  # the 60 MiB block was released, the cached 12 MiB stayed
 
 
-def test_power_of_two_divisions():
-    settings = AllocatorSettings.parse("roundup_power2_divisions:4")
-    assert [settings.block_size(n) for n in (1, 1200, 2049, 5 * MIB, 5 * MIB + 1)] == [
-        512,
-        1536,
-        2560,
-        5 * MIB,
-        6 * MIB,
-    ]
-    # PyTorch's own case (c10/test/core/AllocatorConfig_test.cpp): sizes between the listed ones are not rounded
-    by_size = AllocatorSettings.parse("roundup_power2_divisions:[128:8,256:16,512:1,2048:8,>:2]")
-    assert by_size.roundup_power2_divisions == (8,) * 8 + (16, 1, 0, 8) + (2,) * 4
-
-
 def test_settings_are_parsed_from_torchs_syntax():
     parsed = AllocatorSettings.parse(" expandable_segments:True, max_split_size_mb:128,pinned_num_register_threads:8 ")
     assert parsed == AllocatorSettings(expandable_segments=True, max_split_size=128 * MIB)
-    assert AllocatorSettings.parse("large_segment_size_mb:40").large_segment_size == 40 * MIB
     assert AllocatorSettings.parse(None) == AllocatorSettings.parse("") == AllocatorSettings()
 
 
@@ -146,9 +131,7 @@ def test_settings_are_parsed_from_torchs_syntax():
         ("max_split_size_mb:10", "at least 20"),
         ("max_split_size_mb", "cannot read 'max_split_size_mb'"),
         ("max_split_size_mb:64 expandable_segments:True", "whole number of MiB"),
-        ("roundup_power2_divisions:3", "'3' is not a power of two"),
-        ("roundup_power2_divisions:[256:3]", "'3' is not a power of two"),
-        ("max_split_size_mb:20,large_segment_size_mb:25", "at least large_segment_size_mb"),
+        ("roundup_power2_divisions:[256:4,>:8]", "'roundup_power2_divisions' is not replayed"),
         ("backend:cudaMallocAsync", "native"),
         ("garbage_collection_threshold:0.8", "not replayed"),
     ],
