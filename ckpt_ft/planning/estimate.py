@@ -16,11 +16,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -487,16 +485,13 @@ def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: 
     if "head" not in candidate.policy.split(","):
         headed = with_term(candidate.policy, "head")
         found += fix(f"--ac_policy {headed}: the loss in chunks", tracer.trace(headed, candidate.batch))
-    for change, make in _CHANGES.items():
-        with make(tracer.workload, trace) as changed:
-            if changed is not None:
-                step = changed.step(candidate.batch)
-                found += fix(change, trace_policies(changed, [candidate.policy], step)[0])
+    if (fused := _fused(tracer.workload, trace)) is not None:
+        (other,) = trace_policies(fused, [candidate.policy], fused.step(candidate.batch))
+        found += fix("a fused optimizer (--optim adamw_torch_fused)", other)
     if fixed_batch and candidate.batch > 1:
         half = candidate.batch // 2
         change = f"micro-batches of {half} and twice the gradient accumulation"
         found += fix(change, tracer.trace(candidate.policy, half), half)
-    found += fix("drop what the loop keeps alive through backward (outputs, say)", without_kept(trace))
     lengths = tracer.workload.lengths
     if lengths is not None and lengths.unit == "tokens":
         found += _padding(tracer.workload, lengths, candidate)
@@ -521,13 +516,11 @@ def _padding(workload: Workload, lengths: Lengths, candidate: Candidate) -> Iter
         yield Fix(change, 0, faster)
 
 
-@contextmanager
-def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """Replace the foreach optimizer by the fused one, if the temporaries of foreach are part of the peak."""
+def _fused(workload: Workload, trace: StepTrace) -> Workload | None:
+    """The workload with a fused optimizer, if the temporaries of a foreach one are part of the peak."""
     make = workload.make_optimizer
     if make is None or not any("_foreach_" in storage.op for storage, _ in trace.live_at(trace.peak_at)):
-        yield None
-        return
+        return None
 
     def fused(model: nn.Module) -> Any:
         optimizer = make(model)
@@ -536,50 +529,4 @@ def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
         return optimizer
 
     can = isinstance(make(workload.model), (torch.optim.Adam, torch.optim.SGD))
-    yield replace(workload, make_optimizer=fused) if can else None
-
-
-@contextmanager
-def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """Replace eager attention, whose scores grow with the square of the length, by scaled dot product attention."""
-    able = [module for module in workload.model.modules() if getattr(module, "_supports_sdpa", False)]
-    capable = [model for model in able if model.config._attn_implementation == "eager"]  # type: ignore[union-attr]
-    with ExitStack() as stack:
-        for model in capable[:1]:
-            stack.callback(model.set_attn_implementation, "eager")  # type: ignore[arg-type]  # of a PreTrainedModel
-            model.set_attn_implementation("sdpa")  # type: ignore[operator]
-        yield workload if capable else None
-
-
-@contextmanager
-def _no_cache(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """Disable the KV cache in training, where it keeps every key and value alive through backward."""
-    configs = [m.config for m in workload.model.modules() if getattr(getattr(m, "config", None), "use_cache", False)]
-    with patch.object(configs[0], "use_cache", False) if configs else nullcontext():
-        yield workload if configs else None
-
-
-_CHANGES: dict[str, Callable[[Workload, StepTrace], Any]] = {
-    "a fused optimizer (--optim adamw_torch_fused)": _fused,
-    "attn_implementation sdpa in place of eager": _sdpa,
-    "model.config.use_cache = False": _no_cache,
-}
-
-
-def without_kept(trace: StepTrace) -> StepTrace | None:
-    """Returns `trace` as if the loop freed at the end of forward the tensors that it now keeps until after backward.
-
-    None if it keeps nothing.
-    """
-    begins = next((at for at, name in trace.marks if name == "backward" and at >= trace.start), None)
-    if begins is None:
-        return None
-    ends = max((op.at for op in trace.ops if op.phase == "backward" and op.at >= begins), default=begins)
-    gone = {~event for event in trace.events[trace.start : ends] if event < 0}
-    made = [event for event in trace.events[trace.start : begins] if event >= 0 and event not in gone]
-    kept = [event for event in made if trace.storages[event].category == "activations"]
-    if not kept:
-        return None
-    moved = {~event for event in kept}
-    earlier = [*trace.events[:begins], *(~event for event in kept)]
-    return replace(trace, events=earlier + [event for event in trace.events[begins:] if event not in moved])
+    return replace(workload, make_optimizer=fused) if can else None
