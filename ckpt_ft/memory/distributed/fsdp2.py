@@ -20,8 +20,6 @@ from torch.distributed._composable_state import _get_module_state, _module_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import _sharding_prop
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.recorder import Recorder
@@ -219,29 +217,4 @@ def gathers_in_8_bits(recorder: Recorder, fakes: Any) -> Iterator[None]:
         return tensor
 
     with patch.object(shard, "_sharded_local_tensor", property(extended)):
-        yield
-
-
-# -- work that is done for every pair of parameters -------------------------------------------------------------------
-
-
-@contextmanager
-def done_once() -> Iterator[None]:
-    """Patches DTensor to ask once, and not for every pair of parameters, whether an op's arguments are strided shards.
-
-    On fake tensors the sharding of foreach ops took a quarter of a trace.
-    """
-    flag = getattr(_sharding_prop, "_propagate_use_strided_shard_flag", None)  # new in torch 2.13
-    if flag is None:
-        yield
-        return
-    asked: list[Any] = [None, False]  # the last queried op, its answer
-
-    def flagged(strategy: Any, schema: Any) -> None:
-        if asked[0] is not schema:
-            asked[:] = schema, any(isinstance(p, _StridedShard) for spec in schema.args_spec for p in spec.placements)
-        if asked[1]:
-            flag(strategy, schema)
-
-    with patch.object(_sharding_prop, "_propagate_use_strided_shard_flag", flagged):
         yield

@@ -23,8 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_ft.memory.record.dispatch import unrecorded
 
-from .fsdp2 import done_once
-
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.recorder import Recorder
 
@@ -187,7 +185,6 @@ def streams_are_followed() -> Iterator[Streams]:
         # Functional collectives return a tensor that waits at its first use; on fakes they would wait at once.
         replace(functional, "_maybe_wrap_tensor", functional.AsyncCollectiveTensor)
         replace(torch.accelerator, "current_stream", streams.current_stream)
-        stack.enter_context(done_once())
         work = _loaded("torch._C._distributed_c10d", "FakeWork")  # of a fake process group
         if work is not None:
             replace(work, "wait", streams.waited_for(work.wait))
