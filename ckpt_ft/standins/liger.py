@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -28,7 +27,6 @@ from .liger_kernels import (
     IGNORED,
     CrossEntropy,
     CutCrossEntropy,
-    FusedExperts,
     FusedLinearCrossEntropy,
     GatedProduct,
     LayerNorm,
@@ -120,22 +118,16 @@ def apply(model: Any, asked: Mapping[str, bool]) -> None:
         elif replaces and own.endswith("MLP"):
             module.__class__ = _mlp(type(module), family.fused_gate)
         elif replaces and own.endswith("Experts"):
-            module.__class__ = _experts(type(module))
+            off = '{"swiglu": false}'
+            raise UserError(
+                f"Liger's experts are not modelled; give --liger-kernel-config '{off}'", liger_kernel_config=off
+            )
         elif on["rope"] and own.endswith("Attention") and hasattr(modelling, "apply_rotary_pos_emb"):
             module.__class__ = _attention(type(module), modelling)
     if on.get("fused_linear_cross_entropy"):
         model.__class__ = _language_model(type(model), FusedLinearCrossEntropy, family.times)
     elif on.get("cross_entropy"):
         model.__class__ = _language_model(type(model), CrossEntropy)
-    check_experts(model)
-
-
-def check_experts(model: nn.Module, divided: bool = False) -> None:
-    """Raises UserError if Liger's kernel would run experts that have adapters, or that ranks have `divided`."""
-    whose = "experts of other ranks" if divided else "adapters of experts"
-    around = (module for module in model.modules() if divided or type(module).__name__ == "ParamWrapper")
-    if any(hasattr(module, "liger_experts") for above in around for module in above.modules()):
-        raise UserError(f"Liger's experts know no {whose}; give --liger-kernel-config '{{\"swiglu\": false}}'")
 
 
 @contextmanager
@@ -189,7 +181,6 @@ _LIVE: dict[str, Any] = {
         FusedLinearCrossEntropy.apply(hidden, weight, target, bias, *(args[4:5] or ["mean"]), *args[13:14]),
         None, None, None,
     ),
-    "LigerFusedMoEFunction": FusedExperts.apply,
 }  # fmt: skip
 
 
@@ -263,17 +254,6 @@ def _mlp(kind: Any, fused_gate: bool) -> type[Any]:
         return self.down_proj(GatedProduct.apply(gate, up))
 
     return _like(kind, forward)
-
-
-@_once
-def _experts(kind: Any) -> type[Any]:
-    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        x, index = hidden_states.view(-1, hidden_states.shape[-1]), top_k_index.view(-1, top_k_index.shape[-1])
-        weights = top_k_weights.view(index.shape)
-        out = FusedExperts.apply(x, self.gate_up_proj, self.down_proj, index.to(torch.int32), weights)
-        return out.view(hidden_states.shape)
-
-    return _like(kind, forward, liger_experts=True)
 
 
 @_once

@@ -12,12 +12,10 @@ what Liger's own do (liger-kernel 0.8.5, src/liger_kernel/ops):
 | `Rotation` | rope.py: LigerRopeFunction |
 | `CrossEntropy` | cross_entropy.py: LigerCrossEntropyFunction |
 | `FusedLinearCrossEntropy` | fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward |
-| `FusedExperts` | fused_moe.py: LigerFusedMoEFunction |
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,11 +64,6 @@ def _product(given: list[Tensor]) -> int:
     return 2 * given[0].numel() * given[1].shape[0]
 
 
-def _routed_product(given: list[Tensor]) -> int:
-    """Flops of products of routed rows, whose indices are the third tensor, and a matrix of the second for each."""
-    return 2 * given[2].numel() * given[1].shape[1] * given[1].shape[2]
-
-
 @contextmanager
 def on_card(processors: int, compute_capability: int) -> Iterator[None]:
     """Sets the card that is traced: its streaming multiprocessors and its compute capability (80 for 8.0)."""
@@ -85,10 +78,6 @@ liger_gated_product_backward = kernel("liger_gated_product_backward")
 liger_rope = kernel("liger_rope")
 liger_cross_entropy = kernel("liger_cross_entropy")  # writes gradients over the logits, which it reads twice
 liger_scale = kernel("liger_scale")
-liger_route, liger_unroute = kernel("liger_route"), kernel("liger_unroute")
-liger_count_tiles = kernel("liger_count_tiles")  # the host waits for their number
-liger_experts = kernel("liger_experts", _routed_product)
-liger_experts_weight_gradient = kernel("liger_experts_weight_gradient", _routed_product)
 cut_cross_entropy = kernel("cut_cross_entropy", _product)
 cut_cross_entropy_backward = kernel("cut_cross_entropy_backward", lambda given: 3 * _product(given))
 
@@ -258,56 +247,6 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 liger_scale([gradient, grad], out=[gradient])
         to_hidden, to_weight, to_bias = made
         return to_hidden, to_weight, None, to_bias, None, None
-
-
-class FusedExperts(torch.autograd.Function):
-    """Experts in fused parameters, for rows x (N, H), the experts of each row (N, K) and their weights (N, K).
-
-    It saves the routed rows before the activation, and computes the gradients of all weights, frozen ones too. The
-    tiles of 64 rows are those of an even routing.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        x, gate_up, down, index, weights = (t.contiguous() for t in (x, gate_up, down, index, weights))
-        routed, (experts, twice, _), chosen = index.numel(), gate_up.shape, index.shape[1]
-        empty = functools.partial(x.new_empty, dtype=torch.int32)
-        of_tiles = empty(experts, -(-len(x) * _power_of_2(chosen) // 1024))
-        liger_route([index], out=[of_tiles])
-        counts = of_tiles.sum(1, dtype=torch.int32)
-        starts, tiles = empty(experts + 1), empty(experts + 1)
-        liger_count_tiles([counts], out=[starts, tiles, of_tiles])
-        number = experts * -(-routed // (experts * 64))
-        maps = [empty(n) for n in (number, number, routed, routed, routed)]
-        liger_route([index, of_tiles, starts, tiles], out=maps)
-        del of_tiles, tiles
-        rows = maps[-1]
-        before, after = x.new_empty(routed, twice), x.new_empty(routed, twice // 2)
-        liger_experts([x, gate_up, rows], out=[before, after])
-        y = x.new_empty(routed, x.shape[1])
-        liger_experts([after, down, rows], out=[y])
-        flat, out = weights.flatten(), torch.empty_like(x)
-        liger_unroute([y, flat, rows], out=[out])
-        ctx.save_for_backward(x, gate_up, down, before, flat, starts, *maps)
-        ctx.routing = index.shape
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, gate_up, down, before, flat, _, *maps = ctx.saved_tensors
-        dy, rows = dy.contiguous(), maps[-1]
-        to_before, after = torch.empty_like(before), before.new_empty(len(before), before.shape[1] // 2)
-        to_weights = dy.new_zeros(len(before))
-        liger_experts([dy, down, rows, before, flat], out=[to_before, after, to_weights])
-        to_down = torch.zeros_like(down)
-        liger_experts_weight_gradient([after, down, rows, dy], out=[to_down])
-        of_rows = dy.new_empty(len(before), x.shape[1])
-        liger_experts([to_before, gate_up, rows], out=[of_rows])
-        to_x = torch.zeros_like(x)
-        liger_unroute([of_rows, rows], out=[to_x])
-        to_gate_up = torch.zeros_like(gate_up)
-        liger_experts_weight_gradient([x, gate_up, rows, to_before], out=[to_gate_up])
-        return to_x, to_gate_up, to_down, None, to_weights.view(ctx.routing)
 
 
 class CutCrossEntropy(torch.autograd.Function):

@@ -408,9 +408,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
         heads = ", ".join(other for other in others if other not in ("causal-lm", "masked-lm", "text-classification"))
         said = (*said, f"trained on masked tokens; --task text-classification for a classifier (or {heads})")
     notes = (*said, *notes_on(built, task, spec), *notes_on_experts(built, spec))
-    adapted = adapt(built, spec)
-    liger.check_experts(adapted)
-    return Workload(adapted, make_batch, task.loss, kind=task.name, shape=shape, notes=notes)
+    return Workload(adapt(built, spec), make_batch, task.loss, kind=task.name, shape=shape, notes=notes)
 
 
 def _with_length(

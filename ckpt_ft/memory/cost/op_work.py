@@ -365,18 +365,6 @@ def _grouped_matmul(args: tuple[Any, ...], out: Any) -> Shape:
     return groups, rows, columns, terms, UNEVEN if uneven else 0
 
 
-def _fused_experts(args: tuple[Any, ...], out: Any) -> Shape:
-    """Products of one fused kernel, which is given rows, a matrix for each group, and the indices of routed rows."""
-    _, matrices, indices = args[0][:3]
-    rows = -(-indices.numel() // len(matrices))
-    return len(matrices), rows, *matrices.shape[1:], 0
-
-
-def _fused_experts_weights(args: tuple[Any, ...], out: Any) -> Shape:
-    groups, rows, columns, terms, flag = _fused_experts(args, out)
-    return groups, columns, terms, rows, flag
-
-
 def _row_bytes(matrix: Tensor) -> int:
     """Bytes from one row in memory to the next; of a transposed matrix, from one column to the next."""
     steps = [step for size, step in zip(matrix.shape[-2:], matrix.stride()[-2:], strict=True) if size > 1]
@@ -549,8 +537,6 @@ _SHAPE_RULES: dict[str, _ShapeRule] = {
     "_scaled_mm": _scaled_matmul,
     **dict.fromkeys(("addmm", "baddbmm"), partial(_matmul, 1)),
     **dict.fromkeys(("_grouped_mm", *_FLOPS_BY_NAME), _grouped_matmul),
-    "liger_experts": _fused_experts,
-    "liger_experts_weight_gradient": _fused_experts_weights,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(("_softmax", "_log_softmax"), partial(_softmax, 1)),

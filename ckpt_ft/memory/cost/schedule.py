@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 COPIES = "copies"  # the name of the copy engine's stream
 HOST = "host"  # the name of the stream of what the host computes, such as an optimizer whose states are there
 # Ops that give Python a value, or whose result has a size that depends on values: the host waits for the device.
-_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten.equal", "liger_count_tiles")
+_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten.equal")
 READ_BACK = 10e-6  # seconds from the end of a kernel until the host has its result and issues again
 # Seconds of Python around an op: saved-tensor hooks and a checkpoint's own, or the dispatch mode of SAC
 # (benchmarks/results/host_overhead.json, minus the plain step and the ops that run twice: 8 to 11 and 16 to 20 µs on

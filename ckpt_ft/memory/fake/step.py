@@ -243,7 +243,6 @@ class _Trace:
         experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
         if experts not in (None, "eager", "batched_mm", "grouped_mm"):
             raise UserError(f"experts_implementation {experts}: a kernel of the Hub is not predicted; give grouped_mm")
-        liger.check_experts(model, divided=launch is not None and launch.ep > 1)
         refuse_block_scales(model)
         if self.compiled:
             if launch and not launch.compiles:
