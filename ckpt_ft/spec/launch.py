@@ -52,10 +52,6 @@ class ZeroOptions:
         sub_group_size: parameters that stage 3 updates at a time.
         offload_optimizer: master weights, gradients and states wait in host memory, where the step is computed.
         offload_param: stage 3's parts of the parameters wait there, too.
-        optimizer_buffers: buffers through which stage 3 moves the optimizer's tensors to a disk (`nvme`); 0 for none.
-        param_buffers: those for the parts of the parameters,
-        param_buffer_size: of so many elements each.
-        max_in_cpu: elements of trained parameters that stay in host memory.
         seq_parallel_reduce: precision in which gradients are reduced under Ulysses, DeepSpeed's
             `seq_parallel_communication_data_type`.
     """
@@ -70,10 +66,6 @@ class ZeroOptions:
     sub_group_size: int = 1_000_000_000
     offload_optimizer: bool = False
     offload_param: bool = False
-    optimizer_buffers: int = 0
-    param_buffers: int = 0
-    param_buffer_size: int = 100_000_000
-    max_in_cpu: int = 1_000_000_000
     seq_parallel_reduce: str = "fp32"
 
     @classmethod
@@ -100,16 +92,15 @@ class ZeroOptions:
             name = key.removeprefix("stage3_")
             if name in _COUNTS:
                 found[name] = None if value == "auto" and name in _AUTO else _count(value, key, source)
-        for name, buffers in zip(OFFLOADS, (4, 5), strict=True):
+        for name in OFFLOADS:
             away = options.get("cpu_offload" if name == "offload_optimizer" else "cpu_offload_param")
             section = options.get(name) or ({"device": "cpu"} if _truth(away) else {})
-            device, kind = str(section.get("device") or "none").lower(), name.removeprefix("offload_")
+            device = str(section.get("device") or "none").lower()
             found[name] = device in ("cpu", "nvme")
             if device == "nvme":
-                found[f"{kind}_buffers"] = _count(section.get("buffer_count", buffers), f"{name}.buffer_count", source)
-                sizes = {"buffer_size": "param_buffer_size", "max_in_cpu": "max_in_cpu"}
-                for key in sizes.keys() & section.keys() if kind == "param" else ():
-                    found[sizes[key]] = _count(section[key], f"{name}.{key}", source)
+                leave_out(
+                    left_out, f"{name} nvme", "answered as host memory: the disk is not predicted", f"{source}: "
+                )
         overlap = options.get("overlap_comm")
         overlaps = None if overlap in (None, "auto") else bool(overlap)
         return cls(**found, overlap_comm=overlaps, seq_parallel_reduce=reduce)
@@ -468,7 +459,10 @@ def _zero(
     file = options.get("deepspeed_config_file")
     if file in (None, "none"):
         away = {name: {"device": options.get(f"{name}_device")} for name in OFFLOADS}
-        return {**_stage(options.get("zero_stage", 2), path), "zero": ZeroOptions.read(away, f"launch {path}")}
+        return {
+            **_stage(options.get("zero_stage", 2), path),
+            "zero": ZeroOptions.read(away, f"launch {path}", left_out=left_out),
+        }
     return _deepspeed_file(beside(file, path), ignored, left_out)
 
 

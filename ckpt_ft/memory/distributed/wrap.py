@@ -87,8 +87,6 @@ def initialize(
     more = launch, group, streams, recorder
     if launch.zero.offload_optimizer:
         optimizer = host_optimizer(optimizer)
-    if launch.zero.optimizer_buffers and launch.stage < 3:
-        recorder.note(f"ZeRO-{launch.stage} writes no optimizer states to a disk: with nvme they are in host memory")
     zero = Zero3(model, optimizer, *more) if launch.stage == 3 else Zero(optimizer, *more)
     setattr(model, _SHARED, zero)
     return zero

@@ -25,9 +25,6 @@ The rules, with their places in deepspeed/runtime/zero (0.19.8):
   memory. What is reduced is copied there, and what has been added up comes back to the device once more, from where
   it is copied in fp32 (partition_grads, _offload_grad_partition_at_boundary). If parameters are offloaded, so are the
   parts, and a gather begins with copies of them on the device (_all_gather_dtype); persistent frozen ones stay.
-- With `nvme` in place of `cpu`, the fp32 gradients of a bucket are on the device together, and those below 1 MiB until
-  the step (partition_grads, optimizer_utils.py: _swap_out_gradients). The rest is predicted as host memory; a note
-  says what is on the disk and which buffers are in host memory.
 """
 
 from __future__ import annotations
@@ -44,10 +41,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
-from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch, ZeroOptions
-from ckpt_ft.units import MIB, format_bytes
 
 from .streams import Streams
 from .zero import ZeroOptimizer, reduce_dtype
@@ -431,8 +426,6 @@ class Zero3(ZeroOptimizer):
         self.optimizer, self.group, self._streams, self.recorder = optimizer, group, streams, recorder
         self.synchronises = True  # False in all micro-batches of a step but the last; all of them reduce
         self.offloads = launch.zero.offload_optimizer
-        self._swapped: set[Shard] = set()  # those whose gradients go to a disk
-        self._unswapped: list[Tensor] = []  # gradients of such that are too small for it
         self._stream = streams.Stream() if launch.zero.overlap_comm else streams.current_stream()
         self._of = _shards(model, group.size(), launch.zero)
         self._groups = [g for options in optimizer.param_groups for g in self._split(options, launch.zero)]
@@ -455,38 +448,11 @@ class Zero3(ZeroOptimizer):
         recorder.add_resident([self._bucket], "communication")
         recorder.add_resident([self._gradients], "gradients")
         if self.offloads:
-            self._offload(launch.zero.optimizer_buffers > 0)
+            self._offload()
         if launch.zero.offload_param:
             for shard in self._of.values():
                 shard.on_host = not shard.persistent or shard.parameter.requires_grad
             recorder.put_on_host((shard.part for shard in self._of.values() if shard.on_host), "parameters")
-        self._check_disk(launch.zero, trained)
-
-    def _check_disk(self, zero: ZeroOptions, trained: list[Shard]) -> None:
-        """Note what is on a disk, and raise UserError for a part that DeepSpeed's buffers have no room for."""
-        moved, buffers = [], 0  # bytes
-        if zero.optimizer_buffers:
-            states = 1 if isinstance(self.optimizer, torch.optim.Adagrad) else 2
-            sizes = [group.master.nbytes for group in self._groups]
-            moved += [size * (2 + states) for size in sizes if size >= MIB]
-            buffers += zero.optimizer_buffers * max(sizes)
-        if zero.param_buffers:
-            largest = max(shard.part.numel() for shard in self._of.values())
-            if largest > zero.param_buffer_size:
-                raise UserError(
-                    f"launch: offload_param with nvme: buffer_size {zero.param_buffer_size:,} is smaller than the "
-                    f"largest part of a parameter, {largest:,} elements; DeepSpeed refuses it"
-                )
-            frozen = [shard.part for shard in self._of.values() if shard.on_host and shard not in self._gradient_of]
-            moved += [part.nbytes for part in frozen if part.nbytes >= MIB]
-            above = max(self._gradients.numel() - zero.max_in_cpu, 0)
-            moved.append(above * self._gradients.element_size())
-            buffers += zero.param_buffers * zero.param_buffer_size * trained[0].part.element_size()
-        if buffers:
-            self.recorder.note(
-                f"nvme is predicted as host memory: DeepSpeed has {format_bytes(sum(moved))} of it on the disk, and "
-                f"{format_bytes(buffers)} of buffers beside the rest; the disk's seconds are not predicted"
-            )
 
     def _split(self, options: dict[str, Any], zero: ZeroOptions) -> Iterator[_Group]:
         together: list[Shard] = []
@@ -508,14 +474,13 @@ class Zero3(ZeroOptimizer):
             group.weights = view
             group.master = view.to(torch.float32, copy=True).requires_grad_()
 
-    def _offload(self, to_disk: bool) -> None:
+    def _offload(self) -> None:
         """Put the optimizer's weights and gradients into host memory."""
         self._places: dict[Shard, Tensor] = {}  # of each gradient in its group's
         for group in self._groups:
             gradient = group.master.grad = torch.zeros_like(group.master)
             sizes = [shard.part.numel() for shard in group.shards]
             self._places |= dict(zip(group.shards, gradient.split(sizes), strict=True))
-            self._swapped |= set(group.shards) if to_disk and gradient.nbytes >= MIB else set()
             self.recorder.put_on_host([group.master], "optimizer")
             self.recorder.put_on_host([gradient], "gradients")
         self.recorder.put_on_host([self._gradients], "gradients")
@@ -549,32 +514,27 @@ class Zero3(ZeroOptimizer):
                 padding = sum(sizes) * ranks - sum(gradient.numel() for gradient in gradients)
                 flat = torch.cat([*gradients, torch.empty(padding, dtype=flat.dtype)])
             flat.div_(ranks)
-            on_the_way: list[Tensor] = []  # to the disk
             own = flat.narrow(0, sum(sizes) * self.group.rank(), sum(sizes))
             self.group._reduce_scatter_base(own, flat, dist.ReduceScatterOptions())
             for shard, reduced in zip(shards, own.split(sizes), strict=True):
                 total, reduced = self._gradient_of[shard], reduced.to(self._gradients.dtype)
                 if self.offloads:
-                    on_the_way += self._to_host(shard, total, reduced)
+                    self._to_host(shard, total, reduced)
                 else:
                     total.add_(reduced) if self._adds else total.copy_(reduced)
                 shard.parameter.grad = None
         self._filled.clear()
         self._elements = 0
 
-    def _to_host(self, shard: Shard, total: Tensor, reduced: Tensor) -> list[Tensor]:
-        """Add a reduced gradient to the host's `total`, on the device; returns what stays there for its bucket."""
+    def _to_host(self, shard: Shard, total: Tensor, reduced: Tensor) -> None:
+        """Add a reduced gradient to the host's `total`, on the device."""
         if self._adds:
             total.copy_(here := self.recorder.on_device(total).add_(reduced))
         else:
             here = self.recorder.on_device(total.copy_(reduced))
         if self.synchronises:
             here.to(torch.float64).norm()
-            self._places[shard].copy_(single := here.to(torch.float32))
-            if shard in self._swapped:
-                self._unswapped += [single] if single.nbytes < MIB else []
-                return [single]
-        return []
+            self._places[shard].copy_(here.to(torch.float32))
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -610,7 +570,6 @@ class Zero3(ZeroOptimizer):
             group.weights.copy_(group.master)
             if not self.offloads:
                 group.master.grad = None
-        self._unswapped.clear()
         self.fetcher.gather_persistent()
 
     def _norm(self) -> Tensor:
