@@ -124,12 +124,6 @@ class DataSpec(Part):
         0, "with --eval-samples: batches after which the logits go to the host; 0 for none before the end",
         rule="a number of batches, or 0 for all of them", needs="eval_batch_size",
     )  # fmt: skip
-    expert_imbalance: Annotated[float, Interval(ge=1, lt=float("inf"))] = setting(
-        1.0,
-        "tokens of the busiest expert (with --ep, of the busiest rank) over the mean, 1.5 for example",
-        label="expert imbalance",
-        rule="a number of at least 1, which is even use",
-    )
     accumulation: Count = setting(1, "micro-batches of an optimizer step", rule="a step has at least 1 micro-batch")
     rows: Literal["alike", "padded", "packed"] = setting(
         "alike",

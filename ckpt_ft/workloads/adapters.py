@@ -248,10 +248,9 @@ def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
     """
     quantised = spec.quantisation
     nbytes = sum(p.nbytes for _, p in fused_experts(model))
-    asked = "expert imbalance" if spec.data.expert_imbalance != 1 else ""
-    asked = "experts implementation" if spec.kernels.experts_implementation else asked
-    if asked and not any("expert" in f"{at} {type(module).__name__}".lower() for at, module in model.named_modules()):
-        raise UserError(f"{asked}: {type(model).__name__} has no experts; leave it out")
+    names = (f"{at} {type(module).__name__}".lower() for at, module in model.named_modules())
+    if spec.kernels.experts_implementation and not any("expert" in name for name in names):
+        raise UserError(f"experts implementation: {type(model).__name__} has no experts; leave it out")
     if not nbytes and quantised.quantize_moe_experts:
         raise UserError(f"quantised experts: {type(model).__name__} has no experts in 3-D parameters; leave it out")
     if not nbytes or not quantised.bits:

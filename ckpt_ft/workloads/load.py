@@ -110,7 +110,6 @@ def load(
         phases=phases,
         compile=spec.kernels.compile,
         alloc_conf=spec.host.alloc_conf,
-        expert_imbalance=spec.data.expert_imbalance,
         notes=(
             *workload.notes,
             *([f"vLLM takes {share:.0%} of the card, {when}"] if share else []),

@@ -22,7 +22,6 @@ from ckpt_ft.memory.distributed.ddp import outputs_copied
 from ckpt_ft.memory.distributed.sequence_parallel import of_one_rank
 from ckpt_ft.memory.distributed.wrap import clip_grad_norm_, without_synchronisation
 from ckpt_ft.memory.fake.compiled.lowering import compiling
-from ckpt_ft.memory.fake.data_dependent_ops import expert_imbalance
 from ckpt_ft.memory.fake.step import trace_steps
 from ckpt_ft.memory.gpus import GPU, HERE, gpu_of
 from ckpt_ft.standins import liger
@@ -167,7 +166,6 @@ class Workload:
         phases: what runs between training steps, by name: (workload, samples) -> step. See `trace_phases`.
         compile: what torch.compile compiles: "whole", "regional" (each block), "" for nothing.
         alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
-        expert_imbalance: tokens of the busiest expert over the mean (memory/fake/data_dependent_ops.py).
         liger: kernels of Liger that a Trainer puts into the model when it begins to train, on or off; None without.
         notes: assumptions about the model and the batches, one sentence each; traces repeat them.
         name, kind, shape: for messages: the model's name, its kind ("causal-lm"), the sizes of a sample.
@@ -191,7 +189,6 @@ class Workload:
     phases: dict[str, Callable[[Workload, int], Step]] = field(default_factory=dict)
     compile: str = ""
     alloc_conf: str = ""
-    expert_imbalance: float = 1.0
     liger: Mapping[str, bool] | None = None
     notes: tuple[str, ...] = ()
     name: str = ""
@@ -311,7 +308,6 @@ class Workload:
         inside: AbstractContextManager[Any] = contextlib.nullcontext()
         if self._compiles_autocast:
             inside = patch.object(self.model, "forward", self._under_autocast(self.model.forward))
-        routing = expert_imbalance.set(self.expert_imbalance)
         try:
             with fused, inside, compiling(self.model, self.compile):
                 return trace_steps(
@@ -332,8 +328,6 @@ class Workload:
             if "overflow" in said:
                 raise UserError(f"no memory holds such a batch ({said}); give a smaller one") from error
             raise
-        finally:
-            expert_imbalance.reset(routing)
 
     def with_metadata(self, trace: StepTrace) -> StepTrace:
         """Returns `trace` with the number of micro-batches of the step and the notes of this workload."""

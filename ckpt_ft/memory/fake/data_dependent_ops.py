@@ -2,8 +2,7 @@
 
 If a step asks a fake tensor for a value that is not known (values.py), one of these assumptions answers:
 - Indices (topk, argmax, max, sort, one_hot) are spread evenly over their classes: each expert receives
-  tokens * top_k / experts tokens. With `expert_imbalance` the first expert of a loop, and the traced rank among those
-  that exchange tokens, receive that many times as much: what the first expert saves stays longest in backward.
+  tokens * top_k / experts tokens.
 - Other masks are full if their size decides a shape (nonzero, boolean indexing): the worst case.
 - No value is NaN: any(), == and is-NaN are False, all() is True, and a GradScaler finds no infinity. any() of a mask
   that was made from indices is True.
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-expert_imbalance: ContextVar[float] = ContextVar("expert_imbalance", default=1.0)  # busiest expert over the mean
 _EVENLY = "indices fall evenly on their classes: experts see equal numbers of tokens"
 _CLEAN = "a condition on data is taken as in a clean batch: nothing is NaN or left out"
 _NEGATIVE = ("aten.any", "aten.isnan", "aten.isinf", "aten.eq", "aten.ne", "aten.logical_not")
@@ -55,8 +52,7 @@ class _Known:
     classes: int = 0
     density: float = 1.0
     hit: float = 1.0  # for a mask made by comparing indices with every class: the share of classes that occur
-    totals: tuple[int, ...] = ()  # for counts of a mask, or several rows of counts: the sum of each
-    counted: int = 0  # how many parts of the mask were counted: a loop counts one for each class
+    total: int = 0  # for counts of a mask: their sum
 
 
 class DataDependentOps:
@@ -64,7 +60,6 @@ class DataDependentOps:
 
     def __init__(self, recorder: Recorder, values: Values) -> None:
         self.recorder, self.values = recorder, values
-        self.imbalance = expert_imbalance.get()
         self._known: dict[int, _Known] = {}
         guesses: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
             aten._local_scalar_dense.default: self._item,
@@ -86,8 +81,6 @@ class DataDependentOps:
             **dict.fromkeys((aten.eq.Scalar, aten.eq.Tensor), self._see_compared),
             aten.sum.dim_IntList: self._see_counted,
             aten.scatter_add_.default: self._see_added,
-            aten.stack.default: self._see_stacked,
-            torch.ops.c10d.alltoall_base_.default: self._see_exchanged,
             aten.rand.default: self._see_random,
             aten._amp_foreach_non_finite_check_and_unscale_.default: self._see_unscaled,
         }
@@ -121,25 +114,14 @@ class DataDependentOps:
     def _see_counted(self, args: tuple[Any, ...], out: Any) -> None:
         known = self._of(args[0])
         if known is not None:
-            totals = known.totals or (round(known.density * args[0].numel()),)
-            self._learn(out, density=known.hit, hit=known.hit, totals=totals)
+            total = known.total or round(known.density * args[0].numel())
+            self._learn(out, density=known.hit, hit=known.hit, total=total)
 
     def _see_added(self, args: tuple[Any, ...], out: Any) -> None:
         """Counts of indices: a one is added for each."""
         known = self._of(args[2])
         if known is not None and known.classes:
-            self._learn(out, totals=(args[2].numel(),))
-
-    def _see_stacked(self, args: tuple[Any, ...], out: Any) -> None:
-        totals = [known.totals[0] for known in map(self._of, args[0]) if known is not None and known.totals]
-        if len(totals) == len(args[0]):
-            self._learn(out, totals=tuple(totals))
-
-    def _see_exchanged(self, args: tuple[Any, ...], out: Any) -> None:
-        """Observe ranks that exchange counts: each receives as many as it sends, and the busiest one receives more."""
-        known = self._of(args[1])
-        if known is not None and known.totals:
-            self._learn(args[0], totals=(round(known.totals[0] * self.imbalance),))
+            self._learn(out, total=args[2].numel())
 
     def _see_carried(self, args: tuple[Any, ...], out: Any) -> None:
         known = self._of(args[0][0] if isinstance(args[0], (list, tuple)) else args[0])
@@ -153,11 +135,9 @@ class DataDependentOps:
         known = self._known.get(storage._cdata)
         return known if known is not None and known.storage() is storage else None
 
-    def _learn(
-        self, tensor: Tensor, classes: int = 0, density: float = 1.0, hit: float = 1.0, totals: tuple[int, ...] = ()
-    ) -> None:
+    def _learn(self, tensor: Tensor, classes: int = 0, density: float = 1.0, hit: float = 1.0, total: int = 0) -> None:
         storage = tensor.untyped_storage()
-        self._known[storage._cdata] = _Known(weakref.ref(storage), classes, density, hit, totals)
+        self._known[storage._cdata] = _Known(weakref.ref(storage), classes, density, hit, total)
 
     # -- answers: (op, args, kwargs) -> result ------------------------------------------------------------------------
 
@@ -175,23 +155,18 @@ class DataDependentOps:
             self.recorder.note(_CLEAN)
             return value
         known = self._of(tensor)
-        if known is not None and known.totals:
-            return self._share(tensor, known.totals)
+        if known is not None and known.total:
+            return self._share(tensor, known.total)
         if (known is not None and known.classes) or self.recorder.made_by(tensor).startswith("aten.randint"):
             return 0
         self.recorder.note("a number read from a tensor (.item()) is taken to be 1")
         return 1.0 if tensor.is_floating_point() else 1
 
-    def _share(self, tensor: Tensor, totals: tuple[int, ...]) -> int:
-        """One of the counts of a row that add up to its total, each as large as the others or one less."""
-        self._note_on_routing()
-        counts = tensor.untyped_storage().nbytes() // tensor.itemsize // len(totals)
-        row, at = divmod(int(tensor.storage_offset()), counts)
-        return (at + 1) * totals[row] // counts - at * totals[row] // counts
-
-    def _note_on_routing(self) -> None:
-        uneven = f"the busiest expert, or rank of experts, receives {self.imbalance:g} times the mean number of tokens"
-        self.recorder.note(_EVENLY if self.imbalance == 1 else uneven)
+    def _share(self, tensor: Tensor, total: int) -> int:
+        """One of the counts that add up to `total`, each as large as the others or one less."""
+        self.recorder.note(_EVENLY)
+        counts, at = tensor.untyped_storage().nbytes() // tensor.itemsize, int(tensor.storage_offset())
+        return (at + 1) * total // counts - at * total // counts
 
     def _equal(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if args[0].shape != args[1].shape:
@@ -205,13 +180,8 @@ class DataDependentOps:
             return exact
         known = self._of(mask)
         if known is not None and known.density < 1:
-            self._note_on_routing()
-            classes, share = round(1 / known.density), known.density
-            if classes > 1:  # and not a mask of classes that occur
-                known.counted += 1
-                busiest = min(self.imbalance * share, 1.0)
-                share = busiest if known.counted == 1 else (1 - busiest) / (classes - 1)
-            return max(round(mask.numel() * share), 1)
+            self.recorder.note(_EVENLY)
+            return max(round(mask.numel() * known.density), 1)
         self.recorder.note("a mask whose size decides a shape is taken as full: the worst case")
         return mask.numel()
 

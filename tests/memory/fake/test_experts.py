@@ -22,7 +22,6 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.kernels import device_seconds
 from ckpt_ft.memory.cost.schedule import READ_BACK, Host, schedule, step_seconds
-from ckpt_ft.memory.fake.data_dependent_ops import expert_imbalance
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.estimate import estimate
@@ -121,41 +120,6 @@ def test_peak_of_experts_equals_the_profilers(kind: str, way: str) -> None:
         patch.object(torch.Tensor, "topk", choosing_in_turn(torch.Tensor.topk)),
         patch.object(torch.Tensor, "max", choosing_in_turn(torch.Tensor.max)),
     ):
-        real = peak_of_a_second_step(step, model)
-    assert predicted == pytest.approx(real, rel=2e-3)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("imbalance", [1.0, 1.5, 4.0])
-def test_imbalanced_experts_have_the_real_peak(imbalance: float) -> None:
-    """The experts run in a loop; the real routers send more tokens to the first one."""
-    torch.manual_seed(0)
-    config = tiny("mixtral")
-    config.num_hidden_layers, config.intermediate_size = 1, 512
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
-    model.set_experts_implementation("eager")
-    ids = torch.zeros(4, 128, dtype=torch.long)
-    step = training_step(lambda model: model(input_ids=ids, labels=ids, use_cache=False).loss)
-    token = expert_imbalance.set(imbalance)
-    try:
-        trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
-    finally:
-        expert_imbalance.reset(token)
-    said = "evenly" if imbalance == 1 else f"receives {imbalance:g} times the mean"
-    assert any(said in note for note in trace.notes)
-    predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
-
-    def choose_unevenly(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = torch.Tensor.topk(x, *args, **kwargs)
-        if x.shape[-1] == EXPERTS:
-            choices = found.indices.numel()
-            busiest = round(choices * imbalance / EXPERTS)
-            chosen = torch.arange(choices) % (EXPERTS - 1) + 1
-            chosen[:busiest] = 0
-            found.indices.data.copy_(chosen.view(found.indices.shape))
-        return found
-
-    with patch.object(torch, "topk", choose_unevenly):
         real = peak_of_a_second_step(step, model)
     assert predicted == pytest.approx(real, rel=2e-3)
 
@@ -335,12 +299,8 @@ def test_experts_implementation_is_set_by_flag_or_file(tmp_path: Path) -> None:
     for given in (read_training_file(str(file)).flags, {"experts_implementation": "batched_mm"}):
         spec = TrainingSpec.of(kinds["mixtral"], **fields_of(given))
         assert load(spec, "cpu").model.config._experts_implementation == spec.kernels.experts_implementation
-    for setting, problem in (
-        ({"experts_implementation": "eager"}, "experts implementation: LlamaForCausalLM has no experts"),
-        ({"expert_imbalance": 1.5}, "expert imbalance: LlamaForCausalLM has no experts; leave it out"),
-    ):
-        with pytest.raises(UserError, match=problem):
-            load(TrainingSpec.of(kinds["llama"], **setting), "cpu")
+    with pytest.raises(UserError, match="experts implementation: LlamaForCausalLM has no experts"):
+        load(TrainingSpec.of(kinds["llama"], experts_implementation="eager"), "cpu")
 
 
 def test_experts_kernel_from_the_hub_is_refused() -> None:
