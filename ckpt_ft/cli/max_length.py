@@ -6,20 +6,18 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.memory.gpus import calibrated, gpu_of
-from ckpt_ft.planning.methods import METHODS, method_of
 from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.defaults import LORA_R
 from ckpt_ft.spec.flags import words_of
 from ckpt_ft.spec.training_spec import MOST, TrainingSpec
-from ckpt_ft.tables import DASH, Table, print_table
+from ckpt_ft.tables import Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number
 
 from .console import progress, stdout
@@ -27,21 +25,15 @@ from .params import AsJson, takes_spec
 from .planning import Margin
 
 if TYPE_CHECKING:
-    from ckpt_ft.planning.max_length import MaxLength, NextTerm
+    from ckpt_ft.planning.max_length import MaxLength
 
-# The columns of --table, by their memory.
-_CARDS = ("rtx-4090", "a100-40gb", "h100", "h200")
 _ANY = 16  # tokens of the batches that the workload is built with; the search makes longer ones
-_OF_TABLE = "full,head"
 
 
 @takes_spec("policy", "seq_length")
 def max_length(
     spec: TrainingSpec,
     policy: Annotated[str, typer.Option("--policy", help="e.g. full,head; auto for the best of several")] = "auto",
-    table: Annotated[
-        bool, typer.Option("--table", help="full fine-tuning, LoRA and QLoRA on cards of 24, 40, 80 and 141 GB")
-    ] = False,
     margin: Margin = "",
     as_json: AsJson = False,
 ) -> None:
@@ -54,11 +46,8 @@ def max_length(
     from ckpt_ft.workloads.load import with_task
 
     policies = LADDER if policy == "auto" else (policy,)
-    if table:
-        _print_table(spec, (_OF_TABLE,) if policy == "auto" else policies, margin, as_json)
-        return
     with progress() as say:
-        found, command = _find(spec, policies, margin, say, jobs=0, next_term=policy != "auto")
+        found, command = _find(spec, policies, margin, say)
     gpu = gpu_of(spec.host.device)
     device = gpu.name if gpu else "cpu"
     if not found.length:
@@ -78,8 +67,6 @@ def max_length(
     print_table(_ladder(spec, found, device), console)
     if found.holders:
         print_table(holders_table(found.holders, found.ladder[0].peak_allocated), console)
-    if found.next_term is not None:
-        console.print(_next_term(found.next_term, found.length), markup=False)
     for policy, reason in found.rejected.items():
         console.print(f"not possible: {reason if policy in reason else f'{policy}: {reason}'}", markup=False)
     for note in (*found.notes, *["~: scaled from shorter sequences"] * any(one.scaled for one in found.ladder)):
@@ -88,9 +75,9 @@ def max_length(
 
 
 def _find(
-    spec: TrainingSpec, policies: tuple[str, ...], margin: str, say: Callable[[str], None], **search: Any
+    spec: TrainingSpec, policies: tuple[str, ...], margin: str, say: Callable[[str], None]
 ) -> tuple[MaxLength, str]:
-    """The longest sequence, and the command that trains on it. search: for `predict_max_length`."""
+    """The longest sequence, and the command that trains on it."""
     from ckpt_ft.planning.max_length import predict_max_length
     from ckpt_ft.workloads.load import load
     from ckpt_ft.workloads.model_config import beyond_note, position_limit, with_rope_scaling
@@ -105,7 +92,7 @@ def _find(
     found = predict_max_length(
         workload, policies, spec.host.budget, batch_size=spec.data.batch_size, margin=margin or None, report=say,
         launches=spec.launch.launches, most=position_limit(workload.model) or MOST, host_memory=spec.host.host_memory,
-        **search,
+        jobs=0,
     )  # fmt: skip
     beyond = beyond_note(workload.model.config, spec.model.rope_scaling, found.length)
     found = replace(found, notes=[*found.notes, *([beyond] if beyond else [])])
@@ -137,38 +124,3 @@ def _ladder(spec: TrainingSpec, found: MaxLength, device: str) -> Table:
     title = f"{spec.title} on {on}: longest at batch {found.batch_size}"
     words = (0, 1) if spec.launch.launches else (0,)
     return Table(title, (*(["launch"] if spec.launch.launches else []), *header), rows, words)
-
-
-def _next_term(more: NextTerm, length: int) -> str:
-    """What the next term would give, as a sentence."""
-    longer = f"{more.longest.length / length:.2g} times as long ({more.longest.length:,} tokens)"
-    return f"with '{more.term}': {longer}, {100 * max(more.slower, 0):.0f} % slower at {length:,} tokens"
-
-
-def _print_table(spec: TrainingSpec, policies: tuple[str, ...], margin: str, as_json: bool) -> None:
-    """Print the longest sequence of each method on each card."""
-    from ckpt_ft.planning.tracing import run_tasks
-
-    cards = (spec.host.device,) if spec.host.device else _CARDS
-    cells = [(method, card) for method in METHODS for card in reversed(cards)]  # those that take long come first
-    tasks = [partial(_length, method_of(spec.edit(device=card), method), policies, margin) for method, card in cells]
-    lengths: dict[str, dict[str, int]] = {method: dict.fromkeys(cards, 0) for method in METHODS}
-    with progress() as say:
-        for done, (number, length) in enumerate(run_tasks(tasks, 0), 1):
-            method, card = cells[number]
-            lengths[method][card] = length
-            say(f"{done} of {len(cells)}: {method} on {card}: {length:,} tokens")
-    if as_json:
-        print(json.dumps({"model": spec.model.name, "policies": policies, "tokens": lengths}, indent=2))
-        return
-    rows = [
-        (method, *(f"{length:,}" if length else DASH for length in found.values()))
-        for method, found in lengths.items()
-    ]
-    title = f"{spec.model.name} under '{policies[0]}', batch {spec.data.batch_size}, {spec.precision.dtype}: tokens"
-    print_table(Table(title, ("method", *cards), rows), stdout())
-
-
-def _length(spec: TrainingSpec, policies: tuple[str, ...], margin: str, tell: Callable[[str], None]) -> int:
-    """The longest sequence of one cell of the table, searched for by this process alone."""
-    return _find(spec, policies, margin, tell, jobs=1)[0].length

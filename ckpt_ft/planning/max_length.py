@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ckpt_ft.checkpointing.head import fused_loss
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.memory.gpus import gpu_of
@@ -29,13 +28,12 @@ from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_b
 from .launches import OF_LONG, Extended, Launches, search_shared, split_by_sharing
 from .plan import searching
 from .scaled_traces import HIGH, Estimates
-from .search import trace_final_batches, with_term
+from .search import trace_final_batches
 from .tracing import Report, run_tasks
 
 GRANULARITY = 256  # tokens
 LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "full,head,offload,tile:16")
 OF_SEVERAL_GPUS = LADDER[3:]
-TERMS = ("full", "head", "tile:16", "offload")  # the ones that gain most for their time first
 _TARGET = "effective_batch"
 _EXTENDED = "figures are extended from models with fewer blocks; `ckpt-ft estimate --launch` traces the whole model"
 _TOLERANCE = 0.01  # reserved bytes do not grow evenly with the length: within it, a longer one may or may not fit
@@ -73,20 +71,6 @@ class LongestSequence:
 
 
 @dataclass(frozen=True)
-class NextTerm:
-    """What one more term of the policy would gain.
-
-    Attributes:
-        longest: the longest sequence with it.
-        slower: how much slower it makes a step on the longest sequence without it, as a share.
-    """
-
-    term: str
-    longest: LongestSequence
-    slower: float
-
-
-@dataclass(frozen=True)
 class MaxLength:
     """The longest sequence that fits, 0 tokens if not even the shortest one does.
 
@@ -97,7 +81,6 @@ class MaxLength:
         room: the memory budget.
         ladder: the longest sequence of every policy that fits, the longest first.
         holders: what holds the peak of the first of them; empty if its figures are extended.
-        next_term: what one more term of the first policy would give, if that was asked for and lengthens it.
         rejected: policies and launches that do not suit the model, each with the reason.
         needed: if nothing fits, the smallest budget that works for `granularity` tokens; else 0.
         granularity: lengths are multiples of this number of tokens.
@@ -116,7 +99,6 @@ class MaxLength:
     granularity: int = GRANULARITY
     notes: list[str] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
-    next_term: NextTerm | None = None
 
     def __str__(self) -> str:
         found = f"longest sequence in {format_bytes(self.room.budget)}: predicted {self.predicted} tokens"
@@ -167,7 +149,6 @@ def predict_max_length(
     jobs: int = 1,
     report: Report | None = None,
     launches: Sequence[Launch] = (),
-    next_term: bool = False,
     host_memory: int | None = None,
 ) -> MaxLength:
     """The longest sequence that fits the workload's device under the best of `policies`, predicted only.
@@ -178,7 +159,6 @@ def predict_max_length(
         launches: launches to choose from, in place of the workload's own. A launch that needs more memory than another
             is left out (DDP beside FSDP2), and so are the first policies of `LADDER`, which never fit the longest
             sequence. If sequences fit that the GPUs share, launches in which each GPU has its own are not tried.
-        next_term: also find what one more term of the first policy would gain, unless there are several launches.
         host_memory: bytes of host memory that each process may take; None without a limit.
 
     Raises:
@@ -232,7 +212,6 @@ def predict_max_length(
                 0, 0, batch_size, estimates.room, rejected=rejected, needed=needed, granularity=granularity
             )
         best = estimates.tracer.trace_of(candidates[0].policy, candidates[0].batch)
-        more = None if launches or not next_term else _next_term(estimates, candidates[0], granularity, batch_size)
         traced = estimates.tracer.traced
     ladder = [
         LongestSequence.of(one, granularity, batch_size, not launches and (one.policy, one.batch) not in traced)
@@ -241,16 +220,15 @@ def predict_max_length(
     length = ladder[0].length
     holders, notes = ([], [_EXTENDED]) if isinstance(estimates, Extended) else (best.grouped_holders(8), [])
     return MaxLength(
-        length, length, batch_size, estimates.room, ladder, holders, rejected, 0, granularity, [*best.notes, *notes],
-        next_term=more,
-    )  # fmt: skip
+        length, length, batch_size, estimates.room, ladder, holders, rejected, 0, granularity, [*best.notes, *notes]
+    )
 
 
 def _settled(
     estimates: Estimates,
     policies: Sequence[str],
-    jobs: int = 1,
-    on_fit: Callable[[Candidate], None] = lambda one: None,
+    jobs: int,
+    on_fit: Callable[[Candidate], None],
 ) -> list[Candidate]:
     """The candidate of every policy that fits, the longest first: traced at its own length; others are scaled.
 
@@ -274,25 +252,6 @@ def _settled(
 def _scaled(estimates: Estimates, policy: str, tell: Callable[[str], None]) -> Candidate | None:
     """The largest batch of `policy` by its traces so far; None if none fits."""
     return estimates.best(policy)
-
-
-def _next_term(estimates: Estimates, found: Candidate, granularity: int, batch_size: int) -> NextTerm | None:
-    """The longest sequence with the first of `TERMS` that `found` lacks and that lengthens it."""
-    for term in TERMS if found.batch < estimates.most else ():
-        if term.partition(":")[0] in found.policy:
-            continue
-        try:
-            policy = with_term(found.policy, term)
-            if term == "head" and fused_loss(estimates.tracer.workload.model):
-                continue
-        except UserError:  # it contradicts another one, or the model has no loss that it knows
-            continue
-        longest = next((one for one in _settled(estimates, [policy]) if one.policy == policy), found)
-        if longest.batch > found.batch:
-            estimates.tracer.trace(policy, found.batch)
-            slower = estimates.estimate(policy, found.batch).seconds / found.seconds - 1
-            return NextTerm(term, LongestSequence.of(longest, granularity, batch_size), slower)
-    return None
 
 
 def _shortest(estimates: Estimates) -> Candidate:

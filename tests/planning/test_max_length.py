@@ -87,32 +87,6 @@ def test_quadratic_growth_with_the_length_is_extrapolated(kind: str, config: str
         assert estimates.scaled_reserved("none", 60) == pytest.approx(traces[60].peak_reserved, rel=1e-4)
 
 
-def test_next_policy_term_is_suggested_with_its_length(config: str) -> None:
-    said: list[str] = []
-    workload = load(TrainingSpec.of(config), "t4")
-    found = predict_max_length(workload, ("full",), "260MiB", margin="0", next_term=True, report=said.append)
-    more = found.next_term
-    assert said[-1].startswith(f"at least {found.length:,} tokens; tracing {found.length:,} tokens under full,tile:16")
-    assert any("head" in line for line in said)
-    assert [one.policy for one in found.ladder] == ["full"]
-    assert more is not None
-    assert (more.term, more.longest.policy) == ("tile:16", "full,tile:16")  # `head` allows no longer sequence here
-    assert more.longest.length > found.length
-    assert _peak(config, "full,tile:16", more.longest.length) == more.longest.peak_reserved <= found.room.limit
-    traced = load(TrainingSpec.of(config, seq_length=found.length), "t4")
-    apply_policy(traced.model, "full,tile:16")
-    assert more.slower == pytest.approx(traced.trace(1).seconds / found.ladder[0].seconds - 1, abs=1e-9)
-
-
-def test_head_is_not_suggested_with_a_fused_loss(config: str) -> None:
-    said: list[str] = []
-    workload = load(TrainingSpec.of(config, use_liger_kernel=True), "t4")
-    found = predict_max_length(workload, ("full",), "200MiB", margin="0", next_term=True, report=said.append)
-    assert found.next_term is not None
-    assert found.next_term.term == "offload"
-    assert not any("head" in line for line in said)
-
-
 @pytest.mark.parametrize("launches", [(), (Launch("ddp", 2),)])
 def test_evaluation_limits_the_length(config: str, launches: tuple[Launch, ...]) -> None:
     """Training steps have 1 row, evaluation batches have 64."""
@@ -214,19 +188,6 @@ def test_command_prints_the_length_and_the_training_command(
     code, out, _ = _search(monkeypatch, capsys, *asked)
     assert f"{answer['length']:,}" in out
     assert answer["command"] in out
-
-
-@pytest.mark.slow
-def test_table_equals_single_searches(
-    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = config, "--device", "t4", "--budget", "300MiB", "--json"
-    code, out, _ = _search(monkeypatch, capsys, *asked, "--table", "--policy", "full")
-    lengths = json.loads(out)["tokens"]
-    assert (code, list(lengths)) == (0, ["full", "LoRA", "QLoRA"])
-    for method, flags in (("full", []), ("LoRA", ["--lora", "16"])):
-        _, out, _ = _search(monkeypatch, capsys, *asked, "--policy", "full", *flags)
-        assert lengths[method] == {"t4": json.loads(out)["length"]}
 
 
 def test_learned_positions_limit_length(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.training_file import read_training_file
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.standins import liger, liger_kernels
+from ckpt_ft.standins import liger
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload
 
