@@ -275,8 +275,7 @@ def _make(
     from ckpt_ft.export.plan_page import plan_page
     from ckpt_ft.planning.budget import memory_budget
     from ckpt_ft.planning.launches import with_experts
-    from ckpt_ft.planning.plan import budget_sweep
-    from ckpt_ft.planning.plan import plan as make_plan
+    from ckpt_ft.planning.plan import PlanRequest, traced_plan
     from ckpt_ft.workloads.load import load
 
     launch = spec.launch.launches[0] if spec.launch.launches else spec.launch.launch
@@ -285,20 +284,15 @@ def _make(
     with progress() as say:
         say(f"building {spec.model.name} from its config")
         workload = load(spec, options.gpu or "cpu", lengths, images.batches if images else None)
-        given: dict[str, Any] = {**vars(options), "jobs": jobs, "report": say, "host_memory": spec.host.host_memory}
+        given: dict[str, Any] = {**vars(options), "host_memory": spec.host.host_memory}
         del given["gpu"]
-        if html and not spec.launch.launches:
-            sweep = budget_sweep(workload, budget, **given)
-            found = sweep.plan
-        else:
-            launches = spec.launch.launches
-            if not {"--launch", "--tp", "--cp", "--sp", "--ep", "--dp-replicate"} & set(spec.launch.asked):
-                launches = tuple(with_experts(launches, workload.model))
-            found = make_plan(workload, budget, **given, launches=launches)
-            if not html:
-                return found
-            sweep = budget_sweep(replace(workload, launch=found.best.launch), budget, **given)  # within the pick's
-    plan_page(sweep).write(html)
+        launches = tuple(spec.launch.launches)
+        if launches and not {"--launch", "--tp", "--cp", "--sp", "--ep", "--dp-replicate"} & set(spec.launch.asked):
+            launches = tuple(with_experts(launches, workload.model))
+        asked = PlanRequest(budget, **given, launches=launches)
+        found, best = traced_plan(workload, asked, jobs, say)
+    if html:
+        plan_page(found, best).write(html)
     return found
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.record.trace import StepTrace
     from ckpt_ft.planning.results import Estimate
 
-SCRIPTS = ("base", "step", "chart", "icicle", "table", "step_view", "plan", "report", "main")
+SCRIPTS = ("base", "step", "chart", "icicle", "table", "step_view", "report", "main")
 
 
 @dataclass(frozen=True)

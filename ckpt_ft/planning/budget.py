@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +11,7 @@ from annotated_types import Ge, Lt
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.collectives import nccl_bytes
-from ckpt_ft.memory.cost.schedule import Host, Span
+from ckpt_ft.memory.cost.schedule import Host
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
@@ -72,11 +72,6 @@ class Candidate:
 def seconds(trace: StepTrace) -> float:
     """Predicted seconds of the measured step; nominal on a CPU that was not calibrated."""
     return trace.seconds if trace.timed else trace.seconds_on(NOMINAL_CPU, _NOMINAL_HOST).total
-
-
-def spans(trace: StepTrace) -> Iterator[Span]:
-    """The predicted time span of each op of the measured step; nominal on a CPU that was not calibrated."""
-    return trace.schedule() if trace.timed else trace.schedule_on(NOMINAL_CPU, _NOMINAL_HOST)
 
 
 def better(target: str) -> Callable[[Candidate], tuple[float, ...]]:

@@ -4,33 +4,26 @@ A `PlanRequest` becomes a ranked `Plan` in four steps: a memory budget (budget.p
 traces (tracing.py) and estimates in between (scaled_traces.py), the ranked candidates that fit, and fixes for the
 first of them (estimate.py). Every candidate is a trace of the user's own step. It fits if the bytes that the caching
 allocator would reserve, the CUDA context and a margin are within the budget.
-
-`budget_sweep` makes the plans at several budgets, for the page of `plan --html`. Each budget is searched as `plan`
-searches it, and the searches share their traces.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ckpt_ft.checkpointing.applied_policy import suspended
 from ckpt_ft.errors import NothingFits, UserError
-from ckpt_ft.memory.cost.schedule import Span
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.estimate import advise, no_policy_fits
 from ckpt_ft.planning.results import Plan, Stopped, fingerprint
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch
-from ckpt_ft.units import GIB, MIB, format_bytes
 from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
-from .budget import Candidate, MemoryBudget, better, frontier, limited_by_phases, memory_budget, spans
+from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
 from .launches import LONG, OF_LONG, Extended, Launches, first_that_fits, search_shared, split_by_sharing
 from .scaled_traces import Estimates
 from .search import search, so_far
@@ -113,8 +106,15 @@ def plan(
         Stopped: Ctrl-C, a KeyboardInterrupt with the best plan so far; not with `launches`.
     """
     asked = PlanRequest(budget, batch_size, max_batch_size, target, margin, policies, tuple(launches), host_memory)
-    with searching(replace(workload, launch=None) if launches else workload, jobs, report) as tracer:
-        return planned(tracer, asked)[0]
+    return traced_plan(workload, asked, jobs, report)[0]
+
+
+def traced_plan(
+    workload: Workload, asked: PlanRequest, jobs: int = 1, report: Report | None = None
+) -> tuple[Plan, StepTrace]:
+    """The plan, and the trace of its first candidate; errors are those of `plan`."""
+    with searching(replace(workload, launch=None) if asked.launches else workload, jobs, report) as tracer:
+        return planned(tracer, asked)
 
 
 @contextmanager
@@ -124,12 +124,8 @@ def searching(workload: Workload, jobs: int, report: Report | None) -> Iterator[
         yield tracer
 
 
-def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
-    """The plan, and the estimates of its search, which a budget sweep uses again.
-
-    Raises:
-        UserError: as `plan`.
-    """
+def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
+    """As `traced_plan`, with the traces of `tracer`."""
     workload = tracer.workload
     gpu = gpu_of(workload.device)
 
@@ -184,7 +180,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
         fixes = advise(estimates.tracer, found[0], best, asked.batch_size is not None)
     made = _made(estimates, found, best)
     beyond = estimates.over_budget() if len(found) < _FEW else []
-    return replace(made, fixes=fixes, rejected=rejected, fewest=fewest, beyond=beyond), estimates
+    return replace(made, fixes=fixes, rejected=rejected, fewest=fewest, beyond=beyond), best
 
 
 def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan:
@@ -234,88 +230,3 @@ def _describe(lengths: Lengths, batch: int) -> str:
     if lengths.by_length:
         usual = f"of {lengths.padded(batch)}"
     return f"{lengths}: bytes are those of a batch with the longest, seconds those of a usual one, {usual}"
-
-
-OTHERS = 8  # maximum number of budgets besides the requested one
-_ROUND = (1, 2, 5, 10, 20, 25, 50)
-
-
-@dataclass(frozen=True)
-class SweepPoint:
-    """A budget and the candidates that fit it, the pick first."""
-
-    room: MemoryBudget
-    candidates: list[Candidate]
-
-    @property
-    def pick(self) -> Candidate:
-        return self.candidates[0]
-
-
-@dataclass(frozen=True)
-class BudgetSweep:
-    """The requested plan, and the candidates at rising budgets.
-
-    Attributes:
-        plan: the plan for the requested budget.
-        points: one for each budget, in rising order, with the requested budget.
-        traces: the trace of each candidate of a point.
-    """
-
-    plan: Plan
-    points: list[SweepPoint]
-    traces: dict[Candidate, StepTrace]
-
-    def frontier(self) -> list[Candidate]:
-        """The candidates that no other one beats in both memory and speed, fastest first."""
-        return frontier(self.traces)
-
-    def schedule(self, candidate: Candidate) -> Iterator[Span]:
-        """When each op of a candidate's step runs; nominal on "cpu"."""
-        return spans(self.traces[candidate])
-
-
-@or_loop
-def budget_sweep(
-    workload: Workload,
-    budget: str | int | None = None,
-    *,
-    jobs: int = 1,
-    report: Report | None = None,
-    **asked: Any,
-) -> BudgetSweep:
-    """The plan for `budget`, and the picks for other budgets up to the GPU's memory (on "cpu" up to twice `budget`).
-
-    Arguments and errors are those of `plan`, without `launches`. A sweep takes about three times as long as a plan.
-    """
-    request = PlanRequest(budget, **asked)
-    say = report or (lambda line: None)
-    with searching(workload, jobs, report) as tracer:
-        made, estimates = planned(tracer, request)
-        points = [SweepPoint(made.room, made.candidates)]
-        budgets = [nbytes for nbytes in _budgets(workload, estimates) if nbytes != made.room.budget]
-        tracer.report = lambda line: None  # each budget has a line; its traces would count anew
-        for i, nbytes in enumerate(budgets, 1):
-            say(f"planning for {format_bytes(nbytes)}, {i} of {len(budgets)} other budgets")
-            gpu = gpu_of(workload.device)
-            room = memory_budget(nbytes, gpu, request.margin, workload.launch, request.host_memory)
-            found = search(replace(estimates, room=room, anchors={}, rejected={}, bests={}), request.chosen)
-            if found:
-                points.append(SweepPoint(room, found))
-    candidates = [candidate for point in points for candidate in point.candidates]
-    traces = {candidate: tracer.trace_of(candidate.policy, candidate.batch) for candidate in candidates}
-    return BudgetSweep(made, sorted(points, key=lambda point: point.room.budget), traces)
-
-
-def _budgets(workload: Workload, estimates: Estimates) -> list[int]:
-    """Round budgets from the smallest that works up to all memory, and all memory; at most about `OTHERS`."""
-    gpu, room = gpu_of(workload.device), estimates.room
-    highest = gpu.memory if gpu else 2 * room.budget
-    lowest = room.needs(estimates.smallest())
-    span = highest - lowest
-    unit = GIB if span >= 2 * GIB else MIB if span >= 2 * MIB else 1024
-    share = span / (OTHERS - 1) / unit
-    scale = 10 ** math.floor(math.log10(share)) if share >= 1 else 1 / 4
-    step = int(next(factor * scale for factor in _ROUND if factor * scale >= share) * unit)
-    multiples = range(math.ceil(lowest / step) * step, highest, step)
-    return [*multiples, highest]

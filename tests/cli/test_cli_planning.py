@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from model_configs import write_config
 from ckpt_ft.cli import main as cli
 from ckpt_ft.cli import planning as planning_commands
 from ckpt_ft.errors import NothingFits, UserError, WorkFailed
-from ckpt_ft.export import plan_page
-from ckpt_ft.export.page import Page
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning import plan as planning
 from ckpt_ft.planning.budget import Candidate, MemoryBudget
 from ckpt_ft.planning.results import Plan, Stopped
@@ -68,7 +66,7 @@ def test_plan_prints_the_same_from_the_cache(
     def refuse_to_plan(*args: object, **kwargs: object) -> None:
         raise AssertionError("the plan is in the cache")
 
-    monkeypatch.setattr(planning, "plan", refuse_to_plan)
+    monkeypatch.setattr(planning, "traced_plan", refuse_to_plan)
     assert run_cli(monkeypatch, *words) == 0
     assert capsys.readouterr().out == shown
 
@@ -138,8 +136,7 @@ def test_cached_plan_of_another_model_name_is_not_used(
     words = [
         "--device", "t4", "--budget", "300MiB", "--seq-length", "16", "--batch-size", "1", "--jobs", "1", "--json",
     ]  # fmt: skip
-    make = planning.plan
-    monkeypatch.setattr(planning, "plan", lambda *args, **kwargs: make(*args, **kwargs, policies=["none"]))
+    monkeypatch.setattr(planning.PlanRequest, "chosen", ["none"])
     for name in (config, str(other)):
         assert run_cli(monkeypatch, "plan", name, *words) == 0
         assert json.loads(capsys.readouterr().out)["model"] == name
@@ -194,8 +191,7 @@ def test_dataset_decides_the_lengths(
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in (8, 8, 8, 90)))
     words = ["plan", config, "--device", "t4", "--budget", "300MiB", "--seq-length", "48", "--batch-size", "4"]
-    make = partial(planning.plan, policies=["none", "full"])
-    monkeypatch.setattr(planning, "plan", make)
+    monkeypatch.setattr(planning.PlanRequest, "chosen", ["none", "full"])
     assert run_cli(monkeypatch, *words, "--jobs", "1", "--json") == 0
     without_dataset = json.loads(capsys.readouterr().out)
     assert run_cli(monkeypatch, *words, "--jobs", "1", "--json", "--dataset", str(data)) == 0
@@ -211,12 +207,14 @@ def test_dataset_decides_the_lengths(
     # Other rows of equal count, minimum, maximum and mean length are still another question.
     asked: list[Lengths] = []
 
-    def counted(workload: Workload, *args: Any, **kwargs: Any) -> planning.Plan:
+    make = planning.traced_plan
+
+    def counted(workload: Workload, *args: Any) -> tuple[planning.Plan, StepTrace]:
         assert workload.lengths is not None
         asked.append(workload.lengths)
-        return make(workload, *args, **kwargs)
+        return make(workload, *args)
 
-    monkeypatch.setattr(planning, "plan", counted)
+    monkeypatch.setattr(planning, "traced_plan", counted)
     for lengths in ((8, 8, 9, 48), (8, 8, 8, 90), (8, 8, 9, 48)):
         data.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in lengths))
         assert run_cli(monkeypatch, *words, "--jobs", "1", "--json", "--dataset", str(data)) == 0
@@ -255,8 +253,7 @@ def test_dataset_of_an_image_classifier_is_refused(tmp_path: Path, monkeypatch: 
 def test_plan_chooses_the_launch_and_prints_its_command(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make = planning.plan
-    monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
+    monkeypatch.setattr(planning.PlanRequest, "chosen", ["none"])
     words = ["plan", config, "--device", "h100", "--seq-length", "32", "--batch-size", "2", "--gpus", "16", "--bf16"]
     assert run_cli(monkeypatch, *words, "--jobs", "1", "--launch", "fsdp2") == 0
     shown = capsys.readouterr().out
@@ -305,23 +302,19 @@ def test_launch_flags_are_read_by_accelerate_as_they_are_meant() -> None:
             assert given.zero_stage == launch.stage
 
 
-def test_page_of_launches_shows_their_picks(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = planning.plan
-    monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
-    sweep: list[Launch | None] = []
-    monkeypatch.setattr(planning, "budget_sweep", lambda workload, *args, **more: sweep.append(workload.launch))
-    monkeypatch.setattr(plan_page, "plan_page", lambda sweep: Page("", ""))
+def test_page_of_a_launch_names_it(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning.PlanRequest, "chosen", ["none"])
     words = ["plan", config, "--device", "t4", "--seq-length", "32", "--batch-size", "2", "--jobs", "1", "--json"]
-    assert run_cli(monkeypatch, *words, "--gpus", "2", "--launch", "ddp", "--html", str(tmp_path / "plan.html")) == 0
-    assert sweep == [Launch("ddp", 2)]
+    file = tmp_path / "plan.html"
+    assert run_cli(monkeypatch, *words, "--gpus", "2", "--launch", "ddp", "--html", str(file)) == 0
+    assert "each GPU of ddp, on 2 GPUs" in file.read_text()
 
 
 def test_plans_of_different_links_are_cached_apart(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The words of a launch do not name its link, so the cache key must contain it."""
-    make = planning.plan
-    monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
+    monkeypatch.setattr(planning.PlanRequest, "chosen", ["none"])
     words = ["plan", config, "--device", "t4", "--seq-length", "32", "--batch-size", "2", "--jobs", "1", "--json"]
     words += ["--launch", "ddp", "--processes", "2", "--link"]
     seconds = []

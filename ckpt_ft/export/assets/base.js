@@ -126,12 +126,6 @@ function copyButton(text, label = "copy") {
   return el("button", { class: "small", onclick: (event) => copy(text(), event.currentTarget) }, label);
 }
 
-/** Flags with a button that copies them; lines break only between flags. */
-function codeLine(text) {
-  const flags = text.split(/ (?=--)/).flatMap((flag) => [el("span", {}, flag), " "]);
-  return el("div", { class: "code" }, el("code", {}, ...flags), copyButton(() => text));
-}
-
 /** A toggle button. */
 function toggle(label, on, changed) {
   const button = el("button", { class: "small", "aria-pressed": String(on) }, label);
