@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,11 +88,8 @@ def plan(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Find the policy and batch size that are fastest within a memory budget, and what holds the peak.
-
-    Ctrl-C stops the search and shows the best so far.
-    """
-    from ckpt_ft.planning.results import Plan, Stopped
+    """Find the policy and batch size that are fastest within a memory budget, and what holds the peak."""
+    from ckpt_ft.planning.results import Plan
 
     for flag, place in (("--output", output), ("--html", html)):
         if place:
@@ -122,18 +118,12 @@ def plan(
     kept = f"nothing fits with the optimizer on the card: this is with {flags}"
     if found is None:
         try:
-            try:
-                found = _make(spec, options, jobs, lengths, images, html)
-            except NothingFits:
-                if away is None:
-                    raise
-                found = _make(away.of(spec), options, jobs, lengths, images, html)
-                found = replace(found, notes=[kept, *found.notes])
-        except Stopped as stop:
-            if stop.plan is not None:
-                _show(stop.plan, as_json)
-            print(stop, file=sys.stderr)
-            raise typer.Exit(128 + stop.number) from None  # all is said
+            found = _make(spec, options, jobs, lengths, images, html)
+        except NothingFits:
+            if away is None:
+                raise
+            found = _make(away.of(spec), options, jobs, lengths, images, html)
+            found = replace(found, notes=[kept, *found.notes])
         cache.put(found.to_json())
     _show(found, as_json)
     plans, specs = {"": found}, {"": spec}

@@ -17,7 +17,7 @@ from ckpt_ft.errors import NothingFits, UserError
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.estimate import advise, no_policy_fits
-from ckpt_ft.planning.results import Plan, Stopped, fingerprint
+from ckpt_ft.planning.results import Plan, fingerprint
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.sample_sizes import Lengths
@@ -26,7 +26,7 @@ from ckpt_ft.workloads.workload import Workload, or_loop
 from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
 from .launches import LONG, OF_LONG, Extended, Launches, first_that_fits, search_shared, split_by_sharing
 from .scaled_traces import Estimates
-from .search import search, so_far
+from .search import search
 from .tracing import Report, Tracer
 
 
@@ -103,7 +103,6 @@ def plan(
     Raises:
         UserError: the budget is larger than the device, or smaller than any policy needs; the message has the
             smallest budget that works.
-        Stopped: Ctrl-C, a KeyboardInterrupt with the best plan so far; not with `launches`.
     """
     asked = PlanRequest(budget, batch_size, max_batch_size, target, margin, policies, tuple(launches), host_memory)
     return traced_plan(workload, asked, jobs, report)[0]
@@ -170,14 +169,12 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
         room = room_of(workload.launch)
         most = limited_by_phases(workload, room, asked.max_batch_size, asked.batch_size)
         estimates = Estimates(tracer, room, asked.target, asked.batch_size, most)
-        with _stoppable(estimates):
-            found = search(estimates, asked.chosen)
+        found = search(estimates, asked.chosen)
         rejected = estimates.rejected
     if not found:
         raise NothingFits(no_policy_fits(estimates, workload.model))
     best = estimates.tracer.trace_of(found[0].policy, found[0].batch)
-    with _stoppable(estimates):
-        fixes = advise(estimates.tracer, found[0], best, asked.batch_size is not None)
+    fixes = advise(estimates.tracer, found[0], best, asked.batch_size is not None)
     made = _made(estimates, found, best)
     beyond = estimates.over_budget() if len(found) < _FEW else []
     return replace(made, fixes=fixes, rejected=rejected, fewest=fewest, beyond=beyond), best
@@ -201,28 +198,6 @@ def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan
         tokens=workload.shape.get("seq_length", 0),
         data="" if workload.lengths is None else _describe(workload.lengths, found[0].batch),
     )
-
-
-@contextmanager
-def _stoppable(estimates: Estimates) -> Iterator[None]:
-    """Turns a Ctrl-C inside into `Stopped` with the best plan so far."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        raise _stopped(estimates) from stop
-
-
-def _stopped(estimates: Estimates) -> Stopped:
-    found = so_far(estimates)
-    if not found:
-        return Stopped("stopped before a policy was found that fits", None)
-    pick = found[0]
-    traced = estimates.tracer.traced.get((pick.policy, pick.batch))
-    best = (
-        traced if isinstance(traced, StepTrace) else estimates.growth.scale(estimates.anchors[pick.policy], pick.batch)
-    )
-    looked = f"the best of {len(estimates.anchors)} policies that were looked at, others may be better"
-    return Stopped(f"stopped before the search was over: this is {looked}", _made(estimates, found, best))
 
 
 def _describe(lengths: Lengths, batch: int) -> str:

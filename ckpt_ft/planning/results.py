@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft.errors import Interrupted, UserError
+from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
 from ckpt_ft.files import cache_root
@@ -381,11 +381,3 @@ class Plan:
     def _repr_html_(self) -> str:
         held = table_html(holders_table(self.holders, self.best.peak))
         return fragment(f"Pick: {self.why}", table_html(self.candidates_table), held, *map(paragraph, self.notes))
-
-
-class Stopped(Interrupted):
-    """A search was interrupted. `plan` is the best so far, partly estimated; None if too little was traced."""
-
-    def __init__(self, message: str, plan: Plan | None) -> None:
-        super().__init__(message)
-        self.plan = plan

@@ -283,17 +283,6 @@ class Estimates:
                 assert not isinstance(large, str), "it was traced at LOW"
                 self.growth.learn(small, large)
 
-    def absorb_cached_traces(self) -> None:
-        """Use the traces that were made before `trace_candidates` was interrupted."""
-        traced = {key: trace for key, trace in self.tracer.traced.items() if isinstance(trace, StepTrace)}
-        for (policy, batch), trace in traced.items():
-            if batch == (self.batch or LOW):
-                self.anchors.setdefault(policy, trace)
-        for policy, anchor in self.anchors.items():
-            large = traced.get((policy, HIGH))
-            if self.batch is None and large is not None and not self.growth.knows(anchor):
-                self.growth.learn(anchor, large)
-
     def estimate(self, policy: str, batch: int) -> Candidate:
         """The candidate of `policy` at `batch`: from its trace if there is one, else scaled from the anchor."""
         traced = self.tracer.traced.get((policy, batch))

@@ -297,15 +297,6 @@ def _confirmed(estimates: Estimates, most: int) -> list[Candidate]:
         settled.update(candidate.policy for candidate in open_candidates)
 
 
-def so_far(estimates: Estimates) -> list[Candidate]:
-    """The candidates of an interrupted search, best first; those that were not traced are estimates."""
-    estimates.absorb_cached_traces()
-    key = better(estimates.target)
-    known = [p for p, trace in estimates.anchors.items() if estimates.batch or estimates.growth.knows(trace)]
-    candidates = sorted(filter(None, map(estimates.best, known)), key=key, reverse=True)
-    return pick_first(list(dict.fromkeys([*candidates[:3], *frontier(candidates)]))[:_SHOWN], estimates.target)
-
-
 def timed(estimates: Estimates, candidates: list[Candidate]) -> list[Candidate]:
     """Sorts `candidates`, best first; if rows differ in length, their seconds come from traced typical batches."""
     if estimates.tracer.workload.lengths is not None:

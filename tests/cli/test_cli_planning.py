@@ -21,7 +21,7 @@ from ckpt_ft.errors import NothingFits, UserError, WorkFailed
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning import plan as planning
 from ckpt_ft.planning.budget import Candidate, MemoryBudget
-from ckpt_ft.planning.results import Plan, Stopped
+from ckpt_ft.planning.results import Plan
 from ckpt_ft.spec.command import launch_words
 from ckpt_ft.spec.launch import Launch, launches_on
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -107,24 +107,6 @@ def test_fused_kernels_and_compiled_blocks_are_tried(
 def test_unknown_name_after_try_is_refused(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--try kernel: nothing to try by that name; did you mean 'kernels'?"):
         run_cli(monkeypatch, "plan", config, "--try", "kernel")
-
-
-def test_ctrl_c_prints_the_best_so_far_and_caches_nothing(
-    config: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = Plan(
-        [Candidate("full", 1, 2, 3, 4.0)], MemoryBudget(GIB), "a model", "t4", "throughput", "its fingerprint"
-    )
-
-    def stopped(*args: object) -> Plan:
-        raise Stopped("stopped before the search was over", found)
-
-    monkeypatch.setattr(planning_commands, "_make", stopped)
-    assert run_cli(monkeypatch, "plan", config, "--device", "t4") == 130
-    printed = capsys.readouterr()
-    assert "pick: full at batch 1" in printed.out
-    assert printed.err == "stopped before the search was over\n"
-    assert not list(own_cache.rglob("*.json"))
 
 
 def test_cached_plan_of_another_model_name_is_not_used(
