@@ -13,7 +13,6 @@ A suggestion is an edit of the spec. It is offered only if the edited spec is va
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.cost.kernels import as_issued, bound_by_memory, device_seconds
 from ckpt_ft.memory.cost.schedule import HOST, host_threads
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
@@ -42,7 +40,7 @@ from ckpt_ft.spec.command import command_for, recipe_command
 from ckpt_ft.spec.flags import Edit
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.units import format_at_least, format_bytes, format_number
+from ckpt_ft.units import format_at_least, format_bytes
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import with_rope_scaling
 from ckpt_ft.workloads.sample_sizes import Lengths
@@ -121,7 +119,7 @@ def _of_run(
 ) -> Estimate:
     capacity = spec.host.budget or (gpu.memory if gpu else None)
     alone = spec.data.batch_size == 1 and workload.kind == "image-classification" and has_batch_norm(workload.model)
-    more = [*[_ALONE] * alone, *_slow(spec, gpu), *_starved(traces[""], gpu), *_of_host(traces[""], gpu)]
+    more = [*[_ALONE] * alone, *_slow(spec, gpu), *_of_host(traces[""], gpu)]
     step = replace(traces[""], notes=[*traces[""].notes, *more])
     found = _estimate(workload, policy, spec.data.batch_size, step, capacity)
     found = replace(found, command="" if alone else command_of(spec, workload), host_capacity=spec.host.host_memory)
@@ -156,23 +154,6 @@ def _slow(spec: TrainingSpec, gpu: GPU | None) -> list[str]:
     if gpu is None or gpu.arch >= (8, 0) or "bf" not in (spec.precision.dtype[:2], spec.precision.mixed_precision[:2]):
         return []
     return [f"{gpu.name} computes bfloat16 by way of float32, slowly; --dtype float16 or --fp16 is faster"]
-
-
-def _starved(trace: StepTrace, gpu: GPU | None) -> list[str]:
-    """A sentence about experts with so few tokens that their products spend most of the time on reading weights."""
-    routed = re.compile(r"(?<!shared_)experts\b")  # each product of shared experts has all tokens
-    products = [op for op in trace.ops if op.at >= trace.start and op.flops and routed.search(op.module)]
-    products = [op for op in products if "grouped" in op.name] or products  # not those of adapters' factors
-    if gpu is None or gpu.is_cpu or not products:
-        return []
-    took = [(device_seconds(op, gpu), bound_by_memory(op, gpu)) for op in as_issued(products, gpu) if op.flops]
-    total, waiting = sum(seconds for seconds, _ in took), sum(seconds for seconds, waits in took if waits)
-    if waiting < total / 2:
-        return []
-    return [
-        f"each product of an expert has {products[0].shape[1]} tokens: {format_number(waiting)} of the "
-        f"{format_number(total)} s of these products are bound by memory bandwidth, and more tokens add little to them"
-    ]
 
 
 def _of_host(step: StepTrace, gpu: GPU | None) -> list[str]:

@@ -131,12 +131,6 @@ def device_seconds(op: Op, gpu: GPU, memory_left: float = 1.0) -> float:
     return _seconds(op.name, op.flops, op.nbytes, op.dtype, op.kernels, op.shape, gpu, memory_left)
 
 
-def bound_by_memory(op: Op, gpu: GPU) -> bool:
-    """Whether a product on `gpu` takes the time of its memory traffic, and not of its arithmetic."""
-    arithmetic = _arithmetic(op.name, op.flops, op.dtype, op.shape, gpu)
-    return _traffic(op.name, op.nbytes, op.shape, gpu) > arithmetic
-
-
 @lru_cache(maxsize=200_000)
 def _seconds(
     name: str, flops: int, nbytes: int, dtype: str, kernels: int, shape: Shape, gpu: GPU, memory_left: float
