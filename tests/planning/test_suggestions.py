@@ -12,7 +12,7 @@ from model_configs import write_config
 
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.budget import MemoryBudget
-from ckpt_ft.planning.estimate import suggest, traced_estimate
+from ckpt_ft.planning.estimate import estimate, suggest, traced_estimate
 from ckpt_ft.planning.methods import offloaded
 from ckpt_ft.planning.results import Suggestion, Suggestions
 from ckpt_ft.planning.search import blocks_to_swap
@@ -143,3 +143,14 @@ def test_swap_is_suggested_for_adapters_with_the_fewest_blocks(config: str) -> N
     found = suggest(partial(load, device="t4"), spec, "full,head", 1, traced(spec, "full,head"), small)
     assert not any("swap" in way.change for way in found.ways)
     assert blocks_to_swap(load(spec.edit(lora_r=0), "t4")) == (0, 1)
+
+
+def test_seconds_of_a_smaller_batch_are_compared_per_sample_of_the_whole_step(config: str) -> None:
+    """Both steps have accumulation: the seconds of each are divided by all its samples, those of all micro-batches."""
+    spec = TrainingSpec.of(config, seq_length=512, batch_size=6, accumulation=2, policy="full,head", device="t4")
+    asked = estimate(spec)
+    halves = estimate(spec.edit(batch_size=3, accumulation=4))
+    (way,) = estimate(spec.edit(budget=halves.peak_reserved + halves.context)).answer.ways
+    assert way.edits == {"batch_size": 3, "accumulation": 4}
+    assert way.reserved == halves.peak_reserved
+    assert way.slower == pytest.approx(halves.seconds / asked.seconds - 1, abs=1e-3)
