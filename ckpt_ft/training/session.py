@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,7 +133,6 @@ class Session:
             model,
             optimizer,
             total_steps=total_steps,
-            snapshot=Path(output_dir) / "oom_snapshot.pickle",
             limit=self.settings.limit,
             auxiliary_models=self.auxiliary_models,
         )

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -159,30 +157,6 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
-class OomSnapshot:
-    """Writes the allocator's state to `path` when an allocation fails, before anything is freed.
-
-    The file is for pytorch.org/memory_viz. It has stack traces if torch.cuda.memory._record_memory_history is on.
-    """
-
-    _current: weakref.ReferenceType[OomSnapshot] | None = None
-    _attached = False
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        OomSnapshot._current = weakref.ref(self)
-        if not OomSnapshot._attached:  # an observer cannot be detached, so the process has only one
-            torch._C._cuda_attach_out_of_memory_observer(_observe)  # type: ignore[attr-defined]
-            OomSnapshot._attached = True
-
-
-def _observe(device: int, wanted: int, reserved: int, free: int) -> None:
-    snapshot = OomSnapshot._current() if OomSnapshot._current is not None else None
-    if snapshot is not None:
-        snapshot.path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(snapshot.path))
-
-
 FIGURES = ("allocated", "reserved", "active")  # of torch's allocator; on a CPU only the first exists
 
 
@@ -257,7 +231,6 @@ class MemoryProfiler:
         optimizer: its state counts as "optimizer" from the start.
         sample: on a CPU, measure every so many steps.
         total_steps: how many steps there will be, if that is known.
-        snapshot: on CUDA, where to write the allocator's state if memory runs out.
         limit: on a CPU, bytes; the step that exceeds it raises torch.OutOfMemoryError. Every step is then measured.
         auxiliary_models: models on the device that are not trained, such as a reference model.
 
@@ -278,7 +251,6 @@ class MemoryProfiler:
         *,
         sample: int = 50,
         total_steps: int | None = None,
-        snapshot: str | Path | None = None,
         limit: int | None = None,
         auxiliary_models: Sequence[nn.Module] = (),
     ) -> None:
@@ -309,7 +281,6 @@ class MemoryProfiler:
         self._began = self._timed_seconds = 0.0
         self._timed_steps = 0
         self._hooks: list[Any] = []
-        self._snapshot = OomSnapshot(Path(snapshot)) if snapshot and self.device.type == "cuda" else None
 
     def __enter__(self) -> MemoryProfiler:
         self._hooks = [register_optimizer_step_pre_hook(lambda *_: self.meter.enter("optimizer"))]
@@ -338,7 +309,6 @@ class MemoryProfiler:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
-            self._snapshot = None
 
     @property
     def measuring(self) -> bool:
