@@ -39,7 +39,6 @@ MaxBatchSize = Annotated[
 TRIED: dict[str, tuple[tuple[Edit, str], ...]] = {
     "kernels": (
         (Edit({"use_liger_kernel": True}), "liger-kernel"),
-        (Edit({"use_kernels": True}), "kernels"),
         (Edit({"cut_cross_entropy": True}), "cut-cross-entropy[transformers] of github.com/apple/ml-cross-entropy"),
     ),
     "compile": ((Edit({"compile": "regional"}), "a C compiler, for Triton"),),

@@ -15,7 +15,7 @@ from .params import ONE_PROCESS, takes_spec
 
 _DEFAULTS = {"policy": "full"}
 CHECKED_TOKENS = 32  # of a sequence: a check makes a real step
-FUSED_KERNELS = ("liger", "liger_kernel_config", "cut_cross_entropy", "use_kernels")  # only traced, never run
+FUSED_KERNELS = ("liger", "liger_kernel_config", "cut_cross_entropy")  # only traced, never run
 
 
 @takes_spec(*ONE_PROCESS, "budget", "host_memory", defaults=_DEFAULTS, fixed={"optimizer": "none"})

@@ -18,7 +18,7 @@ _OTHERS = "YOUR_SCRIPT.py"  # placeholder if no recipe trains the step
 _TRAINER = (
     "batch_size", "accumulation", "eval_batch_size", "eval_accumulation_steps", "dtype", "mixed_precision", "compile",
     "attn_implementation", "experts_implementation", "max_grad_norm", "optimizer", "use_liger_kernel",
-    "liger_kernel_config", "use_kernels",
+    "liger_kernel_config",
 )  # fmt: skip
 _ADAPTER = (
     "lora_r", "lora_targets", "lora_target_parameters", "lora_modules_to_save", "lora_dropout", "use_dora",

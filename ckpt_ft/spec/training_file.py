@@ -35,7 +35,7 @@ _SWITCHES = (
     "use_8bit_adam", "use_muon", "use_adam_mini", "use_galore", "use_apollo", "use_badam",
     "layerwise", "checkpointing", "no_checkpointing", "pure_bf16", "pure_fp16",
     "train_text_encoder", "liger",
-    "cut_cross_entropy", "use_kernels", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation",
+    "cut_cross_entropy", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation",
     "liger_cross_entropy", "liger_fused_linear_cross_entropy",
 )  # fmt: skip
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -62,7 +62,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _PLAIN = (
     "accumulation", "rope_scaling", "aspect_ratio_buckets", "image_size",
     "max_pixels", "longest_side", "train_towers", "audio_seconds", "max_grad_norm", "ema", "budget",
-    "router_aux_loss_coef", "use_kernels", "peft_config", "task",
+    "router_aux_loss_coef", "peft_config", "task",
 )  # fmt: skip
 _OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
 _LLAMA_FACTORY = {"finetuning_type", "stage", "cutoff_len", "template", "lora_rank", "lora_target", "quantization_bit"}
@@ -314,7 +314,7 @@ class _Entries:
             on = {kernel: bool(self.get(name)) for name, kernels in _LIGER.items() for kernel in kernels}
             liger, chosen, cut = "liger" in loaded and any(on.values()), on, "cut" in loaded and cut is not False
         text = chosen if isinstance(chosen, str) else json.dumps(chosen, sort_keys=True) if chosen else ""
-        fused = liger or cut or self.get("use_kernels") or self.get("load_in_8bit")
+        fused = liger or cut or self.get("load_in_8bit")
         compiled = self.get("torch_compile")
         if compiled and fused and self.kind != "typed":
             self.leave_out(

@@ -377,17 +377,13 @@ class KernelSpec(Part):
         needs="use_liger_kernel",
     )
     cut_cross_entropy: bool = setting(False, "Apple's cut cross entropy for the loss of a language model")
-    use_kernels: bool = setting(False, "the Hub's kernels, as transformers' use_kernels=True loads them")
 
     def problems(self) -> dict[str, object]:
         loss = [name for name in LIGER_LOSSES if self.liger_kernels.get(name)]
         return {
             f"cut cross entropy and Liger's {''.join(loss[:1])}: two losses; turn one of them off": (
                 self.cut_cross_entropy and loss
-            ),
-            "Liger's kernels and the Hub's replace the same layers: give --liger or --use-kernels": (
-                self.use_kernels and self.use_liger_kernel
-            ),
+            )
         }
 
     @property
@@ -502,9 +498,7 @@ class TrainingSpec:
         others = {
             "8-bit weights": self.quantisation.load_in_8bit,
             "processes other than ddp's and fsdp2's": bool(launches) and not any(one.compiles for one in launches),
-            "fused kernels of other libraries": (
-                kernels.use_liger_kernel or kernels.cut_cross_entropy or kernels.use_kernels
-            ),
+            "fused kernels of other libraries": kernels.use_liger_kernel or kernels.cut_cross_entropy,
         }
         beside = next((name for name, asked in others.items() if asked), "")
         apart = next((f"{one.strategy} with --tp {one.tp}" for one in launches if one.stage or one.tp > 1), "")

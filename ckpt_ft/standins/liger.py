@@ -1,4 +1,4 @@
-"""Models with fused kernels of Liger, of the Hub, or of cut cross entropy, for traces.
+"""Models with fused kernels of Liger, or of cut cross entropy, for traces.
 
 `apply` replaces layers by class, as liger_kernel.transformers.monkey_patch patches an instance (liger-kernel 0.8.5);
 `for_live_models` replaces the functions that a model calls which Liger has patched already. The kernels themselves are
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -188,40 +187,6 @@ def apply_cut_cross_entropy(model: Any) -> None:
     """Replaces the loss of a language model by cut cross entropy, as axolotl's plugin does."""
     _check_language_model(model, "cut cross entropy")
     model.__class__ = _language_model(type(model), CutCrossEntropy)
-
-
-def apply_hub_kernels(model: Any) -> None:
-    """Replaces what transformers' `use_kernels` maps to a kernel of the Hub in training on CUDA: RMS norms.
-
-    [transformers/integrations/hub_kernels.py, _build_kernel_mapping: LigerRMSNorm of kernels-community/liger-kernels;
-    rotary positions have a kernel for inference alone, MLPs and losses carry no mark that `kernelize` would find]
-
-    Raises:
-        UserError: the model has layers with other kernels of the Hub.
-    """
-    found = 0
-    for module in model.modules():
-        marks = _hub_marks(type(module).__module__).get(type(module).__name__, "")
-        if any(other in marks for other in _OTHER_HUB_KERNELS):
-            name = type(module).__name__
-            raise UserError(f"use_kernels: {name} has a kernel of its own, which is not modelled", use_kernels=False)
-        if '"RMSNorm"' in marks:
-            module.__class__ = _norm(type(module), in_place=True)
-            found += 1
-    if not found:
-        raise UserError(f"use_kernels: the Hub has no kernel for the training of {type(model).__name__}; leave it out")
-
-
-_OTHER_HUB_KERNELS = ("MegaBlocks", "RMSNormGated", "Deformable", "causal_conv1d", "mamba", "gated_delta", "kda")
-
-
-@functools.cache
-def _hub_marks(module: str) -> dict[str, str]:
-    """The classes of a modelling file that have kernels on the Hub, with the decorators that name these."""
-    if not module.startswith("transformers.models."):
-        return {}
-    marked = r"((?:^@use_kernel.*\n(?:[ )].*\n)*)+)class (\w+)"
-    return {name: marks for marks, name in re.findall(marked, inspect.getsource(sys.modules[module]), re.M)}
 
 
 def _check_language_model(model: Any, what: str) -> None:

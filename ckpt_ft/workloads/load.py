@@ -229,9 +229,8 @@ def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: 
 def _by_kind(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
     """The workload of a transformers or a diffusers configuration."""
     if "_class_name" in config:
-        fused = spec.kernels.use_liger_kernel or spec.kernels.cut_cross_entropy or spec.kernels.use_kernels
-        if fused:
-            raise UserError(f"Liger's kernels, cut cross entropy and the Hub's are not for {name}, a diffusion model")
+        if spec.kernels.use_liger_kernel or spec.kernels.cut_cross_entropy:
+            raise UserError(f"Liger's kernels and cut cross entropy are not for {name}, a diffusion model")
         if spec.model.task or spec.model.num_labels:
             raise UserError(f"task and number of labels: {name} is a diffusion model, which is trained on noise")
         from ckpt_ft.workloads.diffusion_models import diffusion_model

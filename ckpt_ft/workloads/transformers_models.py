@@ -537,8 +537,6 @@ def _fuse(model: Any, spec: TrainingSpec) -> None:
                 raise UserError("Liger's fused_linear_cross_entropy: TRL has a fused head of its own; leave it out")
             asked["fused_linear_cross_entropy"] = False
         liger.apply(model, asked)
-    if spec.kernels.use_kernels:
-        liger.apply_hub_kernels(model)
     if spec.kernels.cut_cross_entropy:
         if spec.trainer.trainer:
             raise UserError("cut cross entropy: TRL's trainers have a fused head of their own; leave it out")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from dataclasses import replace
@@ -81,23 +80,20 @@ def test_fused_kernels_and_compiled_blocks_are_tried(
     assert run_cli(monkeypatch, *words, "--budget", "2GiB", "--batch-size", "64") == 0
     out = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     lines = [line for line in out if line.startswith("with --")]
-    assert [line.split()[1] for line in lines] == ["--liger", "--use-kernels", "--cut-cross-entropy", "--compile"]
+    assert [line.split()[1] for line in lines] == ["--liger", "--cut-cross-entropy", "--compile"]
     assert "(needs liger-kernel)" in lines[0]
-    assert "(needs a C compiler, for Triton)" in lines[3]
+    assert "(needs a C compiler, for Triton)" in lines[2]
     title = next(at for at, line in enumerate(out) if "No other is faster in fewer bytes" in line)
     rows = takewhile(bool, out[title + 3 :])
     speeds = [float(line.split()[-1].replace(",", "")) for line in rows]
     assert len(speeds) > 1
     assert speeds == sorted(speeds, reverse=True)
-    liger, hub, cut, _ = (float(re.search(r"([\d.]+) MiB reserved", line).group(1)) for line in lines)
-    assert max(liger, cut) < hub
     runs = [line.partition(": ") for line in out if line.startswith("train it")]
     assert [run[0].removeprefix("train it with ").split()[0] for run in runs[1:]] == [
         line.split()[1] for line in lines
     ]
     flags = (
         "--use_liger_kernel",
-        "--use_kernels",
         "# calls cut_cross_entropy.transformers.cce_patch",
         "--torch_compile",
     )

@@ -150,20 +150,11 @@ def test_ligers_experts_are_refused(tmp_path: Path) -> None:
     load(TrainingSpec.of(str(tmp_path), **fields_of({**flags, "liger_kernel_config": '{"swiglu": false}'})), "h100")
 
 
-@pytest.mark.parametrize("patch", [liger.apply_cut_cross_entropy, liger.apply_hub_kernels])
-def test_model_with_other_fused_kernels_trains_the_same_parameters(patch: Any) -> None:
+def test_model_with_cut_cross_entropy_trains_the_same_parameters() -> None:
     plain = _model("qwen3")
     fused = copy.deepcopy(plain)
-    patch(fused)
+    liger.apply_cut_cross_entropy(fused)
     assert _gradients(plain) == _gradients(fused)
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2", "gpt_oss"])
-def test_model_with_other_hub_kernels_is_refused(kind: str) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, num_hidden_layers=2))
-    with pytest.raises(UserError, match="use_kernels: .* has a kernel of its own, which is not modelled"):
-        liger.apply_hub_kernels(model)
 
 
 @pytest.fixture
@@ -240,7 +231,6 @@ def test_kernel_settings_of_other_trainers_are_read(tmp_path: Path) -> None:
     ).use_liger_kernel
     sft = {"model_name_or_path": "gpt2", "max_length": 64, "packing": False, "use_liger_kernel": True}
     assert fields({**sft, "liger_kernel_config": {"rope": False}}).liger_kernels == {"rope": False}
-    assert fields({**sft, "use_liger_kernel": False, "model_init_kwargs": {"use_kernels": True}}).use_kernels
     assert not fields({**AXOLOTL, "plugins": ["mine.Plugin"]}).use_liger_kernel
 
 
@@ -250,7 +240,6 @@ def test_kernel_settings_of_other_trainers_are_read(tmp_path: Path) -> None:
         ({"liger": True, "liger_kernel_config": "{rope}"}, "give JSON"),
         ({"liger": True, "liger_kernel_config": '{"ropes": true}'}, "no Liger kernel 'ropes'; did you mean 'rope'"),
         ({"liger_kernel_config": '{"rope": true}'}, "without use liger kernel; give both"),
-        ({"liger": True, "use_kernels": True}, "give --liger or --use-kernels"),
         ({"liger": True, "cut_cross_entropy": True, "liger_kernel_config": '{"cross_entropy": true}'}, "two losses"),
     ],
 )
@@ -261,9 +250,5 @@ def test_invalid_kernel_setting_is_refused(config: str, flags: dict[str, Any], s
 
 def test_model_without_liger_kernels_is_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("gpt2", n_layer=1, n_embd=32, n_head=2, vocab_size=64).save_pretrained(tmp_path)
-    for flags, said in (
-        ({"liger": True}, "kernels of 'gpt2'.* are not modelled"),
-        ({"use_kernels": True}, "no kernel"),
-    ):
-        with pytest.raises(UserError, match=said):
-            _trace(str(tmp_path), **flags)
+    with pytest.raises(UserError, match="kernels of 'gpt2'.* are not modelled"):
+        _trace(str(tmp_path), liger=True)
