@@ -158,7 +158,7 @@ def llama(name: str, fused_norms: bool, float8: str = "", tp: int = 1) -> nn.Mod
     with torch.device("meta"):
         model = Transformer(replace(SHAPES[name], fused_norms=fused_norms)).train()
     for block in model.layers.values() if float8 else ():
-        to_float8(nn.ModuleList([nn.Linear(1, 1), block, nn.Linear(1, 1)]), "tensorwise")
+        to_float8(nn.ModuleList([nn.Linear(1, 1), block, nn.Linear(1, 1)]))
     for layer in float8_layers(model):
         layer.gathers = float8.endswith("gathered")
     return model

@@ -209,16 +209,7 @@ class PrecisionSpec(Part):
         ),
         rule=_NO_BLOCK_SCALES,
     )
-    fp8_recipe: Literal["tensorwise", "rowwise"] = setting(
-        "tensorwise",
-        "with fp8: a scale for each tensor (tensorwise) or each row of it (rowwise)",
-        rule=_NO_BLOCK_SCALES,
-    )
     float32_ends: bool = setting(False, "embeddings, norms and head in float32, as axolotl loads models to train them")
-
-    def problems(self) -> dict[str, object]:
-        idle = self.fp8_recipe != "tensorwise" and self.mixed_precision != "fp8"
-        return {f"fp8 recipe {self.fp8_recipe}: give --mixed-precision fp8 too, or leave it out": idle}
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,10 @@ _MULTIPLE = 16  # `torch._scaled_mm` takes sizes that are multiples of it
 Cast = tuple[Tensor, Tensor]  # the values in 8 bits, and the scale that they were multiplied by
 
 
-def to_float8(model: nn.Module, recipe: str) -> None:
+def to_float8(model: nn.Module) -> None:
     """Converts the linear layers of `model` in place as accelerate does: all but the first and the last.
 
     Layers with sizes that are no multiples of 16 stay as they are, too.
-
-    Args:
-        recipe: "tensorwise" (one scale for a tensor) or "rowwise" (one for each row of an operand).
 
     Raises:
         UserError: no layer can be converted.
@@ -40,7 +37,7 @@ def to_float8(model: nn.Module, recipe: str) -> None:
             f"multiples of {_MULTIPLE}, without the first and the last); take bf16"
         )
     for layer in taken:
-        layer.__class__ = RowwiseFloat8Linear if recipe == "rowwise" else Float8Linear
+        layer.__class__ = Float8Linear
 
 
 def refuse_block_scales(model: nn.Module) -> None:
@@ -63,7 +60,7 @@ class Float8Linear(nn.Linear):
         gathered: the weight in 8 bits as it was gathered last, and its scale.
     """
 
-    rowwise = gathers = False
+    gathers = False
     scale: Tensor | None = None
     gathered: Cast | tuple[None, None] = None, None
 
@@ -71,62 +68,44 @@ class Float8Linear(nn.Linear):
         kind = hidden.device.type
         if torch.is_autocast_enabled(kind):
             hidden = hidden.to(torch.get_autocast_dtype(kind))
-        out: Tensor = _Product.apply(hidden, self.weight.t(), self.rowwise, *self.gathered)
+        out: Tensor = _Product.apply(hidden, self.weight.t(), *self.gathered)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def sent(self, shard: Tensor, group: Any) -> Cast:
         """What a rank sends of its `shard` of the weight: it is cast with the scale of the whole weight."""
-        return cast(shard, E4M3, None, group) if self.scale is None else (scaled(shard, E4M3, self.scale), self.scale)
-
-
-class RowwiseFloat8Linear(Float8Linear):
-    """A linear layer with a scale for each row of the left operand and each column of the right one."""
-
-    rowwise = True
+        return cast(shard, E4M3, group) if self.scale is None else (scaled(shard, E4M3, self.scale), self.scale)
 
 
 class _Product(torch.autograd.Function):
     """hidden (..., inputs) times weight (inputs, outputs); all gradients are computed, needed or not."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, rowwise: bool, data: Tensor | None, scale: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, data: Tensor | None, scale: Tensor | None) -> Tensor:
         ctx.save_for_backward(hidden, weight if data is None else data.t(), scale)
-        ctx.rowwise = rowwise
-        left = cast(hidden.reshape(-1, hidden.shape[-1]), E4M3, -1 if rowwise else None)
-        right = cast(weight, E4M3, 0 if rowwise else None) if data is None or scale is None else (data.t(), scale)
+        left = cast(hidden.reshape(-1, hidden.shape[-1]), E4M3)
+        right = cast(weight, E4M3) if data is None or scale is None else (data.t(), scale)
         out = product(left, right, hidden.dtype, fast=True)
         return out.reshape(*hidden.shape[:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden, weight, gathered = ctx.saved_tensors
-        first, last = (0, -1) if ctx.rowwise else (None, None)
-        flat, kind = gradient.reshape(-1, gradient.shape[-1]), E4M3 if ctx.rowwise else E5M2
-        data, scale = cast(weight, E4M3, last) if gathered is None else (weight, gathered)
-        of_hidden = product(cast(flat, kind, last), (data.t(), scale.t() if ctx.rowwise else scale), gradient.dtype)
-        data, scale = cast(flat, kind, first)
-        right = cast(hidden.reshape(-1, hidden.shape[-1]), E4M3, first)
-        of_weight = product((data.t(), scale.t() if ctx.rowwise else scale), right, gradient.dtype)
-        return of_hidden.reshape(hidden.shape), of_weight.t(), None, None, None
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        data, scale = cast(weight, E4M3) if gathered is None else (weight, gathered)
+        of_hidden = product(cast(flat, E5M2), (data.t(), scale), gradient.dtype)
+        data, scale = cast(flat, E5M2)
+        right = cast(hidden.reshape(-1, hidden.shape[-1]), E4M3)
+        of_weight = product((data.t(), scale), right, gradient.dtype)
+        return of_hidden.reshape(hidden.shape), of_weight.t(), None, None
 
 
-def cast(tensor: Tensor, dtype: torch.dtype, dim: int | None, group: Any = None) -> Cast:
-    """The tensor in 8 bits.
-
-    Args:
-        dim: the dimension that shares a scale, a power of two then; None for one scale.
-        group: processes that hold the other shards of the tensor.
-    """
-    most = torch.finfo(dtype).max
-    largest = tensor.abs().max() if dim is None else tensor.abs().amax(dim, keepdim=True)
+def cast(tensor: Tensor, dtype: torch.dtype, group: Any = None) -> Cast:
+    """The tensor in 8 bits with one scale; group: processes that hold the other shards of the tensor."""
+    largest = tensor.abs().max()
     if group is not None:
         ops = torch.ops._c10d_functional
         largest = ops.wait_tensor(ops.all_reduce(largest, "max", group.group_name))
-    scale = (most / largest.to(torch.float64).clamp(min=_SMALLEST)).to(torch.float32)
-    if dim is not None:
-        scale = torch.exp2(torch.floor(torch.log2(scale)))
+    scale = (torch.finfo(dtype).max / largest.to(torch.float64).clamp(min=_SMALLEST)).to(torch.float32)
     return scaled(tensor, dtype, scale), scale
 
 
@@ -139,19 +118,11 @@ def scaled(tensor: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
 def product(left: Cast, right: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """The matrix product of two casts in `dtype`: rows of the left operand and columns of the right one lie together.
 
-    fast: sums in fewer bits, and scales by rows within the kernel; otherwise rows are scaled afterwards.
+    fast: sums in fewer bits.
     """
-    (a, by_rows), (b, by_columns) = left, right
+    (a, of_a), (b, of_b) = left, right
     short = -a.shape[1] % _MULTIPLE
     a, b = nn.functional.pad(a, (0, short)), nn.functional.pad(b, (0, 0, 0, short))  # copies, also where none is short
     a = a if a.stride(1) == 1 else a.contiguous()
     b = b if b.stride(0) == 1 else b.t().contiguous().t()
-    scales = by_rows.reciprocal(), by_columns.reciprocal()
-    after = scales[0] * scales[1] if by_rows.dim() and not fast else None
-    if after is not None:
-        scales = scales[0].new_ones(()), scales[1].new_ones(())
-    made = torch.bfloat16 if by_rows.dim() else dtype  # scaled rows are in no other
-    out = torch._scaled_mm(a, b, *scales, out_dtype=made, use_fast_accum=fast)
-    if after is not None:
-        out *= after
-    return out.to(dtype)
+    return torch._scaled_mm(a, b, of_a.reciprocal(), of_b.reciprocal(), out_dtype=dtype, use_fast_accum=fast)

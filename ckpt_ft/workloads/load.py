@@ -76,7 +76,7 @@ def load(
         workload = trainer_step(workload, spec.edit(seq_length=workload.shape.get("seq_length")))
     if spec.precision.mixed_precision == "fp8":
         _needs_float8(gpu)
-        to_float8(workload.model, spec.precision.fp8_recipe)
+        to_float8(workload.model)
     share, sleeps = vllm_share(spec) or (0.0, False)
     if gpu and share and not sleeps:  # as the CUDA context, it leaves the step less of the card
         device = gpu = replace(gpu, context=gpu.context + int(share * gpu.memory))

@@ -23,17 +23,15 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in ((64, 64), (64, 128), (128, 64), (64, 24), (24, 64), (64, 8))))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_products_are_those_of_the_rounded_operands(recipe: str) -> None:
+def test_products_are_those_of_the_rounded_operands() -> None:
     model = layers().bfloat16()
     plain = copy.deepcopy(model)
-    to_float8(model, recipe)
+    to_float8(model)
     kinds = [type(layer) is nn.Linear for layer in model]
     assert kinds == [True, False, False, True, True, True]  # the first, those with 24 outputs or inputs, and the last
     assert list(model.state_dict()) == list(plain.state_dict())
     hidden = torch.randn(3, 8, 64, dtype=torch.bfloat16)
-    dim = -1 if recipe == "rowwise" else None
-    (a, of_a), (b, of_b) = cast(hidden.reshape(24, 64), E4M3, dim), cast(model[1].weight, E4M3, dim)
+    (a, of_a), (b, of_b) = cast(hidden.reshape(24, 64), E4M3), cast(model[1].weight, E4M3)
     expected = (a.float() / of_a) @ (b.float() / of_b).t() + model[1].bias.float()
     torch.testing.assert_close(model[1](hidden).float().reshape(24, 128), expected, rtol=0.02, atol=0.02)
     for each in (model, plain):
@@ -51,7 +49,7 @@ def test_three_products_in_8_bits_and_operands_saved_as_they_are() -> None:
     for converted, compiled in ((False, False), (True, False), (True, True)):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3))).bfloat16()
         if converted:
-            to_float8(model, "tensorwise")
+            to_float8(model)
         if compiled:
             model.compile()
         traces.append(trace_step(model, step, device="h100", warmup_steps=0))
@@ -82,7 +80,7 @@ def test_fsdp2_gathers_weights_in_8_bits() -> None:
 
     for eight in (False, True):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
-        to_float8(model, "tensorwise")
+        to_float8(model)
         launch = Launch("fsdp2", 4, mixed_precision="fp8", float8_gather=eight, wrap=None)
         traces.append(trace_step(model, step, make_optimizer=adamw, device="h100", launch=launch))
         assert not model[1].gathers
@@ -100,7 +98,6 @@ def test_fsdp2_gathers_weights_in_8_bits() -> None:
         ({"device": "cpu"}, "fp8 on the CPU: it needs compute capability 8.9"),
         ({"device": "h100", "load_in_4bit": True, "lora_r": 8}, "mixed precision fp8 and 4-bit weights"),
         ({"device": "h100", "launch": Launch("zero2", 2)}, "mixed precision fp8 and zero2"),
-        ({"device": "h100", "mixed_precision": "bf16", "fp8_recipe": "rowwise"}, "give --mixed-precision fp8 too"),
     ],
 )
 def test_where_there_are_no_such_products(given: dict[str, object], says: str, tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
             transformer_cls_names_to_wrap=list(launch.wrap or ()) or None,
             cpu_ram_efficient_loading=False,
         )
-    for layer in [m for m in model.modules() if isinstance(m, Float8Linear) and not m.rowwise]:
+    for layer in [m for m in model.modules() if isinstance(m, Float8Linear)]:
         layer.gathers = launch.float8_gather
         if layer.gathers and launch.offload_params:
             raise UserError(
