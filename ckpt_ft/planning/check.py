@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ckpt_ft.checkpointing.parity import Parity, check_parity
-from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.memory.gpus import current_gpu, find_gpu
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import library_reads, require_weights
@@ -24,7 +24,6 @@ from ckpt_ft.workloads.model_config import hub_answers, hub_id
 from ckpt_ft.workloads.transformers_models import task_of
 from ckpt_ft.workloads.workload import Batch, Workload
 
-_CARD = "a100-80gb"  # used to trace steps of a CPU
 _TOPS = {
     "timestep": 1000,
     "class_labels": 1000,
@@ -38,7 +37,7 @@ def check_model(spec: TrainingSpec, seed: int) -> Parity:
     only a config. A note says which.
 
     Raises:
-        UserError: an unknown model, weights that cannot be read, a step too large for memory, or a policy that
+        UserError: an unknown model, weights that cannot be read or do not fit into memory, or a policy that
             does not suit the model.
     """
     name, batch_size = spec.model.name, spec.data.batch_size
@@ -46,7 +45,6 @@ def check_model(spec: TrainingSpec, seed: int) -> Parity:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     workload = load(spec, current_gpu() or "cpu")
     _check_room(name, workload.model, device)
-    notes = _check_batch(name, workload, batch_size, device)
     model, saved = _with_weights(name, workload.model)
     model = model.to(device)
     batch = tree_map_only(torch.Tensor, lambda x: x.to(device), _random(workload, spec, batch_size))
@@ -54,7 +52,7 @@ def check_model(spec: TrainingSpec, seed: int) -> Parity:
         batch["target"] = torch.randn_like(_noise_like(model, batch))
     parity = check_parity(model, batch, spec.policy, loss=workload.loss_of, seed=seed)
     weights = "the saved weights" if saved else "random weights: none are saved there, or the Hub cannot be reached"
-    return replace(parity, notes=[*parity.notes, *notes, f"note: {name} with {weights}"])
+    return replace(parity, notes=[*parity.notes, f"note: {name} with {weights}"])
 
 
 def _check_room(name: str, model: nn.Module, device: torch.device) -> None:
@@ -67,29 +65,6 @@ def _check_room(name: str, model: nn.Module, device: torch.device) -> None:
             f"{name}: a check needs {format_bytes(needed)} for weights and gradients alone, {format_bytes(free)} are "
             "free; check a config with fewer layers: the blocks are alike"
         )
-
-
-def _check_batch(name: str, workload: Workload, batch_size: int, device: torch.device) -> list[str]:
-    """Raises UserError if a step does not fit; returns a note if that is unknown.
-
-    The step is traced for a GPU, because a CPU's step would really run. It has no optimizer, but a second copy of the
-    gradients.
-    """
-    step = replace(workload, device=current_gpu() or find_gpu(_CARD), make_optimizer=None)
-    try:
-        trace = step.trace(batch_size)
-    except Exception as error:  # errors of any library: a check can run steps that a trace cannot
-        if isinstance(error, UserError) and not isinstance(error.__cause__, NotImplementedError):
-            raise
-        return [f"note: a step cannot be traced, so whether it fits is not known: {one_line(error, 200)}"]
-    gradients = sum(p.numel() * p.element_size() for p in workload.model.parameters() if p.requires_grad)
-    needed, free = trace.peak_allocated + gradients, _free(device)
-    if needed > free:
-        raise UserError(
-            f"{name}: a check of batch {batch_size} takes about {format_bytes(needed)}, {format_bytes(free)} are "
-            "free; check a smaller batch: a policy does the same to each sample"
-        )
-    return []
 
 
 def _free(device: torch.device) -> int:
