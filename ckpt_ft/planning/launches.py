@@ -26,7 +26,7 @@ from .budget import Candidate, MemoryBudget, better, limited_by_phases
 from .depth import Shallow, suits
 from .scaled_traces import LOW, Estimates, Latest, host_bytes, with_sizes
 from .search import ends, pick_first, search, timed, trace_final_batches
-from .tracing import Key, Tracer, trace_all
+from .tracing import Tracer, trace_all
 
 Room = Callable[[Launch | None], MemoryBudget]  # the budget of a process under a launch; None for a single process
 _SLACK = 1.05  # an estimate over the limit by up to this factor may still fit
@@ -59,24 +59,6 @@ def with_experts(launches: Sequence[Launch], model: nn.Module) -> list[Launch]:
     except UserError:
         return list(launches)
     return [*launches, divided] if divided.ep > 1 else list(launches)
-
-
-def first_that_fits(tracer: Tracer, launches: Sequence[Launch], room_of: Room, key: Key) -> Candidate | None:
-    """The policy and batch `key` under the first of `launches` that suits a deep model, if it fits: an early answer.
-
-    The two shallow models are traced at the same time if `tracer` has several processes.
-    """
-    jobs = 2 if tracer.parallel else 1
-    for launch in launches:
-        room = room_of(launch)
-        if not suits(key[0]) or (shallow := Shallow.of(tracer.under(launch).workload)) is None:
-            return None
-        few, more = (Tracer(workload, jobs, tracer.report) for workload in shallow.workloads)
-        with suppress(UserError), few, more:
-            if all(isinstance(trace, StepTrace) for (trace,) in trace_all([(few, [key]), (more, [key])])):
-                one = Extended(more, room, few=few, shallow=shallow).estimate(*key)
-                return one if room.fits(one) else None
-    return None
 
 
 def search_shared(

@@ -24,7 +24,7 @@ from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
-from .launches import LONG, OF_LONG, Extended, Launches, first_that_fits, search_shared, split_by_sharing
+from .launches import LONG, OF_LONG, Extended, Launches, search_shared, split_by_sharing
 from .scaled_traces import Estimates
 from .search import search
 from .tracing import Report, Tracer
@@ -142,8 +142,6 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
         launches, sharing = split_by_sharing(asked.launches)
         policies = asked.chosen or OF_LONG
         long = sharing and workload.shape.get("seq_length", 0) >= LONG
-        if long and (first := first_that_fits(tracer, sharing, room_of, (policies[-1], asked.batch_size or 1))):
-            on_fit(first)
         several = Launches(tracer, launches, room_of, *limits)
         found = [] if long and several.never_fits() else several.search(asked.chosen)
         if found:
