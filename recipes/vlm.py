@@ -29,10 +29,8 @@ from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.samples.language import make_questions
 from ckpt_ft.training.trainer import evaluate, start, train, with_sample, write_model_card
 from ckpt_ft.training.vision_language import (
-    Questions,
     VisionLanguageModelArguments,
     check_all_have_images,
-    check_answers,
     collator_of,
     encode_conversations,
     load_model,
@@ -46,7 +44,6 @@ BUILT_IN = {
     "output_dir": "out/vlm",
     "train_towers": "both",
     "test_split_size": 0.05,
-    "answered": 100,
     "max_steps": 400,
     "per_device_train_batch_size": 16,
     "learning_rate": 1e-3,
@@ -66,7 +63,6 @@ def parse(
     model_args, data_args, ac_args, training_args = parse_args(
         groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__
     )
-    check_answers(data_args.answered, training_args.do_eval)
     training_args.remove_unused_columns = False  # a row's transform loads its images from other columns
     return model_args, data_args, ac_args, training_args
 
@@ -104,17 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             data_collator=collator,
         )
     memory = ACCallback(ac_args).attach(trainer)
-    questions = None
-    if data_args.answered and eval_dataset is not None:
-        asked = eval_dataset.select(range(min(data_args.answered, len(eval_dataset))))
-        questions = Questions(asked, processor.tokenizer, collator)
-        before = questions.count_right(model)
     train(trainer, memory, directory)
-    counts = {}
-    if questions is not None:
-        counts = {"answers_asked": len(asked), "answers_before": before, "answers_after": questions.count_right(model)}
-        print(f"held-out questions answered: {before} of {len(asked)} before, {counts['answers_after']} after")
-    evaluate(trainer, **counts)
+    evaluate(trainer)
     write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
 
 

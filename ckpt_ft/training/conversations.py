@@ -47,7 +47,6 @@ class VisionLanguageArguments(SplitArguments):
         None, "Most pixels of an image; larger ones are scaled down (Qwen-VL and its kin)."
     )
     longest_side: AtLeastOne | None = flag(None, "Pixels of an image's longer side (Idefics3, SmolVLM, Pixtral).")
-    answered: Count = flag(0, "Held-out questions to answer before and after training, to count the right answers.")
 
 
 @dataclass(frozen=True)

@@ -112,13 +112,12 @@ def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None
         trainer.save_metrics("train", metrics)
 
 
-def evaluate(trainer: Trainer, **metrics: Any) -> None:
-    """Evaluates if there are rows for it, then logs and saves the results with other `metrics`."""
-    if trainer.eval_dataset is None:
-        return
-    results = trainer.evaluate() | metrics
-    trainer.log_metrics("eval", results)
-    trainer.save_metrics("eval", results)
+def evaluate(trainer: Trainer) -> None:
+    """Evaluates if there are rows for it, then logs and saves the results."""
+    if trainer.eval_dataset is not None:
+        results = trainer.evaluate()
+        trainer.log_metrics("eval", results)
+        trainer.save_metrics("eval", results)
 
 
 def train_with_replanning(trainer: Trainer, session: Session, directory: RunDirectory) -> dict[str, float]:

@@ -9,7 +9,7 @@ names the row, the model, the dataset or the flag.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from accelerate import PartialState
 from torch.nn.functional import pad
 from transformers import ProcessorMixin
 from transformers.utils import is_torchvision_available
@@ -55,7 +54,7 @@ from ckpt_ft.workloads.transformers_models import ImagePositions, check_packing,
 if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from ckpt_ft.workloads.sample_sizes import Lengths
     from ckpt_ft.workloads.workload import MakeBatch
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
 
 TOKENS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")  # one value per token
 TOKEN_TYPES = TOKENS[3:]  # mark image tokens; some models take them
-CROSS_ATTENTION_MASK = "cross_attention_mask"
 _ENCODING_VERSION = 4  # part of the cache key of `datasets`: raise it when rows are encoded differently
 
 
@@ -104,7 +102,6 @@ def encode_conversations(
         )
     warn_of_cut_rows(sum(encoded["cut"]), len(rows) - len(encoded), len(rows), args.max_length)
     encoded = encoded.remove_columns("cut")
-    _check_cross_attention(processor, encoded["pixels"])
     if args.packing:
         encoded = encoded.map(
             pack,
@@ -190,17 +187,12 @@ class _Encoder:
 
     def _piece(self, text: str, cells: list[Cell], place: str) -> dict[str, Any]:
         tokenizer: Any = self.processor.tokenizer
-        word, bos = getattr(self.processor, "image_token", None), tokenizer.bos_token
+        word = getattr(self.processor, "image_token", None)
         if word and text.count(word) > len(cells):
             raise UserError(f"{place}: its text holds {word}, which stands for an image to this model; take it out")
         if not cells:
             return {"input_ids": tokenizer(text, add_special_tokens=False).input_ids}
-        made = processed(self.processor, text, cells, self.images, place)
-        if bos is None or bos in text:
-            return made
-        # Llama 3.2 Vision's processor puts a token in front that is not in the text.
-        kept = [at for at, token in enumerate(made["input_ids"]) if token != tokenizer.bos_token_id]
-        return {name: [value[at] for at in kept] if name in TOKENS else value for name, value in made.items()}
+        return processed(self.processor, text, cells, self.images, place)
 
 
 def processed(
@@ -262,14 +254,12 @@ class ImageCollator:
         token_types: those of `TOKEN_TYPES` that the model takes.
         positions: computes the positions of packed rows for models whose images have positions of their own.
         in_one: as in `PadCollator`.
-        image_token: the image token of a model with cross-attention.
     """
 
     pad_token_id: int
     token_types: tuple[str, ...]
     positions: ImagePositions | None = None
     in_one: bool = False
-    image_token: int = -1
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         images = concatenated_images(row["images"] for row in rows)
@@ -281,10 +271,6 @@ class ImageCollator:
         for name in self.token_types:
             batch[name] = torch.tensor([row[name] + [0] * (longest - len(row[name])) for row in rows])
         batch |= images
-        if CROSS_ATTENTION_MASK in batch:
-            batch[CROSS_ATTENTION_MASK] = cross_attention_mask(
-                batch["input_ids"], batch["aspect_ratio_mask"], self.image_token
-            )
         if packed and self.positions is not None:
             batch["position_ids"] = self.positions.compute(batch)
         return batch
@@ -304,76 +290,6 @@ def concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([pad(tensor, each) for tensor, each in zip(tensors, padding, strict=True)])
 
 
-def cross_attention_mask(input_ids: torch.Tensor, tiles: torch.Tensor, image_token: int) -> torch.Tensor:
-    """Returns which tokens see which tiles of which image, (B, length, images, tiles), for Llama 3.2 Vision.
-
-    The processor computes this mask from a whole text. Rows are cut, padded and generated from in parts, so it is
-    computed here from the tokens, with the processor's own functions.
-
-    Args:
-        tiles: (B, images, tiles), 1 for the tiles that an image has.
-    """
-    from transformers.models.mllama import processing_mllama as mllama
-
-    spans = [mllama.get_cross_attention_token_mask(ids, image_token) for ids in input_ids.tolist()]
-    mask = mllama.convert_sparse_cross_attention_mask_to_dense(
-        spans, tiles.sum(-1).tolist(), max_num_tiles=tiles.shape[-1], length=input_ids.shape[1]
-    )
-    return torch.from_numpy(mask)
-
-
-def _check_cross_attention(processor: ProcessorMixin, pixels: Sequence[int]) -> None:
-    """Raises UserError if a model with cross-attention would get batches of rows with and without images."""
-    without = sum(not count for count in pixels)
-    if CROSS_ATTENTION_MASK in processor.model_input_names and 0 < without < len(pixels):
-        raise UserError(
-            f"{without} of {len(pixels)} rows have no image: this model reads images by cross-attention, and cannot "
-            "mix rows with and without images in a batch; leave them out, or train on them separately"
-        )
-
-
-def check_answers(count: int, evaluates: bool) -> None:
-    """Raises UserError if `--answered` has no held-out rows, or several processes."""
-    if count and not evaluates:
-        raise UserError(f"--answered {count}: no rows are held out; add --eval_strategy and --test_split_size, say")
-    if count and PartialState().num_processes > 1:
-        raise UserError(f"--answered {count} works in one process only; leave it out, and test the saved model")
-
-
-@dataclass
-class Questions:
-    """The last answer of each encoded row, to be generated from the tokens and images before it."""
-
-    rows: Dataset
-    tokenizer: PreTrainedTokenizerBase
-    collate: Callable[[list[Any]], dict[str, Any]]
-
-    def count_right(self, model: PreTrainedModel) -> int:
-        """Returns how many answers `model` generates word for word, greedily."""
-        training = model.training
-        model.eval()
-        try:
-            return sum(self._answer(model, row) for row in self.rows)
-        finally:
-            model.train(training)
-
-    @torch.no_grad()
-    def _answer(self, model: PreTrainedModel, row: dict[str, Any]) -> bool:
-        labels = row["labels"]
-        end = max(at for at, label in enumerate(labels) if label != IGNORED) + 1
-        begin = end - next(n for n, label in enumerate([*labels[:end][::-1], IGNORED]) if label == IGNORED)
-        prompt = {name: value[:begin] if isinstance(value, list) else value for name, value in row.items()}
-        batch = {name: value.to(model.device) for name, value in self.collate([prompt]).items() if name != "labels"}
-        generated: Any = model.generate(
-            **batch, max_new_tokens=end - begin, do_sample=False, use_cache=True,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )  # fmt: skip
-        return self._text(generated[0, begin:].tolist()) == self._text(labels[begin:end])
-
-    def _text(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
-
-
 def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArguments) -> ProcessorMixin:
     """Returns the model's processor, set to the image size of the flags."""
     from transformers import AutoProcessor
@@ -383,6 +299,11 @@ def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArgum
     if not hasattr(processor, "image_processor"):
         raise UserError(
             f"model {args.model_name_or_path}: its processor takes no images; recipes/llm.py trains on text"
+        )
+    if "cross_attention_mask" in processor.model_input_names:
+        raise UserError(
+            f"model {args.model_name_or_path} reads images by cross-attention (Llama 3.2 Vision), which this recipe "
+            "does not train; `ckpt-ft run` puts a script that does under a policy"
         )
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:
@@ -415,9 +336,8 @@ def collator_of(model: Any, pad_token_id: int, packing: bool = False) -> ImageCo
     model = without_adapters(model)
     forward = inspect.signature(model.forward)
     token_types = tuple(name for name in TOKEN_TYPES if name in forward.parameters)
-    image_token = getattr(model.config, "image_token_index", -1)
     if not packing:
-        return ImageCollator(pad_token_id, token_types, image_token=image_token)
+        return ImageCollator(pad_token_id, token_types)
     check_packing(model)
     return ImageCollator(pad_token_id, token_types, ImagePositions.of(model), in_one_sequence(model))
 

@@ -28,7 +28,7 @@ from ckpt_ft.workloads.load import load
 
 SMALL = {
     "max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "save_strategy": "no", "eval_strategy": "no",
-    "answered": 0, "learning_rate": 1e-3, "ac_report": "json", "disable_tqdm": "true",
+    "learning_rate": 1e-3, "ac_report": "json", "disable_tqdm": "true",
 }  # fmt: skip
 LORA = ["--use_peft", "--lora_r", "4", "--lora_dropout", "0"]
 
@@ -110,15 +110,11 @@ def test_adapters_of_one_tower_load_and_the_frozen_tower_saves_nothing(
 
 
 @pytest.mark.slow
-def test_built_in_run_learns_to_answer(vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/vlm.md has the answers of a complete run."""
-    losses = train(vlm, tmp_path, max_steps=30, answered=8, eval_strategy="steps", learning_rate=3e-3)
+def test_built_in_run_learns(vlm: ModuleType, tmp_path: Path) -> None:
+    losses = train(vlm, tmp_path, max_steps=30, eval_strategy="steps", learning_rate=3e-3)
     assert losses[0] > 5  # ln 381 = 5.94 for an untrained model
     assert sum(losses[-5:]) / 5 < 3
-    results = json.loads((tmp_path / "eval_results.json").read_text())
-    assert results["answers_asked"] == 3  # 5 % of 48 rows, rounded up
-    assert results["answers_before"] == 0
-    assert f"held-out questions answered: 0 of 3 before, {results['answers_after']} after" in capsys.readouterr().out
+    assert json.loads((tmp_path / "eval_results.json").read_text())["eval_loss"] < 3.5
 
 
 def test_resumed_vlm_run_has_the_same_losses(vlm: ModuleType, tmp_path: Path) -> None:
@@ -201,8 +197,6 @@ def test_bad_row_fails(vlm: ModuleType, drawn: tuple[Path, Path], tmp_path: Path
         (["--max_pixels", "4096"], "max pixels 4096: LlavaNextImageProcessorPil has no such budget"),
         (["--longest_side", "64"], "longest side 64: LlavaNextImageProcessorPil does not go by it"),
         (["--dataset_num_proc", "-1"], "--dataset_num_proc -1: it should be greater than or equal to 0"),
-        (["--answered", "-4"], "--answered -4: it should be greater than or equal to 0"),
-        (["--answered", "4"], "--answered 4: no rows are held out"),
         (["--packing", "--use_cache"], "--packing with --use_cache: with a KV cache packed rows see one another"),
         (["--ac_policy", "full@audio"], "has no audio tower; it has language, vision"),
         ([*LORA, "--lora_target_modules", "qq"], "--lora_target_modules qq: no layer of that name"),

@@ -11,7 +11,7 @@ from test_llm_launch import two_ranks
 
 BLOCKS = '{"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "SiglipEncoderLayer"]}'
 SMALL = [
-    "--max_steps", "3", "--logging_steps", "1", "--max_length", "2048", "--answered", "0", "--eval_strategy", "no",
+    "--max_steps", "3", "--logging_steps", "1", "--max_length", "2048", "--eval_strategy", "no",
     "--learning_rate", "1e-3", "--train_towers", "both", "--ac_policy", "full@language", "--disable_tqdm", "true",
 ]  # fmt: skip
 LORA = ["--use_peft", "--lora_r", "4", "--lora_dropout", "0"]

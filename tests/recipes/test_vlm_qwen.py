@@ -92,7 +92,7 @@ def train(vlm: ModuleType, qwen: Path, out: Path, *flags: str) -> list[float]:
 
 def test_qwen_is_trained_resumed_and_its_best_checkpoint_kept(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
     """Weights are saved under the published names, which a Trainer alone would not read back."""
-    flags = ["--train_towers", "both", "--ac_policy", "full@language,full@vision", "--answered", "1"]
+    flags = ["--train_towers", "both", "--ac_policy", "full@language,full@vision"]
     flags += ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--greater_is_better", "true"]
     losses = train(vlm, qwen, tmp_path, *flags)
     saved = load_file(tmp_path / "model.safetensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
+    AutoProcessor,
     Gemma3ImageProcessorPil,
     Gemma3Processor,
     Idefics3ImageProcessorPil,
@@ -27,7 +29,13 @@ from versions import needs_processor
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.conversations import ImageLoader, VisionLanguageArguments, conversation, load_conversations
 from ckpt_ft.training.samples.language import IMAGE_CHAT_TEMPLATE, make_tokenizer
-from ckpt_ft.training.vision_language import collator_of, concatenated, encode_conversations
+from ckpt_ft.training.vision_language import (
+    VisionLanguageModelArguments,
+    collator_of,
+    concatenated,
+    encode_conversations,
+    load_processor,
+)
 
 TEXT = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -168,3 +176,10 @@ def test_smaller_image_tensors_are_padded_with_zeros() -> None:
     assert both.shape == (3, 4, 3)
     assert both.sum() == one.sum() + two.sum()
     assert both[0, :2].eq(1).all()
+
+
+def test_model_with_cross_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(image_processor=None, model_input_names=["input_ids", "cross_attention_mask"])
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda *args, **kwargs: made)
+    with pytest.raises(UserError, match=r"reads images by cross-attention .*, which this recipe does not train"):
+        load_processor(VisionLanguageModelArguments(model_name_or_path="x"), VisionLanguageArguments())
