@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)
     evaluate(trainer)
-    write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
+    write_model_card(trainer)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.args = check_batch_norm(model, trainer.args, len(train_rows))  # for the chosen batch size
     train(trainer, memory, directory)
     evaluate(trainer)
-    write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
+    write_model_card(trainer)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,17 @@
-"""What every Trainer recipe does beside its own code: start, train, evaluate, and the model card.
-
-The card is Trainer's own with the memory report.
-"""
+"""What every Trainer recipe does beside its own code: start, train, evaluate, and the model card."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import set_seed
 
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, never_fatal, one_line
-from ckpt_ft.files import write
 from ckpt_ft.redact import redacted_text
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.checkpoints import Finished, RunDirectory, keep_checkpoints, load_finished
@@ -30,7 +24,6 @@ from ckpt_ft.units import format_bytes
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-    from ckpt_ft.memory.measure.report import MemoryReport
     from ckpt_ft.training.arguments import ACArguments
 
 Model = TypeVar("Model", bound=ModelArguments)
@@ -163,47 +156,20 @@ def train_with_replanning(trainer: Trainer, session: Session, directory: RunDire
         logger.warning("%s; planned again for %s: %s, from %s", reason, format_bytes(budget), made.best.policy, place)
 
 
-def write_model_card(trainer: Trainer, report: MemoryReport | None, *, dataset: str | None = None) -> None:
-    """Write `README.md` into the output directory, on the main process; with `push_to_hub`, upload everything first.
+def write_model_card(trainer: Trainer) -> None:
+    """Writes Trainer's own `README.md` into the output directory; with `push_to_hub`, uploads the directory.
 
-    The card names `dataset` unless it is a local path. If the card cannot be written, a warning is logged.
+    The reports lie beside the card. If the card cannot be written, a warning is logged.
 
     Raises:
         WorkFailed: the upload failed; the weights are in the output directory.
     """
-    args = trainer.args
-    named = {"dataset": dataset} if dataset and not Path(dataset).exists() else {}
-    if args.push_to_hub:
-        with _uploading(trainer):
-            trainer.push_to_hub(**named)  # writes and uploads its own card, so ours follows
-    ours = trainer.is_world_process_zero() and report is not None
-    with never_fatal("writing the model card"):
-        if not args.push_to_hub:
-            trainer.create_model_card(**named)
-        if report is not None and ours:
-            card = Path(args.output_dir) / "README.md"
-            written = redacted_text(card.read_text(encoding="utf-8").rstrip())
-            write(card, f"{written}\n\n{_section(report)}\n")
-    if args.push_to_hub and ours:
-        from huggingface_hub import upload_file
-
-        with _uploading(trainer):
-            upload_file(
-                path_or_fileobj=Path(args.output_dir) / "README.md", path_in_repo="README.md",
-                repo_id=trainer.hub_model_id, token=args.hub_token,
-            )  # fmt: skip
-
-
-def _section(report: MemoryReport) -> str:
-    """The report with its headings one level down, and without secrets in its command."""
-    lines = redacted_text(report.to_markdown()).strip().splitlines()
-    return "\n".join(f"#{line}" if line.startswith("#") else line for line in lines)
-
-
-@contextmanager
-def _uploading(trainer: Trainer) -> Iterator[None]:
+    if not trainer.args.push_to_hub:
+        with never_fatal("writing the model card"):
+            trainer.create_model_card()
+        return
     try:
-        yield
+        trainer.push_to_hub()
     except Exception as error:  # network, Hub or repository errors
         out, why = trainer.args.output_dir, redacted_text(one_line(f"{type(error).__name__}: {error}", 300))
         raise WorkFailed(

@@ -212,7 +212,7 @@ def test_output_of_a_run_contains_no_secret(
     left = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert {"memory_report.json", "memory_report.md", "README.md", "training_args.bin"} <= left.keys()
     assert [name for name, content in left.items() if b"qZ81secret" in content] == []
-    for name in ("memory_report.json", "memory_report.md", "README.md"):
+    for name in ("memory_report.json", "memory_report.md"):
         assert b"--hub_token" in left[name]
         assert b"hf_alsoSecret1" not in left[name]
         assert str(home).encode() not in left[name]
