@@ -107,7 +107,9 @@ def _load_file(path: Path, split: str) -> Dataset:
     if path.stat().st_size == 0:
         raise UserError(f"dataset {path}: the file is empty")
     try:
-        return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
+        rows = load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
+        rows.data.validate(full=True)  # texts that are not UTF-8, which are decoded only when they are read
+        return rows
     except Exception as error:
         raise UserError(f"dataset {path}: {unreadable(error)}") from error
 

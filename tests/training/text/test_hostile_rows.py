@@ -24,7 +24,6 @@ def read(path: Path) -> list[str]:
         ROW + b'{"text": "caf\xe9"}\n',
         ROW + b'{"text": ' + b"[" * 500 + b"\n",
         b"9" * 5000 + b"\n",
-        b'{"text": "a"}\n{"text": {"a": 1}}\n',
     ],
 )
 def test_malformed_file_is_one_line(tmp_path: Path, content: bytes) -> None:
