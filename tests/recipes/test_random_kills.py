@@ -55,7 +55,7 @@ _LOOP = """
 RECIPES = {
     "llm": _TRAINER + _LORA + "--max_length 32",
     "image_classification": _TRAINER + "--max_train_samples 200 --eval_strategy no",
-    "vlm": _TRAINER + _LORA + "--answered 0 --eval_strategy no --train_towers both",
+    "vlm": _TRAINER + _LORA + "--eval_strategy no --train_towers both",
     "diffusion_unet": _LOOP,
     "diffusion_transformer": _LOOP,
 }
