@@ -165,6 +165,7 @@ class _DryRun:
         for name in (
             "transformers.integrations.moe",
             "trl.kernels.chunked_logprob",
+            "bitsandbytes",  # it looks for a GPU when it is imported
         ):  # before their kernels are replaced
             with contextlib.suppress(ImportError):
                 __import__(name)
