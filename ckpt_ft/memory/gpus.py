@@ -319,14 +319,18 @@ def find_gpu(name: str) -> GPU:
         note = _OF_KERNELS.format(_OF_SIZE)
         return replace(card, name=f"a card of {format_bytes(card.memory)}", note=note, sized=True)
     bare = _plain(_SIZE.sub(" ", name))
-    sizes = {card: GPUS[card].memory / GIB for key, card in known.items() if re.fullmatch(rf"{bare}(\d+gb)?", key)}
-    if size is None and sizes and bare:
+    models = [
+        (card, key.removesuffix(card.rpartition("-")[2]) if card.endswith("gb") else key)
+        for key, card in known.items()
+    ]
+    sizes = {card: GPUS[card].memory / GIB for card, model in models if model == bare}
+    if size is None and sizes:
         return GPUS[known.get(re.sub("^[rg]tx", "", bare)) or min(sizes, key=sizes.__getitem__)]
     if size is not None and sizes:
         asked = float(size[1]) / (1024 if size[2].lower() == "m" else 1)
-        card = min(sizes, key=lambda card: abs(asked / sizes[card] - 1))
-        near = abs(asked / sizes[card] - 1) < _NEAR
-        return GPUS[card] if near else _resized(GPUS[card], f"{size[1]} {size[2]}iB")
+        nearest = min(sizes, key=lambda card: abs(asked / sizes[card] - 1))
+        near = abs(asked / sizes[nearest] - 1) < _NEAR
+        return GPUS[nearest] if near else _resized(GPUS[nearest], f"{size[1]} {size[2]}iB")
     if _OTHER.match(name.strip()):
         raise UserError(f"--device {name}: only cards that run CUDA or ROCm are predicted (`ckpt-ft gpus` lists them)")
     close = dict.fromkeys(known[match] for match in difflib.get_close_matches(plain, known, n=3, cutoff=0.7))

@@ -160,7 +160,7 @@ def launch_words(launch: Launch) -> list[str]:
 
 def can_train(recipe: str, spec: TrainingSpec) -> bool:
     """Whether the recipe has flags for every field of `spec` that is not at its default."""
-    launch, mixed, dtype = spec.launch.launch, spec.precision.mixed_precision, spec.precision.dtype
+    launch, mixed, dtype = spec.launch.launch, spec.precision.mixed_precision, str(spec.precision.dtype)
     trained = {*OPTIM_OF_TRAINER, *OFFLOADING.values(), "none"}
     divided = launch is not None and launch.ep > 1 and (recipe != "llm" or spec.adapter.trains)
     if recipe.startswith("diffusion"):
