@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from diffusers.utils import make_image_grid
+from PIL import Image
 from torch import Tensor, nn
 
 from ckpt_ft.files import write
-from ckpt_ft.training.samples.drawings import contact_sheet, drawings
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion_models import TextAndUNet
 
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-
-TILE = 96  # most pixels of an image on the sheet
-_MARGIN = 4
-_LABEL = 72  # pixels for the row's name
 
 
 class Sampler:
@@ -105,11 +101,6 @@ class Validation:
         self.prompts = args.validation_prompt or []
         self.embeds = {name: value.cpu() for name, value in encoders.encode_prompts([*self.prompts, ""]).items()}
 
-    @property
-    def tile(self) -> int:
-        """Pixels of an image's side on a sheet; small images are enlarged."""
-        return min(TILE, self.sampler.size * 3)
-
     def run(self, model: nn.Module, accelerator: Accelerator, step: int) -> None:
         """Draws all prompts, writes `step-{step}.png` and sends the images to the trackers; for the main process.
 
@@ -124,11 +115,7 @@ class Validation:
         if step == 0:
             for old in self.folder.glob("step-*.png"):  # of an earlier run in the same place
                 old.unlink()
-        sheet = contact_sheet(images, columns=len(images), tile=self.tile, margin=_MARGIN)
-        write(self.folder / f"step-{step:06}.png", sheet.save)
-        if self.sampler.size > TILE:
-            for place, image in enumerate(images):
-                write(self.folder / f"step-{step:06}-{place}.png", image.save)
+        write(self.folder / f"step-{step:06}.png", make_image_grid(images, 1, len(images)).save)
         for tracker in accelerator.trackers:
             if tracker.name == "tensorboard":
                 tracker.log_images({"validation": np.stack(images)}, step=step, dataformats="NHWC")
@@ -136,25 +123,7 @@ class Validation:
                 tracker.log_images({"validation": images}, step=step)
 
     def write_sheet(self, path: Path) -> None:
-        """Writes all validations as the rows of one picture; for drawn shapes, a last row shows them."""
-        rows = [
-            (f"step {int(file.stem[5:])}", Image.open(file).copy())
-            for file in sorted(self.folder.glob("step-??????.png"))
-        ]
-        if not rows:
-            return
-        known = {drawing.caption: drawing for drawing in drawings()}
-        if all(prompt in known for prompt in self.prompts):
-            wanted = [
-                known[prompt].image(self.sampler.size)
-                for prompt in self.prompts
-                for _ in range(self.args.num_validation_images)
-            ]
-            rows.append(("expected", contact_sheet(wanted, columns=len(wanted), tile=self.tile, margin=_MARGIN)))
-        width, height = rows[0][1].size
-        page = Image.new("RGB", (_LABEL + width, height * len(rows)), (128, 128, 128))
-        draw = ImageDraw.Draw(page)
-        for place, (name, row) in enumerate(rows):
-            page.paste(row, (_LABEL, place * height))
-            draw.text((_MARGIN, place * height + height // 2 - 6), name, fill=(255, 255, 255))
-        write(path, page.save)
+        """Writes all validations as the rows of one picture."""
+        rows = [Image.open(file) for file in sorted(self.folder.glob("step-??????.png"))]
+        if rows:
+            write(path, make_image_grid(rows, len(rows), 1).save)

@@ -140,16 +140,6 @@ def drawn_shapes(count: int | None = None, resolution: int = 64) -> Dataset:
     return Dataset.from_dict(rows, features=features)
 
 
-def contact_sheet(images: list[Image.Image], columns: int, tile: int, margin: int = 4) -> Image.Image:
-    """Places `images` row by row on one grey page, each scaled to `tile` pixels without smoothing."""
-    rows = math.ceil(len(images) / columns)
-    page = Image.new("RGB", (columns * (tile + margin) + margin, rows * (tile + margin) + margin), (128, 128, 128))
-    for place, image in enumerate(images):
-        corner = (margin + place % columns * (tile + margin), margin + place // columns * (tile + margin))
-        page.paste(image.convert("RGB").resize((tile, tile), Image.Resampling.NEAREST), corner)
-    return page
-
-
 @dataclass(frozen=True)
 class Question:
     """A picture, a question about it and its one right answer."""

@@ -19,7 +19,6 @@ from ckpt_ft.training.samples.drawings import (
     SHAPES,
     SIZES,
     Drawing,
-    contact_sheet,
     drawings,
     drawn_shapes,
 )
@@ -74,14 +73,6 @@ def test_drawn_shapes_as_a_classification_dataset() -> None:
     assert train.features["label"].int2str(row["label"]) == drawings(4)[3].shape
     assert row["text"] == drawings(4)[3].caption
     assert drawn_shapes(100, 16)._fingerprint == train._fingerprint
-
-
-def test_contact_sheet_places_tiles_in_rows() -> None:
-    red, blue = (Drawing("square", colour, "centre", "large", "white").image(8) for colour in ("red", "blue"))
-    page = contact_sheet([red, blue, red], columns=2, tile=16, margin=2)
-    assert page.size == (38, 38)
-    assert page.getpixel((2 + 18 + 8, 2 + 8)) == COLOURS["blue"]
-    assert page.getpixel((2 + 8, 2 + 18 + 8)) == COLOURS["red"]
 
 
 @pytest.mark.parametrize(
