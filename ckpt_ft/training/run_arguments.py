@@ -2,8 +2,7 @@
 
 `parse_args` is `HfArgumentParser` with `--config file.yaml` and one-line errors. Entries of the YAML file are inserted
 before the user's own flags, so both pass through the same types and checks, and the command line wins because it comes
-later. If a flag names a repository of the Hub and the Hub does not answer, the libraries read their cache: by default,
-the Hub client retries six times over half a minute for every file.
+later.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from accelerate.utils import DynamoBackend
@@ -40,7 +38,6 @@ from ckpt_ft.training.flags import (
     flag,
 )
 from ckpt_ft.validation import require_package
-from ckpt_ft.workloads.model_config import hub_answers
 
 _EPOCHS = -1  # default of --max_steps: --num_train_epochs decides how long to train
 _NUMBERS = {
@@ -66,15 +63,6 @@ _NUMBERS = {
     "dataloader_prefetch_factor": AtLeastOne,
     "seed": Seed,
     "data_seed": Seed,
-}
-# The --optim_args that optimizers of transformers and torch read. Others accept more, or validate theirs.
-_OPTIM_ARGS: dict[str, tuple[str, ...]] = {
-    "adafactor": (),
-    "adamw_torch": (),
-    "adamw_torch_fused": (),
-    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
-    "adagrad": ("lr_decay", "weight_decay", "eps"),
-    "rmsprop": ("alpha", "eps", "weight_decay", "momentum", "centered"),
 }
 
 
@@ -127,21 +115,9 @@ class RunArguments(TrainingArguments):
             if wanted:
                 require_package(package, option)
         check_trackers(self.report_to, get_available_reporting_integrations())
-        self._check_optim_args(optim)
         other = "" if optim in ("adamw_torch", "adamw_torch_fused") else f"--optim {optim}"
         step = self.max_grad_norm, self.fp16, self.gradient_accumulation_steps
         check_offloaded(self.offload_optimizer, other, *step)
-
-    def _check_optim_args(self, optim: str) -> None:
-        """Raises UserError if the optimizer does not read an argument: a Trainer ignores it silently."""
-        pairs = self.optim_args.replace(" ", "").split(",") if self.optim_args else []
-        if not all("=" in pair for pair in pairs):
-            raise UserError(f"--optim_args {self.optim_args}: give pairs as in rank=64,scale=0.1")
-        known = _OPTIM_ARGS.get(optim)
-        foreign = [] if known is None else [name for pair in pairs if (name := pair.partition("=")[0]) not in known]
-        if foreign:
-            reads = f"of these it reads {', '.join(known)}" if known else "it reads none; its numbers are flags"
-            raise UserError(f"--optim_args {self.optim_args}: {optim} knows no {foreign[0]}, {reads}")
 
 
 # Flags of TrainingArguments and TRL's DPOConfig that `--help` shows.
@@ -208,8 +184,6 @@ def parse_args(
 ) -> tuple[Any, ...]:
     """One instance per dataclass; the command line beats `--config`, which beats `builtin`, which beats the defaults.
 
-    If a flag names a Hub repository, checks once whether the Hub answers.
-
     Args:
         dataclass_types: as for `HfArgumentParser`.
         argv: the flags; None takes the process's own.
@@ -238,7 +212,6 @@ def parse_args(
         raise UserError(one_line(error)) from error
     if unknown:
         raise UserError(f"{_unknown(unknown[0].partition('=')[0], parser)} (see --help)")
-    read_cache_where_offline(parsed)
     return tuple(parsed)
 
 
@@ -286,28 +259,3 @@ def _unknown(option: str, parser: Parser) -> str:
     if not option.startswith("-"):
         return f"'{option}' belongs to no flag"
     return f"no flag '{option}'{did_you_mean(option, (f'--{name}' for name in parser.names))}"
-
-
-# Flags whose value may be the name of a Hub repository.
-_NAMES = (
-    "model_name_or_path", "dataset_name", "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path",
-    "train_data_dir",
-)  # fmt: skip
-
-
-def read_cache_where_offline(groups: Iterable[Any]) -> None:
-    """Switch the Hub libraries to offline mode, with a note, if `groups` of flags name something that is not a local
-    path and the Hub does not answer."""
-    from huggingface_hub import constants
-
-    given = [getattr(group, name, None) for group in groups for name in _NAMES]
-    named = [name for name in given if name and not Path(name).exists()]
-    if not named or constants.HF_HUB_OFFLINE or hub_answers():
-        return
-    constants.HF_HUB_OFFLINE = True
-    os.environ["HF_HUB_OFFLINE"] = "1"  # for subprocesses
-    datasets = sys.modules.get("datasets.config")
-    if datasets is not None:
-        datasets.HF_HUB_OFFLINE = datasets.HF_DATASETS_OFFLINE = True  # type: ignore[attr-defined]
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"note: {constants.ENDPOINT} does not answer; {', '.join(named)}: from the cache here", file=sys.stderr)

@@ -43,12 +43,6 @@ from ckpt_ft.training.trainer import check_best_metric
         (["--save_total_limit", "0"], "--save_total_limit 0: it should be greater than or equal to 1"),
         (["--fsdp", "full_shard"], "--fsdp on one process: it shards a model over several"),
         (
-            ["--optim_args", "foo=1"],
-            "--optim_args foo=1: adamw_torch_fused knows no foo, it reads none; its numbers are",
-        ),
-        (["--optim", "sgd", "--optim_args", "rank=1"], "sgd knows no rank, of these it reads momentum, dampening, "),
-        (["--optim_args", "x"], "--optim_args x: give pairs as in rank=64,scale=0.1"),
-        (
             ["--torch_compile_backend", "nosuch"],
             "--torch_compile_backend nosuch: one of no, eager, aot_eager, inductor",
         ),
