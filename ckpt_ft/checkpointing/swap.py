@@ -13,7 +13,6 @@ can follow them without a GPU.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -37,7 +36,6 @@ from .tensor_identity import is_dtensor
 from .verify import TensorComparison, Verification
 
 _ALIGNED = 16  # bytes
-_MERGES = ("merge", "unmerge")  # methods of PEFT's layers
 _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # DDP would broadcast weights that have no memory
 
 
@@ -168,7 +166,6 @@ class Swapper:
             if not (parameter.is_meta or isinstance(parameter, FakeTensor)):
                 # a new storage: the old one may be mapped from a file, or a state dict may share it
                 parameter.data = self.waiting[name].to(parameter.device, copy=True)
-            vars(parameter)["__deepcopy__"] = partial(self.deep_copy, name)
             _note_copied(parameter)
 
     def end(self) -> None:
@@ -233,8 +230,7 @@ class Swapper:
     def _forget(self, name: str, parameter: nn.Parameter) -> None:
         """Note that a weight stays on the device from now on."""
         del self.waiting[name]
-        for mark in (SWAPPED, "__deepcopy__"):
-            vars(parameter).pop(mark, None)
+        vars(parameter).pop(SWAPPED, None)
 
     def drop(self, number: int) -> None:
         """Free a block's weights on the device."""
@@ -319,21 +315,6 @@ class Swapper:
                 self._keep_written(name, parameter)
             self.adopt(number)
 
-    def deep_copy(self, name: str, memo: dict[int, Any]) -> nn.Parameter:
-        """A weight's `__deepcopy__`; torch's own would read data that may have been freed."""
-        layer, key = next(places[name] for places in self.places if name in places)
-        parameter: Any = layer._parameters[key]
-        absent = not parameter.untyped_storage().nbytes()
-        if absent:
-            _fill(parameter, self.waiting[name].nbytes)
-            parameter.data.copy_(self.waiting[name])
-        duplicate: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)
-        vars(duplicate)["__deepcopy__"] = partial(copy.deepcopy(self, memo).deep_copy, name)
-        _note_copied(duplicate)
-        for one in (parameter, duplicate) if absent else ():
-            _empty(one)
-        return duplicate
-
     def weights(self, number: int) -> Iterator[tuple[str, nn.Parameter]]:
         """The current swapped weights of a block, by name; in a trace they are fake tensors."""
         waiting = self.waiting
@@ -378,23 +359,9 @@ class SwappedBlock(StandIn):
             *(inner.register_forward_pre_hook(partial(swapper.stay, number)) for inner in module.modules()
               if any(hasattr(p, SWAPPED) for p in inner._parameters.values())),
         ]  # fmt: skip
-        for layer in self._adapted():
-            vars(layer).update({name: partial(self._merge, layer, name) for name in _MERGES})
-
-    def _adapted(self) -> Iterator[nn.Module]:
-        """Yields PEFT's layers, which write to the frozen weights when adapters are merged."""
-        return (inner for inner in self.module.modules() if all(hasattr(type(inner), name) for name in _MERGES))
-
-    def _merge(self, layer: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        for inner in layer.modules():
-            self.swapper.stay(self.number, inner)
-        return getattr(type(layer), name)(layer, *args, **kwargs)
 
     def remove(self) -> None:
         del self.module.__dict__[SWAPPED], self.module.__dict__["_apply"]
-        for layer in self._adapted():
-            for name in _MERGES:
-                vars(layer).pop(name, None)
         for handle in self.handles:
             handle.remove()
         super().remove()  # last: it changes the class if another library has wrapped this
