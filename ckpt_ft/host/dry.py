@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
+import numpy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -50,7 +51,16 @@ from .generation import generate_longest
 from .kept_files import KEPT, KeptFiles, put_back
 from .longest import longest_first
 from .ops import ScriptOps, ScriptTracker
-from .script import Script, TrainingLoop, before_saving, modules_alive, whole_model
+from .script import (
+    RandomStates,
+    Script,
+    TrainingLoop,
+    before_saving,
+    modules_alive,
+    random_states,
+    set_random_states,
+    whole_model,
+)
 from .weightless import load_no_weights
 
 AS_IT_IS = ""  # the policy of a script that is left as it is
@@ -88,6 +98,7 @@ class Question:
 
     capacity: bytes; if the first policy's step reserves more, `otherwise` are asked for, too.
     longest: give the script the longest rows of its dataset first.
+    randomness: where a script that sets no seed begins to draw; by default the same in each dry run.
     """
 
     script: Script
@@ -97,6 +108,7 @@ class Question:
     capacity: int | None = None
     otherwise: tuple[str, ...] = ()
     longest: bool = False
+    randomness: RandomStates = (random.Random(0).getstate(), numpy.random.RandomState(0).get_state())
 
 
 def ask(question: Question) -> list[Answer]:
@@ -189,6 +201,7 @@ class _DryRun:
         generate_longest(self.tracker.recorder.note)
         self.loop.watch()
         error: BaseException | None = None
+        set_random_states(self.question.randomness)
         try:
             self.question.script.run()
         except BaseException as raised:
@@ -407,10 +420,10 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
         following = made._next_data
 
         def apart() -> Any:
-            state = random.getstate()
+            states = random_states()
             with _disable_current_modes(), torch.random.fork_rng(devices=[]):
                 batch: Any = following()
-            random.setstate(state)
+            set_random_states(states)
             return batch
 
         if self in in_workers:

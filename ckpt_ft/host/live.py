@@ -29,7 +29,7 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.units import format_bytes, parse_bytes
 
 from .dry import AS_IT_IS, OTHERWISE, Answer, Question, ask, replace_own_checkpointing, run_command
-from .script import Script, TrainingLoop, before_saving, modules_alive, whole_model
+from .script import Script, TrainingLoop, before_saving, modules_alive, random_states, whole_model
 
 _SAMPLE = 1000  # on a CPU, a measured step takes several times as long; larger batches are measured besides
 _MOST_STEPS = 50  # that a dry run looks at, to reach the step that was the highest
@@ -59,6 +59,7 @@ class LiveRun:
         self.profiler: MemoryProfiler | None = None
         self.gpu: GPU | None = None
         self.model = ""
+        self._randomness = random_states()
         self._phases = ExitStack()
         self._between = False  # a step has ended, and no forward in training mode has followed
         self._interrupted = ""  # by what ran since
@@ -109,7 +110,7 @@ class LiveRun:
         if gpu is None and not self.budget:
             raise UserError("policy auto on a CPU: give --budget, such as --budget 24GiB")
         room = parse_bytes(self.budget) if self.budget else gpu.usable  # type: ignore[union-attr]
-        answers = _asked(Question(self.script, gpu, (AS_IT_IS, *OTHERWISE)))
+        answers = _asked(Question(self.script, gpu, (AS_IT_IS, *OTHERWISE), randomness=self._randomness))
         if answers[0].trace is None:
             raise UserError(answers[0].error)
         fits = [one for one in answers if one.trace is not None and one.trace.peak_reserved <= room]
@@ -207,7 +208,8 @@ class LiveRun:
     def _answers(self, policies: tuple[str, ...], step: int) -> list[Answer]:
         """What a dry run says; of the steps up to `step`, or if it is far off, of steps with the longest rows."""
         far = step * len(policies) > _MOST_STEPS
-        asked = Question(self.script, self.gpu, policies, steps=3 if far else max(step, 3), longest=far)
+        steps = 3 if far else max(step, 3)
+        asked = Question(self.script, self.gpu, policies, steps, longest=far, randomness=self._randomness)
         return _asked(asked) if self.alone else []
 
     def _print_ways(self, answers: Sequence[Answer]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import runpy
 import sys
 import threading
@@ -22,6 +23,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckpt_ft.errors import UserError, one_line
 
 Batches = list[dict[str, tuple[int, ...]]]
+RandomStates = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,17 @@ class Script:
         sys.path[0:0] = [str(Path(self.name).resolve().parent)]
         sys.argv = [self.name, *self.args]
         runpy.run_path(self.name, run_name="__main__")
+
+
+def random_states() -> RandomStates:
+    """The states of Python's and NumPy's random numbers: other ones in each process, where torch's begin the same."""
+    return random.getstate(), numpy.random.get_state()
+
+
+def set_random_states(states: RandomStates) -> None:
+    """Draw from here on what a process draws whose `random_states` these were."""
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
 
 
 def before_saving(call: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
 """`python live_peak.py STEPS SCRIPT ARGS...`: runs a script on the CPU and prints the highest peak of its first steps.
 
-As in a dry run, the first step counts only if there is no other.
+As in a dry run, the first step counts only if there is no other, and a script without a seed draws the same numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import sys
 import torch
 from torch import nn
 
-from ckpt_ft.host.script import Script, TrainingLoop
+from ckpt_ft.host.dry import Question
+from ckpt_ft.host.script import Script, TrainingLoop, set_random_states
 from ckpt_ft.memory.record.tracker import Tracker
 
 steps, script = int(sys.argv[1]), Script(sys.argv[2], tuple(sys.argv[3:]))
@@ -44,6 +45,7 @@ def ended() -> None:
 torch.set_num_threads(1)
 loop = TrainingLoop(begins, next_step)
 loop.watch()
+set_random_states(Question(script, None).randomness)
 script.run()
 if loop.stepped:
     next_step(loop.batches)

@@ -79,6 +79,22 @@ def test_the_report_is_of_the_whole_run(tmp_path: Path) -> None:
     assert {1, 2, 26} < set(history["steps"]) < set(range(1, 27))
 
 
+def test_the_prediction_is_of_the_batches_that_a_script_without_a_seed_drew(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import random, numpy, torch\nmodel = torch.nn.Linear(64, 64)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "rows = torch.ones(1000 + random.randrange(4096) + numpy.random.randint(4096), 64)\nprint(len(rows))\n"
+        "for _ in range(3):\n    model(rows).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    one, other = (run(*hosted(tmp_path / name), str(script)) for name in ("a", "b"))
+    assert one.stdout.splitlines()[0] != other.stdout.splitlines()[0]  # each draws its own
+    for name in ("a", "b"):
+        (rank,) = report(tmp_path / name)["ranks"]
+        measured = max(phase["allocated"] for phase in rank["peaks"].values())
+        assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=0.002)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_a_dry_run_and_a_live_trainer_predict_the_same(policy: str, tmp_path: Path) -> None:
