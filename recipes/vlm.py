@@ -17,7 +17,6 @@ transformers.TrainingArguments and --overwrite_output_dir.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from transformers import Trainer
 
@@ -69,13 +68,13 @@ def parse(
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = start(training_args, ac_args, lora=model_args.adapts, packing=data_args.packing)
+    directory = start(training_args, ac_args, lora=model_args.adapts)
 
     # 1. Model and processor
     model_args, data_args = with_sample(model_args, data_args, training_args, make_questions)
     processor = load_processor(model_args, data_args)
     model = load_model(model_args, data_args.max_length)
-    collator = collator_of(model, processor.tokenizer.pad_token_id, data_args.packing)
+    collator = collator_of(model, processor.tokenizer.pad_token_id)
 
     # 2. Data: one process reads all images and tokenizes, the others read its cache
     with training_args.main_process_first(desc="reading the images"):
@@ -85,8 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         images = ImageLoader(folder, smallest=patch_size(model.config.to_dict()))
         train_dataset = encode_conversations(train_rows, processor, images, data_args)
         check_all_have_images(train_dataset, model_args.train_towers)
-        alone = replace(data_args, packing=False)  # evaluation answers questions one by one
-        eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, images, alone)
+        eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, images, data_args)
 
     # 3. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy
     # and reports memory

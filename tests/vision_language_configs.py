@@ -110,8 +110,3 @@ SEEING = {
     "llava_onevision": ("LlavaOnevisionForConditionalGeneration", ONEVISION, 17),
     "mllama": ("MllamaForConditionalGeneration", MLLAMA, 1),  # image features go to cross-attention, not into the text
 }
-# families that compute packed rows as single rows
-PACKED = {
-    **{name: SEEING[name][1] for name in SEEING if name not in ("gemma3", "mllama")},
-    "llava_next": LLAVA_NEXT, "glm4v": GLM,
-}  # fmt: skip

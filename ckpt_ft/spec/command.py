@@ -32,7 +32,8 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "text": ("task", "seq_length", *_TRAINER, *(key for key in _ADAPTER if key != "rows")),
     "llm": ("seq_length", "rope_scaling", "router_aux_loss_coef", *_TRAINER, *_ADAPTER),
     "vlm": (
-        "seq_length", *_TRAINER, *_ADAPTER, "train_towers", "max_pixels", "longest_side", "images", "image_size",
+        "seq_length", *_TRAINER, *(key for key in _ADAPTER if key != "rows"), "train_towers", "max_pixels",
+        "longest_side", "images", "image_size",
     ),
     "dpo": ("seq_length", *_TRAINER, *_ADAPTER, "trainer", "trainer_args"),
     "grpo": ("seq_length", *_TRAINER, *_ADAPTER, "trainer", "trainer_args"),

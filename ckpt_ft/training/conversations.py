@@ -42,7 +42,6 @@ class VisionLanguageArguments(SplitArguments):
         2048,
         "Tokens per sequence, images included; text beyond it is cut, and rows whose images do not fit are left out.",
     )
-    packing: bool = flag(False, "Put several rows into one sequence; attention and loss stay within each row.")
     max_pixels: AtLeastOne | None = flag(
         None, "Most pixels of an image; larger ones are scaled down (Qwen-VL and its kin)."
     )

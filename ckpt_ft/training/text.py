@@ -28,7 +28,7 @@ from ckpt_ft.training.models import ModelArguments, load_tokenizer
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.sample_sizes import Lengths, row_lengths
-from ckpt_ft.workloads.transformers_models import PACKABLE, in_one_sequence
+from ckpt_ft.workloads.transformers_models import in_one_sequence
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -45,7 +45,13 @@ LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 ROW_NUMBER = "__row__"  # column with the number that a row had before the dataset was split
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _ENCODING_VERSION = 3  # part of the cache key of `datasets`: raise it when rows are encoded differently
-APART_WHEN_PACKED = PACKABLE | {"gpt2", "mixtral", "phi", "qwen3_moe"}
+# Types of models whose packed rows do not see one another. transformers' attention, given neither a mask nor a KV
+# cache, starts a new row where the positions restart (masking_utils.py, find_packed_sequence_indices); flash attention
+# does so only in a batch of one sequence (modeling_flash_attention_utils.py, _is_packed_sequence).
+PACKABLE = {
+    "cohere2", "gemma", "gpt2", "granite", "llama", "mistral", "mixtral", "olmo2", "phi", "phi3", "qwen2", "qwen3",
+    "qwen3_moe", "smollm3",
+}  # fmt: skip
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -441,8 +447,8 @@ def collator_of(
 def check_rows_apart(model: Any) -> None:
     """Raises UserError unless a test has shown that packed rows of this type of model do not see one another."""
     kind = without_adapters(model).config.model_type
-    if kind not in APART_WHEN_PACKED:
+    if kind not in PACKABLE:
         raise UserError(
             f"--packing: it is not known whether packed rows of a {kind} see one another; leave --packing out "
-            f"({', '.join(sorted(APART_WHEN_PACKED))} keep them apart)"
+            f"({', '.join(sorted(PACKABLE))} keep them apart)"
         )

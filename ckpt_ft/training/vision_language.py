@@ -38,9 +38,7 @@ from ckpt_ft.training.text import (
     IGNORED,
     PadCollator,
     chat_segments,
-    flattened,
     load_rows,
-    pack,
     row_number,
     warn_of_cut_rows,
 )
@@ -49,7 +47,6 @@ from ckpt_ft.workloads.adapters import TrainedTowers, without_adapters
 from ckpt_ft.workloads.images import choose_size
 from ckpt_ft.workloads.model_config import read_config
 from ckpt_ft.workloads.sample_sizes import rows_by_length
-from ckpt_ft.workloads.transformers_models import ImagePositions, check_packing, in_one_sequence
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -83,7 +80,7 @@ def encode_conversations(
     """Returns `rows` as `input_ids`, `labels` and the number of `pixels`; fetched rows have `images` as tensors.
 
     Every image is read once. Rows whose images or whose answers do not fit into `max_length` are left out. A warning
-    says how many rows are cut or left out. Packed rows also have `position_ids`.
+    says how many rows are cut or left out.
     """
     encoded = rows.map(
         _Encoder(processor, images, args.max_length, image_files_digest(images.folder)),
@@ -101,29 +98,17 @@ def encode_conversations(
             "raise it, or make the images smaller"
         )
     warn_of_cut_rows(sum(encoded["cut"]), len(rows) - len(encoded), len(rows), args.max_length)
-    encoded = encoded.remove_columns("cut")
-    if args.packing:
-        encoded = encoded.map(
-            pack,
-            batched=True,
-            batch_size=1_000,  # rows hold their images' bytes
-            fn_kwargs={"max_length": args.max_length},
-            features=_features(packed=True),
-            desc="Packing",
-        )
-    return encoded.with_transform(_WithPixels(processor, images))
+    return encoded.remove_columns("cut").with_transform(_WithPixels(processor, images))
 
 
-def _features(packed: bool = False) -> Features:
+def _features() -> Features:
     from datasets import Features, List, Value
 
-    per_token = ("input_ids", "labels", *TOKEN_TYPES, *(("position_ids",) if packed else ()))
-    numbers = ("pixels", "length", *(() if packed else ("cut",)))
     return Features(
-        **{name: List(Value("int64")) for name in per_token},
+        **{name: List(Value("int64")) for name in ("input_ids", "labels", *TOKEN_TYPES)},
         text=List(Value("string")),
         images=List(List({"bytes": Value("binary"), "path": Value("string")})),
-        **{name: Value("int64") for name in numbers},
+        **{name: Value("int64") for name in ("pixels", "length", "cut")},
     )
 
 
@@ -252,28 +237,18 @@ class ImageCollator:
 
     Attributes:
         token_types: those of `TOKEN_TYPES` that the model takes.
-        positions: computes the positions of packed rows for models whose images have positions of their own.
-        in_one: as in `PadCollator`.
     """
 
     pad_token_id: int
     token_types: tuple[str, ...]
-    positions: ImagePositions | None = None
-    in_one: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         images = concatenated_images(row["images"] for row in rows)
-        packed = "position_ids" in rows[0]
-        if packed and self.in_one:
-            rows = [flattened(rows, ("input_ids", "labels", "position_ids", *self.token_types))]
         batch = PadCollator(self.pad_token_id)(rows)
         longest = batch["input_ids"].shape[1]
         for name in self.token_types:
             batch[name] = torch.tensor([row[name] + [0] * (longest - len(row[name])) for row in rows])
-        batch |= images
-        if packed and self.positions is not None:
-            batch["position_ids"] = self.positions.compute(batch)
-        return batch
+        return batch | images
 
 
 def concatenated_images(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -331,15 +306,12 @@ def load_model(args: VisionLanguageModelArguments, max_length: int = 0) -> PreTr
     return model
 
 
-def collator_of(model: Any, pad_token_id: int, packing: bool = False) -> ImageCollator:
+def collator_of(model: Any, pad_token_id: int) -> ImageCollator:
     """Returns the collator of encoded rows for `model`, with the inputs that its forward takes."""
     model = without_adapters(model)
     forward = inspect.signature(model.forward)
     token_types = tuple(name for name in TOKEN_TYPES if name in forward.parameters)
-    if not packing:
-        return ImageCollator(pad_token_id, token_types)
-    check_packing(model)
-    return ImageCollator(pad_token_id, token_types, ImagePositions.of(model), in_one_sequence(model))
+    return ImageCollator(pad_token_id, token_types)
 
 
 def check_all_have_images(rows: Dataset, train_towers: str) -> None:

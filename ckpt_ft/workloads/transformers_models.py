@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -266,84 +264,9 @@ def zeros(fields: Fields, samples: int, spec: TrainingSpec) -> Batch:
     }
 
 
-# Types of vision-language models, and of the language models in them, that keep packed rows apart. transformers'
-# attention, given neither a mask nor a KV cache, starts a new row where the positions restart (masking_utils.py,
-# find_packed_sequence_indices); flash attention does so only in a batch of one sequence
-# (modeling_flash_attention_utils.py, _is_packed_sequence). A test compares packed rows of each type with single rows.
-# Types are excluded if their mask does not follow the positions (PaliGemma's prefixes, images under Gemma 3's sliding
-# window), if their text attends to images in separate layers (Llama 3.2 Vision, IDEFICS), or if they carry a state
-# along the sequence (Qwen3.5, LFM2-VL).
-PACKABLE_WITH_IMAGES = {
-    "aya_vision", "glm4v", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "qwen2_5_vl",
-    "qwen2_vl", "qwen3_vl", "smolvlm",
-}  # fmt: skip
-PACKABLE = {
-    "cohere2", "gemma", "glm4v_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
-    "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text", "smollm3",
-}  # fmt: skip
-
-
-def check_packing(model: Any) -> None:
-    """Raises UserError if packed rows with images might attend to each other."""
-    kind, text = model.config.model_type, model.config.get_text_config().model_type
-    if kind not in PACKABLE_WITH_IMAGES:
-        raise UserError(
-            f"packing: a {kind} is not known to keep packed rows apart ({', '.join(sorted(PACKABLE_WITH_IMAGES))} do)"
-        )
-    if text not in PACKABLE:
-        raise UserError(f"packing: the {text} in this {kind} is not known to keep packed rows apart; leave it out")
-
-
 def in_one_sequence(model: Any) -> bool:
     """Whether the rows of a batch must be packed into one sequence, as for flash attention, which gets no mask."""
     return "flash" in (model.config.get_text_config()._attn_implementation or "")
-
-
-@dataclass(frozen=True)
-class ImagePositions:
-    """Positions of image tokens by time, height and width, as some models (Qwen-VL) use them.
-
-    kind, config: the class and configuration of the model's part that computes the positions. Its weights are not
-    needed, so they are not sent to the processes that fetch batches.
-    """
-
-    kind: type[nn.Module]
-    config: Any
-
-    @classmethod
-    def of(cls, model: nn.Module) -> ImagePositions | None:
-        """The positions of `model`; None if its positions only count tokens."""
-        knows = next((module for module in model.modules() if hasattr(type(module), "get_rope_index")), None)
-        return None if knows is None else cls(type(knows), knows.config)
-
-    def compute(self, batch: Batch) -> Tensor:
-        """Returns positions (4, sequences, tokens): first `position_ids` of `batch`, which restart in each row."""
-        along = batch["position_ids"]
-        lengths = along.numel() - (along.flatten() == 0).nonzero().flatten()
-        lengths = (lengths - torch.cat([lengths[1:], lengths.new_zeros(1)])).tolist()
-        ids, kinds = (
-            pad_sequence(batch[name].flatten().split(lengths), batch_first=True)
-            for name in ("input_ids", "mm_token_type_ids")
-        )
-        there = pad_sequence([torch.ones(length, dtype=torch.bool) for length in lengths], batch_first=True)
-        bare: Any = self.kind.__new__(self.kind)  # an instance without layers
-        nn.Module.__init__(bare)
-        bare.config = self.config
-        found, _ = bare.get_rope_index(
-            ids, mm_token_type_ids=kinds, image_grid_thw=batch.get("image_grid_thw"), attention_mask=there
-        )
-        return torch.cat([along[None], found[:, there].view(3, *along.shape)])
-
-
-def pack_rows(rows: Sequence[Batch], along: Collection[str], image_positions: ImagePositions | None) -> Batch:
-    """Pack one row of each batch into each sequence.
-
-    along: the names of inputs with one value per token, which are joined along the tokens.
-    """
-    batch = {name: torch.cat([row[name] for row in rows], 1 if name in along else 0) for name in rows[0]}
-    positions = torch.cat([torch.arange(row["input_ids"].shape[1]) for row in rows])
-    batch["position_ids"] = positions.expand(len(batch["input_ids"]), -1).clone()
-    return batch if image_positions is None else {**batch, "position_ids": image_positions.compute(batch)}
 
 
 _SECONDS = 10  # default length of audio
@@ -367,7 +290,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     text = built.config.get_text_config()
     seen = images_of_row(built, read_processor(name), spec) if spec.data.images else None
     if seen is not None and spec.data.rows == "packed":
-        check_packing(built)
+        raise UserError("packed rows with images are not predicted, and no recipe trains them: leave packing out")
     spec, said = _with_length(name, built, spec, seen) if "seq_length" in task.sized else (spec, ())
     if task.fields is _whole_text and text.pad_token_id is None:
         text.pad_token_id = 0  # as training code does: the model looks for the last token before the padding
@@ -385,15 +308,11 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
         return batch
 
     def make_batch(samples: int, length: int | None) -> Batch:
-        if spec.data.rows == "packed" and seen is not None:
-            halves = (spec.data.tokens // 2, spec.data.tokens - spec.data.tokens // 2)
-            along = seen.per_token | {"input_ids", "labels"}
-            return pack_rows([filled(samples, tokens) for tokens in halves], along, ImagePositions.of(built))
         batch = filled(samples, length)
         if spec.data.rows == "padded":
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # for the longest row; the others are padded
             batch["attention_mask"][1:, -1:] = 0
-        elif spec.data.rows == "packed" and seen is None:
+        elif spec.data.rows == "packed":
             batch["position_ids"] = _packed_positions(batch["input_ids"])
         if needs_task_ids(spec):
             batch["task_ids"] = torch.zeros(samples, dtype=torch.long)
@@ -423,8 +342,7 @@ def _with_length(
         UserError: the requested length exceeds the model's table of positions, or the images do not fit in it.
     """
     limit = position_limit(model) or (trained_positions(model.config) if spec.data.length_is_open else 0)
-    rows = 2 if spec.data.rows == "packed" else 1  # rows per sequence, each with its images
-    images = seen.length * rows if seen else 0
+    images = seen.length if seen else 0
     length = spec.data.tokens + (images if spec.data.length_is_open else 0)
     said: tuple[str, ...] = ()
     if 0 < limit < length:
@@ -434,7 +352,7 @@ def _with_length(
     if images >= length:
         wide, high = spec.data.image_size
         raise UserError(
-            f"sequence length {length}: {spec.data.images * rows} images of {wide}x{high} pixels take {images} tokens "
+            f"sequence length {length}: {spec.data.images} images of {wide}x{high} pixels take {images} tokens "
             "of it; give a longer one, or fewer or smaller images"
         )
     beyond = beyond_note(model.config, spec.model.rope_scaling, length)

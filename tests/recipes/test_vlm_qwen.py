@@ -113,14 +113,6 @@ def test_max_pixels_is_saved_in_the_processor(vlm: ModuleType, qwen: Path, tmp_p
     assert settings["image_processor"]["size"] == {"longest_edge": 1024, "shortest_edge": 256}
 
 
-def test_packed_rows_have_the_loss_of_a_batch(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
-    """Eight rows are one batch, or one packed sequence with the same loss."""
-    plain = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--eval_strategy", "no"]
-    alone = train(vlm, qwen, tmp_path / "alone", *plain)
-    packed = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--eval_strategy", "no", "--packing"]
-    assert train(vlm, qwen, tmp_path / "packed", *packed) == pytest.approx(alone, rel=1e-6)
-
-
 @pytest.mark.parametrize("kind", [pytest.param("qwen2_vl", marks=pytest.mark.slow), "qwen3_vl"])
 def test_related_models_are_trained_resumed_and_predicted(vlm: ModuleType, tmp_path: Path, kind: str) -> None:
     (tmp_path / "model").mkdir()
@@ -155,15 +147,3 @@ def test_image_token_in_a_text_is_refused(vlm: ModuleType, qwen: Path, tmp_path:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns, "images": ["0.png"] if image else []}))
     with pytest.raises(UserError, match=r"^row 1: its text holds <\|image_pad\|>, [^\n]*$"):
         train(vlm, qwen, tmp_path / "out", "--dataset_name", str(tmp_path / "rows.jsonl"), "--eval_strategy", "no")
-
-
-@pytest.mark.slow
-def test_plan_of_packed_rows_has_their_positions(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
-    asked = ["--train_towers", "both", "--find_max_batch_size", "--ac_budget", "12MiB", "--ac_report", "json"]
-    train(vlm, qwen, tmp_path, *asked, "--packing", "--max_length", "64", "--eval_strategy", "no")
-    report = json.loads((tmp_path / "memory_report.json").read_text())
-    (rank,) = report["ranks"]
-    assert report["max_batch"]["proved"] >= 2
-    assert max(phase["allocated"] for phase in rank["peaks"].values()) <= 12 << 20
-    for phase in ("forward", "backward"):
-        assert rank["predicted"]["peaks"][phase] == pytest.approx(rank["peaks"][phase]["allocated"], rel=0.005)
