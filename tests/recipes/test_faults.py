@@ -63,7 +63,7 @@ def test_failed_report_is_a_warning(
         train(llm, out)
     assert_same_weights(out / WEIGHTS, whole / WEIGHTS)
     assert (out / "memory_report.json").is_file()
-    said = [record.message for record in caplog.records if record.name == "ckpt_ft.training.session"]
+    said = [record.message for record in caplog.records if record.name == "ckpt_ft.errors"]
     assert [line.partition(" failed")[0] for line in said] == [
         "printing the memory report", "writing memory_report.md", "writing memory_report.png",
     ]  # fmt: skip

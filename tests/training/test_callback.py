@@ -618,8 +618,8 @@ def test_optimizer_states_in_the_groups_are_counted(tmp_path: Path, rows: str) -
     assert rank.predicted is not None, callback.report.notes
     states = 3 * sum(4 * p.numel() for p in model.parameters())
     assert rank.at_peak["optimizer"] == states
-    for phase, measured in rank.peaks.items():
-        assert rank.predicted.peaks[phase] == pytest.approx(measured["allocated"], rel=2e-3), phase
+    for phase, predicted in rank.predicted.peaks.items():
+        assert predicted == pytest.approx(rank.peaks[phase]["allocated"], rel=2e-3), phase
 
 
 def test_predicted_phases_are_those_of_the_predicted_step(tmp_path: Path) -> None:
