@@ -180,9 +180,6 @@ def test_bytes_sent_per_layer() -> None:
     routed = TOKENS * 2 * HIDDEN * FLOAT // 2  # two experts per token, half of them on the other rank
     for phase in ("forward", "backward"):  # to the experts and back
         assert sent(apart, phase, (2, 1), "all_to_all_single") == LAYERS * 2 * routed
-    uneven = replace(workload(Launch("fsdp2", 4, ep=2), "none", "experts", 1), expert_imbalance=1.5).trace(1)
-    assert "of experts, receives 1.5 times the mean" in " ".join(uneven.notes)
-    assert uneven.peak_allocated > apart.peak_allocated
 
     both = workload(Launch("fsdp2", 4, tp=2), "none", "llama", 1).trace(1)
     states = TOKENS * HIDDEN * FLOAT  # an all-reduce in a group of 2 sends all of it

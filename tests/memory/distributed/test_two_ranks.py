@@ -30,9 +30,6 @@ def test_traced_rank_has_the_peaks_of_real_ranks(few: bool, tmp_path: Path) -> N
                 traced.setdefault(name, []).append(trace.peak_allocated)
             assert trace.peaks == pytest.approx(rank[name], rel=1e-3), (name, number)
     assert traced["fsdp2 uneven LoRA"][0] > traced["fsdp2 uneven LoRA"][1]  # an estimate is for the fullest rank
-    busy, idle = traced["ep uneven"]
-    # one rank has half, the other 1.5 times the mean number of tokens
-    assert idle < 0.9 * traced["ep"][0] < 0.9 * busy
     for rank in ranks:
         assert rank["predicted by hand"] == pytest.approx(rank["by hand"], rel=1e-3)
 

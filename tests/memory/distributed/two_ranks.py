@@ -35,7 +35,7 @@ from ckpt_ft.workloads.workload import Batch, Step, Workload, optimizer_step
 PROCESSES = 2
 # DDP rebuilds its buckets after the first step; the minimum over the other steps is what the step itself needs
 STEPS = 6
-FEW = "fsdp2 kept", "fsdp2 accumulated", "fsdp2 uneven LoRA", "ddp head", "cp", "tp", "ep", "ep uneven"
+FEW = "fsdp2 kept", "fsdp2 accumulated", "fsdp2 uneven LoRA", "ddp head", "cp", "tp", "ep"
 Case = tuple[str, Launch, str, str, int]
 
 
@@ -68,7 +68,6 @@ def _all() -> Iterator[Case]:
     yield "tp", replace(ddp, tp=2), "full,head,tile:2", "llama", 1
     yield "tp tied", replace(ddp, tp=2), "none", "tied", 1
     yield "ep", replace(fsdp, ep=2), "full", "experts", 1
-    yield "ep uneven", replace(fsdp, ep=2), "full", "experts, unevenly", 1
     yield "ep tp", replace(ddp, tp=2, ep=2), "none", "experts", 1
     yield "ddp viewed", viewed, "none", "llama", 1
     yield "ddp viewed accumulated", viewed, "none", "llama", 3
@@ -114,8 +113,7 @@ class Convolutions(nn.Module):
 def workload(launch: Launch | None, policy: str, kind: str | bool, accumulation: int) -> Workload:
     """Returns the workload of a case.
 
-    kind: an argument of `build`, or whether LoRA is used; "in step" reduces gradients after each micro-batch, and with
-    "unevenly" the experts of rank 0 get three quarters of the tokens (`EXPERTS`).
+    kind: an argument of `build`, or whether LoRA is used; "in step" reduces gradients after each micro-batch.
     """
     kind = kind if isinstance(kind, str) else "lora" if kind else "llama"
     model = build(kind.partition(",")[0])
@@ -138,7 +136,6 @@ def workload(launch: Launch | None, policy: str, kind: str | bool, accumulation:
     return Workload(
         model, make_batch, own_loss, make_optimizer, "cpu", accumulation=accumulation, max_grad_norm=1.0,
         launch=launch, loop=in_step if kind.endswith("in step") else None,
-        expert_imbalance=(1.5, 0.5)[launch.rank] if launch is not None and kind.endswith("unevenly") else 1.0,
     )  # fmt: skip
 
 
@@ -200,19 +197,19 @@ def measured(asked: Workload, model: nn.Module, steps: int) -> dict[str, int]:
     return {phase: min(step[phase] for step in found) for phase in found[0]}
 
 
-# The experts that routers choose, repeatedly: in turn, or those of rank 0 (0 and 1) more often.
-EXPERTS = {False: [0, 1, 2, 3], True: [0, 1, 0, 2, 1, 0, 1, 3]}
+# The experts that routers choose, in turn.
+EXPERTS = [0, 1, 2, 3]
 
 
 @contextmanager
-def routing(uneven: bool = False) -> Iterator[None]:
+def routing() -> Iterator[None]:
     """Makes routers choose `EXPERTS`; the even choice, with equal tokens per rank, is what a trace assumes."""
     choose = torch.topk
 
     def choose_experts(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = choose(x, *args, **kwargs)
         if x.shape[-1] == 4:
-            numbers = torch.tensor(EXPERTS[uneven])
+            numbers = torch.tensor(EXPERTS)
             chosen = numbers.repeat(found.indices.numel() // len(numbers) + 1)[: found.indices.numel()]
             found.indices.data.copy_(chosen.view(found.indices.shape))
         return found
@@ -306,7 +303,7 @@ def peaks_of(cases: list[Case], steps: int = STEPS) -> dict[str, dict[str, int]]
             asked = replace(asked, launch=replace(launch, find_unused_parameters=False))
         else:
             share(model, launch, mesh, ExitStack())
-        with library_patches(model, launch, mesh), routing(uneven=kind.endswith("unevenly")):
+        with library_patches(model, launch, mesh), routing():
             peaks[name] = measured(asked, model, steps)
         dist.barrier()
         del model, asked
