@@ -237,7 +237,7 @@ def test_kernel_settings_of_other_trainers_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"liger": True, "liger_kernel_config": "{rope}"}, "give JSON"),
+        ({"liger": True, "liger_kernel_config": "{rope}"}, "is not JSON"),
         ({"liger": True, "liger_kernel_config": '{"ropes": true}'}, "no Liger kernel 'ropes'; did you mean 'rope'"),
         ({"liger_kernel_config": '{"rope": true}'}, "without use liger kernel; give both"),
         ({"liger": True, "cut_cross_entropy": True, "liger_kernel_config": '{"cross_entropy": true}'}, "two losses"),

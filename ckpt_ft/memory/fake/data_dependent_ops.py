@@ -52,7 +52,7 @@ class _Known:
     classes: int = 0
     density: float = 1.0
     hit: float = 1.0  # for a mask made by comparing indices with every class: the share of classes that occur
-    total: int = 0  # for counts of a mask: their sum
+    totals: tuple[int, ...] = ()  # for counts of a mask, or several rows of counts: the sum of each
 
 
 class DataDependentOps:
@@ -81,6 +81,8 @@ class DataDependentOps:
             **dict.fromkeys((aten.eq.Scalar, aten.eq.Tensor), self._see_compared),
             aten.sum.dim_IntList: self._see_counted,
             aten.scatter_add_.default: self._see_added,
+            aten.stack.default: self._see_stacked,
+            torch.ops.c10d.alltoall_base_.default: self._see_exchanged,
             aten.rand.default: self._see_random,
             aten._amp_foreach_non_finite_check_and_unscale_.default: self._see_unscaled,
         }
@@ -114,14 +116,25 @@ class DataDependentOps:
     def _see_counted(self, args: tuple[Any, ...], out: Any) -> None:
         known = self._of(args[0])
         if known is not None:
-            total = known.total or round(known.density * args[0].numel())
-            self._learn(out, density=known.hit, hit=known.hit, total=total)
+            totals = known.totals or (round(known.density * args[0].numel()),)
+            self._learn(out, density=known.hit, hit=known.hit, totals=totals)
 
     def _see_added(self, args: tuple[Any, ...], out: Any) -> None:
         """Counts of indices: a one is added for each."""
         known = self._of(args[2])
         if known is not None and known.classes:
-            self._learn(out, total=args[2].numel())
+            self._learn(out, totals=(args[2].numel(),))
+
+    def _see_stacked(self, args: tuple[Any, ...], out: Any) -> None:
+        totals = [known.totals[0] for known in map(self._of, args[0]) if known is not None and known.totals]
+        if len(totals) == len(args[0]):
+            self._learn(out, totals=tuple(totals))
+
+    def _see_exchanged(self, args: tuple[Any, ...], out: Any) -> None:
+        """Observe ranks that exchange counts: each receives as many as it sends."""
+        known = self._of(args[1])
+        if known is not None and known.totals:
+            self._learn(args[0], totals=known.totals[:1])
 
     def _see_carried(self, args: tuple[Any, ...], out: Any) -> None:
         known = self._of(args[0][0] if isinstance(args[0], (list, tuple)) else args[0])
@@ -135,9 +148,11 @@ class DataDependentOps:
         known = self._known.get(storage._cdata)
         return known if known is not None and known.storage() is storage else None
 
-    def _learn(self, tensor: Tensor, classes: int = 0, density: float = 1.0, hit: float = 1.0, total: int = 0) -> None:
+    def _learn(
+        self, tensor: Tensor, classes: int = 0, density: float = 1.0, hit: float = 1.0, totals: tuple[int, ...] = ()
+    ) -> None:
         storage = tensor.untyped_storage()
-        self._known[storage._cdata] = _Known(weakref.ref(storage), classes, density, hit, total)
+        self._known[storage._cdata] = _Known(weakref.ref(storage), classes, density, hit, totals)
 
     # -- answers: (op, args, kwargs) -> result ------------------------------------------------------------------------
 
@@ -155,18 +170,19 @@ class DataDependentOps:
             self.recorder.note(_CLEAN)
             return value
         known = self._of(tensor)
-        if known is not None and known.total:
-            return self._share(tensor, known.total)
+        if known is not None and known.totals:
+            return self._share(tensor, known.totals)
         if (known is not None and known.classes) or self.recorder.made_by(tensor).startswith("aten.randint"):
             return 0
         self.recorder.note("a number read from a tensor (.item()) is taken to be 1")
         return 1.0 if tensor.is_floating_point() else 1
 
-    def _share(self, tensor: Tensor, total: int) -> int:
-        """One of the counts that add up to `total`, each as large as the others or one less."""
+    def _share(self, tensor: Tensor, totals: tuple[int, ...]) -> int:
+        """One of the counts of a row that add up to its total, each as large as the others or one less."""
         self.recorder.note(_EVENLY)
-        counts, at = tensor.untyped_storage().nbytes() // tensor.itemsize, int(tensor.storage_offset())
-        return (at + 1) * total // counts - at * total // counts
+        counts = tensor.untyped_storage().nbytes() // tensor.itemsize // len(totals)
+        row, at = divmod(int(tensor.storage_offset()), counts)
+        return (at + 1) * totals[row] // counts - at * totals[row] // counts
 
     def _equal(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if args[0].shape != args[1].shape:
