@@ -195,7 +195,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_packages_that_cannot_be_imported_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torchvision of another torch makes transformers fail at import; a plain script does not need either."""
-    for package in ("transformers", "diffusers"):
+    for package in ("transformers", "diffusers", "diffusers.models.modeling_utils"):
         monkeypatch.setitem(sys.modules, package, None)
     load_no_weights(lambda model: None)
     generate_longest(print)
