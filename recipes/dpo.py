@@ -25,7 +25,7 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.flags import SplitArguments, changed
 from ckpt_ft.training.models import ModelArguments, adapter_config, load_pretrained, load_tokenizer, within_positions
-from ckpt_ft.training.preferences import DPOArguments
+from ckpt_ft.training.preferences import DPOArguments, check_preferences
 from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.samples.language import make_preferences
 from ckpt_ft.training.text import load_rows
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         training_args = changed(training_args, max_length=within_positions(model_args, training_args.max_length))
     with training_args.main_process_first(desc="loading the preferences"):
         train_rows, eval_rows = load_rows(data_args, evaluate=training_args.do_eval, seed=training_args.seed)
+    check_preferences(train_rows, str(data_args.dataset_name))
     model = load_pretrained(model_args, AutoModelForCausalLM, training_args.max_length or 0)
 
     # 2. TRL's trainer tokenizes, and creates the reference: a copy of the model, or the model without its adapters

@@ -23,7 +23,7 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.flags import SplitArguments
 from ckpt_ft.training.models import ModelArguments, adapter_config, load_pretrained, load_tokenizer
-from ckpt_ft.training.preferences import GRPOArguments, right_number
+from ckpt_ft.training.preferences import GRPOArguments, check_problems, right_number
 from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.samples.language import make_sums
 from ckpt_ft.training.text import load_rows
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = load_tokenizer(model_args)
     with training_args.main_process_first(desc="loading the problems"):
         train_rows, eval_rows = load_rows(data_args, evaluate=training_args.do_eval, seed=training_args.seed)
+    check_problems(train_rows, str(data_args.dataset_name))
     model = load_pretrained(model_args, AutoModelForCausalLM)
 
     # 2. TRL's trainer generates completions, and the reward is 1 for those that end with the right number

@@ -106,10 +106,18 @@ def test_resumed_dpo_run_has_the_same_losses(dpo: ModuleType, tmp_path: Path) ->
     assert train(dpo, tmp_path / "cut", *flags, *resume, save_strategy="steps", save_steps=2) == losses
 
 
-def test_bad_preference_rows_are_one_line(dpo: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "completion": "b"}, "no column 'chosen' among prompt, completion"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "row 2 has no 'rejected'"),
+    ],
+)
+def test_bad_preference_rows_are_one_line(dpo: ModuleType, tmp_path: Path, row: dict[str, str], message: str) -> None:
     data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
-    with pytest.raises(UserError, match="^TRL cannot train with these flags and preferences: KeyError[^\\n]*$"):
+    good = {**row, "rejected": "c"} if "rejected" in row else row
+    data.write_text(json.dumps(good) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=message):
         train(dpo, tmp_path / "out", dataset_name=data)
 
 

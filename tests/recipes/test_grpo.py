@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from recipe_scripts import history, load_recipe
@@ -41,14 +42,22 @@ def test_grpo_learns_to_add(grpo: ModuleType, tmp_path: Path) -> None:
     assert min(found[-3:]) > 0.85
 
 
-def test_rows_without_an_answer_are_refused(grpo: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'prompt': '1 + 1 ='})}\n" * 64)
-    with pytest.raises(UserError, match="'answer'"):
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "1 + 1 ="}, "no column 'answer'"),
+        ({"prompt": "", "answer": 2}, "row 1 has no 'prompt'"),
+        ({"prompt": "1 + 1 =", "answer": "two"}, "row 1: the answer 'two' has no number"),
+    ],
+)
+def test_rows_without_an_answer_are_refused(grpo: ModuleType, row: dict[str, Any], says: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=says):
         rewards(grpo, tmp_path / "out", "--dataset_name", str(tmp_path / "rows.jsonl"))
 
 
 def test_reward_compares_the_last_number() -> None:
     from ckpt_ft.training.preferences import right_number
 
-    said = ["so it is 1,234.", "7 or 8", [{"role": "assistant", "content": "-2"}], "none", "none"]
-    assert right_number(said, ["1234", 7, "-2.0", "0", "two"]) == [1.0, 0.0, 1.0, 0.0, 0.0]
+    said = ["so it is 1,234.", "7 or 8", [{"role": "assistant", "content": "-2"}], "none"]
+    assert right_number(said, ["1234", 7, "-2.0", "0"]) == [1.0, 0.0, 1.0, 0.0]
