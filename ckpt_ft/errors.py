@@ -136,10 +136,12 @@ def _is_foreseen(error: BaseException) -> bool:
 
 
 def _unfit(error: BaseException) -> str:
-    """Returns the line for versions that cannot be imported together, such as a torchvision of another torch: the
-    first error, which transformers hides behind one of its own."""
+    """Returns the line for a package that is missing, or for versions that cannot be imported together, such as a
+    torchvision of another torch: the first error, which transformers hides behind one of its own."""
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"the package {error.name.partition('.')[0]} is not installed (CKPT_FT_TRACEBACK=1 shows who needs it)"
     return (
         f"the installed libraries do not fit each other: {one_line(error, 300)}; install them with `pip install -c "
         "constraints.txt`, or uninstall the one that fails (CKPT_FT_TRACEBACK=1 shows where)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import os
 import signal
@@ -81,6 +82,12 @@ def test_libraries_of_different_versions_are_one_line(tmp_path: Path) -> None:
     assert line.startswith(
         "error: the installed libraries do not fit each other: operator torchvision::nms is missing;"
     )
+
+
+def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        run(lambda: importlib.import_module("no_such_package.part"))
+    assert "error: the package no_such_package is not installed (" in capsys.readouterr().err
 
 
 def test_unexpected_error_keeps_its_traceback() -> None:

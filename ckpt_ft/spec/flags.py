@@ -138,7 +138,7 @@ def _launch_fields(
     named: Any
     sizes = {name: given[name] for name in (*SIZES, "ep") if given.get(name)}
     named, processes, machines = given.get("launch", ""), given.get("processes", 0), given.get("machines", 0)
-    link = parse_bytes(given["link"].removesuffix("/s")) if given.get("link") else None
+    link = _rate(given["link"]) if given.get("link") else None
     if isinstance(named, str):
         named = ",".join(_SYNONYMS.get(name.strip().lower(), name.strip()) for name in named.split(","))
     precision = found.get("mixed_precision", "no")
@@ -192,6 +192,14 @@ def _launch_fields(
     return {**also, **counted, "asked": asked} | (
         {"mixed_precision": launch.mixed_precision} if precision == "no" else {}
     )
+
+
+def _rate(said: str) -> int:
+    """Bytes a second of `--link`."""
+    try:
+        return parse_bytes(said.removesuffix("/s"))
+    except UserError:
+        raise UserError(f"--link {said}: give the bytes that a GPU sends in a second, as in 25GB") from None
 
 
 def on_gpus(spec: TrainingSpec, launch: Launch | None = None) -> TrainingSpec:

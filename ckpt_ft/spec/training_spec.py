@@ -492,7 +492,14 @@ class TrainingSpec:
             "fused kernels of other libraries": kernels.use_liger_kernel or kernels.cut_cross_entropy,
         }
         beside = next((name for name, asked in others.items() if asked), "")
-        apart = next((f"{one.strategy} with --tp {one.tp}" for one in launches if one.stage or one.tp > 1), "")
+        apart = next(
+            (
+                one.strategy + (f" with --tp {one.tp}" if one.tp > 1 else "")
+                for one in launches
+                if one.stage or one.tp > 1
+            ),
+            "",
+        )
         refuse({
             f"{bits}-bit weights cannot be trained themselves: give a LoRA rank too, 16 for example": (
                 bits and not self.adapter.trains

@@ -310,8 +310,11 @@ def test_plans_of_different_links_are_cached_apart(
         (["--gpus", "8", "--launch", "fsdp2.yaml"], "--gpus 8 and --launch fsdp2.yaml: --gpus chooses among"),
         (["--gpus", "8", "--processes", "8"], "--gpus 8 and --processes 8: --gpus chooses among"),
         (["--gpus", "8", "--machines", "3"], "8 processes on 3 machines"),
-        (["--gpus", "8", "--link", "fast"], "'fast' is not an amount of memory"),
-        (["--launch", "ddp", "--processes", "2", "--link", "0"], "'0' is not an amount of memory"),
+        (["--gpus", "8", "--link", "fast"], "--link fast: give the bytes that a GPU sends in a second"),
+        (
+            ["--launch", "ddp", "--processes", "2", "--link", "0"],
+            "--link 0: give the bytes that a GPU sends in a second",
+        ),
         (["--launch", "ddp", "--processes", "3", "--machines", "2"], "3 processes on 2 machines"),
         (["--launch", "fsdp2"], "--launch fsdp2: on how many GPUs. give --processes"),
         (["--launch", "fsdp3"], "--launch fsdp3: neither a strategy"),
