@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ckpt_ft.checkpointing.verify import Schedule
 from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.memory.measure import REPORT_KINDS
+from ckpt_ft.planning.results import Plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import is_bare, parse_budget
 
 from .flags import flag
-
-if TYPE_CHECKING:
-    from ckpt_ft.planning.results import Plan
 
 logger = logging.getLogger(__name__)
 ON_OOM = ("replan", "stop")
@@ -76,8 +74,6 @@ class ACArguments:
 
     def __post_init__(self) -> None:
         if self.ac_verify != "first":
-            from ckpt_ft.checkpointing.verify import Schedule  # imports torch
-
             self.ac_verify = str(self.ac_verify)
             Schedule.parse(self.ac_verify)
         self.plan = self._read_plan()
@@ -139,8 +135,6 @@ class ACArguments:
         """
         if self.ac_policy is None or not self.ac_policy.endswith(".json"):
             return None
-        from ckpt_ft.planning.results import Plan
-
         path = Path(self.ac_policy)
         if not path.is_file():
             raise UserError(f"--ac_policy {path}: no such file; `ckpt-ft plan MODEL --output {path}` writes one")

@@ -12,13 +12,17 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from accelerate.utils import send_to_device
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ckpt_ft.checkpointing.applied_policy import AppliedPolicy
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError, never_fatal
+from ckpt_ft.memory.measure.profiler import MemoryProfiler
+from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.policy import Policy
 from ckpt_ft.workloads.from_trainer import (
     auxiliary_models,
@@ -36,14 +40,6 @@ from .arguments import ACArguments
 from .fit import Fitted, fit, launch_of, live_workload
 from .flags import changed
 from .session import Session, refuse_fsdp
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
-
-    from ckpt_ft.checkpointing.applied_policy import AppliedPolicy
-    from ckpt_ft.memory.measure.profiler import MemoryProfiler
-    from ckpt_ft.memory.measure.report import MemoryReport
 
 logger = logging.getLogger(__name__)
 

@@ -38,17 +38,17 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, one_line
@@ -56,11 +56,6 @@ from ckpt_ft.files import flush, flush_tree, sweep, write
 from ckpt_ft.redact import redacted
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import FirstStep, is_of_the_disk, library_reads
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
-
 
 MANIFEST = "manifest.json"
 LOCK_FILE = "_run.lock"  # `--push_to_hub` does not upload files named _*
@@ -565,8 +560,6 @@ def published_names_loaded(trainer: Trainer) -> Iterator[None]:
 
 def _load_converted(trainer: Trainer, checkpoint: str) -> bool:
     """Loads full weights that are saved under names that the model does not have; returns whether they are."""
-    from transformers import PreTrainedModel
-
     model: Any = trainer.model
     if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return False

@@ -14,10 +14,25 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 from annotated_types import Ge, Interval
+from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image, ImageOps
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    PreTrainedModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.flags import Pixels, SplitArguments, changed, flag, load_split
@@ -26,11 +41,8 @@ from ckpt_ft.training.labels import check_classes, class_names, labelled, settin
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 from ckpt_ft.training.samples.drawings import drawn_shapes
 from ckpt_ft.validation import library_reads
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+from ckpt_ft.workloads.adapters import without_adapters
+from ckpt_ft.workloads.workload import has_batch_norm
 
 Row = dict[str, Any]
 _SHAPES_HELD_OUT = 512
@@ -99,8 +111,6 @@ def _load_hub(args: VisionArguments, split: str) -> Dataset:
 
 def _load_folder(args: VisionArguments, split: str) -> Dataset:
     """Reads `folder/split/class/*.png`, or for training `folder/class/*.png`, so that errors can name the class."""
-    from datasets import ClassLabel, Dataset, Features, Value
-
     top = Path(args.dataset_name or "")
     root = top / split
     if not root.is_dir():
@@ -144,8 +154,6 @@ class ImageRows:
     def __init__(
         self, rows: Dataset, processor: Any, resolution: int | None, min_crop: float | None = None, seed: int = 0
     ) -> None:
-        import torch
-
         self.rows, self.processor, self.resolution = rows, processor, resolution
         self.min_crop, self.seed = min_crop, seed
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers must see it change
@@ -192,7 +200,6 @@ def new_crops_each_epoch(rows: ImageRows) -> TrainerCallback:
 
     Trainer's data loaders call a `set_epoch`, but not on several ranks, nor after a resume.
     """
-    from transformers import TrainerCallback
 
     class NewCropsEachEpoch(TrainerCallback):
         def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -203,8 +210,6 @@ def new_crops_each_epoch(rows: ImageRows) -> TrainerCallback:
 
 def collate(rows: Sequence[Row], **extra: Any) -> Row:
     """Batches rows to `pixel_values` (N, 3, H, W) and `labels` (N,), with `extra` arguments of the model."""
-    from transformers import default_data_collator
-
     return {**default_data_collator(list(rows)), **extra}
 
 
@@ -214,9 +219,6 @@ def load_classifier(args: ModelArguments, names: list[str]) -> PreTrainedModel:
     With adapters all weights are frozen except the head and BatchNorm. Both are saved whole beside the adapters:
     BatchNorm's statistics change in training, and an adapter without them would predict something else.
     """
-    from torch.nn.modules.batchnorm import _BatchNorm
-    from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
-
     classes = settings_of(names)
     if args.model_name_or_path is None:
         # A ResNet of basic blocks (He et al. 2015, arXiv:1512.03385), which learns the drawn shapes fast on a CPU.
@@ -237,8 +239,6 @@ def load_classifier(args: ModelArguments, names: list[str]) -> PreTrainedModel:
 
 def _adaptable_layers(model: nn.Module, head: str) -> list[str]:
     """Returns the layers outside the head that get an adapter by default: linear ones, or a CNN's convolutions."""
-    from torch import nn
-
     body = [(name, module) for name, module in model.named_modules() if not f"{name}.".startswith(f"{head}.")]
     linear = [name for name, module in body if isinstance(module, nn.Linear)]
     return linear or [name for name, module in body if isinstance(module, nn.Conv2d) and module.groups == 1]
@@ -246,9 +246,9 @@ def _adaptable_layers(model: nn.Module, head: str) -> list[str]:
 
 def load_processor(args: ModelArguments) -> Any:
     """Returns the model's image processor: its size, scaling and normalisation."""
-    from transformers import AutoImageProcessor, ViTImageProcessor
-
     if args.model_name_or_path is None:
+        from transformers import ViTImageProcessor  # says so where it finds no torchvision
+
         return ViTImageProcessor(size={"height": _BUILT_IN_SIDE, "width": _BUILT_IN_SIDE})
     with library_reads(f"model {args.model_name_or_path}: no image processor can be loaded"):
         return AutoImageProcessor.from_pretrained(args.model_name_or_path, **args.source)
@@ -265,8 +265,6 @@ def own_resolution(processor: Any) -> int:
 
 def position_arguments(model: Any, resolution: int | None) -> dict[str, Any]:
     """Returns the arguments that make `model` interpolate its position embeddings to `resolution`, if it must."""
-    from ckpt_ft.workloads.adapters import without_adapters
-
     base = without_adapters(model)
     own = getattr(base.config, "image_size", None)
     if resolution is None or own in (None, resolution, [resolution, resolution]):
@@ -279,8 +277,6 @@ def position_arguments(model: Any, resolution: int | None) -> dict[str, Any]:
 
 def check_batch_norm(model: nn.Module, args: TrainingArguments, count: int) -> TrainingArguments:
     """Returns `args` with `dataloader_drop_last` if the last of `count` images were alone in a batch of BatchNorm."""
-    from ckpt_ft.workloads.workload import has_batch_norm
-
     if not has_batch_norm(model):
         return args
     size = args.train_batch_size

@@ -11,16 +11,16 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset, List
+from datasets import Image as ImageFeature
+from PIL import Image
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.flags import AtLeastOne, Count, Length, SplitArguments, flag
 from ckpt_ft.training.images import image_files, named_columns, open_image
 from ckpt_ft.training.text import LOADERS, ROW_NUMBER, load_rows
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from PIL import Image
 
 MARK = "<image>"  # an image in a text
 PATH_KEYS = ("image", "path", "image_url", "url")  # keys of an image part that name its file
@@ -86,9 +86,6 @@ def _known_columns(rows: Dataset, args: VisionLanguageArguments, source: str) ->
 
 
 def _undecoded(feature: Any) -> Any:
-    from datasets import Image as ImageFeature
-    from datasets import List
-
     if isinstance(feature, ImageFeature):
         return ImageFeature(decode=False)
     return List(_undecoded(feature.feature)) if isinstance(feature, List) else feature

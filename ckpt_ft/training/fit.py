@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from accelerate import ParallelismConfig, PartialState
+from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from ckpt_ft.checkpointing.apply import apply_policy
@@ -39,10 +40,6 @@ from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments, TextACArguments
 from .flags import changed
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import Trainer, TrainingArguments
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)

@@ -17,10 +17,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import numpy as np
+import torch
 from annotated_types import Interval
+from datasets import Dataset
+from datasets import Image as ImageFeature
 from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
 
 from ckpt_ft.errors import UserError, did_you_mean, one_line
 from ckpt_ft.training.flags import (
@@ -34,11 +39,6 @@ from ckpt_ft.training.flags import (
 )
 from ckpt_ft.training.samples.drawings import COMBINATIONS, drawn_shapes
 from ckpt_ft.workloads.sample_sizes import AUTO, Size, read_buckets
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch import Tensor
-
 
 DECODED = 5_000  # images that are decoded completely before training; of later ones only the header is read
 _SHOWN = 3  # bad images named in an error
@@ -78,8 +78,6 @@ def undecoded(rows: Dataset) -> Dataset:
     Raises:
         UserError: it holds no images.
     """
-    from datasets import Image as ImageFeature
-
     try:
         return rows.cast_column("image", ImageFeature(decode=False))
     except (TypeError, ValueError) as error:
@@ -267,8 +265,6 @@ def _first_rows(rows: Dataset, most: int | None) -> Dataset:
 
 
 def _one_caption(images: list[Path], prompt: str, flag: str, args: ImageArguments, most: int | None = None) -> Dataset:
-    from datasets import Dataset
-
     rows = Dataset.from_dict({"image": list(map(str, images)), "text": [prompt] * len(images)})
     rows = _first_rows(undecoded(rows), most)
     source = f"{flag} {images[0].parent}" if images else flag
@@ -284,8 +280,6 @@ def _load_hub(args: ImageArguments) -> Dataset:
 
 def _load_folder(directory: str, caption_column: str) -> Dataset:
     """Reads the layout of datasets' "imagefolder", or of kohya's scripts; errors name the line and the file."""
-    from datasets import Dataset
-
     folder = Path(directory)
     if not folder.is_dir():
         raise UserError(f"--train_data_dir {directory}: no such directory")
@@ -315,8 +309,6 @@ def _load_text_files(folder: Path, caption_column: str) -> Dataset:
 
     An image in a folder `10_sks dog` is ten rows; "sks dog" is its caption if it has no text file.
     """
-    from datasets import Dataset
-
     images = image_files(folder)
     repeated = {path: named for path in folder.iterdir() if (named := _REPEATED.fullmatch(path.name))}
     kinds = [repeated.get(path.parent) for path in images]
@@ -382,9 +374,6 @@ def framed(image: Image.Image, size: Size, args: ImageArguments, draw: random.Ra
         Pixels (3, *size) in -1..1, and SDXL's six time ids: original size, crop corner, target size (section 2.2 of
         https://arxiv.org/abs/2307.01952).
     """
-    import numpy as np
-    import torch
-
     original = (image.height, image.width)
     scale = max(target / side for target, side in zip(size, original, strict=True))
     height, width = (max(target, round(side * scale)) for target, side in zip(size, original, strict=True))

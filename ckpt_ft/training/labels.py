@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, List, Value
+from transformers import EvalPrediction
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.text import IGNORED
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import EvalPrediction
 
 
 def class_names(rows: Dataset, source: str) -> list[str]:
@@ -40,8 +40,6 @@ def _own_names(rows: Dataset) -> list[str] | None:
 
 def labelled(rows: Dataset, names: list[str], source: str) -> Dataset:
     """Replaces the labels by positions in `names`."""
-    from datasets import List, Value
-
     own = _own_names(rows)
     place = {name: index for index, name in enumerate(names)}
 
@@ -93,8 +91,6 @@ def most_likely_class(logits: Any, labels: Any) -> Any:
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     """Trainer's `compute_metrics`: the share of right labels, over all of them and averaged over the classes."""
-    import numpy as np
-
     chosen, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
     chosen, labels = chosen[labels != IGNORED], labels[labels != IGNORED]
     right = chosen == labels

@@ -11,6 +11,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict, load_peft_weights
+from peft.utils.constants import EMBEDDING_LAYER_NAMES
+from transformers import AutoConfig, AutoProcessor
+
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.files import make_directory
 from ckpt_ft.spec.peft_file import ADAPTER_CONFIG
@@ -57,8 +62,6 @@ def _unwritable(output: str, error: OSError) -> UserError | WorkFailed:
 
 def _merged_adapter(source: Path, base: str, dtype: str) -> list[Any]:
     """Returns the model, and its tokenizer or processor if it has one."""
-    from transformers import AutoConfig
-
     with library_reads(f"{source / ADAPTER_CONFIG} cannot be read"):
         settings = json.loads((source / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         name = base or settings.get("base_model_name_or_path")
@@ -78,9 +81,7 @@ def _merged_adapter(source: Path, base: str, dtype: str) -> list[Any]:
 
 def _processor(source: Path, base: str) -> list[Any]:
     """Returns the tokenizer or processor saved with the adapter, or else the base's, if it has one."""
-    from transformers import AutoProcessor
-
-    from ckpt_ft.training.vision_language import without_videos
+    from ckpt_ft.training.vision_language import without_videos  # needs Pillow
 
     with without_videos():
         if any((source / file).is_file() for file in _PROCESSOR_FILES):
@@ -95,8 +96,6 @@ def _processor(source: Path, base: str) -> list[Any]:
 
 
 def _merged(model: Any, source: Path, base: str) -> Any:
-    from peft import PeftModel
-
     tuned = PeftModel.from_pretrained(model, str(source))
     config = tuned.active_peft_config
     if config.is_prompt_learning or config.is_adaption_prompt:
@@ -114,9 +113,6 @@ def _check_whole(tuned: Any, source: Path, base: str) -> None:
     PEFT leaves missing tensors at their initial values and ignores unexpected ones, so half an adapter would be
     merged. Embeddings that were saved with the adapter are not compared.
     """
-    from peft.utils import get_peft_model_state_dict, load_peft_weights
-    from peft.utils.constants import EMBEDDING_LAYER_NAMES
-
     ours = set(get_peft_model_state_dict(tuned, save_embedding_layers=False))
     beside = tuple(f"{name}.weight" for name in EMBEDDING_LAYER_NAMES)
     theirs = {name for name in load_peft_weights(str(source), device="cpu") if not name.endswith(beside)}

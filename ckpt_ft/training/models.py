@@ -12,8 +12,21 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from accelerate import ParallelismConfig, PartialState
+from peft import LoraConfig, PeftConfig, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Mxfp4Config,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.distributed import DistributedConfig
 from transformers.utils import import_utils
 
 from ckpt_ft.errors import UserError
@@ -21,6 +34,7 @@ from ckpt_ft.spec.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.peft_file import configuration, read_peft, takes
 from ckpt_ft.validation import library_reads, require_package
+from ckpt_ft.workloads.adapters import check_target_parameters, fused_experts
 from ckpt_ft.workloads.model_config import (
     STRETCHES,
     check_causal,
@@ -32,10 +46,6 @@ from ckpt_ft.workloads.model_config import (
 )
 
 from .flags import AtLeastOne, NotNegative, Rank, Share, check_flags, flag
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 PEFT_CONFIG = "An adapter_config.json of any kind of PEFT (DoRA, LoKr, LoHa, OFT ...), or the directory that has it."
@@ -136,8 +146,6 @@ class LanguageModelArguments(ModelArguments):
 
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer; without a padding token of its own, it pads with its end token."""
-    from transformers import AutoTokenizer
-
     with library_reads(f"model {args.model_name_or_path}: no tokenizer can be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **args.source)
     if tokenizer.pad_token is None:
@@ -169,8 +177,6 @@ def within_positions(args: ModelArguments, max_length: int, limit: int = 0) -> i
 
 
 def _config(args: ModelArguments) -> Any:
-    from transformers import AutoConfig
-
     with library_reads(f"model {args.model_name_or_path}: no configuration can be loaded"):
         return AutoConfig.from_pretrained(args.model_name_or_path, **args.source)
 
@@ -182,8 +188,6 @@ def load_model(args: LanguageModelArguments, max_length: int = 0, mixed_precisio
         max_length: tokens of the longest sequence, for `--rope_scaling`.
         mixed_precision: of training; a model that transformers shards (`--ep_size`) computes in it.
     """
-    from transformers import AutoModelForCausalLM
-
     more = _divided(args, mixed_precision)
     if args.router_aux_loss_coef is not None:
         config = more["config"] = _config(args)
@@ -194,9 +198,6 @@ def load_model(args: LanguageModelArguments, max_length: int = 0, mixed_precisio
 
 def _divided(args: LanguageModelArguments, mixed_precision: str) -> dict[str, Any]:
     """Arguments of `from_pretrained` that divide weights over processes, which accelerate leaves to transformers."""
-    from accelerate import ParallelismConfig, PartialState
-    from transformers.distributed import DistributedConfig
-
     ep_size = args.ep_size
     tp_size = ParallelismConfig().tp_size  # of the environment that `accelerate launch` sets
     if ep_size == 1:
@@ -218,8 +219,6 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
 
     max_length: tokens of the longest sequence, for `--rope_scaling`.
     """
-    from transformers import AutoModelForCausalLM
-
     assert args.model_name_or_path is not None
     if auto is AutoModelForCausalLM:
         check_causal(args.model_name_or_path, _config(args))
@@ -230,14 +229,10 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
         if getattr(args, name) is not None:
             kwargs[name] = getattr(args, name)
     if args.load_in_4bit:
-        from accelerate import PartialState
-
         # Quantised weights are created on this process's device and stay there.
         kwargs |= {"quantization_config": _quantization(args), "device_map": {"": PartialState().device}}
     stated = getattr(kwargs.get("config") or _config(args), "quantization_config", None) or {}
     if stated.get("quant_method") == "mxfp4":  # transformers trains nothing over it
-        from transformers import Mxfp4Config
-
         if args.load_in_4bit:
             raise UserError(f"--load_in_4bit: {args.model_name_or_path} is quantised by mxfp4; leave the flag out")
         kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
@@ -246,10 +241,6 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
         read_config(str(config))  # rejects absurd sizes, which would take forever to build
     with library_reads(f"model {args.model_name_or_path} cannot be loaded"):
         if args.lora_target_parameters:  # before any weight is read
-            import torch
-
-            from ckpt_ft.workloads.adapters import check_target_parameters
-
             with torch.device("meta"):
                 model = auto.from_config(
                     kwargs.get("config") or _config(args), trust_remote_code=args.trust_remote_code
@@ -260,10 +251,6 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
 
 def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> PreTrainedModel:
     """Freezes `model` and adds LoRA adapters or those of a PEFT configuration; `more` goes to `adapter_config`."""
-    from peft import get_peft_model
-
-    from ckpt_ft.workloads.adapters import fused_experts
-
     config = adapter_config(args, **more)
     if args.peft_config is None and args.lora_dropout is None and fused_experts(model):
         config.lora_dropout = 0.0  # PEFT adapts parameters without dropout
@@ -289,8 +276,6 @@ def adapter_config(
     """Returns the PEFT configuration: from LoRA's flags, or from the file; other arguments as for `adapter_of`."""
     if args.peft_config is not None:
         return adapter_of(args.peft_config, targets, modules_to_save, **task)
-    from peft import LoraConfig
-
     given = args.lora_target_modules
     found = targets(given) if targets else given or ["all-linear"]
     return LoraConfig(
@@ -305,9 +290,6 @@ def adapter_config(
 
 def _quantization(args: ModelArguments) -> Any:
     require_package("bitsandbytes", "--load_in_4bit")
-    import torch
-    from transformers import BitsAndBytesConfig
-
     compute = torch.bfloat16 if args.dtype in ("auto", "float32") else getattr(torch, args.dtype)
     return BitsAndBytesConfig(
         load_in_4bit=True,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,19 +26,18 @@ from torch import nn
 
 from ckpt_ft.checkpointing.applied_policy import AppliedPolicy, suspended
 from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.checkpointing.parity import check_parity
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line, why_untraceable
 from ckpt_ft.export.holders import holder_line
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 from ckpt_ft.memory.measure.report import MemoryReport, write_report
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.policy import Policy
 from ckpt_ft.workloads.from_trainer import compiled_by, is_sharded, own_shards
+from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
 from .fit import Fitted, launch_of, next_policies
-
-if TYPE_CHECKING:
-    from ckpt_ft.memory.record.trace import StepTrace
-    from ckpt_ft.workloads.workload import Workload
 
 logger = logging.getLogger(__name__)
 # Each policy drops something that the one before it keeps.
@@ -113,8 +112,6 @@ class Session:
         Raises:
             WorkFailed: a number differs.
         """
-        from ckpt_ft.checkpointing.parity import check_parity
-
         if not self.settings.ac_check or self.policy is None or self.model is None:
             return
         parity = check_parity(self.model, dict(inputs), self.policy, loss=loss)

@@ -17,9 +17,12 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from accelerate import ParallelismConfig
+from datasets import Dataset, load_dataset
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.defaults import SEQ_LENGTH
@@ -29,12 +32,6 @@ from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.sample_sizes import Lengths, row_lengths
 from ckpt_ft.workloads.transformers_models import in_one_sequence
-
-if TYPE_CHECKING:
-    from accelerate import ParallelismConfig
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +99,6 @@ def _load(name: str, split: str, args: SplitArguments) -> Dataset:
 
 
 def _load_file(path: Path, split: str) -> Dataset:
-    from datasets import load_dataset
-
     if split != "train":
         raise UserError(
             f"dataset {path}: a single file has no split '{split}'; hold rows out with --test_split_size 0.1"

@@ -10,10 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import transformers
-from transformers import DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer
+from datasets import Dataset
+from transformers import (
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+)
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.defaults import SEQ_LENGTH
@@ -25,10 +33,6 @@ from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import head_settings
 from ckpt_ft.workloads.model_config import read_config
 from ckpt_ft.workloads.transformers_models import POSITIVES, POSITIVES_MASK, class_and_task, in_batch_loss
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
 _VERSION = 1  # part of the cache key of `datasets`: raise it when rows are encoded differently
 # Columns of the rows of each task, and the auto class of its model.

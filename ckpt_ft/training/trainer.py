@@ -7,12 +7,13 @@ import logging
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from transformers import set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, never_fatal, one_line
 from ckpt_ft.redact import redacted_text
+from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.checkpoints import Finished, RunDirectory, keep_checkpoints, load_finished
 from ckpt_ft.training.fit import make_plan, parallelism_of, print_on_main, replans, smaller_budget
@@ -20,11 +21,6 @@ from ckpt_ft.training.flags import SplitArguments
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.session import Session, advise_on_oom
 from ckpt_ft.units import format_bytes
-
-if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
-
-    from ckpt_ft.training.arguments import ACArguments
 
 Model = TypeVar("Model", bound=ModelArguments)
 Data = TypeVar("Data", bound=SplitArguments)

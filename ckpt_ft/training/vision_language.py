@@ -13,12 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from datasets import Dataset, Features, List, Value
+from torch import nn
 from torch.nn.functional import pad
-from transformers import ProcessorMixin
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 from transformers.utils import is_torchvision_available
 from transformers.video_processing_utils import BaseVideoProcessor
 
@@ -46,16 +49,8 @@ from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import TrainedTowers, without_adapters
 from ckpt_ft.workloads.images import choose_size
 from ckpt_ft.workloads.model_config import read_config
-from ckpt_ft.workloads.sample_sizes import rows_by_length
-
-if TYPE_CHECKING:
-    from datasets import Dataset, Features
-    from torch import nn
-    from transformers import PreTrainedModel
-
-    from ckpt_ft.workloads.sample_sizes import Lengths
-    from ckpt_ft.workloads.workload import MakeBatch
-
+from ckpt_ft.workloads.sample_sizes import Lengths, rows_by_length
+from ckpt_ft.workloads.workload import MakeBatch
 
 TOKENS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")  # one value per token
 TOKEN_TYPES = TOKENS[3:]  # mark image tokens; some models take them
@@ -102,8 +97,6 @@ def encode_conversations(
 
 
 def _features() -> Features:
-    from datasets import Features, List, Value
-
     return Features(
         **{name: List(Value("int64")) for name in ("input_ids", "labels", *TOKEN_TYPES)},
         text=List(Value("string")),
@@ -267,8 +260,6 @@ def concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArguments) -> ProcessorMixin:
     """Returns the model's processor, set to the image size of the flags."""
-    from transformers import AutoProcessor
-
     with library_reads(f"model {args.model_name_or_path}: no processor can be loaded"), without_videos():
         processor = AutoProcessor.from_pretrained(args.model_name_or_path, **args.source)
     if not hasattr(processor, "image_processor"):
@@ -294,8 +285,6 @@ def load_model(args: VisionLanguageModelArguments, max_length: int = 0) -> PreTr
 
     max_length: tokens of the longest sequence, for `--rope_scaling`.
     """
-    from transformers import AutoModelForImageTextToText
-
     model = load_pretrained(args, AutoModelForImageTextToText, max_length)
     model.config.get_text_config().use_cache = False  # some models read this one; a Trainer sets the whole model's
     trained = TrainedTowers(model, args.train_towers)
@@ -394,8 +383,6 @@ class _VideoSettings(BaseVideoProcessor):
 @contextmanager
 def without_videos() -> Iterator[None]:
     """Lets `AutoProcessor` load a processor of images and videos without torchvision, which only videos need."""
-    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
-
     if is_torchvision_available():
         yield
         return

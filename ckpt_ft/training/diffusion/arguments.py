@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
+from accelerate.tracking import get_available_trackers
 from annotated_types import Interval
 
 from ckpt_ft.errors import UserError
@@ -182,8 +183,6 @@ class LoopArguments:
 
     def __post_init__(self) -> None:
         check_flags(self)
-        from accelerate.tracking import get_available_trackers
-
         installed = [tracker.value for tracker in get_available_trackers()]
         check_trackers([] if self.report_to in ("none", "all") else self.report_to.split(","), installed)
         if self.use_8bit_adam:

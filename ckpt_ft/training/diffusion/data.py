@@ -16,9 +16,11 @@ import random
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -38,10 +40,6 @@ from ckpt_ft.workloads.sample_sizes import Size, nearest, sizes_of
 
 from .arguments import LoopArguments
 from .encoders import Encoders
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,19 @@ UserError, one line that names the flag.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from diffusers import DiffusionPipeline
+from diffusers.training_utils import _collate_lora_metadata, cast_training_params
+from diffusers.utils import (
+    convert_state_dict_to_diffusers,
+    convert_state_dict_to_peft,
+    convert_unet_state_dict_to_peft,
+)
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from ckpt_ft.errors import one_line
@@ -22,10 +32,6 @@ from ckpt_ft.workloads.diffusion_models import ATTENTION_PROJECTIONS, TextAndUNe
 
 from .arguments import PipelineArguments
 from .families import Family
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from peft import PeftConfig
 
 # The settings of LoraConfig that `pipe.load_lora_weights` restores from a file.
 _PIPELINE_SETTINGS = {
@@ -48,8 +54,6 @@ def prepare(model: Any, args: PipelineArguments, dtype: torch.dtype) -> Any:
         assert args.rank is not None, "DiffusionModelArguments sees to it"
         return add_text_adapters(model, args.rank, args.lora_alpha, args.lora_dropout)
     if args.adapts:
-        from diffusers.training_utils import cast_training_params
-
         if model.dtype != dtype:  # a transformer is loaded in it
             nn.Module.to(model, dtype)  # diffusers' own `to` warns about modules that should stay in float32
         model = _with_adapters(model, args)
@@ -59,8 +63,6 @@ def prepare(model: Any, args: PipelineArguments, dtype: torch.dtype) -> Any:
 
 def _with_adapters(model: Any, args: PipelineArguments) -> Any:
     """Freezes `model` and adds adapters: as diffusers does, or under PEFT's wrapper if pipelines cannot read them."""
-    from peft import LoraConfig, get_peft_model
-
     model.requires_grad_(False)
     targets = getattr(args, "lora_target_modules", None) or list(ATTENTION_PROJECTIONS)
     file = args.peft_config
@@ -82,8 +84,6 @@ def _with_adapters(model: Any, args: PipelineArguments) -> Any:
 
 
 def _pipelines_read(config: PeftConfig) -> bool:
-    from peft import LoraConfig
-
     if type(config) is not LoraConfig or config.init_lora_weights not in _PLAIN_INITS:
         return False
     ours, default = config.to_dict(), LoraConfig().to_dict()
@@ -121,11 +121,6 @@ def register_checkpoint_hooks(accelerator: Accelerator, family: Family, lora: bo
 
 def save_trained(model: Any, family: Family, output_dir: str | Path, lora: bool) -> None:
     """Writes adapters for `pipe.load_lora_weights` or `PeftModel.from_pretrained`, else the component's folder."""
-    from diffusers.training_utils import _collate_lora_metadata
-    from diffusers.utils import convert_state_dict_to_diffusers
-    from peft import PeftModel
-    from peft.utils import get_peft_model_state_dict
-
     if isinstance(model, PeftModel):
         model.save_pretrained(output_dir, save_embedding_layers=False)
         return
@@ -147,10 +142,6 @@ def load_trained(model: Any, family: Family, input_dir: str | Path, lora: bool) 
         OSError: a file does not exist.
         RuntimeError: the weights do not fit `model`.
     """
-    from diffusers.utils import convert_unet_state_dict_to_peft
-    from peft import PeftModel
-    from peft.utils import load_peft_weights
-
     if not lora:
         model.load_state_dict(type(model).from_pretrained(input_dir, subfolder=family.component).state_dict())
         return
@@ -173,16 +164,12 @@ def text_encoder_to_file(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _text_encoder_from_file(encoder: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Converts the names of a text encoder's adapters in a file to PEFT's names in `encoder`."""
-    from diffusers.utils import convert_state_dict_to_peft
-
     flat = not hasattr(encoder, _CLIP_PREFIX[:-1])
     ours = {name.removeprefix(_CLIP_PREFIX) if flat else name: value for name, value in weights.items()}
     return dict(convert_state_dict_to_peft(ours))
 
 
 def _load_adapters(model: Any, weights: dict[str, Any]) -> None:
-    from peft.utils import set_peft_model_state_dict
-
     outcome = set_peft_model_state_dict(model, weights, adapter_name="default")
     if outcome.unexpected_keys:
         kind = type(without_adapters(model)).__name__
@@ -200,8 +187,6 @@ def save_result(model: Any, family: Family, vae: Any, args: PipelineArguments, o
         if without_adapters(model) is not model:
             _write_card(family.component, args, output_dir)
         return
-    from diffusers import DiffusionPipeline
-
     try:
         pipeline = DiffusionPipeline.from_pretrained(
             args.pretrained_model_name_or_path, vae=vae, revision=args.revision, variant=args.variant,

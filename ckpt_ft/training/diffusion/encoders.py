@@ -5,9 +5,12 @@ Bad input raises UserError, one line that names the part.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from diffusers import BitsAndBytesConfig, DiffusionPipeline
+from diffusers.utils import deprecation_utils
 from torch import Tensor, nn
 
 from ckpt_ft.errors import UserError
@@ -20,9 +23,6 @@ from ckpt_ft.workloads.workload import MIXED_PRECISION
 from .arguments import DiffusionModelArguments, PipelineArguments, TransformerArguments
 from .denoiser import set_prediction_type
 from .families import FAMILIES, UNET, UNET_XL, Family, from_diffusers
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 _MULTIPLE = 8  # images are in steps of so many pixels, whatever the VAE
 
@@ -115,8 +115,6 @@ def frozen_dtype(accelerator: Accelerator) -> torch.dtype:
 
 def dtype_argument(dtype: torch.dtype) -> dict[str, Any]:
     """Returns `dtype` as an argument of diffusers' `from_pretrained`, whose name depends on the version."""
-    from diffusers.utils import deprecation_utils
-
     renamed = hasattr(deprecation_utils, "_TORCH_DTYPE_DEPRECATION_MESSAGE")
     return {"dtype" if renamed else "torch_dtype": dtype}
 
@@ -186,8 +184,6 @@ def load_denoiser(args: PipelineArguments, family: Family, dtype: torch.dtype) -
     if isinstance(args, TransformerArguments):
         options = dtype_argument(dtype if args.adapts else torch.float32)
         if args.load_in_4bit:
-            from diffusers import BitsAndBytesConfig
-
             options["quantization_config"] = BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
             )
@@ -222,8 +218,6 @@ def family_of(args: PipelineArguments) -> tuple[Family, Any]:
     if unet:
         config = _load_config(UNET, args, "no U-Net in it (unet/config.json); give an SD 1.x, 2.x or SDXL pipeline")
     with library_reads(f"{pipeline_flag(args)}: no usable model_index.json"):
-        from diffusers import DiffusionPipeline
-
         index = DiffusionPipeline.load_config(args.pretrained_model_name_or_path, revision=args.revision)
         name = index["_class_name"]
     if unet:

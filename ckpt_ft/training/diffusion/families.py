@@ -13,7 +13,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
@@ -101,8 +103,6 @@ class Family:
 
 
 def from_diffusers(name: str) -> Any:
-    import diffusers
-
     try:
         return getattr(diffusers, name)
     except AttributeError:
@@ -138,8 +138,6 @@ def _moments(vae: Any, pixels: Tensor) -> Tensor:
 
 
 def _sampled(moments: Tensor) -> Tensor:
-    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-
     sample: Tensor = DiagonalGaussianDistribution(moments).sample()
     return sample
 

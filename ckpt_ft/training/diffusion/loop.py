@@ -11,13 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, set_seed
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import Adafactor
 
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, never_fatal, one_line
 from ckpt_ft.files import write
@@ -46,9 +49,6 @@ from .denoiser import parameter_groups, register_checkpoint_hooks, save_result
 from .families import Family
 from .sampling import Validation
 from .workload import Data
-
-if TYPE_CHECKING:
-    from diffusers.training_utils import EMAModel
 
 logger = logging.getLogger(__name__)
 LOSSES = "losses.jsonl"
@@ -176,9 +176,6 @@ class TrainingState:
     """
 
     def __init__(self, model: nn.Module, rows: int, family: Family, run: Run) -> None:
-        from diffusers.optimization import get_scheduler
-        from diffusers.training_utils import EMAModel
-
         model_args, args, accelerator = run.model_args, run.args, run.accelerator
         self.accelerator = accelerator
         self.parameters = parameters = [p for p in model.parameters() if p.requires_grad]
@@ -282,8 +279,6 @@ def make_optimizer(
     """
     settings: dict[str, Any] = {"lr": learning_rate, "weight_decay": args.adam_weight_decay}
     if args.optimizer == "adafactor":
-        from transformers import Adafactor
-
         return Adafactor(parameters, **settings, scale_parameter=False, relative_step=False)
     settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     if args.optimizer == "prodigy":

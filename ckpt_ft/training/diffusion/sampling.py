@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from diffusers import DiffusionPipeline
 from diffusers.utils import make_image_grid
 from PIL import Image
 from torch import Tensor, nn
@@ -25,9 +27,6 @@ from .arguments import LoopArguments, PipelineArguments
 from .denoiser import components_of, set_prediction_type
 from .encoders import Encoders
 from .families import Family
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -82,8 +81,6 @@ class Sampler:
             self.vae.to(home)
 
     def _pipeline(self, model: nn.Module) -> Any:
-        from diffusers import DiffusionPipeline
-
         pipeline = DiffusionPipeline.from_pretrained(
             self.args.pretrained_model_name_or_path, revision=self.args.revision, variant=self.args.variant,
             **{self.family.component: model, "vae": self.vae, **dict.fromkeys(self.absent)},

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3, compute_snr
 from torch import Tensor, nn
 
@@ -27,10 +29,6 @@ from .data import Samples, load_samples
 from .encoders import Encoders, checked_resolution, family_of, frozen_dtype
 from .families import Family
 from .sampling import Sampler, Validation
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
 
 class NoisyBatches:

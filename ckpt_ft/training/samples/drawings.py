@@ -11,14 +11,13 @@ import math
 import random
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from datasets import ClassLabel, Dataset, Features, Value
+from datasets import Image as ImageFeature
 from PIL import Image, ImageDraw
 
 from ckpt_ft.errors import UserError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring", "diamond", "heart")
 COLOURS = {
@@ -125,9 +124,6 @@ def drawn_shapes(count: int | None = None, resolution: int = 64) -> Dataset:
 
     Its columns are `image` (PIL, RGB, `resolution` squared), `text` (a caption) and `label` (ClassLabel of `SHAPES`).
     """
-    from datasets import ClassLabel, Dataset, Features, Value
-    from datasets import Image as ImageFeature
-
     if resolution < 8:
         raise UserError(f"shapes of {resolution} pixels cannot be told apart; give a resolution of at least 8")
     chosen = drawings(count)

@@ -17,13 +17,22 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
 
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.files import made_once
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
 VOCABULARY = 2048
 CHAT_TEMPLATE = (
@@ -85,9 +94,6 @@ def make_sums() -> tuple[str, str]:
 
 
 def _write_sums(directory: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
     words = ["<|pad|>", "<|begin|>", "<|end|>", "+", "=", *map(str, range(2 * _DIGITS - 1))]
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<|pad|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -102,8 +108,6 @@ def _write_sums(directory: Path) -> None:
 
 
 def _write_docstrings(directory: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     pairs = docstring_pairs()
     _write_rows(directory / "docstrings.jsonl", pairs)
     make_tokenizer(pair["prompt"] + pair["completion"] for pair in pairs).save_pretrained(directory / "model")
@@ -126,8 +130,6 @@ def _write_preferences(directory: Path, corpus: str) -> None:
 
 
 def _write_labelled(directory: Path, corpus: Path) -> None:
-    from transformers import BertConfig, BertForMaskedLM
-
     pairs = [json.loads(line) for line in corpus.read_text(encoding="utf-8").splitlines()]
     modules = [pair["prompt"].split("`")[1].partition(".")[0] for pair in pairs]
     common = dict(Counter(modules).most_common(_MODULES))
@@ -168,8 +170,6 @@ def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def _random_model(model: Any, config: Any) -> PreTrainedModel:
     """Returns a model with the same random weights on each call; the caller's random state is unchanged."""
-    import torch
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return model(config)
@@ -220,9 +220,6 @@ def _documented(name: str, node: Any) -> Iterator[tuple[str, str]]:
 
 def make_tokenizer(corpus: Iterable[str], extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE with the special tokens of `CHAT_TEMPLATE` and the `extra` ones."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     special = ["<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", *extra]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    FluxTransformer2DModel,
+    UNet2DConditionModel,
+)
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import CLIPTokenizer, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from ckpt_ft.files import made_once
 
 from .drawings import drawings
-
-if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, DiffusionPipeline
-    from transformers import CLIPTokenizer, PreTrainedTokenizerFast
 
 RESOLUTION = 32
 LATENT_CHANNELS = 8
@@ -55,7 +62,7 @@ def make_tiny_pipeline() -> DiffusionPipeline:
 
     Its U-Net predicts velocity (Salimans and Ho, 2022, https://arxiv.org/abs/2202.00512).
     """
-    from diffusers import StableDiffusionPipeline
+    from diffusers import StableDiffusionPipeline  # logs a warning without torchvision
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -71,8 +78,6 @@ def make_tiny_pipeline() -> DiffusionPipeline:
 
 def diffusion_scheduler(prediction_type: str) -> Any:
     """Returns the noise schedule of Stable Diffusion."""
-    from diffusers import DDIMScheduler
-
     return DDIMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type=prediction_type,
         clip_sample=False, set_alpha_to_one=False, steps_offset=1,
@@ -81,8 +86,6 @@ def diffusion_scheduler(prediction_type: str) -> Any:
 
 def tiny_unet(widths: tuple[int, ...], cross_attention_dim: int = TEXT_WIDTH, **conditioning: Any) -> nn.Module:
     """Returns a random U-Net with levels of these widths."""
-    from diffusers import UNet2DConditionModel
-
     return UNet2DConditionModel(
         sample_size=RESOLUTION // 4, in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS,
         block_out_channels=widths, layers_per_block=1, attention_head_dim=4, norm_num_groups=8,
@@ -93,9 +96,6 @@ def tiny_unet(widths: tuple[int, ...], cross_attention_dim: int = TEXT_WIDTH, **
 
 def tiny_tokenizer() -> CLIPTokenizer:
     """Returns a CLIP tokenizer with one token for each word of the captions; it spells other words by letters."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-    from transformers import CLIPTokenizer
-
     special = ["<|startoftext|>", "<|endoftext|>"]
     bpe = Tokenizer(models.BPE(unk_token=special[1], end_of_word_suffix="</w>"))
     bpe.normalizer = normalizers.Lowercase()
@@ -118,8 +118,6 @@ def tiny_tokenizer() -> CLIPTokenizer:
 
 def tiny_clip(class_name: str) -> nn.Module:
     """Returns a random CLIP text encoder whose words and positions are far apart and change little in its layers."""
-    import transformers
-
     config = transformers.CLIPTextConfig(
         vocab_size=512, hidden_size=TEXT_WIDTH, intermediate_size=2 * TEXT_WIDTH, projection_dim=TEXT_WIDTH,
         num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=PROMPT_LENGTH,
@@ -140,7 +138,7 @@ def make_tiny_flux(decoder_steps: int = 0, heads: int = 1, layers: int = 1) -> D
         heads: attention heads of the transformer, each 32 wide.
         layers: double-stream blocks, beside twice as many single-stream ones.
     """
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    from diffusers import FluxPipeline
 
     vae = tiny_vae(decoder_steps)
     vae.register_to_config(shift_factor=0.0)  # which transformers' pipelines read
@@ -161,8 +159,6 @@ def make_tiny_flux(decoder_steps: int = 0, heads: int = 1, layers: int = 1) -> D
 
 def tiny_t5(width: int = TEXT_WIDTH) -> nn.Module:
     """Returns a random T5 encoder whose words are far apart and change little in its layer."""
-    from transformers import T5Config, T5EncoderModel
-
     config = T5Config(
         vocab_size=WORDS, d_model=width, d_kv=8, d_ff=width, num_layers=1, num_heads=2, initializer_factor=0.5
     )
@@ -173,9 +169,6 @@ def tiny_t5(width: int = TEXT_WIDTH) -> nn.Module:
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token for each word of the captions, and one for all other words."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     known = sorted({word for drawing in drawings() for word in drawing.caption.split()})
     words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(["<pad>", "<unk>", *known])}, "<unk>"))
     words.normalizer, words.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
@@ -192,8 +185,6 @@ def tiny_vae(decoder_steps: int) -> AutoencoderKL:
     components, every residual branch is closed, and every non-linearity is biased into its linear range. Only the
     decoder is trained, for `decoder_steps` steps; with 0 it stays random.
     """
-    from diffusers import AutoencoderKL
-
     levels = len(_VAE_WIDTHS)
     vae = AutoencoderKL(
         block_out_channels=_VAE_WIDTHS, layers_per_block=1, latent_channels=LATENT_CHANNELS,
