@@ -9,7 +9,6 @@ the row. The flags are named as in diffusers' scripts.
 from __future__ import annotations
 
 import io
-import json
 import os
 import random
 import re
@@ -38,6 +37,7 @@ from ckpt_ft.training.flags import (
     load_split,
 )
 from ckpt_ft.training.samples.drawings import COMBINATIONS, drawn_shapes
+from ckpt_ft.training.text import check_columns, load_file
 from ckpt_ft.workloads.sample_sizes import AUTO, Size, read_buckets
 
 DECODED = 5_000  # images that are decoded completely before training; of later ones only the header is read
@@ -242,33 +242,29 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     Every image can be read and every caption is there.
     """
     if args.instance_data_dir is not None:
-        images = images_in("--instance_data_dir", Path(args.instance_data_dir))
-        if not images:
-            raise UserError(f"--instance_data_dir {args.instance_data_dir}: there is no image in it")
-        return _one_caption(images, str(args.instance_prompt), "--instance_data_dir", args, args.max_train_samples)
-    if args.dataset_name is not None:
+        rows, source = _load_subject(args.instance_data_dir, args.instance_prompt), args.instance_data_dir
+    elif args.dataset_name is not None:
         rows, source = _load_hub(args), args.dataset_name
     elif args.train_data_dir is not None:
         rows, source = _load_folder(args.train_data_dir, args.caption_column), args.train_data_dir
     else:
         count = min(args.max_train_samples or COMBINATIONS, COMBINATIONS)
         return undecoded(drawn_shapes(count, resolution).select_columns(["image", "text"]))
-    rows = _first_rows(undecoded(rows), args.max_train_samples)
+    rows = undecoded(rows)
+    if args.max_train_samples is not None:
+        rows = rows.select(range(min(args.max_train_samples, len(rows))))
     missing = next((number for number, text in enumerate(rows["text"], start=1) if not _is_caption(text)), None)
     if missing is not None:
         raise UserError(f"{source}: row {missing} of {len(rows)} has no caption ('{args.caption_column}')")
     return readable(rows, source, skip=args.skip_bad_images)
 
 
-def _first_rows(rows: Dataset, most: int | None) -> Dataset:
-    return rows if most is None else rows.select(range(min(most, len(rows))))
-
-
-def _one_caption(images: list[Path], prompt: str, flag: str, args: ImageArguments, most: int | None = None) -> Dataset:
-    rows = Dataset.from_dict({"image": list(map(str, images)), "text": [prompt] * len(images)})
-    rows = _first_rows(undecoded(rows), most)
-    source = f"{flag} {images[0].parent}" if images else flag
-    return readable(rows, source, skip=args.skip_bad_images)
+def _load_subject(directory: str, prompt: str | None) -> Dataset:
+    """Reads the images of a folder, not of the folders below it: DreamBooth's may lie in one another."""
+    if not os.path.isdir(directory):
+        raise UserError(f"--instance_data_dir {directory}: no such directory")
+    images = image_files(Path(directory), below=False)
+    return Dataset.from_dict({"image": list(map(str, images)), "text": [prompt] * len(images)})
 
 
 def _load_hub(args: ImageArguments) -> Dataset:
@@ -279,7 +275,7 @@ def _load_hub(args: ImageArguments) -> Dataset:
 
 
 def _load_folder(directory: str, caption_column: str) -> Dataset:
-    """Reads the layout of datasets' "imagefolder", or of kohya's scripts; errors name the line and the file."""
+    """Reads the layout of datasets' "imagefolder", or of kohya's scripts."""
     folder = Path(directory)
     if not folder.is_dir():
         raise UserError(f"--train_data_dir {directory}: no such directory")
@@ -288,20 +284,16 @@ def _load_folder(directory: str, caption_column: str) -> Dataset:
     )
     if listing is None:
         return _load_text_files(folder, caption_column)
-    paths, captions = [], []
-    for number, line in enumerate(listing.read_bytes().splitlines(), start=1):
-        if line.strip():
-            place = f"{listing} line {number}"
-            entry = _entry(line, place, caption_column)
-            path = listing.parent / entry["file_name"]
-            # A downloaded dataset must not name private files. Links are allowed: the Hub's cache is made of them.
-            if "\0" in str(path) or not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder)):
-                raise UserError(
-                    f"{place} names {str(path)!r}, which lies outside of {folder}; its images are inside of it"
-                )
-            paths.append(str(path))
-            captions.append(entry[caption_column])
-    return Dataset.from_dict({"image": paths, "text": captions})
+    rows, columns = load_file(listing), ("file_name", caption_column)
+    check_columns(rows, str(listing), columns, columns, "a line names an image and has its caption (--caption_column)")
+    paths = [str(listing.parent / str(name)) for name in rows["file_name"]]
+    for row, path in enumerate(paths, start=1):
+        # A downloaded dataset must not name private files. Links are allowed: the Hub's cache is made of them.
+        if "\0" in path or not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder)):
+            raise UserError(
+                f"{listing} row {row} names {path!r}, which lies outside of {folder}; its images are inside of it"
+            )
+    return Dataset.from_dict({"image": paths, "text": rows[caption_column]})
 
 
 def _load_text_files(folder: Path, caption_column: str) -> Dataset:
@@ -341,30 +333,8 @@ def _caption_beside(image: Path, without: str | None) -> str:
     return text
 
 
-def _entry(line: bytes, place: str, caption_column: str) -> dict[str, str]:
-    try:
-        entry = json.loads(line)
-        json.dumps(entry, ensure_ascii=False).encode()  # fails on half of a surrogate pair, which is not text
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON in UTF-8: {one_line(error, 200)}") from error
-    if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
-        raise UserError(f"{place} has no 'file_name'")
-    if not _is_caption(entry.get(caption_column)):
-        raise UserError(f"{place} has no caption: '{caption_column}' of {entry['file_name']} is missing or empty")
-    return entry
-
-
 def _is_caption(text: Any) -> bool:
     return isinstance(text, str) and bool(text.strip())
-
-
-def images_in(flag: str, folder: Path) -> list[Path]:
-    """Returns the image files of `folder`, not of the folders below it: DreamBooth's may lie in one another."""
-    try:
-        return image_files(folder, below=False)
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        reason = "no such directory" if isinstance(error, FileNotFoundError) else one_line(error)
-        raise UserError(f"{flag} {folder}: {reason}") from error
 
 
 def framed(image: Image.Image, size: Size, args: ImageArguments, draw: random.Random) -> tuple[Tensor, Tensor]:
