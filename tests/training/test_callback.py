@@ -163,7 +163,7 @@ def test_failed_parity_check_stops_before_training(tmp_path: Path, monkeypatch: 
     from ckpt_ft.checkpointing import parity
 
     row = parity.Row("loss", "1", "2", 1.0, same=False)
-    monkeypatch.setattr(parity, "check_parity", lambda *args, **kwargs: parity.Parity("full", [row]))
+    monkeypatch.setattr("ckpt_ft.training.session.check_parity", lambda *args, **kwargs: parity.Parity("full", [row]))
     trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
     ACCallback(ACArguments(ac_policy="full", ac_check=True)).attach(trainer)
     with pytest.raises(WorkFailed, match="policy full changes the numbers of a step"):
