@@ -86,8 +86,8 @@ test-app: $(STAMP)
 	out/app/bin/python -m pip install --quiet --disable-pip-version-check 'gradio>=6'
 	OMP_NUM_THREADS=1 out/app/bin/python -m pytest tests/cli/test_app.py
 
-# Writes the newest versions of everything to constraints-newest.txt, prints what changed, and runs the suite on them: its
-# last lines name what broke.
+# Writes the newest versions of everything to constraints-newest.txt, prints what changed, names the private names that are
+# gone (ckpt_ft/compat), and runs the suite on them: its last lines name what broke.
 newest:
 	rm -rf $(ENV_newest)
 	$(PYTHON) -m venv $(ENV_newest)
@@ -95,6 +95,7 @@ newest:
 	{ echo "# Made by \`make newest\` on Python $$($(PYTHON) -c 'import platform; print(platform.python_version())')."; \
 		$(ENV_newest)/bin/python -m pip freeze --exclude-editable; } > constraints-newest.txt
 	git --no-pager diff --unified=0 constraints-newest.txt
+	-$(ENV_newest)/bin/python -m pytest -q --tb=line tests/test_compat.py
 	$(MAKE) test VERSIONS=newest
 
 clean:

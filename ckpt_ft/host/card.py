@@ -15,8 +15,9 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ckpt_ft.compat.card import lazy_call, lazy_init, record_history
+from ckpt_ft.compat.tensors import FakeTensor, no_dispatch
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
 
@@ -36,7 +37,7 @@ def show_tensors(tracker: ScriptTracker) -> None:
         known = ops.values.of(tensor)
         if known is None:
             tracker.recorder.note(_UNKNOWN)
-            with torch._C._DisableTorchDispatch():
+            with no_dispatch():
                 known = torch.ones(tensor.shape, dtype=tensor.dtype)
         return known.float().numpy() if known.dtype is torch.bfloat16 else known.numpy()
 
@@ -98,10 +99,10 @@ def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams) -> None:
         "is_tf32_supported": gpu.arch >= (8, 0), "memory_stats": defaultdict(int),
     }  # fmt: skip
     quiet = (
-        "init", "_lazy_init", "set_device", "synchronize", "empty_cache", "ipc_collect", "manual_seed",
+        "init", "set_device", "synchronize", "empty_cache", "ipc_collect", "manual_seed",
         "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all", "reset_peak_memory_stats",
         "reset_max_memory_allocated",
-        "reset_accumulated_memory_stats", "set_per_process_memory_fraction", "_lazy_call",
+        "reset_accumulated_memory_stats", "set_per_process_memory_fraction", lazy_init.__name__, lazy_call.__name__,
     )  # fmt: skip
     counted = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization")
     _replace(torch.cuda, **dict.fromkeys(quiet, nothing))
@@ -117,9 +118,9 @@ def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams) -> None:
         device_of=lambda *args: nullcontext(),
     )
     nested: Any = lambda: defaultdict(lambda: defaultdict(lambda: defaultdict(int)))  # noqa: E731
-    _replace(torch.cuda.memory, _record_memory_history=nothing, memory_stats_as_nested_dict=_always(nested()))
-    _replace(torch.cuda, memory_stats_as_nested_dict=_always(nested()))
-    _replace(torch._C, _cuda_attach_out_of_memory_observer=nothing)
+    nested_stats = _always(nested())
+    _replace(torch.cuda.memory, **{record_history.__name__: nothing}, memory_stats_as_nested_dict=nested_stats)
+    _replace(torch.cuda, memory_stats_as_nested_dict=nested_stats)
     torch.version.cuda = torch.version.cuda or "13.0"
     accelerator: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_accelerator": torch.device("cuda"),
@@ -163,11 +164,17 @@ def _show_devices(tracker: ScriptTracker) -> None:
         return _CARD if is_on_card(tensor) else _HOST
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        copy = kwargs.pop("copy", False)
-        if args and isinstance(args[-1], bool) and len([a for a in args if isinstance(a, bool)]) == 2:
-            *args, copy = args  # type: ignore[assignment]
-        where, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        format: dict[str, Any] = {} if memory_format is None else {"memory_format": memory_format}
+        flags = [value for value in args if isinstance(value, bool)]  # non_blocking, copy
+        copy = kwargs.get("copy", len(flags) == 2 and flags[1])
+        format = {name: value for name, value in kwargs.items() if name == "memory_format" and value is not None}
+        where, dtype = None, None
+        for value in (*args, kwargs.get("device"), kwargs.get("dtype"), kwargs.get("other")):
+            if isinstance(value, Tensor):
+                where, dtype = value.device, value.dtype
+            elif isinstance(value, torch.dtype):
+                dtype = value
+            elif value is not None and not isinstance(value, bool):
+                where = torch.device(value)
         if where is None or (on_card(where) == is_on_card(tensor) and where.type != "meta"):
             return move(tensor, dtype or tensor.dtype, copy=copy, **format)
         return torch.ops.aten._to_copy(tensor, dtype=dtype, device=where, **format)

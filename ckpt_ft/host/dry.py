@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -32,10 +32,9 @@ from weakref import WeakSet
 import numpy
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.compat.tensors import DataDependentOutputException, DynamicOutputShapeException, no_modes
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.fsdp2 import gathers_in_8_bits, host_copies
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
@@ -404,7 +403,7 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
         note(_EAGER)
 
     loaders: Any = torch.utils.data.DataLoader
-    loader, iterate = loaders.__init__, loaders._get_iterator
+    loader, iterate = loaders.__init__, loaders.__iter__
     in_workers = WeakSet[Any]()
 
     def load(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -414,21 +413,21 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
             in_workers.add(self)
         loader(**{**(longest_first(given, note) if longest else given), **alone, "timeout": 0})
 
-    def iterator(self: Any) -> Any:
-        """What a worker computes is not in this process, and draws no random numbers of it."""
-        made = iterate(self)
-        following = made._next_data
-
-        def apart() -> Any:
-            states = random_states()
-            with _disable_current_modes(), torch.random.fork_rng(devices=[]):
-                batch: Any = following()
-            set_random_states(states)
-            return batch
-
-        if self in in_workers:
-            made._next_data = apart
-        return made
+    def iterator(self: Any) -> Iterator[Any]:
+        return _apart(iterate(self)) if self in in_workers else iterate(self)
 
     torch.compile, nn.Module.compile = compile, compile_module  # type: ignore[assignment, method-assign]
-    loaders.__init__, loaders._get_iterator = load, iterator
+    loaders.__init__, loaders.__iter__ = load, iterator
+
+
+def _apart(batches: Iterator[Any]) -> Iterator[Any]:
+    """Batches that workers make: outside of this process, so that they draw no random numbers of it."""
+    end = object()
+    while True:
+        states = random_states()
+        with no_modes(), torch.random.fork_rng(devices=[]):
+            batch = next(batches, end)
+        set_random_states(states)
+        if batch is end:
+            return
+        yield batch

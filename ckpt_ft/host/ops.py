@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ckpt_ft.compat.tensors import FakeTensor, accumulated_hooks, gradient_hooks, swap_contents
 from ckpt_ft.memory.cost.op_work import Work, measure, tensors
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.fake.dispatcher import FakeOps
@@ -153,7 +153,7 @@ class ScriptOps(FakeOps):
         if not isinstance(tensor, nn.Parameter):
             self.values.keep(fake, tensor)
             fake.requires_grad_(tensor.requires_grad)
-        hooks = getattr(tensor, "_backward_hooks", None), getattr(tensor, "_post_accumulate_grad_hooks", None)
+        hooks = gradient_hooks(tensor), accumulated_hooks(tensor)
         swap(tensor, fake)
         for found, register in zip(
             hooks, (tensor.register_hook, tensor.register_post_accumulate_grad_hook), strict=True
@@ -171,7 +171,7 @@ def swap(one: Any, other: Any) -> None:
     """
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-    torch._C._swap_tensor_impl(one, other)
+    swap_contents(one, other)
 
 
 class ScriptTracker(Tracker):

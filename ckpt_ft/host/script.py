@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ckpt_ft.compat.modules import children_of
 from ckpt_ft.errors import UserError, one_line
 
 Batches = list[dict[str, tuple[int, ...]]]
@@ -133,7 +134,7 @@ def modules_alive() -> list[nn.Module]:
 
 def whole_model(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
     """The outermost of the modules around `module`: a step may call a model's parts one by one, as Lightning's do."""
-    parents = {id(part): one for one in alive for part in one._modules.values()}
+    parents = {id(part): one for one in alive for part in children_of(one).values()}
     while (parent := parents.pop(id(module), None)) is not None:
         module = parent
     return module

@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_ft.compat.libraries import attention_of, init_weights
 from ckpt_ft.errors import UserError
 from ckpt_ft.standins import flash_attention
 from ckpt_ft.standins.quantised_layers import to_int8, to_nf4
 
 Put = Callable[[nn.Module], None]
 _OWN = (  # arguments of `from_pretrained` that are about files, or read here
-    "state_dict", "proxies", "tqdm_class", "output_loading_info", "_from_pipeline", "_from_auto", "dtype",
+    "state_dict", "proxies", "tqdm_class", "output_loading_info", "dtype",
     "torch_dtype", "device_map", "max_memory", "offload_folder", "offload_buffers", "quantization_config",
-    "subfolder", "_commit_hash", "variant", "adapter_kwargs", "adapter_name", "generation_config", "gguf_file",
+    "subfolder", "variant", "adapter_kwargs", "adapter_name", "generation_config", "gguf_file",
     "distributed_config", "device_mesh", "tp_plan", "tp_size", "trust_remote_code", "allow_all_kernels", "use_kernels",
-    "kernel_config", "key_mapping", "mirror", "_fast_init", "low_cpu_mem_usage", "from_tf", "from_flax",
+    "kernel_config", "key_mapping", "mirror", "low_cpu_mem_usage", "from_tf", "from_flax",
     "offload_state_dict", "cache_dir", "ignore_mismatched_sizes", "force_download", "local_files_only", "token",
     "revision", "use_safetensors", "weights_only", "fusion_config", "disable_mmap",
 )  # fmt: skip
@@ -45,12 +46,11 @@ def load_no_weights(put: Put) -> None:
 def _patch_transformers(put: Put) -> None:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from ckpt_ft.compat.libraries import from_config as make
     from ckpt_ft.workloads.transformers_models import keep_in_float32
 
-    own_of_config = PreTrainedModel._from_config.__func__
-
     def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        given = {key: kwargs.pop(key) for key in _OWN if key in kwargs}
+        given = {key: kwargs.pop(key) for key in list(kwargs) if key in _OWN or key.startswith("_")}
         given = {key: value for key, value in given.items() if value is not None}
         if unsupported := [key for key in ("gguf_file", "distributed_config", "tp_plan") if given.get(key)]:
             raise UserError(f"from_pretrained({unsupported[0]}=...) is not modelled in a dry run; leave it out")
@@ -60,7 +60,7 @@ def _patch_transformers(put: Put) -> None:
                 config or name, return_unused_kwargs=True, **files, **kwargs
             )
         config = copy.deepcopy(config)
-        attention = kwargs.pop("attn_implementation", None) or config._attn_implementation_internal
+        attention = kwargs.pop("attn_implementation", None) or attention_of(config)
         quantised = given.get("quantization_config") or getattr(config, "quantization_config", None)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -73,7 +73,7 @@ def _patch_transformers(put: Put) -> None:
         model = built(
             cls, config, *args, dtype=_dtype(given, config), attn_implementation=_fused(attention), **experts, **kwargs
         )
-        model.name_or_path = model.config._name_or_path = str(name)
+        model.name_or_path = model.config.name_or_path = str(name)
         _draw_missing(model, str(name), str(given.get("subfolder") or ""))
         _quantise(model, quantised)
         put(model)
@@ -86,7 +86,7 @@ def _patch_transformers(put: Put) -> None:
 
     def built(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.device("meta"):
-            model = own_of_config(cls, config, **kwargs)
+            model = make.__func__(cls, config, **kwargs)
         keep_in_float32(model, str(model.dtype).removeprefix("torch."))
         return model
 
@@ -98,7 +98,7 @@ def _patch_transformers(put: Put) -> None:
         return model
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-    PreTrainedModel._from_config = classmethod(from_config)
+    setattr(PreTrainedModel, make.__name__, classmethod(from_config))
 
 
 def _draw_missing(model: Any, name: str, subfolder: str) -> None:
@@ -120,7 +120,7 @@ def _draw_missing(model: Any, name: str, subfolder: str) -> None:
         own = {f"{path}{part}": p for part, p in module.named_parameters(recurse=False) if id(p) not in seen}
         seen.update(map(id, own.values()))
         if own and not any({key, key.removeprefix(prefix), prefix + key} & known for key in own):
-            owner._init_weights(copy.deepcopy(module).to_empty(device="cpu"))
+            init_weights(owner)(copy.deepcopy(module).to_empty(device="cpu"))
 
     if known:
         draw(model, "", model)
@@ -133,12 +133,14 @@ def _names_in_checkpoint(name: str, subfolder: str) -> set[str]:
 
     where = {"subfolder": subfolder, "local_files_only": True}
     for file in ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors"):
-        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **where)
-        if found is not None and file.endswith(".json"):
+        try:
+            found = cached_file(name, file, **where)
+        except OSError:
+            continue
+        if file.endswith(".json"):
             return set(json.loads(Path(found).read_text())["weight_map"])
-        if found is not None:
-            with safe_open(found, "pt") as tensors:
-                return set(tensors.keys())
+        with safe_open(found, "pt") as tensors:
+            return set(tensors.keys())
     return set()
 
 
