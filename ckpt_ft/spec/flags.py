@@ -30,7 +30,7 @@ from ckpt_ft.units import parse_bytes
 
 from .fields import Declared, option_of
 from .peft_file import read_peft
-from .settings import lines_of
+from .settings import leave_out, lines_of
 from .training_spec import TrainingSpec, declared
 
 
@@ -176,12 +176,17 @@ def _launch_fields(
         also["policy"] = found["policy"]
     for key, value in also.items():
         if found.setdefault(key, value) != value:
-            raise UserError(f"launch {named}: {key.replace('_', ' ')} {value}, and {found[key]} elsewhere; give one")
+            source = "--config" if isinstance(named, Mapping) else f"launch {named}"
+            raise UserError(f"{source}: {key.replace('_', ' ')} {value}, and {found[key]} elsewhere; give one")
     if "ep" in sizes and launch.processes > 1 and not (isinstance(named, str) and named in STRATEGIES):
-        if launch.strategy != "ddp":
+        if launch.strategy != "ddp" and not isinstance(named, Mapping):
             raise UserError(
                 f"launch {named}, ep {sizes['ep']}: accelerate would shard again what transformers has sharded; give "
                 "accelerate_configs/multi_gpu.yaml"
+            )
+        if launch.strategy != "ddp":  # axolotl's experts under its FSDP
+            leave_out(
+                left_out, f"ep {sizes['ep']}", "answered as transformers' own, whose rest FSDP2 shards", "--config: "
             )
         launch = replace(launch, strategy="fsdp2")
     launch = replace(launch, machines=machines or launch.machines, link=link, **sizes)

@@ -259,8 +259,10 @@ class Launch:
         """The strategy in words."""
         kept = self.strategy == "fsdp2" and not self.reshard_after_forward
         split = "".join(f", {name} {size}" for name in (*SIZES, "ep") if (size := getattr(self, name)) > 1)
-        away = "all" if self.offload_params or self.zero.offload_param else "optimizer"
-        waits = f", {away} in host memory" if self.offload_params or self.zero.offload_optimizer else ""
+        moved = {"optimizer": self.zero.offload_optimizer, "parameters": self.zero.offload_param}
+        parts = [name for name, is_moved in moved.items() if is_moved]
+        away = "all" if self.offload_params or len(parts) > 1 else "".join(parts)
+        waits = f", {away} in host memory" if away else ""
         return f"{self.strategy}{split}{', kept after forward' if kept else ''}{waits}"
 
     @property
@@ -360,7 +362,7 @@ def read_launch(
     path = "--config" if isinstance(source, Mapping) else source
     config = {key: value for key, value in _document(source).items() if key not in ignored}
     found = read_settings(config, ("accelerate",), f"launch {path}", ignored, left_out=left_out)
-    kind = str(config.get("distributed_type", "NO")).upper()
+    kind = _kind(config)
     if kind.startswith("MULTI_") and kind != "MULTI_GPU":
         leave_out(left_out, f"distributed_type {kind}", "answered as GPUs", f"launch {path}: ")
         kind = "MULTI_GPU"
@@ -409,11 +411,14 @@ def _document(path: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def _kind(config: Mapping[str, Any]) -> str:
+    return str(config.get("distributed_type") or "NO").upper()  # YAML reads a bare NO as false
+
+
 def states_processes(source: str | Path | Mapping[str, Any]) -> bool:
     """Whether a launch's file, or its content, says on how many GPUs it is."""
     config = _document(source)
-    kind = str(config.get("distributed_type", "NO")).upper()
-    return kind not in ("FSDP", "DEEPSPEED") or bool(whole_number(str(config.get("num_processes", ""))))
+    return _kind(config) not in ("FSDP", "DEEPSPEED") or bool(whole_number(str(config.get("num_processes", ""))))
 
 
 # Sharding strategies of FSDP 1 -> whether FSDP2 drops gathered parameters after forward.

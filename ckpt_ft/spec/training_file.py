@@ -493,7 +493,10 @@ class _Entries:
         given = {name: str(self.get(name) or 1) for name in (*SIZES, "ep")}
         found = {name: int(size) for name, size in given.items() if size.isdecimal() and int(size) > 1}
         if self.kind == "axolotl" and "cp" in found:
-            self.notes.append("context_parallel_size: torch's ring attention over sdpa is predicted for axolotl's")
+            if self.get("deepspeed"):
+                found["sp"] = found.pop("cp")
+            how = "DeepSpeed's Ulysses" if "sp" in found else "torch's ring attention over sdpa"
+            self.notes.append(f"context_parallel_size: {how} is predicted for axolotl's")
         shard = self.get("dp_shard")
         return {**found, "processes": prod([*found.values(), int(shard)])} if shard and int(shard) > 1 else found
 

@@ -256,6 +256,13 @@ def test_launch_settings_in_a_file_are_read(tmp_path: Path) -> None:
     assert [launch.processes for launch in spec_of(file).launch.launches] == [1, 2, 4, 8]
     file.write_text(f"{AXOLOTL}fsdp_version: 2\nfsdp_config: {{offload_params: true}}\n")
     assert spec_of(file, processes=8).launch.launch == Launch("fsdp2", 8, 1, "bf16", offload_params=True)
+    file.write_text(f"{AXOLOTL}context_parallel_size: 8\ndeepspeed: {zero}\n")
+    assert [(launch.strategy, launch.processes, launch.sp) for launch in spec_of(file).launch.launches] == [
+        ("zero2", 8, 8)
+    ]
+    file.write_text(f"{AXOLOTL}expert_parallel_size: 2\ndp_shard_size: 2\nfsdp_config: {{fsdp_version: 2}}\n")
+    assert spec_of(file).launch.launch == Launch("fsdp2", 4, 1, "bf16", ep=2)
+    assert "ep 2: answered as transformers' own, whose rest FSDP2 shards" in spec_of(file).host.left_out
 
 
 @pytest.mark.parametrize(
@@ -307,6 +314,7 @@ LEFT_OUT = {  # the content of a file -> what its answer is without
     AXOLOTL + "attn_implementation: xformers": "attn_implementation xformers: the model's own choice is predicted",
     AXOLOTL + "adapter: lora\noptimizer: dion": "optimizer dion: the adapters' states are predicted as AdamW's",
     DIFFUSERS + "offload_ema: true": "offload_ema: the moving average is predicted on the device",
+    M + "template: qwen\nfinetuning_type: freeze\nuse_llama_pro: true": "use_llama_pro: the last blocks are predicted",
     M + "template: qwen\nuse_unsloth: true\nuse_v1_kernels: true": "use_unsloth, use_v1_kernels: fused kernels: fewer",
 }
 

@@ -38,6 +38,7 @@ def test_our_accelerate_configs_are_read() -> None:
     assert read_launch(CONFIGS / "fsdp2.yaml")[0] == Launch("fsdp2", 8, mixed_precision="bf16")
     assert read_launch(CONFIGS / "fsdp2.yaml", processes=2)[0].processes == 2
     assert read_launch(CONFIGS / "multi_gpu.yaml")[0].strategy == "ddp"
+    assert read_launch({"distributed_type": False, "num_processes": 1})[0] == Launch("ddp", 1)  # a bare NO
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_our_accelerate_configs_are_read() -> None:
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_mixed_precision_policy: bf16}",
             "fsdp_mixed_precision_policy: bf16: parameters and gradients are predicted in the launch's",
         ),
-        ("distributed_type: MULTI_GPU\nuse_cpu: true", "use_cpu: True: a launch on CPUs is not predicted"),
+        ("distributed_type: MULTI_GPU\nuse_cpu: true", "use_cpu: True: the launch is answered as one of GPUs"),
         (
             "distributed_type: MULTI_GPU\ndynamo_config: {dynamo_backend: INDUCTOR}",
             "dynamo_config.dynamo_backend: INDUCTOR: a compiled step is predicted for one process",
@@ -187,6 +188,10 @@ def test_file_without_a_number_of_gpus_is_for_several_numbers(tmp_path: Path) ->
         "deepspeed_config_file x/ds_z2_offload.json: no such file; by its name it is ZeRO-2: --launch takes the file, "
         "where it lies",
     )
+    parts = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    path.write_text(json.dumps(parts))
+    shared = fields_of({"launch": str(path), "processes": 2})["launch"].sharing
+    assert shared == "zero3, parameters in host memory"
     pairs = fields_of({"launch": str(path), "sp": 2})["launches"]
     assert [one.processes for one in pairs] == [2, 4, 8]
 
