@@ -86,7 +86,8 @@ def is_oom(error: BaseException) -> bool:
 
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, Exception) and should_reduce_batch_size(error)
+    said = all(isinstance(part, str) for part in error.args)  # accelerate looks for words in it
+    return isinstance(error, Exception) and said and should_reduce_batch_size(error)
 
 
 @contextmanager

@@ -90,11 +90,12 @@ def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "error: the package no_such_package is not installed (" in capsys.readouterr().err
 
 
-def test_unexpected_error_keeps_its_traceback() -> None:
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "No such file", "x"), RuntimeError(7)])
+def test_unexpected_error_keeps_its_traceback(error: Exception) -> None:
     def main() -> int:
-        raise FileNotFoundError(errno.ENOENT, "No such file", "x")
+        raise error
 
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(type(error)):
         run(main)
 
 

@@ -10,6 +10,7 @@ import atexit
 import gc
 import logging
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from ckpt_ft.workloads.model_config import find_model
 from . import app as browser
 from . import catalogue, dry_run, estimate, max_length, planning, policies, recipe, where
 from . import run as script_run
-from .named import unpacked
+from .named import phrase, unpacked
 from .params import GroupedCommand, words_in_our_names
 
 
@@ -97,8 +98,9 @@ def _with_command(words: Sequence[str]) -> Sequence[str]:
     if not word or word.startswith("-") or word in _commands().commands:
         return words
     is_file = Path(word).exists() or Path(word).suffix in (".py", ".yaml", ".yml", ".json", ".toml")
-    if is_file or find_model(word) or unpacked(word, {})[2]:
-        print(f"note: ckpt-ft estimate {word}", file=sys.stderr)
+    said = phrase(words)[0]
+    if is_file or find_model(said) or unpacked(said, {})[2]:
+        print(f"note: ckpt-ft estimate {shlex.quote(said)}", file=sys.stderr)
         return ["estimate", *words]
     close = did_you_mean(word, _commands().commands)
     raise UserError(f"no command '{word}'{close} ({_GUIDE})")

@@ -189,8 +189,8 @@ def spoken(name: str) -> Named | None:
     Raises:
         UserError: a method without a model, or a card.
     """
-    said = _WORDS.findall(re.sub(r"\bsd(?=\d)", "stable diffusion ", name.lower()))
-    words = [word for word in said if word not in {*_SAID, "model"}]
+    said = _WORDS.findall(re.sub(r"\bsd(?=\s*(\d|xl))", "stable diffusion ", name.lower()))
+    words = [word for word in said if word not in {*_SAID, *_FILLERS}]
     flags = {flag: value for word in said for flag, value in _SAID.get(word, {}).items()}
     model = find_model(hub_id(" ".join(words)))
     found = model.name if model else alike(words)
@@ -206,11 +206,27 @@ def spoken(name: str) -> Named | None:
     return None
 
 
+def phrase(words: Sequence[str]) -> list[str]:
+    """Returns a command line whose words before its first option are one MODEL: `llama 3 8b on a 4090`, say.
+
+    A card that is named behind `on` or `with` is that of --device.
+    """
+    count = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+    said, rest = " ".join(words[:count]), list(words[count:])
+    if count == 0 or "/" in said or Path(words[0]).exists():
+        return list(words)
+    if parts := _ON.fullmatch(said):
+        with suppress(UserError):
+            find_gpu(parts["card"])
+            return [parts["model"], "--device", (parts["count"] or "") + parts["card"], *rest]
+    return [said, *rest]
+
+
 def alike(words: Sequence[str]) -> str:
     """The known model with all of `words` in its name, in order, and the fewest others; "" if there is none."""
     found: dict[str, tuple[Any, ...]] = {}
     for known, model in names().items() if words else ():
-        own = _WORDS.findall(known.rpartition("/")[2].lower())
+        own = _WORDS.findall(re.sub(r"(\d)-(?=\d$)", r"\1.", known.rpartition("/")[2].lower()))  # v1-5
         rest = iter(own)
         if all(any(f"{have}.".startswith(f"{word}.") for have in rest) for word in words):
             newer = sum(word not in own for word in words)  # llama 3 is 3.1, too
@@ -218,6 +234,10 @@ def alike(words: Sequence[str]) -> str:
     return min(found, key=found.__getitem__, default="")
 
 
+_ON = re.compile(
+    r"(?P<model>.+?)\s+(?:on|with|in)\s+(?:(?:an?|my|one|the)\s+)?(?P<count>\d+\s*x\s*)?(?P<card>.+?)s?", re.IGNORECASE
+)
+_FILLERS = {"model", "with", "full", "fine", "tune", "tuning", "finetune", "finetuning", "train", "training"}
 _WORDS = re.compile(r"\d+(?:\.\d+)?[bm]?|[a-z]+")
 _SAID: dict[str, dict[str, Any]] = {
     "lora": {"lora_r": LORA_R},

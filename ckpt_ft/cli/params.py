@@ -27,7 +27,7 @@ from ckpt_ft.spec.training_file import read_training_file, read_typed
 from ckpt_ft.spec.training_spec import DTYPES, TrainingSpec
 from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id
 
-from .named import Named, contents, named, unpacked
+from .named import Named, contents, named, phrase, unpacked
 
 Command = Callable[..., None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -288,7 +288,7 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
     if not own:
         return list(words)
     kept, given, ignored, batch_size = [words[0]], {}, [], ""
-    rest = list(words[1:])
+    rest = phrase(words[1:])
     while rest:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")

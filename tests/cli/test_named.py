@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from ckpt_ft.cli import main as cli
-from ckpt_ft.cli.named import named, unpacked
+from ckpt_ft.cli.named import named, phrase, unpacked
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.training_file import read_training_file
@@ -41,6 +42,34 @@ def test_packed_copy_is_its_model(
     assert flags.items() <= given.items()
     assert given.get("lora_r", 0) == (16 if flags else 0)
     assert notes[0].startswith(f"{name} is answered as {model}")
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        ("llama 3 8b --lora", ["llama 3 8b", "--lora"]),
+        ("'llama 3 8b on a 4090'", ["llama 3 8b", "--device", "4090"]),
+        ("qwen3 8b qlora on 12 GB --policy full", ["qwen3 8b qlora", "--device", "12 GB", "--policy", "full"]),
+        ("llama 3 8b on 2x 3090s", ["llama 3 8b", "--device", "2x 3090"]),
+        ("llama 3 8b with lora", ["llama 3 8b with lora"]),
+        ("Qwen/Qwen3-8B 4", ["Qwen/Qwen3-8B", "4"]),
+        ("--device t4 gpt2", ["--device", "t4", "gpt2"]),
+    ],
+)
+def test_words_before_the_first_option_are_one_model(words: str, read: list[str]) -> None:
+    assert phrase(shlex.split(words)) == read
+
+
+@pytest.mark.parametrize(
+    ("said", "model", "flags"),
+    [
+        ("llama 3 8b with lora", "meta-llama/Meta-Llama-3-8B", {"lora_r": 16}),
+        ("full fine-tuning sd 1.5", "runwayml/stable-diffusion-v1-5", {}),
+        ("sd xl lora", "stabilityai/stable-diffusion-xl-base-1.0", {"lora_r": 16}),
+    ],
+)
+def test_model_by_what_people_say(said: str, model: str, flags: dict[str, int]) -> None:
+    assert unpacked(said, {})[:2] == (model, flags)
 
 
 def test_known_and_unknown_names_stay() -> None:

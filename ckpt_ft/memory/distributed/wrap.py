@@ -228,7 +228,8 @@ def sharding_mesh(mesh: DeviceMesh, launch: Launch) -> DeviceMesh:
         return mesh
     names: tuple[str, ...] = tuple(name for name in ("dp_shard", "cp") if name in launch.mesh)
     if len(names) == 2:
-        mesh[names]._flatten("dp_shard_cp")
+        with _disable_current_modes():  # a mesh reads its own ranks
+            mesh[names]._flatten("dp_shard_cp")
         names = ("dp_shard_cp",)
     with warnings.catch_warnings():  # accelerate slices a flattened mesh as well
         warnings.filterwarnings("ignore", "Slicing a flattened dim")

@@ -187,6 +187,10 @@ def test_bytes_sent_per_layer() -> None:
     blocks = [op for op in both.ops if op.at >= both.start and "_allgather_base" in op.name]
     assert {op.group for op in blocks} == {(2, 2)}  # FSDP2 gathers over every second rank
 
+    three = workload(Launch("fsdp2", 8, cp=2, tp=2), "none", "llama", 1).trace(1)
+    gathered = {op.group for op in three.ops if op.at >= three.start and "_allgather_base" in op.name}
+    assert gathered == {(4, 2)}  # it shards over both ranks of the ring and both copies of a sample's
+
 
 @pytest.mark.parametrize(("strategy", "collective"), [("zero2", "allreduce"), ("zero3", "_reduce_scatter_base")])
 def test_ulysses_reduces_gradients_in_float32(strategy: str, collective: str) -> None:
