@@ -248,12 +248,8 @@ class _Texts(dict[str, int]):
 def _changes(trace: StepTrace) -> list[tuple[int, int]]:
     """(moment, bytes reserved from there on), where they change."""
     start, reserved = trace.start, trace.replay.reserved
-    first = reserved[start - 1] if start else 0
-    changes = [(0, first)]
-    for moment, nbytes in enumerate(reserved[start:], 1):
-        if nbytes != changes[-1][1]:
-            changes.append((moment, nbytes))
-    return changes
+    after = [reserved[start - 1] if start else 0, *reserved[start:]]
+    return [(moment, nbytes) for moment, nbytes in enumerate(after) if not moment or nbytes != after[moment - 1]]
 
 
 def _differences(made: Iterable[tuple[str, int]]) -> list[int]:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.files import write
@@ -36,7 +37,7 @@ def draw_step(path: str | Path, timeline: Timeline, title: str = "") -> Path:
     Raises:
         UserError: matplotlib is not installed, or the suffix is another one.
     """
-    figure, axes = _figure(10, 5.5)
+    figure, axes = _figure()
     moments, peak = timeline.moments, timeline.peak_bytes
     unit, name = _unit(peak)
     for category, low, top in timeline.layers():
@@ -89,14 +90,14 @@ def _unit(most: int) -> tuple[int, str]:
     return (GIB, "GiB") if most >= GIB else (MIB, "MiB")
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+def _figure() -> tuple[Figure, Axes]:
     try:
         _import_matplotlib()
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError("plots need matplotlib: pip install 'ckpt_ft[plot]'") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(10, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
 
@@ -108,12 +109,9 @@ def _import_matplotlib() -> None:
     """
     if "matplotlib" in sys.modules:
         return
-    asked = os.environ.pop("MPLBACKEND", None)
-    try:
+    with patch.dict(os.environ):
+        asked = os.environ.pop("MPLBACKEND", None)
         import matplotlib
-    finally:
-        if asked is not None:
-            os.environ["MPLBACKEND"] = asked
     if asked:
         with contextlib.suppress(ValueError):
             matplotlib.rcParams["backend"] = asked

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.tables import DASH, Table, code_span, markdown_table, print_table
 from ckpt_ft.units import format_bytes, format_change
@@ -16,7 +16,7 @@ from .timeline import CATEGORY_COLOURS, PHASES
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ckpt_ft.memory.measure.report import History, MemoryReport, Prediction, RankMemory
+    from ckpt_ft.memory.measure.report import MemoryReport, Prediction, RankMemory
 
 
 def headline(report: MemoryReport) -> str:
@@ -110,36 +110,25 @@ def _steps(numbers: Sequence[int]) -> str:
     return f"step {named[0]}" if len(named) == 1 else f"steps {', '.join(named[:-1])} and {named[-1]}"
 
 
-@dataclass(frozen=True)
-class RankView:
-    """The peaks of a rank: measured and predicted, each "forward", ..., "reserved" -> bytes, if known."""
-
-    rank: int
-    device: str
-    measured: dict[str, int]
-    predicted: dict[str, int]
-    history: History
-    between: dict[str, list[int]]
-
-
-@dataclass(frozen=True)
-class RunView:
-    """All ranks. figures: the phases, then "reserved", if any rank has them."""
-
-    ranks: list[RankView]
-    figures: list[str]
-
-
-def run_view(report: MemoryReport) -> RunView:
-    """The data of the run's bars and history."""
-    ranks = [_rank(rank, _prediction(rank)) for rank in report.ranks]
-    known = {name for rank in ranks for name in (*rank.measured, *rank.predicted)}
-    return RunView(ranks, [name for name in (*_names(report.ranks), "reserved") if name in known])
+def _run(report: MemoryReport) -> dict[str, Any]:
+    """The data of the run's bars and history: the peaks of each rank that are known, by phase, and "reserved"."""
+    ranks = []
+    for rank in report.ranks:
+        predicted = _prediction(rank)
+        measured = {phase: figures.get("allocated") for phase, figures in rank.peaks.items()}
+        peaks = {
+            "measured": {**measured, "reserved": rank.peak("reserved")},
+            "predicted": {**predicted.peaks, "reserved": predicted.reserved} if predicted else {},
+        }
+        known = {kind: {name: n for name, n in found.items() if n is not None} for kind, found in peaks.items()}
+        ranks.append({"rank": rank.rank, "history": rank.history, "between": rank.between, **known})
+    names = {name for rank in ranks for name in (*rank["measured"], *rank["predicted"])}
+    return {"ranks": ranks, "figures": [name for name in (*_names(report.ranks), "reserved") if name in names]}
 
 
 def report_page(report: MemoryReport, step: StepView | None) -> Page:
     """The page of a report. `step`: every allocation of the step; None shows the timeline instead."""
-    sections = [Section("figures", "", _figures(report)), Section("run", "The run", run_view(report))]
+    sections = [Section("figures", "", _figures(report)), Section("run", "The run", _run(report))]
     if step is not None:
         sections.append(Section("step", f"{STEP_TITLE}, {step.source}", step))
     elif report.timeline is not None:
@@ -175,19 +164,6 @@ def _prediction(rank: RankMemory) -> Prediction | None:
     return predicted if predicted and (predicted.device == "cpu") == (rank.device == "cpu") else None
 
 
-def _rank(rank: RankMemory, predicted: Prediction | None) -> RankView:
-    measured = {phase: figures["allocated"] for phase, figures in rank.peaks.items() if "allocated" in figures}
-    reserved = rank.peak("reserved")
-    if reserved is not None:
-        measured["reserved"] = reserved
-    expected = {}
-    if predicted is not None:
-        expected = dict(predicted.peaks)
-        if predicted.reserved is not None:
-            expected["reserved"] = predicted.reserved
-    return RankView(rank.rank, rank.device, measured, expected, rank.history, rank.between)
-
-
 def _figures(report: MemoryReport) -> list[Figure]:
     fullest, several = report.fullest, len(report.ranks) > 1
     where = f"rank {fullest.rank}, the fullest of {len(report.ranks)}" if several else fullest.device
@@ -207,18 +183,16 @@ def _figures(report: MemoryReport) -> list[Figure]:
 
 def _peaks(report: MemoryReport) -> Table:
     on_gpu = any(rank.peak("reserved") is not None for rank in report.ranks)
-    header = ["rank", "device", "allocated", *(["reserved", "active"] if on_gpu else []), "s/step"]
-    header += ["retries", "OOMs"] if on_gpu else []
     in_host = [name for name in ("resident", "pinned") if any(rank.host.get(name) for rank in report.ranks)]
-    header += [f"host, {name}" for name in in_host]
     rows = []
     for rank in report.ranks:
-        row = [str(rank.rank), rank.device, _bytes(rank.peak())]
-        row += [_bytes(rank.peak("reserved")), _bytes(rank.peak("active"))] if on_gpu else []
-        row += [_seconds(rank.seconds), *([str(rank.retries), str(rank.ooms)] if on_gpu else [])]
-        row += [_bytes(rank.host.get(name)) for name in in_host]
-        rows.append(tuple(row))
-    return Table("Peak memory", tuple(header), rows, text=(0, 1))
+        row = {"rank": str(rank.rank), "device": rank.device, "allocated": _bytes(rank.peak())}
+        row |= {kind: _bytes(rank.peak(kind)) for kind in ("reserved", "active") if on_gpu}
+        row["s/step"] = _seconds(rank.seconds)
+        row |= {"retries": str(rank.retries), "OOMs": str(rank.ooms)} if on_gpu else {}
+        row |= {f"host, {name}": _bytes(rank.host.get(name)) for name in in_host}
+        rows.append(row)
+    return Table("Peak memory", tuple(rows[0]), [tuple(row.values()) for row in rows], text=(0, 1))
 
 
 def _phases(report: MemoryReport) -> Table:
