@@ -177,8 +177,7 @@ class ImageRows:
             fit = Image.Image.resize if self.min_crop is not None else ImageOps.fit
             image = fit(image, (self.resolution, self.resolution), Image.Resampling.BICUBIC)
             options = {"do_resize": False, "do_center_crop": False}
-        pixels: Tensor = self.processor(image, return_tensors="pt", **options)["pixel_values"][0]
-        return pixels
+        return self.processor(image, return_tensors="pt", **options)["pixel_values"][0]
 
 
 def random_crop(image: Image.Image, min_area: float, draw: random.Random) -> Image.Image:

@@ -188,8 +188,7 @@ def collator_of(task: str, tokenizer: Any) -> Callable[..., Any]:
     if task == "embedding":
         return partial(pad_pairs, tokenizer=tokenizer)
     kind = DataCollatorForTokenClassification if task == "token-classification" else DataCollatorWithPadding
-    collator: Callable[..., Any] = kind(tokenizer)
-    return collator
+    return kind(tokenizer)
 
 
 def metrics_of(task: str) -> dict[str, Any]:
@@ -197,12 +196,8 @@ def metrics_of(task: str) -> dict[str, Any]:
     if task == "embedding":
         return {}
     if task == "reranker":
-        return {"preprocess_logits_for_metrics": _relevant, "compute_metrics": _agreement}
+        return {"preprocess_logits_for_metrics": lambda logits, labels: logits > 0, "compute_metrics": _agreement}
     return {"preprocess_logits_for_metrics": most_likely_class, "compute_metrics": accuracy}
-
-
-def _relevant(logits: Any, labels: Any) -> Any:
-    return logits > 0
 
 
 def _agreement(prediction: EvalPrediction) -> dict[str, float]:

@@ -94,19 +94,21 @@ class CachedLatents(TorchDataset[Row]):
         return sum(map(len, self.buckets))
 
     def __getitem__(self, key: Key) -> Row:
-        row: Row = load_file(self.file(key[1]))
-        return row
+        return load_file(self.file(key[1]))
 
     def file(self, index: int) -> Path:
         return self.directory / f"{index:07}.safetensors"
 
-    def damage(self, index: int) -> str | None:
-        """Returns why the file of a row cannot be used; None if it can."""
+    def holds(self, index: int) -> bool:
+        """Whether the file of a row is there and can be used; warns of one that is damaged."""
+        file = self.file(index)
         try:
-            with safe_open(self.file(index), framework="pt"):
-                return None
+            with safe_open(file, framework="pt"):
+                return True
         except (SafetensorError, OSError) as error:
-            return one_line(error)
+            if file.exists():
+                logger.warning("%s is made again: %s", file, one_line(error))
+            return False
 
 
 def cache_latents(
@@ -125,11 +127,7 @@ def cache_latents(
     cached = CachedLatents(root / _digest(images, encoders), images)
     batches = [rows[at : at + batch_size] for rows in images.buckets for at in range(0, len(rows), batch_size)]
     for rows in batches[rank::ranks]:
-        missing = [row for row in rows if not cached.file(row).exists()]
-        damaged = [(row, why) for row in rows if row not in missing and (why := cached.damage(row)) is not None]
-        for row, why in damaged:
-            logger.warning("%s is made again: %s", cached.file(row), why)
-        if not missing and not damaged:
+        if all(cached.holds(row) for row in rows):
             continue
         encoded = encoders.encode(torch.utils.data.default_collate([images[0, row] for row in rows]))
         if not encoded["moments"].isfinite().all():

@@ -17,7 +17,6 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.validation import library_reads, require_weights
 from ckpt_ft.workloads.diffusion_models import TRAINABLE_ENCODERS, TextAndUNet
 from ckpt_ft.workloads.model_config import check_sizes
-from ckpt_ft.workloads.sample_sizes import Size
 from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .arguments import DiffusionModelArguments, PipelineArguments, TransformerArguments
@@ -62,16 +61,6 @@ class Encoders:
     def modules(self) -> list[nn.Module]:
         """All models with weights."""
         return [self.vae, *self.text_encoders]
-
-    def to(self, device: torch.device | str) -> None:
-        """Moves all models."""
-        for module in self.modules:
-            module.to(device)
-
-    def blank(self, images: int, size: Size) -> dict[str, Any]:
-        """Returns the arguments of `encode` for `images` black images of `size` (height, width) without captions."""
-        time_ids = torch.zeros(images, 6, dtype=torch.long)
-        return {"pixels": torch.zeros(images, 3, *size), "time_ids": time_ids, "caption": [""] * images}
 
     @torch.no_grad()
     def encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:

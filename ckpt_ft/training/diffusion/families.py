@@ -98,8 +98,7 @@ class Family:
             vae = pipeline.vae.float()
             parts = [vae.decode(part.float() / vae.config.scaling_factor).sample for part in drawn.split(4)]
             drawn = pipeline.image_processor.postprocess(torch.cat(parts).cpu(), output_type="pil")
-        images: list[Image.Image] = drawn
-        return images
+        return drawn
 
 
 def from_diffusers(name: str) -> Any:
@@ -133,13 +132,11 @@ def _places(latents: Tensor, patch: int, axes: int) -> Tensor:
 
 
 def _moments(vae: Any, pixels: Tensor) -> Tensor:
-    moments: Tensor = vae.encode(pixels).latent_dist.parameters
-    return moments
+    return vae.encode(pixels).latent_dist.parameters
 
 
 def _sampled(moments: Tensor) -> Tensor:
-    sample: Tensor = DiagonalGaussianDistribution(moments).sample()
-    return sample
+    return DiagonalGaussianDistribution(moments).sample()
 
 
 def _shifted(vae: Any, moments: Tensor) -> Tensor:

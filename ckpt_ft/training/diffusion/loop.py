@@ -215,8 +215,7 @@ class TrainingState:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
-        rate: float = self.lr_scheduler.get_last_lr()[0]
-        return rate
+        return self.lr_scheduler.get_last_lr()[0]
 
     def advance(self) -> None:
         """Counts a step, and updates the schedule and the moving average."""
@@ -284,10 +283,7 @@ def make_optimizer(
     if args.optimizer == "prodigy":
         from prodigyopt import Prodigy
 
-        prodigy: torch.optim.Optimizer = Prodigy(
-            parameters, **settings, use_bias_correction=True, safeguard_warmup=True
-        )
-        return prodigy
+        return Prodigy(parameters, **settings, use_bias_correction=True, safeguard_warmup=True)
     if args.use_8bit_adam:
         import bitsandbytes
 

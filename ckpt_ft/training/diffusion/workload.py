@@ -63,13 +63,14 @@ class NoisyBatches:
         else:
             encoded = self._encoders.encode(rows)
         drop_prompts(encoded, self.prompt, self._empty_share)
-        made: Batch = self.add_noise(encoded)
-        return made
+        return self.add_noise(encoded)
 
     def encode_blank(self, images: int, size: Size) -> None:
         """Runs the encoders of a step on black images, for a trace; does nothing if everything is cached."""
         if self._encoders is not None:
-            self._encoders.encode(self._encoders.blank(images, size))
+            time_ids = torch.zeros(images, 6, dtype=torch.long)
+            pixels = torch.zeros(images, 3, *size)
+            self._encoders.encode({"pixels": pixels, "time_ids": time_ids, "caption": [""] * images})
 
     def note_measured(self) -> None:
         """Records that the last micro-batch belongs to a measured step."""
@@ -133,10 +134,6 @@ class Denoising:
             "weight": weight,
         }
 
-    def blank(self, rows: int, latents: Tensor) -> dict[str, Tensor]:
-        """Returns zeros for what `encoded` has besides latents and prompts."""
-        return {"time_ids": torch.zeros(rows, 6, dtype=torch.long, device=latents.device)}
-
 
 class FlowMatching:
     """Mixes latents and noise, for a transformer; the target is the path's direction.
@@ -178,10 +175,6 @@ class FlowMatching:
             "target": self.family.pack(noise - latents),
             "weight": compute_loss_weighting_for_sd3(self.scheme, sigmas),
         }
-
-    def blank(self, rows: int, latents: Tensor) -> dict[str, Tensor]:
-        """As in `Denoising`: there is nothing else."""
-        return {}
 
 
 def weighted_loss(model: Forward, batch: Batch) -> Tensor:
@@ -232,7 +225,7 @@ def diffusion_workload(model: nn.Module, args: LoopArguments, accelerator: Accel
             name: torch.ones(samples, *shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
         }
         zeros = torch.zeros(samples, data.channels, height // data.scale, width // data.scale, device=device)
-        prompts |= noisy.add_noise.blank(samples, zeros)
+        prompts["time_ids"] = torch.zeros(samples, 6, dtype=torch.long, device=device)
         return noisy.add_noise.batch(zeros, zeros, torch.ones(samples, device=device), prompts)
 
     return Workload(
