@@ -9,25 +9,17 @@ gradient_checkpointing: false
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel
+from pydantic import create_model
 
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 
-
-class Settings(BaseModel):
-    """The keys that the plugin adds to axolotl's configuration: the flags of ACArguments."""
-
-    ac_policy: str | None = None
-    ac_budget: str | None = None
-    find_max_batch_size: bool = False
-    ac_on_oom: str | None = None
-    ac_report: str = "json,md,html,png"
-    ac_check: bool = False
-    ac_verify: str = "first"
+# The keys that the plugin adds to axolotl's configuration: the flags of ACArguments.
+_KINDS = get_type_hints(ACArguments)
+Settings = create_model("Settings", **{flag.name: (_KINDS[flag.name], flag.default) for flag in fields(ACArguments)})
 
 
 class Plugin(BasePlugin):

@@ -48,14 +48,6 @@ class VisionLanguageArguments(SplitArguments):
     longest_side: AtLeastOne | None = flag(None, "Pixels of an image's longer side (Idefics3, SmolVLM, Pixtral).")
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """`messages` whose contents are lists of parts, and the images of the image parts, in order."""
-
-    messages: list[dict[str, Any]]
-    images: list[Cell]
-
-
 def load_conversations(
     args: VisionLanguageArguments, *, evaluate: bool, seed: int
 ) -> tuple[Dataset, Dataset | None, Path | None]:
@@ -91,8 +83,8 @@ def _undecoded(feature: Any) -> Any:
     return List(_undecoded(feature.feature)) if isinstance(feature, List) else feature
 
 
-def conversation(row: Mapping[str, Any], place: str) -> Conversation:
-    """Returns the conversation of a row, with an image for every image part.
+def conversation(row: Mapping[str, Any], place: str) -> tuple[list[dict[str, Any]], list[Cell]]:
+    """Returns the messages of a row, whose contents are lists of parts, and the images of the image parts, in order.
 
     Args:
         place: the row's name in errors.
@@ -120,7 +112,7 @@ def conversation(row: Mapping[str, Any], place: str) -> Conversation:
             f"{place}: {count} images, and its messages mention {count - len(unused)}; put a part "
             f'{{"type": "image"}}, or {MARK} in the text, where each belongs'
         )
-    return Conversation(messages, images)
+    return messages, images
 
 
 def _parts(content: Any, place: str) -> Iterator[dict[str, Any]]:

@@ -140,8 +140,6 @@ def found_by_main(find: Callable[[], Answer]) -> Answer:
     Every process must call it.
     """
     state = PartialState()
-    if state.num_processes == 1:
-        return find()
     found: list[Any] = [None]
     if state.is_main_process:
         try:
@@ -149,10 +147,9 @@ def found_by_main(find: Callable[[], Answer]) -> Answer:
         except UserError as error:
             found = [error]
     broadcast_object_list(found)
-    answer: Answer = found[0]
-    if isinstance(answer, UserError):
-        raise answer
-    return answer
+    if isinstance(found[0], UserError):
+        raise found[0]
+    return found[0]
 
 
 @dataclass(frozen=True)

@@ -175,12 +175,8 @@ class SplitArguments:
         """Split `rows` for training and, by `test_split_size`, for evaluation.
 
         Raises:
-            UserError: there is one row, or no row is left for training.
+            UserError: no row is left for training.
         """
-        if len(rows) < 2:
-            raise UserError(
-                f"--test_split_size {self.test_split_size}: {self.dataset_name} has one row, nothing can be held out"
-            )
         if math.ceil(len(rows) * (self.test_split_size or 0)) == len(rows):
             raise UserError(
                 f"--test_split_size {self.test_split_size}: of the {len(rows)} rows of {self.dataset_name} none is "

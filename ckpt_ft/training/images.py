@@ -87,27 +87,22 @@ def undecoded(rows: Dataset) -> Dataset:
 
 def readable(rows: Dataset, source: str, *, skip: bool) -> Dataset:
     """Returns the rows whose undecoded `image` can be read; prints the others, and what is converted to RGB."""
-    problems: dict[int, str] = {}
-    kinds: Counter[str] = Counter()
-    for row, image in enumerate(rows["image"]):
-        problem, kind = _inspect(image, row)
-        if problem is not None:
-            problems[row] = problem
-        elif kind:
-            kinds[kind] += 1
-    different = dict.fromkeys(problems.values())  # an image may be several rows
+    found = [_inspect(image, row) for row, image in enumerate(rows["image"])]
+    problems = list(dict.fromkeys(problem for problem, _ in found if problem))  # an image may be several rows
+    kinds = Counter(kind for problem, kind in found if kind)
     if problems and not skip:
-        named = "; ".join(list(different)[:_SHOWN])
-        more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        named = "; ".join(problems[:_SHOWN])
         raise UserError(f"{source}: {named}{more}; repair them, or leave them out with --skip_bad_images")
-    for problem in different:
+    for problem in problems:
         print(f"skipped: {problem}", flush=True)
     if kinds:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         print(f"{source}: {sum(kinds.values())} of {len(rows)} images are converted to RGB ({counts})", flush=True)
-    if len(problems) == len(rows):
+    kept = [row for row, (problem, _) in enumerate(found) if problem is None]
+    if not kept:
         raise UserError(f"{source}: no readable image is left" if problems else f"{source}: there is no image in it")
-    return rows.select([row for row in range(len(rows)) if row not in problems]) if problems else rows
+    return rows.select(kept) if problems else rows
 
 
 def _inspect(image: Mapping[str, Any] | None, row: int) -> tuple[str | None, str]:
@@ -116,14 +111,14 @@ def _inspect(image: Mapping[str, Any] | None, row: int) -> tuple[str | None, str
         return f"row {row + 1} has no image", ""
     name = image["path"] or f"the image of row {row + 1}"
     try:
-        if image["bytes"] is None and not Path(image["path"]).is_file():
-            return f"{name} does not exist", ""
         if not (len(image["bytes"]) if image["bytes"] is not None else Path(image["path"]).stat().st_size):
             return f"{name} is empty (0 bytes)", ""
         with _opened(image) as opened:
             kind = _kind(opened)
             if row < DECODED:
                 to_rgb(opened)
+    except FileNotFoundError:
+        return f"{name} does not exist", ""
     except UnidentifiedImageError:
         return f"{name} is no image that Pillow can read", ""
     except UNDECODABLE as error:

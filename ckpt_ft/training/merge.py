@@ -52,12 +52,8 @@ def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Pat
     try:
         return make_directory(target, lambda directory: [part.save_pretrained(directory) for part in merged])
     except OSError as error:
-        raise _unwritable(output, error) from error
-
-
-def _unwritable(output: str, error: OSError) -> UserError | WorkFailed:
-    kind = WorkFailed if is_of_the_disk(error) else UserError
-    return kind(f"--output {output} cannot be written: {one_line(error)}")
+        kind = WorkFailed if is_of_the_disk(error) else UserError
+        raise kind(f"--output {output} cannot be written: {one_line(error)}") from error
 
 
 def _merged_adapter(source: Path, base: str, dtype: str) -> list[Any]:

@@ -197,7 +197,7 @@ def parse_args(
     """
     parser = Parser(dataclass_types, description=description)
     argv = list(sys.argv[1:] if argv is None else argv)
-    path = _config_path(argv)
+    path = parser.parse_known_args(argv)[0].config
     tokens = _tokens(read_yaml(path), parser, path) if path else []
     for token in argv:
         name, equals, value = token.removeprefix("--").partition("=")
@@ -213,17 +213,6 @@ def parse_args(
     if unknown:
         raise UserError(f"{_unknown(unknown[0].partition('=')[0], parser)} (see --help)")
     return tuple(parsed)
-
-
-def _config_path(argv: Sequence[str]) -> str | None:
-    for index, token in enumerate(argv):
-        if token == "--config":
-            if index + 1 == len(argv):
-                raise UserError("--config: expected the path of a YAML file after it")
-            return argv[index + 1]
-        if token.startswith("--config="):
-            return token.partition("=")[2]
-    return None
 
 
 def _tokens(values: Mapping[str, Any], parser: Parser, source: str) -> list[str]:

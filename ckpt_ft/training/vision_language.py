@@ -131,13 +131,14 @@ class _Encoder:
     def _encode(self, row: dict[str, Any], index: int) -> dict[str, Any] | None:
         """Returns the encoded row; None if it has no trained token."""
         place = f"row {row_number(row, index)}"
-        talk = conversation(row, place)
-        segments = chat_segments(talk.messages, 0, self.processor, place)
+        messages, images = conversation(row, place)
+        segments = chat_segments(messages, 0, self.processor, place)
         tokens: dict[str, list[int]] = {name: [] for name in ("input_ids", "labels", *TOKEN_TYPES)}
         _extend(tokens, {"input_ids": self._bos(segments[0][0])}, trained=False)
-        images, pixels, image_end = list(talk.images), 0, 0
-        for (text, trained), count in zip(segments, _images_per_segment(talk.messages), strict=True):
-            cells, images = images[:count], images[count:]
+        pixels = image_end = first = 0
+        for (text, trained), count in zip(segments, _images_per_segment(messages), strict=True):
+            cells = images[first : first + count]
+            first += count
             piece = self._piece(text, cells, place)
             pixels += sum(value.numel() for name, value in piece.items() if name not in TOKENS)
             _extend(tokens, {name: value for name, value in piece.items() if name in TOKENS}, trained)
@@ -150,7 +151,7 @@ class _Encoder:
             **{name: values[: self.max_length] for name, values in tokens.items()},
             "labels": labels,
             "text": ["".join(text for text, _ in segments)],
-            "images": [talk.images],
+            "images": [images],
             "pixels": pixels,
             "length": len(labels),
             "cut": int(len(tokens["labels"]) > self.max_length),

@@ -75,14 +75,6 @@ def test_drawn_shapes_as_a_classification_dataset() -> None:
     assert drawn_shapes(100, 16)._fingerprint == train._fingerprint
 
 
-@pytest.mark.parametrize(
-    ("count", "resolution", "words"), [(0, 32, "1 to 3456"), (3457, 32, "1 to 3456"), (5, 4, "at least 8")]
-)
-def test_impossible_dataset_is_refused(count: int, resolution: int, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        drawn_shapes(count, resolution)
-
-
 def test_invalid_cache_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is a file, or lies in a directory that accepts none."""
     (tmp_path / "file").touch()

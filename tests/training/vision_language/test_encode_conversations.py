@@ -163,7 +163,7 @@ def test_error_names_the_conversation_number_before_the_split(tmp_path: Path) ->
 def test_image_is_bytes_or_a_path() -> None:
     turns = [{"role": "user", "content": "<image>What is it?"}]
     for image in ({"bytes": b"\x89PNG"}, {"path": "a.png"}, "a.png"):
-        (cell,) = conversation({"messages": turns, "images": [image]}, "row 1").images
+        _, (cell,) = conversation({"messages": turns, "images": [image]}, "row 1")
         assert cell.keys() == {"bytes", "path"}
     for image in ({"bytes": "iVBORw0KGgo="}, {"bytes": "iVBORw0KGgo=", "path": None}, {"path": 3}, {"bytes": b""}, 3):
         with pytest.raises(UserError, match="row 1: an image is a file's path or an image of the dataset, not "):
