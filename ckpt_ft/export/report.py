@@ -112,7 +112,7 @@ def _steps(numbers: Sequence[int]) -> str:
 
 def _run(report: MemoryReport) -> dict[str, Any]:
     """The data of the run's bars and history: the peaks of each rank that are known, by phase, and "reserved"."""
-    ranks = []
+    ranks: list[dict[str, Any]] = []
     for rank in report.ranks:
         predicted = _prediction(rank)
         measured = {phase: figures.get("allocated") for phase, figures in rank.peaks.items()}

@@ -19,7 +19,8 @@ from ckpt_ft.training.callback import ACCallback
 
 # The keys that the plugin adds to axolotl's configuration: the flags of ACArguments.
 _KINDS = get_type_hints(ACArguments)
-Settings = create_model("Settings", **{flag.name: (_KINDS[flag.name], flag.default) for flag in fields(ACArguments)})
+_KEYS: dict[str, Any] = {flag.name: (_KINDS[flag.name], flag.default) for flag in fields(ACArguments)}
+Settings = create_model("Settings", **_KEYS)
 
 
 class Plugin(BasePlugin):

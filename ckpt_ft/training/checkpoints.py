@@ -149,7 +149,7 @@ def _hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """Returns the directories `checkpoint-N` in `output_dir`, complete or not, oldest first; no `checkpoint-best`."""
-    if not Path(output_dir).is_dir():
+    if not os.path.isdir(output_dir):
         return []
     paths = Path(output_dir).iterdir()
     found = [(int(match[1]), path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
@@ -215,19 +215,6 @@ def mismatch(checkpoint: str) -> str:
     )
 
 
-def check_output_dir(output_dir: str) -> None:
-    """Raises UserError if `output_dir` or a parent of it is a file, or if it is not a valid path."""
-    if not output_dir.strip():
-        raise UserError("--output_dir is empty; give a directory ('.' for the current one)")
-    path = Path(output_dir)
-    try:
-        first = next((place for place in (path, *path.parents) if place.exists()), None)
-    except OSError as error:  # such as a name that is too long
-        raise UserError(f"--output_dir {output_dir}: {one_line(error, 100)}; give a directory") from error
-    if first is not None and not first.is_dir():
-        raise UserError(f"--output_dir {output_dir}: {first} is a file; give a directory")
-
-
 def check_same_kind(output_dir: str, lora: bool) -> None:
     """Raises UserError when `output_dir` holds the weights of a full run and this one trains adapters, or the reverse.
 
@@ -236,7 +223,7 @@ def check_same_kind(output_dir: str, lora: bool) -> None:
     theirs, ours = ("a whole model", "LoRA") if lora else ("LoRA adapters", "all weights")
     for place in (Path(output_dir), *checkpoints(output_dir)):
         for name in MODEL_FILES if lora else ADAPTER_FILES:
-            if (place / name).is_file():
+            if os.path.isfile(place / name):
                 raise UserError(
                     f"--output_dir {output_dir} holds {theirs} of an earlier run ({place / name}) and this one trains "
                     f"{ours}: the folder would be loaded as a mixture; give another directory, or move that one away"
@@ -255,11 +242,12 @@ class RunDirectory:
         run: the identity of the run: that of the checkpoint, or a new one.
 
     Raises:
-        UserError: `output_dir` is a file or holds another run, or there is no complete checkpoint to resume from.
+        UserError: `output_dir` holds another run, or there is no complete checkpoint to resume from.
     """
 
     def __init__(self, output_dir: str, resume: str | None = None, overwrite: bool = False, *, lora: bool) -> None:
-        check_output_dir(output_dir)
+        if not output_dir.strip():
+            raise UserError("--output_dir is empty; give a directory ('.' for the current one)")
         self.path, self.overwrite, self.lora, self.run = Path(output_dir), overwrite, lora, uuid.uuid4().hex
         self.checkpoint, self.damaged = resume_path(resume, output_dir)
         if overwrite and self.checkpoint is not None:
@@ -294,7 +282,7 @@ class RunDirectory:
         """Create the directory and lock it until this process ends. Called on every rank.
 
         Raises:
-            UserError: another process has locked it, or it is not writable.
+            UserError: another process has locked it, or it cannot be a directory that this process writes to.
         """
         state = PartialState()
         if state.is_main_process:
@@ -373,7 +361,7 @@ class RunDirectory:
 
     def _refuse_used_directory(self) -> None:
         there = [*reversed(checkpoints(self.path)), *(self.path / name for name in (*ADAPTER_FILES, *MODEL_FILES))]
-        used = next((path.name for path in there if path.exists()), None)
+        used = next((path.name for path in there if os.path.exists(path)), None)
         if used is not None:
             raise UserError(
                 f"--output_dir {self.path} holds {used} of an earlier run; continue it with --resume_from_checkpoint "

@@ -81,15 +81,15 @@ class Family:
         self,
         pipeline: Any,
         autocast: Callable[[], AbstractContextManager[Any]],
-        guidance: float | None,
+        guidance: float,
         arguments: dict[str, Any],
     ) -> list[Image.Image]:
-        """Returns the pipeline's images; None for `guidance` uses the pipeline's own scale."""
+        """Returns the pipeline's images."""
         taken = inspect.signature(type(pipeline).__call__).parameters
         options: dict[str, Any] = {"output_type": "latent"} if self.decodes_apart else {}
-        if guidance is not None:  # a guidance-distilled transformer takes the scale as an input; any other runs twice
-            twice = "true_cfg_scale" in taken and not pipeline.components[self.component].config.guidance_embeds
-            options["true_cfg_scale" if twice else "guidance_scale"] = guidance
+        # A guidance-distilled transformer takes the scale as an input; any other runs twice.
+        twice = "true_cfg_scale" in taken and not pipeline.components[self.component].config.guidance_embeds
+        options["true_cfg_scale" if twice else "guidance_scale"] = guidance
         if "use_resolution_binning" in taken:  # it would draw images of the nearest published size
             options["use_resolution_binning"] = False
         with autocast():

@@ -419,13 +419,12 @@ def validate(validation: Validation, state: TrainingState) -> None:
 
 def save_results(state: TrainingState, data: Data, run: Run) -> None:
     """Writes adapters or a pipeline, the sheet of samples, and the memory report."""
-    args, accelerator, validation = run.args, state.accelerator, data.validation
-    sampler = validation.sampler
+    model_args, args, accelerator, validation = run.model_args, run.args, state.accelerator, data.validation
     if state.done:
         with averaged(state.ema, state.parameters):
             write_on_ranks(
                 accelerator, run.directory, "the result",
-                lambda: save_result(state.trained, sampler.family, sampler.vae, sampler.args, args.output_dir),
+                lambda: save_result(state.trained, data.family, validation.vae, model_args, args.output_dir),
                 main_only=True,
             )  # fmt: skip
         validate(validation, state)
@@ -437,8 +436,8 @@ def save_results(state: TrainingState, data: Data, run: Run) -> None:
     step = replace(workload, lengths=None, make_batch=lambda *_: workload.make_batch(args.train_batch_size, measured))
     run.memory.write_report(
         args.output_dir, workload=lambda: step,
-        model=sampler.args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=sampler.size,
-        rank=sampler.args.rank, peft=kind_of(sampler.args.peft_config),
+        model=model_args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=validation.size,
+        rank=model_args.rank, peft=kind_of(model_args.peft_config),
     )  # fmt: skip
     accelerator.end_training()

@@ -6,8 +6,6 @@ encoder is loaded again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from accelerate import Accelerator
 from diffusers import DiffusionPipeline
 from diffusers.utils import make_image_grid
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from ckpt_ft.files import write
 from ckpt_ft.workloads.adapters import without_adapters
@@ -28,87 +26,67 @@ from .denoiser import components_of, set_prediction_type
 from .encoders import Encoders
 from .families import Family
 
-Autocast = Callable[[], AbstractContextManager[Any]]
 
+class Validation:
+    """Draws `args.validation_prompt` during a run, with the pipeline that training began with around the model.
 
-class Sampler:
-    """Draws images with the pipeline that training began with, around the model as it is now.
+    The prompts are encoded now; of the encoders only the VAE is kept. To draw it moves to the model's device.
 
     Args:
-        args: name the pipeline.
-        encoders: only the VAE is kept; it moves to the model's device to draw, and back.
+        model_args: name the pipeline.
         size: side of the images in pixels.
     """
 
-    def __init__(self, family: Family, args: PipelineArguments, encoders: Encoders, size: int) -> None:
-        self.family, self.args, self.size = family, args, size
+    def __init__(
+        self, family: Family, model_args: PipelineArguments, encoders: Encoders, size: int, args: LoopArguments
+    ) -> None:
+        self.family, self.model_args, self.size, self.args = family, model_args, size, args
         self.vae, self.absent = encoders.vae, encoders.absent
+        self.folder, self.prompts = Path(args.output_dir, "samples"), args.validation_prompt or []
+        self.embeds = {name: value.cpu() for name, value in encoders.encode_prompts([*self.prompts, ""]).items()}
 
     @torch.no_grad()
-    def images(
-        self,
-        model: nn.Module,
-        embeds: dict[str, Tensor],
-        device: torch.device,
-        autocast: Autocast,
-        guidance: float | None = None,
-        **options: Any,
-    ) -> list[Image.Image]:
-        """Returns one image per prompt and generator.
+    def images(self, model: nn.Module, accelerator: Accelerator) -> list[Image.Image]:
+        """Draws all prompts.
 
-        Args:
-            embeds: encoded prompts, the empty one last; their tokens if the model has text encoders of its own.
-            guidance: None for the pipeline's own scale.
-            options: arguments of the pipeline.
+        The noise comes from a generator of its own, the same at each validation, so the run's random state is kept.
         """
+        embeds, device, args = self.embeds, accelerator.device, self.args
         home, was_training = self.vae.device, model.training
         self.vae.to(device)
         model.eval()
         try:
-            if isinstance(model, TextAndUNet):
-                with autocast():
+            if isinstance(model, TextAndUNet):  # its prompts are tokens
+                with accelerator.autocast():
                     embeds = model.encode({name: value.to(device) for name, value in embeds.items()})
             component = self.family.component
-            trained = components_of(model, component)[component]
-            pipeline = self._pipeline(without_adapters(trained))
-            arguments: dict[str, Any] = {"height": self.size, "width": self.size, **options}
+            pipeline = self._pipeline(without_adapters(components_of(model, component)[component]))
+            arguments: dict[str, Any] = {
+                "height": self.size, "width": self.size, "num_inference_steps": args.validation_inference_steps,
+                "num_images_per_prompt": args.num_validation_images,
+                "generator": torch.Generator().manual_seed(args.seed),
+            }  # fmt: skip
             for name, values in embeds.items():
                 prompts, empty = values.to(device).split([len(values) - 1, 1])
                 arguments[name], arguments[f"negative_{name}"] = prompts, empty.expand_as(prompts)
-            return self.family.draw(pipeline, autocast, guidance, arguments)
+            return self.family.draw(pipeline, accelerator.autocast, args.validation_guidance_scale, arguments)
         finally:
             model.train(was_training)
             self.vae.to(home)
 
     def _pipeline(self, model: nn.Module) -> Any:
         pipeline = DiffusionPipeline.from_pretrained(
-            self.args.pretrained_model_name_or_path, revision=self.args.revision, variant=self.args.variant,
+            self.model_args.pretrained_model_name_or_path, revision=self.model_args.revision,
+            variant=self.model_args.variant,
             **{self.family.component: model, "vae": self.vae, **dict.fromkeys(self.absent)},
         )  # fmt: skip
-        set_prediction_type(pipeline.scheduler, self.args)
+        set_prediction_type(pipeline.scheduler, self.model_args)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-
-class Validation:
-    """Draws `args.validation_prompt` during a run. The prompts are encoded now; the encoders are not kept."""
-
-    def __init__(self, sampler: Sampler, args: LoopArguments, encoders: Encoders, folder: Path) -> None:
-        self.sampler, self.args, self.folder = sampler, args, folder
-        self.prompts = args.validation_prompt or []
-        self.embeds = {name: value.cpu() for name, value in encoders.encode_prompts([*self.prompts, ""]).items()}
-
     def run(self, model: nn.Module, accelerator: Accelerator, step: int) -> None:
-        """Draws all prompts, writes `step-{step}.png` and sends the images to the trackers; for the main process.
-
-        The noise comes from a generator of its own, the same at each validation, so the run's random state is kept.
-        """
-        images = self.sampler.images(
-            model, self.embeds, accelerator.device, accelerator.autocast, self.args.validation_guidance_scale,
-            num_inference_steps=self.args.validation_inference_steps,
-            num_images_per_prompt=self.args.num_validation_images,
-            generator=torch.Generator().manual_seed(self.args.seed),
-        )  # fmt: skip
+        """Draws all prompts, writes `step-{step}.png` and sends the images to the trackers; for the main process."""
+        images = self.images(model, accelerator)
         if step == 0:
             for old in self.folder.glob("step-*.png"):  # of an earlier run in the same place
                 old.unlink()

@@ -8,7 +8,6 @@ https://arxiv.org/abs/2210.02747), at times s drawn as in section 3.1 of https:/
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from .arguments import DiffusionModelArguments, LoopArguments, TransformerArgume
 from .data import Samples, load_samples
 from .encoders import Encoders, checked_resolution, family_of, frozen_dtype
 from .families import Family
-from .sampling import Sampler, Validation
+from .sampling import Validation
 
 
 class NoisyBatches:
@@ -209,7 +208,7 @@ class Data(NamedTuple):
     @property
     def family(self) -> Family:
         """The pipeline's family."""
-        return self.validation.sampler.family
+        return self.validation.family
 
 
 def diffusion_workload(model: nn.Module, args: LoopArguments, accelerator: Accelerator, data: Data) -> Workload:
@@ -261,12 +260,11 @@ def load_data(
         objective = FlowMatching(family, config, encoders.vae, encoders.scheduler, model_args)
     else:
         objective = Denoising(family, config, encoders.vae, encoders.scheduler, model_args)
-    sampler = Sampler(family, model_args, encoders, resolution)
     samples = load_samples(encoders, resolution, image_args, args, accelerator)
     return Data(
         samples,
         NoisyBatches(encoders, objective, image_args),
-        Validation(sampler, args, encoders, Path(args.output_dir, "samples")),
+        Validation(family, model_args, encoders, resolution, args),
         ImageSizes(tuple(samples.sizes), tuple(map(len, samples.buckets))),
         channels,
         resolution // side,

@@ -17,11 +17,16 @@ SIDE = 128
 ACCELERATOR: Any = SimpleNamespace(device=torch.device("cpu"), autocast=None, trackers=[])
 
 
-def validation(folder: Path, images: int) -> Validation:
+def validation(output: Path, images: int) -> Validation:
     drawn = [Image.new("RGB", (SIDE, SIDE), "red")] * images
-    sampler: Any = SimpleNamespace(size=SIDE, images=lambda *args, **more: drawn)
-    encoders: Any = SimpleNamespace(encode_prompts=lambda prompts: {"prompt_embeds": torch.zeros(len(prompts), 1)})
-    return Validation(sampler, LoopArguments(validation_prompt=["a red circle"] * images), encoders, folder)
+    none: Any = None
+    encoders: Any = SimpleNamespace(
+        vae=None, absent=[], encode_prompts=lambda prompts: {"prompt_embeds": torch.zeros(len(prompts), 1)}
+    )
+    args = LoopArguments(output_dir=str(output), validation_prompt=["a red circle"] * images)
+    made = Validation(none, none, encoders, SIDE, args)
+    made.images = lambda *_: drawn  # type: ignore[method-assign]
+    return made
 
 
 def size(path: Path) -> tuple[int, int]:
@@ -30,7 +35,7 @@ def size(path: Path) -> tuple[int, int]:
 
 
 def test_each_validation_is_a_row_of_the_sheet(tmp_path: Path) -> None:
-    pictures = validation(tmp_path / "samples", images=2)
+    pictures = validation(tmp_path, images=2)
     model: Any = None
     for step in (0, 10):
         pictures.run(model, ACCELERATOR, step)
@@ -47,7 +52,7 @@ def test_failed_image_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
     pictures = validation(tmp_path, images=1)
     model: Any = None
     pictures.run(model, ACCELERATOR, 0)
-    before = (tmp_path / "step-000000.png").read_bytes()
+    before = (tmp_path / "samples" / "step-000000.png").read_bytes()
 
     def cut(image: Image.Image, path: Path) -> None:
         path.write_bytes(b"\x89PNG")
@@ -56,5 +61,5 @@ def test_failed_image_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Image.Image, "save", cut)
     with pytest.raises(OSError, match="no space left"):
         pictures.run(model, ACCELERATOR, 10)
-    assert (tmp_path / "step-000000.png").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000.png"]
+    assert (tmp_path / "samples" / "step-000000.png").read_bytes() == before
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-000000.png"]
