@@ -158,7 +158,7 @@ class ACCallback(TrainerCallback):
             if self._without_own_checkpointing(args) is not args:  # given as `callbacks`, so already on
                 getattr(model, f"{_own_name(args)}_disable")()
         if session.settings.ac_check:
-            session.model = model
+            session.model = model.train()  # as Trainer does before each step, but not yet
             session.check(_first_batch(kwargs["train_dataloader"], args, session), self._loss)
         session.apply(model)
         session.start(model, kwargs["optimizer"], state.max_steps - state.global_step, args.output_dir)

@@ -117,11 +117,16 @@ def test_blocks_are_rerun_during_training_only(tmp_path: Path) -> None:
 def test_parity_check_runs_first_and_does_not_change_training(tmp_path: Path, capsys: Any) -> None:
     plain = Trainer(model=tiny(), args=arguments(tmp_path / "plain"), train_dataset=ROWS)
     plain.train()
-    trainer = Trainer(model=tiny(), args=arguments(tmp_path / "checked"), train_dataset=ROWS)
+    model = tiny().eval()  # as from_pretrained returns it
+    modes = []
+    model.register_forward_pre_hook(lambda module, args: modes.append(module.training))
+    trainer = Trainer(model=model, args=arguments(tmp_path / "checked"), train_dataset=ROWS)
     ACCallback(ACArguments(ac_policy="full", ac_check=True, ac_report="none")).attach(trainer)
     trainer.train()
     assert losses(trainer) == losses(plain)
     assert "parity of policy full" in capsys.readouterr().out
+    assert len(modes) > 3
+    assert all(modes)  # else dropout is not checked
 
 
 class Scaled(torch.nn.Module):
