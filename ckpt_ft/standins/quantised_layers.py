@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -535,15 +536,20 @@ def refuse_compiled(model: nn.Module, sharded: bool) -> None:
 
 @contextmanager
 def swap_library_layers(model: nn.Module) -> Iterator[None]:
-    """Turn the 4- and 8-bit layers of `model` into stand-ins of the same layout; turn them back on exit.
+    """Turn the 4- and 8-bit layers of `model` into stand-ins of the same layout, and PEFT's LoRA around stand-ins into
+    its LoRA around bitsandbytes' layers; turn them back on exit.
 
     Each stays the object that adapters and policies know, with its hooks.
     """
     before: list[tuple[Any, type, dict[str, Any]]] = []
-    bitsandbytes = sys.modules.get("bitsandbytes")
+    bitsandbytes, lora = sys.modules.get("bitsandbytes"), sys.modules.get("peft.tuners.lora.layer")
+    around = _lora_around(lora.Linear) if lora is not None else None
     try:
-        for layer in list[Any](model.modules()) if bitsandbytes is not None else ():
-            if (made := _stand_in(layer, bitsandbytes)) is not None:
+        for layer in list[Any](model.modules()):
+            if around and type(layer) is around.__base__ and isinstance(layer.base_layer, (NF4Linear, Int8Linear)):
+                before.append((layer, type(layer), vars(layer)))
+                layer.__class__ = around
+            elif bitsandbytes and (made := _stand_in(layer, bitsandbytes)) is not None:
                 before.append((layer, type(layer), vars(layer)))
                 hooks = {name: value for name, value in vars(layer).items() if name.endswith("_hooks")}
                 layer.__class__, layer.__dict__ = type(made), {**vars(made), **hooks}
@@ -551,6 +557,33 @@ def swap_library_layers(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, kind, attributes in before:
             layer.__class__, layer.__dict__ = kind, attributes
+
+
+@cache
+def _lora_around(linear: Any) -> Any:
+    """PEFT's `Linear` of LoRA with the forward of its `Linear4bit` and `Linear8bitLt`, which need bitsandbytes: what an
+    adapter adds is cast, not the sum, and under autocast nothing is. [peft/tuners/lora/bnb.py]"""
+
+    class AroundPacked(linear):  # type: ignore[misc]
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if self.disable_adapters or self.merged or kwargs.get("adapter_names") is not None:
+                plain: Tensor = super().forward(x, *args, **kwargs)
+                return plain
+            result: Tensor = self.base_layer(x)
+            dtype = None if torch.is_autocast_enabled() else result.dtype
+            for name in [name for name in self.active_adapters if name in self.lora_A]:
+                down, up = self.lora_A[name], self.lora_B[name]
+                if dtype:
+                    x = self._cast_input_dtype(x, down.weight.dtype)
+                if name in self.lora_variant:
+                    result = self.lora_variant[name].forward(self, active_adapter=name, x=x, result=result)
+                    result = result.to(dtype) if dtype else result
+                else:
+                    added = up(down(self.lora_dropout[name](x))) * self.scaling[name]
+                    result = result + (added.to(dtype) if dtype else added)
+            return result
+
+    return AroundPacked
 
 
 def _stand_in(layer: nn.Module, bitsandbytes: Any) -> nn.Module | None:

@@ -93,10 +93,8 @@ def test_bytes_over_nf4_layers_equal_the_profilers(
     held = [trace.replay.allocated[trace.start - 1] for trace in traces]
     assert held[0] == held[1]
     recorded = peak_of_a_second_step(step, models[0])
-    live_peak, estimated_peak = (trace.peak_allocated - held[0] for trace in traces)
-    assert live_peak == pytest.approx(recorded, rel=1e-3)
-    # around bitsandbytes' layers PEFT casts what an adapter adds, around others the sum: 0.7 % in half precision
-    assert estimated_peak == pytest.approx(recorded, rel=2e-3 if dtype is torch.float32 else 1e-2)
+    for trace in traces:
+        assert trace.peak_allocated - held[0] == pytest.approx(recorded, rel=1e-3)
 
 
 QLORA = [
