@@ -561,10 +561,12 @@ def swap_library_layers(model: nn.Module) -> Iterator[None]:
 
 @cache
 def _lora_around(linear: Any) -> Any:
-    """PEFT's `Linear` of LoRA with the forward of its `Linear4bit` and `Linear8bitLt`, which need bitsandbytes: what an
-    adapter adds is cast, not the sum, and under autocast nothing is. [peft/tuners/lora/bnb.py]"""
+    """PEFT's `Linear` of LoRA with the forward of its `Linear4bit` and `Linear8bitLt`, which need bitsandbytes.
 
-    class AroundPacked(linear):  # type: ignore[misc]
+    What an adapter adds is cast, not the sum, and under autocast nothing is. [peft/tuners/lora/bnb.py]
+    """
+
+    class AroundPacked(linear):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self.disable_adapters or self.merged or kwargs.get("adapter_names") is not None:
                 plain: Tensor = super().forward(x, *args, **kwargs)
