@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
     if not torch.cuda.is_available():
+        if find_spec("optimi"):
+            import optimi
+
+            optimi.utils.HAS_TRITON = False  # with Triton, it takes kernels for a GPU on a CPU, too
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
             if item.get_closest_marker("gpu"):
