@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Interval
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import Dataset, load_dataset
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -35,8 +35,8 @@ from transformers import (
 )
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.flags import Pixels, SplitArguments, changed, flag, load_split
-from ckpt_ft.training.images import image_files, named_columns, open_image, readable, undecoded
+from ckpt_ft.training.flags import Pixels, SplitArguments, changed, flag, load_split, unreadable
+from ckpt_ft.training.images import named_columns, open_image, readable, undecoded
 from ckpt_ft.training.labels import check_classes, class_names, labelled, settings_of
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 from ckpt_ft.training.samples.drawings import drawn_shapes
@@ -110,7 +110,7 @@ def _load_hub(args: VisionArguments, split: str) -> Dataset:
 
 
 def _load_folder(args: VisionArguments, split: str) -> Dataset:
-    """Reads `folder/split/class/*.png`, or for training `folder/class/*.png`, so that errors can name the class."""
+    """Reads `folder/split/class/*.png`, or for training `folder/class/*.png`."""
     top = Path(args.dataset_name or "")
     root = top / split
     if not root.is_dir():
@@ -120,22 +120,13 @@ def _load_folder(args: VisionArguments, split: str) -> Dataset:
                 "--test_split_size 0.1, or name the folder with --dataset_test_split"
             )
         root = top
-    folders = sorted(path for path in root.iterdir() if not path.name.startswith("."))
-    images = {folder.name: image_files(folder) for folder in folders if folder.is_dir()}
-    empty = [name for name, files in images.items() if not files]
-    if not images:
+    try:
+        rows = load_dataset("imagefolder", data_dir=str(root), data_files="*/**", split="train", drop_labels=False)
+    except Exception as error:
         raise UserError(
-            f"--dataset_name {root}: no class folders in it; put each class's images in a folder of its own"
-        )
-    if empty:
-        raise UserError(f"--dataset_name {root}: no images in class folder {', '.join(empty)}; add some, or remove it")
-    names = list(images)
-    rows = {
-        "image": [str(file) for files in images.values() for file in files],
-        "label": [names.index(name) for name, files in images.items() for _ in files],
-    }
-    features = Features(image=Value("string"), label=ClassLabel(names=names))
-    return undecoded(Dataset.from_dict(rows, features=features))
+            f"--dataset_name {root}: {unreadable(error)}; put each class's images in a folder of its own"
+        ) from error
+    return undecoded(rows)
 
 
 class ImageRows:

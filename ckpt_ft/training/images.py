@@ -16,11 +16,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from annotated_types import Interval
 from datasets import Dataset
 from datasets import Image as ImageFeature
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -31,6 +30,7 @@ from ckpt_ft.training.flags import (
     AtLeastOne,
     Count,
     Needs,
+    Pixels,
     Share,
     check_flags,
     flag,
@@ -185,9 +185,7 @@ class ImageArguments:
     image_column: str = flag("image", "Column of the images.")
     caption_column: str = flag("text", "Column, or key in metadata.jsonl, of the captions.")
     max_train_samples: AtLeastOne | None = flag(None, "Train on only this many rows, the first ones.")
-    resolution: Annotated[int, Interval(ge=0, le=2**14)] | None = flag(
-        None, "Side of the square images in pixels; the model's own when left out."
-    )
+    resolution: Pixels | None = flag(None, "Side of the square images in pixels; the model's own when left out.")
     aspect_ratio_buckets: str | None = flag(
         None,
         "'height,width;height,width': each image in the size nearest to its shape, batches of one size; auto makes "
@@ -208,9 +206,6 @@ class ImageArguments:
 
     def __post_init__(self) -> None:
         check_flags(self)
-        if self.resolution is not None and (self.resolution < 8 or self.resolution % 8):
-            below = max(8, self.resolution // 8 * 8)
-            raise UserError(f"--resolution {self.resolution} is not a multiple of 8; take {below} or {below + 8}")
         if self.aspect_ratio_buckets not in (None, AUTO):
             read_buckets(str(self.aspect_ratio_buckets))
         sources = [name for name in _SOURCES if getattr(self, name) is not None]

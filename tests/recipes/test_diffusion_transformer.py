@@ -214,7 +214,7 @@ def test_validation_does_not_change_training(recipe: ModuleType, tiny: dict[str,
     ("flags", "words"),
     [
         (["--pretrained_model_name_or_path", "/nowhere"], "no usable model_index.json"),
-        (["--resolution", "36"], "not a multiple of 8"),
+        (["--resolution", "36"], "must be a multiple of "),
         (["--rank", "2", "--lora_target_modules", "to_z"], "--lora_target_modules to_z"),
         (["--train_data_dir", "/nowhere"], "no such directory"),
         (["--weighting_scheme", "logit-normal"], "invalid choice: 'logit-normal'"),

@@ -305,7 +305,7 @@ def test_full_disk_in_the_unet_recipe(
     [
         (["--pretrained_model_name_or_path", "/nowhere"], "no U-Net in it"),
         (["--rank", "0"], "--rank 0"),
-        (["--resolution", "36"], "not a multiple of 8"),
+        (["--resolution", "36"], "must be a multiple of "),
         (["--train_data_dir", "/nowhere"], "no such directory"),
         (["--resume_from_checkpoint", "latest"], "no complete checkpoint"),
         (["--ac_policy", "save:atention"], "did you mean 'attention'"),

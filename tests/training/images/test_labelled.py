@@ -126,11 +126,11 @@ def test_other_column_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unusable_folders_are_refused(tmp_path: Path) -> None:
-    folder(tmp_path / "one", a=1, b=0)
-    with pytest.raises(UserError, match="no images in class folder b; add some, or remove it"):
+    folder(tmp_path / "one", a=1, b=0)  # a class without images is none
+    with pytest.raises(UserError, match="every training row is of class 'a'"):
         load(tmp_path / "one")
     (tmp_path / "flat").mkdir()
-    with pytest.raises(UserError, match="no class folders in it"):
+    with pytest.raises(UserError, match="put each class's images in a folder of its own"):
         load(tmp_path / "flat")
     with pytest.raises(UserError, match="no folder 'test' in it to evaluate on; hold images out"):
         load(folder(tmp_path / "two", a=1, b=1), evaluate=True)
