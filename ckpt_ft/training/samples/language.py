@@ -12,10 +12,10 @@ import json
 import os
 import platform
 import random
-import shutil
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ _IMAGE = "<image>"
 _PREFERENCES, _QUESTIONS = 2_000, 1_500  # rows
 _MODULES = 8  # classes of docstrings
 _DIGITS = 5  # of the sums: 0 to 4
-_VERSION = 1  # part of the cache directories' names: raise it when what is made changes
+_VERSION = 2  # part of the cache directories' names: raise it when what is made changes
 _SKIPPED = ("test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "encodings", "ensurepip")
 _TEXT_MODEL: dict[str, Any] = {
     "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -60,15 +60,12 @@ _GRIDS = [[_TILE, _TILE], [_TILE, 2 * _TILE]]  # (height, width) of the tiles be
 
 def make_docstrings() -> tuple[str, str]:
     """Returns the language model's directory and its corpus, a jsonl file; made on first use (about ten seconds)."""
-    made = made_once(f"docstrings-v{_VERSION}-py{platform.python_version()}", _write_docstrings)
-    return str(made / "model"), str(made / "docstrings.jsonl")
+    return str(_docstrings() / "model"), str(_docstrings() / "docstrings.jsonl")
 
 
 def make_preferences() -> tuple[str, str]:
     """Returns the language model's directory and a jsonl file of preferences: an answer over its shuffled words."""
-    model, corpus = make_docstrings()
-    made = made_once(f"{Path(corpus).parent.name}-preferences", lambda folder: _write_preferences(folder, corpus))
-    return model, str(made / "preferences.jsonl")
+    return str(_docstrings() / "model"), str(_docstrings() / "preferences.jsonl")
 
 
 def make_labelled_docstrings() -> tuple[str, str]:
@@ -76,9 +73,11 @@ def make_labelled_docstrings() -> tuple[str, str]:
 
     Rows also have the question and the answer as a pair, for embeddings.
     """
-    _, corpus = make_docstrings()
-    made = made_once(f"{Path(corpus).parent.name}-labelled", lambda folder: _write_labelled(folder, Path(corpus)))
-    return str(made / "model"), str(made / "labelled.jsonl")
+    return str(_docstrings() / "encoder"), str(_docstrings() / "labelled.jsonl")
+
+
+def _docstrings() -> Path:
+    return made_once(f"docstrings-v{_VERSION}-py{platform.python_version()}", _write_docstrings)
 
 
 def make_questions(rows: int = _QUESTIONS) -> tuple[str, str]:
@@ -110,40 +109,36 @@ def _write_sums(directory: Path) -> None:
 def _write_docstrings(directory: Path) -> None:
     pairs = docstring_pairs()
     _write_rows(directory / "docstrings.jsonl", pairs)
-    make_tokenizer(pair["prompt"] + pair["completion"] for pair in pairs).save_pretrained(directory / "model")
+    _write_rows(directory / "preferences.jsonl", islice(_preferences(pairs), _PREFERENCES))
+    _write_rows(directory / "labelled.jsonl", _labelled(pairs))
+    tokenizer = make_tokenizer(pair["prompt"] + pair["completion"] for pair in pairs)
     config = LlamaConfig(vocab_size=VOCABULARY, intermediate_size=352, num_hidden_layers=4, **_TEXT_MODEL)
-    _random_model(LlamaForCausalLM, config).save_pretrained(directory / "model")
-
-
-def _write_preferences(directory: Path, corpus: str) -> None:
-    draw = random.Random(0)
-    pairs = [json.loads(line) for line in Path(corpus).read_text(encoding="utf-8").splitlines()]
-    rows: list[dict[str, str]] = []
-    draw.shuffle(pairs)
-    while len(rows) < _PREFERENCES:
-        pair = pairs.pop()
-        words = pair["completion"].split()
-        shuffled = " ".join(draw.sample(words, len(words)))
-        if shuffled != " ".join(words):
-            rows.append({"prompt": pair["prompt"], "chosen": pair["completion"], "rejected": shuffled})
-    _write_rows(directory / "preferences.jsonl", rows)
-
-
-def _write_labelled(directory: Path, corpus: Path) -> None:
-    pairs = [json.loads(line) for line in corpus.read_text(encoding="utf-8").splitlines()]
-    modules = [pair["prompt"].split("`")[1].partition(".")[0] for pair in pairs]
-    common = dict(Counter(modules).most_common(_MODULES))
-    _write_rows(directory / "labelled.jsonl", (
-        {"text": pair["completion"], "label": module, "anchor": pair["prompt"], "positive": pair["completion"]}
-        for pair, module in zip(pairs, modules, strict=True) if module in common
-    ))  # fmt: skip
-    config = BertConfig(
+    encoder = BertConfig(
         vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=352,
         max_position_embeddings=512, pad_token_id=0,
     )  # fmt: skip
-    _random_model(BertForMaskedLM, config).save_pretrained(directory / "model")
-    for file in (corpus.parent / "model").glob("*token*"):
-        shutil.copy(file, directory / "model")
+    models = {"model": _random_model(LlamaForCausalLM, config), "encoder": _random_model(BertForMaskedLM, encoder)}
+    for name, model in models.items():
+        model.save_pretrained(directory / name)
+        tokenizer.save_pretrained(directory / name)
+
+
+def _preferences(pairs: list[dict[str, str]]) -> Iterator[dict[str, str]]:
+    draw = random.Random(0)
+    for pair in draw.sample(pairs, len(pairs)):
+        words = pair["completion"].split()
+        shuffled = " ".join(draw.sample(words, len(words)))
+        if shuffled != pair["completion"]:
+            yield {"prompt": pair["prompt"], "chosen": pair["completion"], "rejected": shuffled}
+
+
+def _labelled(pairs: list[dict[str, str]]) -> list[dict[str, str]]:
+    modules = [pair["prompt"].split("`")[1].partition(".")[0] for pair in pairs]
+    common = dict(Counter(modules).most_common(_MODULES))
+    return [
+        {"text": pair["completion"], "label": module, "anchor": pair["prompt"], "positive": pair["completion"]}
+        for pair, module in zip(pairs, modules, strict=True) if module in common
+    ]  # fmt: skip
 
 
 def _write_questions(directory: Path, count: int) -> None:
@@ -184,23 +179,21 @@ def docstring_pairs() -> list[dict[str, str]]:
         WorkFailed: this Python has no source files of its standard library.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    pairs = []
-    paths = []
+    pairs, paths = [], []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED]
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     for path in sorted(paths):
         parts = path.relative_to(root).with_suffix("").parts
-        if parts[0] not in _SKIPPED:
-            try:
-                tree = ast.parse(path.read_text(encoding="utf-8"))
-            except (SyntaxError, UnicodeDecodeError):
-                continue
-            module = ".".join(part for part in parts if part != "__init__")
-            pairs += [
-                {"prompt": f"What is `{name}` in Python?\n", "completion": answer}
-                for name, answer in _documented(module, tree)
-            ]
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        module = ".".join(part for part in parts if part != "__init__")
+        pairs += [
+            {"prompt": f"What is `{name}` in Python?\n", "completion": answer}
+            for name, answer in _documented(module, tree)
+        ]
     if not pairs:
         raise WorkFailed(
             f"the built-in sample needs the standard library's source files, and {root} has none; give --dataset_name"
