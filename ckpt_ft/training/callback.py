@@ -62,7 +62,7 @@ class ACCallback(TrainerCallback):
         report: the MemoryReport of all ranks, once training has ended; None with `ac_report="none"`.
 
     Raises:
-        UserError: (when training begins) the policy matches nothing.
+        UserError: (when training begins) the policy matches nothing, or FSDP's own checkpointing is on.
         WorkFailed: (when training begins) `ac_check` found a number that the policy changes.
     """
 
@@ -115,7 +115,7 @@ class ACCallback(TrainerCallback):
         continues after an error must call `close()`.
 
         Raises:
-            UserError: FSDP's own checkpointing is on, or label smoothing would not shift labels; (under "auto")
+            UserError: label smoothing would not shift labels; (under "auto")
                 nothing fits, there is no budget on a CPU, rows are streamed, or batches are made while training.
         """
         session = self.session
@@ -225,8 +225,6 @@ class ACCallback(TrainerCallback):
 
     def _without_own_checkpointing(self, args: Any) -> Any:
         """Returns `args` with the library's activation checkpointing switched off; the same object if it was off."""
-        assert self.session.policy is not None
-        _refuse_fsdp(args, self.session.policy)
         name = _own_name(args)
         if not getattr(args, name):
             return args
@@ -277,20 +275,15 @@ def check_conflicts(args: TrainingArguments, policy: Policy | None) -> None:
             f"policy '{policy}' and {name} are both on: blocks would be re-run twice; "
             f"pass {name}=False (TRL's configs turn it on by default), or drop the policy"
         )
-    _refuse_fsdp(args, policy)
+    given = args.fsdp_config.get("activation_checkpointing") if args.fsdp else None
+    launched = os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING")
+    if str(given or launched).lower() in ("true", "1"):
+        refuse_fsdp(policy)
 
 
 def _own_name(args: TrainingArguments) -> str:
     """The name of the library's own checkpointing: transformers 5.23 renamed it and keeps the old name until v6."""
     return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
-
-
-def _refuse_fsdp(args: TrainingArguments, policy: Policy) -> None:
-    """Raises UserError if `--fsdp_config` or `accelerate launch` (through the environment) asks FSDP to checkpoint."""
-    given = args.fsdp_config.get("activation_checkpointing") if args.fsdp else None
-    launched = os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING")
-    if str(given or launched).lower() in ("true", "1"):
-        refuse_fsdp(policy)
 
 
 def _refuse_no_batch(trainer: Trainer) -> None:

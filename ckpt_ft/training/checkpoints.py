@@ -21,7 +21,6 @@ convert them: it logs a warning and keeps its current weights. `published_names_
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -630,17 +629,3 @@ def write_on_ranks(
     problems = gather_object(problems)
     if problems:
         raise directory.write_failure(what, problems[0])
-
-
-@contextmanager
-def explained_full_disk() -> Iterator[None]:
-    """Turn a full-disk error outside of checkpoints into a `WorkFailed` that says how to resume. Also a decorator."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise WorkFailed(
-            f"the disk is full: {error}; earlier checkpoints are complete: free some space, then "
-            "--resume_from_checkpoint latest"
-        ) from error

@@ -28,7 +28,6 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.checkpoints import (
     RunDirectory,
     Stop,
-    explained_full_disk,
     load_checkpoint,
     save_checkpoint,
     stopped,
@@ -123,13 +122,6 @@ class Run:
         if not state.done:
             raise stopped(signal, self.directory.last_complete())
 
-    def with_smaller_budget(self, checkpoint: str | None) -> Run:
-        """The next attempt: same batch size, smaller budget, continued from `checkpoint`; without the model."""
-        assert self.fitted.plan is not None, "auto plans before it trains"
-        settings = replace(self.settings, find_max_batch_size=False)
-        budget = smaller_budget(self.fitted.plan)
-        return Run(self.model_args, self.image_args, self.args, settings, self.directory, checkpoint, budget)
-
 
 def run_with_replanning(
     train: Callable[[Run], None], model_args: Any, image_args: ImageArguments, args: Any, settings: ACArguments
@@ -137,15 +129,14 @@ def run_with_replanning(
     """Calls `train(run)`; if memory runs out under `auto`, plans for less and continues from the last checkpoint.
 
     Raises:
-        WorkFailed: the disk is full, or the error of `train` if no policy needs less or with `--ac_on_oom stop`.
+        WorkFailed: the error of `train`, if no policy needs less or with `--ac_on_oom stop`.
     """
     directory = RunDirectory.of(args, lora=model_args.adapts)
     run = Run(model_args, image_args, args, settings, directory, directory.checkpoint)
     failed: WorkFailed | None = None
     while True:
         try:
-            with explained_full_disk():
-                return train(run)
+            return train(run)
         except WorkFailed as error:
             if not (replans(settings) and error.__cause__ is not None and is_oom(error.__cause__)):
                 raise
@@ -155,10 +146,13 @@ def run_with_replanning(
             if failed is None:
                 raise
             raise failed from None
-        run = run.with_smaller_budget(directory.last_complete())
+        assert run.fitted.plan is not None, "auto plans before it trains"
+        settings = replace(settings, find_max_batch_size=False)
+        budget, checkpoint = smaller_budget(run.fitted.plan), directory.last_complete()
+        run = Run(run.model_args, image_args, run.args, settings, directory, checkpoint, budget)
         gc.collect()
-        place = run.checkpoint or "the beginning"
-        logger.warning("%s; planning again for %s, from %s", reason, format_bytes(run.budget or 0), place)
+        place = checkpoint or "the beginning"
+        logger.warning("%s; planning again for %s, from %s", reason, format_bytes(budget), place)
 
 
 class TrainingState:

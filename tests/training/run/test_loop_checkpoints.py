@@ -23,7 +23,6 @@ from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.training import checkpoints
 from ckpt_ft.training.checkpoints import (
     RunDirectory,
-    explained_full_disk,
     last_complete_checkpoint,
     load_checkpoint,
     resume_path,
@@ -150,17 +149,6 @@ def test_write_error_of_the_kernel_keeps_the_last_checkpoint(accelerator: Accele
         signal.signal(signal.SIGXFSZ, before)
     assert names(tmp_path) == ["checkpoint-1"]
     load_checkpoint(accelerator, str(tmp_path / "checkpoint-1"), IDENTITY)
-
-
-def test_full_disk_in_other_writes() -> None:
-    @explained_full_disk()
-    def work(number: int) -> None:
-        raise OSError(number, os.strerror(number), "losses.jsonl")
-
-    with pytest.raises(WorkFailed, match=r"the disk is full: .*losses\.jsonl"):
-        work(errno.ENOSPC)
-    with pytest.raises(OSError, match="Permission"):
-        work(errno.EACCES)
 
 
 def test_checkpoint_of_another_run_is_refused(accelerator: Accelerator, tmp_path: Path) -> None:
