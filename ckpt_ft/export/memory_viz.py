@@ -43,23 +43,19 @@ def snapshot(trace: StepTrace) -> dict[str, Any]:
 
 
 def _segment(segment: Segment, storages: dict[int, Storage], streams: dict[str, int]) -> dict[str, Any]:
-    blocks = []
-    live: list[Storage] = []
-    allocated = 0
-    for block in segment.blocks:
-        storage = storages.get(block.address)
-        if storage is not None:
-            live.append(storage)
-            allocated += block.size
-        blocks.append(
-            {
-                "address": block.address,
-                "size": block.size,
-                "requested_size": 0 if storage is None else storage.nbytes,
-                "state": "inactive" if storage is None else "active_allocated",
-                "frames": [] if storage is None else _frames(storage),
-            }
-        )
+    held = [storages.get(block.address) for block in segment.blocks]
+    live = [storage for storage in held if storage is not None]
+    allocated = sum(block.size for block, storage in zip(segment.blocks, held, strict=True) if storage is not None)
+    blocks = [
+        {
+            "address": block.address,
+            "size": block.size,
+            "requested_size": 0 if storage is None else storage.nbytes,
+            "state": "inactive" if storage is None else "active_allocated",
+            "frames": [] if storage is None else _frames(storage),
+        }
+        for block, storage in zip(segment.blocks, held, strict=True)
+    ]
     return {
         "device": 0,
         "address": segment.blocks[0].address,

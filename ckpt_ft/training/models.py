@@ -220,31 +220,30 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
     max_length: tokens of the longest sequence, for `--rope_scaling`.
     """
     assert args.model_name_or_path is not None
+    config = more.get("config") or _config(args)
     if auto is AutoModelForCausalLM:
-        check_causal(args.model_name_or_path, _config(args))
+        check_causal(args.model_name_or_path, config)
     kwargs: dict[str, Any] = {**args.source, "dtype": args.dtype, "use_kernels": args.use_kernels, **more}
     if args.rope_scaling is not None:
-        stretch_positions(kwargs.setdefault("config", _config(args)), args.rope_scaling, max_length)
-    for name in ("attn_implementation", "experts_implementation"):
-        if getattr(args, name) is not None:
-            kwargs[name] = getattr(args, name)
+        kwargs["config"] = config
+        stretch_positions(config, args.rope_scaling, max_length)
+    chosen = {name: getattr(args, name) for name in ("attn_implementation", "experts_implementation")}
+    kwargs |= {name: value for name, value in chosen.items() if value is not None}
     if args.load_in_4bit:
         # Quantised weights are created on this process's device and stay there.
         kwargs |= {"quantization_config": _quantization(args), "device_map": {"": PartialState().device}}
-    stated = getattr(kwargs.get("config") or _config(args), "quantization_config", None) or {}
+    stated = getattr(config, "quantization_config", None) or {}
     if stated.get("quant_method") == "mxfp4":  # transformers trains nothing over it
         if args.load_in_4bit:
             raise UserError(f"--load_in_4bit: {args.model_name_or_path} is quantised by mxfp4; leave the flag out")
         kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
-    config = Path(args.model_name_or_path, "config.json")
-    if config.is_file():
-        read_config(str(config))  # rejects absurd sizes, which would take forever to build
+    file = Path(args.model_name_or_path, "config.json")
+    if file.is_file():
+        read_config(str(file))  # rejects absurd sizes, which would take forever to build
     with library_reads(f"model {args.model_name_or_path} cannot be loaded"):
         if args.lora_target_parameters:  # before any weight is read
             with torch.device("meta"):
-                model = auto.from_config(
-                    kwargs.get("config") or _config(args), trust_remote_code=args.trust_remote_code
-                )
+                model = auto.from_config(config, trust_remote_code=args.trust_remote_code)
             check_target_parameters(model, args.lora_target_parameters)
         return auto.from_pretrained(args.model_name_or_path, **kwargs)
 

@@ -130,31 +130,22 @@ def drawn_shapes(count: int | None = None, resolution: int = 64) -> Dataset:
     return Dataset.from_dict(rows, features=features)
 
 
-@dataclass(frozen=True)
-class Question:
-    """A picture, a question about it and its one right answer."""
-
-    image: Image.Image
-    question: str
-    answer: str
-
-
-def questions(count: int, seed: int = 0) -> list[Question]:
-    """Returns `count` pictures with a question each, shapes and bar charts in turn."""
+def questions(count: int, seed: int = 0) -> list[tuple[Image.Image, str, str]]:
+    """Returns `count` pictures, each with a question and its one right answer, shapes and bar charts in turn."""
     draw = random.Random(seed)
     shapes = [d for d in drawings(seed=seed) if d.shape in _ASKED_SHAPES and d.colour in _ASKED_COLOURS]
     return [_about_chart(draw) if at % 2 else _about_shape(shapes[at // 2], draw) for at in range(count)]
 
 
-def _about_shape(drawing: Drawing, draw: random.Random) -> Question:
-    return Question(drawing.image(_SIDE), *draw.choice((
+def _about_shape(drawing: Drawing, draw: random.Random) -> tuple[Image.Image, str, str]:
+    return (drawing.image(_SIDE), *draw.choice((
         ("Which shape is it?", drawing.shape),
         ("Which colour is it?", drawing.colour),
         ("What is in the picture?", f"a {drawing.colour} {drawing.shape} on {drawing.background}"),
     )))  # fmt: skip
 
 
-def _about_chart(draw: random.Random) -> Question:
+def _about_chart(draw: random.Random) -> tuple[Image.Image, str, str]:
     """A chart of two to five bars; its width grows with their number."""
     count = draw.randint(2, 5)
     colours, heights = draw.sample(_ASKED_COLOURS, count), draw.sample(_HEIGHTS, count)
@@ -162,7 +153,7 @@ def _about_chart(draw: random.Random) -> Question:
     canvas = ImageDraw.Draw(image)
     for at, (colour, height) in enumerate(zip(colours, heights, strict=True)):
         canvas.rectangle((_BAR * at + 2, _SIDE - height, _BAR * at + _BAR - 3, _SIDE - 1), fill=COLOURS[colour])
-    return Question(image, *draw.choice((
+    return (image, *draw.choice((
         ("How many bars are there?", str(count)),
         ("Which bar is the highest?", colours[heights.index(max(heights))]),
         ("Which bars are there?", " ".join(colours)),

@@ -147,13 +147,13 @@ def _write_questions(directory: Path, count: int) -> None:
     drawn = questions(count)
     (directory / "images").mkdir()
     rows = []
-    for at, row in enumerate(drawn):
+    for at, (image, question, answer) in enumerate(drawn):
         name = f"images/{at:05}.png"
-        row.image.save(directory / name)
-        user = {"role": "user", "content": f"{_IMAGE}{row.question}"}
-        rows.append({"messages": [user, {"role": "assistant", "content": row.answer}], "images": [name]})
+        image.save(directory / name)
+        user = {"role": "user", "content": f"{_IMAGE}{question}"}
+        rows.append({"messages": [user, {"role": "assistant", "content": answer}], "images": [name]})
     _write_rows(directory / "questions.jsonl", rows)
-    tokenizer = make_tokenizer((f"{row.question} {row.answer}" for row in drawn), extra=[_IMAGE])
+    tokenizer = make_tokenizer((f"{question} {answer}" for _, question, answer in drawn), extra=[_IMAGE])
     make_processor(tokenizer).save_pretrained(directory / "model")
     model = make_vision_language_model(len(tokenizer), tokenizer.convert_tokens_to_ids(_IMAGE))
     model.save_pretrained(directory / "model")
