@@ -13,12 +13,11 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Interval
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -35,11 +34,12 @@ from transformers import (
 )
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.flags import Pixels, SplitArguments, changed, flag, load_split, unreadable
+from ckpt_ft.training.flags import Pixels, SplitArguments, changed, flag
 from ckpt_ft.training.images import named_columns, open_image, readable, undecoded
 from ckpt_ft.training.labels import check_classes, class_names, labelled, settings_of
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 from ckpt_ft.training.samples.drawings import drawn_shapes
+from ckpt_ft.training.text import load_rows
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.workload import has_batch_norm
@@ -74,59 +74,27 @@ class VisionArguments(SplitArguments):
 
 def load_images(args: VisionArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None, list[str]]:
     """Returns the training rows of `image` (undecoded) and `label`, the evaluation rows, and the classes' names."""
-    train, test = _load(args, evaluate)
-    if evaluate and test is None:
-        train, test = args.hold_out(train, seed)
-    if args.max_train_samples is not None:
-        train = train.shuffle(seed=seed).select(range(min(args.max_train_samples, len(train))))
     source = args.dataset_name or "drawn shapes"
-    names = class_names(train, source)
-    splits = [labelled(rows, names, source) for rows in (train, test) if rows is not None]
-    splits = [readable(rows, source, skip=args.skip_bad_images) for rows in splits]
-    check_classes(splits[0]["label"], names, source)
-    return splits[0], splits[1] if len(splits) > 1 else None, names
-
-
-def _load(args: VisionArguments, evaluate: bool) -> tuple[Dataset, Dataset | None]:
-    """Returns the train and test rows as they are; None for a test split that is still to be held out."""
-    own_test = evaluate and args.test_split_size is None
     if args.dataset_name is None:
-        shapes = drawn_shapes(resolution=_SHAPES_RESOLUTION).select_columns(["image", "label"])
-        train = shapes.select(range(_SHAPES_HELD_OUT, len(shapes))) if own_test else shapes
-        return undecoded(train), undecoded(shapes.select(range(_SHAPES_HELD_OUT))) if own_test else None
-    read = _load_folder if Path(args.dataset_name).is_dir() else _load_hub
-    if args.columns and read is _load_folder:
-        raise UserError(f"--columns {args.columns}: a folder of images has no columns; leave it out")
-    return read(args, args.dataset_train_split), read(args, args.dataset_test_split) if own_test else None
+        splits = _drawn(args, evaluate, seed)
+    else:
+        columns = ("image_column", args.image_column, "image"), ("label_column", args.label_column, "label")
+        loaded = load_rows(args, evaluate=evaluate, seed=seed)
+        splits = [named_columns(rows, source, *columns) for rows in loaded if rows is not None]
+    splits = [undecoded(rows) for rows in splits]
+    if args.max_train_samples is not None:
+        splits[0] = splits[0].shuffle(seed=seed).select(range(min(args.max_train_samples, len(splits[0]))))
+    names = class_names(splits[0], source)
+    splits = [readable(labelled(rows, names, source), source, skip=args.skip_bad_images) for rows in splits]
+    check_classes(splits[0]["label"], names, source)
+    return splits[0], splits[1] if evaluate else None, names
 
 
-def _load_hub(args: VisionArguments, split: str) -> Dataset:
-    name = str(args.dataset_name)
-    rows = named_columns(
-        args.renamed(load_split(name, args.dataset_config, split)), name, ("image_column", args.image_column, "image"),
-        ("label_column", args.label_column, "label"),
-    )  # fmt: skip
-    return undecoded(rows)
-
-
-def _load_folder(args: VisionArguments, split: str) -> Dataset:
-    """Reads `folder/split/class/*.png`, or for training `folder/class/*.png`."""
-    top = Path(args.dataset_name or "")
-    root = top / split
-    if not root.is_dir():
-        if split != args.dataset_train_split:
-            raise UserError(
-                f"--dataset_name {top}: no folder '{split}' in it to evaluate on; hold images out with "
-                "--test_split_size 0.1, or name the folder with --dataset_test_split"
-            )
-        root = top
-    try:
-        rows = load_dataset("imagefolder", data_dir=str(root), data_files="*/**", split="train", drop_labels=False)
-    except Exception as error:
-        raise UserError(
-            f"--dataset_name {root}: {unreadable(error)}; put each class's images in a folder of its own"
-        ) from error
-    return undecoded(rows)
+def _drawn(args: VisionArguments, evaluate: bool, seed: int) -> list[Dataset]:
+    shapes = drawn_shapes(resolution=_SHAPES_RESOLUTION).select_columns(["image", "label"])
+    if evaluate and args.test_split_size is None:
+        return [shapes.select(range(_SHAPES_HELD_OUT, len(shapes))), shapes.select(range(_SHAPES_HELD_OUT))]
+    return [*args.hold_out(shapes, seed)] if evaluate else [shapes]
 
 
 class ImageRows:
