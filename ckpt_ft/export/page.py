@@ -106,80 +106,53 @@ def _inside_script(text: str) -> str:
 STEP_TITLE = "Memory over the step"
 
 
-@dataclass
-class StepView:
-    """The data of a measured step. A moment is the number of events since the step began.
+def step_view(trace: StepTrace, name: str = "", limit: int | None = None, host: bool = False) -> dict[str, Any]:
+    """The data of the measured step of `trace` on the device, or in `host` memory by its kinds.
 
+    A moment is the number of events since the step began.
     last: the last moment. phases: (moment, phase that begins there). peak: the moment of the peak.
     reserved: (moment, bytes reserved from there on), where they change.
     microseconds: from each moment to the next, on the device; None if its speed is not modelled.
-    limit: bytes that the allocator can reserve on `device`; None without a card.
+    limit: bytes that the allocator can reserve on the device; None without a card.
     bytes, category, place, op, phase, made, life: columns with one entry per allocation, sorted by category and age.
         `category`, `place`, `op` and `phase` are positions in the lists of texts below. `made` is the moment of the
         allocation minus that of the entry before it in the same category. `life` is a number of moments, -1 for an
         allocation that outlives the step.
     group: for each place, its position in `groups`: the names with a model's repeated layers merged.
     """
-
-    name: str
-    device: str
-    source: str
-    last: int
-    phases: list[tuple[int, str]]
-    peak: int
-    reserved: list[tuple[int, int]]
-    microseconds: list[int] | None
-    limit: int | None
-    bytes: list[int]
-    category: list[int]
-    place: list[int]
-    op: list[int]
-    phase: list[int]
-    made: list[int]
-    life: list[int]
-    categories: list[str]
-    places: list[str]
-    group: list[int]
-    groups: list[str]
-    ops: list[str]
-    phase_names: list[str]
-
-    @classmethod
-    def from_trace(cls, trace: StepTrace, name: str = "", limit: int | None = None, host: bool = False) -> StepView:
-        """The measured step of `trace` on the device, or by kinds in `host` memory; `limit` bytes may be reserved."""
-        names = HOST_COLOURS if host else CATEGORY_COLOURS
-        column, numbers = "host_kind" if host else "category", {category: i for i, category in enumerate(names)}
-        of = [(numbers[getattr(lifetime.storage, column)], lifetime) for lifetime in trace.lifetimes(host)]
-        lifetimes = [lifetime for _, lifetime in sorted(of, key=lambda entry: entry[0])]
-        storages = [lifetime.storage for lifetime in lifetimes]
-        kinds = [getattr(storage, column) for storage in storages]
-        places, groups, ops = _Texts(), _Texts(), _Texts()
-        times = None if trace.device == "cpu" else trace.moment_times(trace.schedule())
-        phase_names = ["", *trace.peaks]
-        return cls(
-            name=name,
-            device=trace.device,
-            source=trace.source,
-            last=len(trace.events) - trace.start,
-            phases=[(at - trace.start, phase) for at, phase in trace.phase_marks],
-            peak=(trace.host_peak_at if host else trace.peak_at) - trace.start + 1,
-            reserved=[] if host else _changes(trace),
-            microseconds=None if times is None else [round(1e6 * b) - round(1e6 * a) for a, b in pairwise(times)],
-            limit=limit,
-            bytes=[lifetime.nbytes for lifetime in lifetimes],
-            category=[numbers[kind] for kind in kinds],
-            place=[places.number(storage.place) for storage in storages],
-            op=[ops.number(short_op(storage.op)) for storage in storages],
-            phase=[phase_names.index(storage.phase) for storage in storages],
-            made=_differences(zip(kinds, (lifetime.made for lifetime in lifetimes), strict=True)),
-            life=[-1 if lifetime.freed is None else lifetime.freed - lifetime.made for lifetime in lifetimes],
-            categories=list(names),
-            places=list(places),
-            group=[groups.number(merge_layer_numbers(place)) for place in places],
-            groups=list(groups),
-            ops=list(ops),
-            phase_names=phase_names,
-        )
+    names = HOST_COLOURS if host else CATEGORY_COLOURS
+    column, numbers = "host_kind" if host else "category", {category: i for i, category in enumerate(names)}
+    of = [(numbers[getattr(lifetime.storage, column)], lifetime) for lifetime in trace.lifetimes(host)]
+    lifetimes = [lifetime for _, lifetime in sorted(of, key=lambda entry: entry[0])]
+    storages = [lifetime.storage for lifetime in lifetimes]
+    kinds = [getattr(storage, column) for storage in storages]
+    places, groups, ops = _Texts(), _Texts(), _Texts()
+    times = None if trace.device == "cpu" else trace.moment_times(trace.schedule())
+    phase_names = ["", *trace.peaks]
+    return {
+        "name": name,
+        "device": trace.device,
+        "source": trace.source,
+        "last": len(trace.events) - trace.start,
+        "phases": [(at - trace.start, phase) for at, phase in trace.phase_marks],
+        "peak": (trace.host_peak_at if host else trace.peak_at) - trace.start + 1,
+        "reserved": [] if host else _changes(trace),
+        "microseconds": None if times is None else [round(1e6 * b) - round(1e6 * a) for a, b in pairwise(times)],
+        "limit": limit,
+        "bytes": [lifetime.nbytes for lifetime in lifetimes],
+        "category": [numbers[kind] for kind in kinds],
+        "place": [places.number(storage.place) for storage in storages],
+        "op": [ops.number(short_op(storage.op)) for storage in storages],
+        "phase": [phase_names.index(storage.phase) for storage in storages],
+        "made": _differences(zip(kinds, (lifetime.made for lifetime in lifetimes), strict=True)),
+        "life": [-1 if lifetime.freed is None else lifetime.freed - lifetime.made for lifetime in lifetimes],
+        "categories": list(names),
+        "places": list(places),
+        "group": [groups.number(merge_layer_numbers(place)) for place in places],
+        "groups": list(groups),
+        "ops": list(ops),
+        "phase_names": phase_names,
+    }
 
 
 def step_page(trace: StepTrace, title: str = "", limit: int | None = None) -> Page:
@@ -190,9 +163,9 @@ def step_page(trace: StepTrace, title: str = "", limit: int | None = None) -> Pa
 
 def _steps(trace: StepTrace, name: str, limit: int | None, host_limit: int | None = None) -> list[Section]:
     """The step on the device, and in host memory if it takes any."""
-    found = [Section("step", STEP_TITLE, StepView.from_trace(trace, name, limit))]
+    found = [Section("step", STEP_TITLE, step_view(trace, name, limit))]
     if trace.peak_host:
-        view = StepView.from_trace(trace, f"{name}, host memory", host_limit, host=True)
+        view = step_view(trace, f"{name}, host memory", host_limit, host=True)
         found.append(Section("step", "Host memory over the step", view))
     return found
 

@@ -8,7 +8,7 @@ from ckpt_ft.tables import Table
 from ckpt_ft.units import format_bytes, format_change, format_number
 
 from .holders import holders_table
-from .page import STEP_TITLE, Figure, Page, Section, StepView
+from .page import STEP_TITLE, Figure, Page, Section, step_view
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.trace import StepTrace
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def plan_page(plan: Plan, best: StepTrace) -> Page:
     """The page of `plan --html`; `best` is the trace of the pick."""
     limit = None if best.device == "cpu" else plan.room.limit
-    step = StepView.from_trace(best, f"{plan.best.policy}, batch {plan.best.batch}", limit)
+    step = step_view(best, f"{plan.best.policy}, batch {plan.best.batch}", limit)
     launched = f"each GPU of {plan.best.launch}" if plan.best.launch else ""
     asked = f"a plan for {format_bytes(plan.room.budget)}, all figures predicted"
     return Page(

@@ -10,7 +10,7 @@ from ckpt_ft.tables import DASH, Table, code_span, markdown_table, print_table
 from ckpt_ft.units import format_bytes, format_change
 
 from .holders import holders_table
-from .page import STEP_TITLE, Figure, Page, Section, StepView
+from .page import STEP_TITLE, Figure, Page, Section
 from .timeline import CATEGORY_COLOURS, PHASES
 
 if TYPE_CHECKING:
@@ -126,11 +126,11 @@ def _run(report: MemoryReport) -> dict[str, Any]:
     return {"ranks": ranks, "figures": [name for name in (*_names(report.ranks), "reserved") if name in names]}
 
 
-def report_page(report: MemoryReport, step: StepView | None) -> Page:
+def report_page(report: MemoryReport, step: dict[str, Any] | None) -> Page:
     """The page of a report. `step`: every allocation of the step; None shows the timeline instead."""
     sections = [Section("figures", "", _figures(report)), Section("run", "The run", _run(report))]
     if step is not None:
-        sections.append(Section("step", f"{STEP_TITLE}, {step.source}", step))
+        sections.append(Section("step", f"{STEP_TITLE}, {step['source']}", step))
     elif report.timeline is not None:
         timeline = {**asdict(report.timeline), "svg": report.timeline.svg(1230, 440)}
         sections.append(Section("timeline", f"{STEP_TITLE}, {report.timeline.source}", timeline))

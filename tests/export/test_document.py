@@ -8,11 +8,12 @@ import sys
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sample_traces import HOSTILE, layered
 
-from ckpt_ft.export.page import Page, Section, StepView, estimate_page
+from ckpt_ft.export.page import Page, Section, estimate_page, step_view
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.estimate import of_trace
 from ckpt_ft.planning.results import Suggestion, Suggestions
@@ -52,15 +53,15 @@ def test_page_of_20_000_events_is_small(tmp_path: Path) -> None:
     assert len(trace.events) - trace.start > 20_000
     path = trace.to_html(tmp_path / "step.html")
     assert path.stat().st_size < 2e6 / 2
-    view = StepView.from_trace(trace)
-    assert len(view.bytes) == len(trace.storages)  # no storage is left out
-    assert sum(nbytes for nbytes, made, life in alive(view, view.peak)) == trace.peak_allocated
+    view = step_view(trace)
+    assert len(view["bytes"]) == len(trace.storages)  # no storage is left out
+    assert sum(nbytes for nbytes, made, life in alive(view, view["peak"])) == trace.peak_allocated
 
 
-def alive(view: StepView, moment: int) -> list[tuple[int, int, int]]:
+def alive(view: dict[str, Any], moment: int) -> list[tuple[int, int, int]]:
     """Returns bytes, creation and lifetime of each allocation alive at `moment`, from the columns of the page."""
     found, made, category = [], 0, -1
-    for nbytes, kind, more, life in zip(view.bytes, view.category, view.made, view.life, strict=True):
+    for nbytes, kind, more, life in zip(view["bytes"], view["category"], view["made"], view["life"], strict=True):
         made, category = (made if kind == category else 0) + more, kind
         if made <= moment and (life < 0 or moment < made + life):
             found.append((nbytes, made, life))

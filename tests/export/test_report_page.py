@@ -11,7 +11,7 @@ import pytest
 from page_helpers import overflowing, wait_for_drawing
 from sample_traces import HOSTILE, layered
 
-from ckpt_ft.export.page import StepView
+from ckpt_ft.export.page import step_view
 from ckpt_ft.export.report import report_page
 from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.memory.measure.report import MAX_POINTS, History, MemoryReport, Prediction, RankMemory
@@ -42,9 +42,7 @@ def report(trace: StepTrace | None = None) -> MemoryReport:
         ranks.append(RankMemory(rank, "Tesla T4", 30, 30, peaks, history=history, predicted=predicted))
     if trace is None:
         return MemoryReport({"policy": "full"}, ranks)
-    return MemoryReport(
-        {"policy": "full"}, ranks, timeline=Timeline.from_trace(trace), step=StepView.from_trace(trace)
-    )
+    return MemoryReport({"policy": "full"}, ranks, timeline=Timeline.from_trace(trace), step=step_view(trace))
 
 
 def test_each_rank_and_phase_has_its_prediction(show: Show, tmp_path: Path) -> None:

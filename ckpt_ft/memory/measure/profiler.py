@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
-from ckpt_ft.export.page import StepView
+from ckpt_ft.export.page import step_view
 from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.memory.cost.op_work import tensors
 from ckpt_ft.memory.fake.faked_model import tensors_held
@@ -439,7 +439,7 @@ class MemoryProfiler:
             None if shown is None else Timeline.from_trace(shown),
             list(dict.fromkeys(note for _, said in gathered for note in said)),
             self.accelerator is None or self.accelerator.is_main_process,
-            None if shown is None else StepView.from_trace(shown),
+            None if shown is None else step_view(shown),
         )
 
     def _rank_memory(self, recorded: StepTrace | None, predicted: Prediction | None) -> RankMemory:

@@ -22,7 +22,6 @@ from ckpt_ft.errors import UserError, never_fatal
 from ckpt_ft.export import plots
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
-from ckpt_ft.export.page import StepView
 from ckpt_ft.export.report import headline, lines, markdown_report, print_report, report_page, tables
 from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.files import write
@@ -225,7 +224,7 @@ class MemoryReport:
     timeline: Timeline | None = None
     notes: list[str] = field(default_factory=list)
     main: bool = True
-    step: StepView | None = field(default=None, compare=False)
+    step: dict[str, Any] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         rank, run = self.fullest, self.provenance

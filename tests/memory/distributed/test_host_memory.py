@@ -15,7 +15,7 @@ from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.export.page import StepView, step_page
+from ckpt_ft.export.page import step_page
 from ckpt_ft.export.timeline import HOST_COLOURS
 from ckpt_ft.memory.cost.schedule import HOST
 from ckpt_ft.memory.fake.step import trace_step
@@ -113,16 +113,20 @@ def test_results_of_pinned_tensors_are_in_host_memory() -> None:
     assert trace_step(model, step, device="cpu").peak_host == 0
     _, section = step_page(found).sections
     view = section.data
-    held = [n for n, born, life in zip(view.bytes, _moments(view), view.life, strict=True)
-            if born <= view.peak and (life < 0 or view.peak < born + life)]  # fmt: skip
-    assert (section.title, view.categories, view.reserved) == ("Host memory over the step", list(HOST_COLOURS), [])
+    held = [n for n, born, life in zip(view["bytes"], _moments(view), view["life"], strict=True)
+            if born <= view["peak"] and (life < 0 or view["peak"] < born + life)]  # fmt: skip
+    assert (section.title, view["categories"], view["reserved"]) == (
+        "Host memory over the step",
+        list(HOST_COLOURS),
+        [],
+    )
     assert sum(held) == 4096 + 4000
 
 
-def _moments(view: StepView) -> Iterator[int]:
+def _moments(view: dict[str, Any]) -> Iterator[int]:
     """Yields the moment of each allocation; the page stores it relative to the previous one of the same category."""
     last: dict[int, int] = {}
-    for kind, made in zip(view.category, view.made, strict=True):
+    for kind, made in zip(view["category"], view["made"], strict=True):
         last[kind] = last.get(kind, 0) + made
         yield last[kind]
 
