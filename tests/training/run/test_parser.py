@@ -88,7 +88,7 @@ def test_flag_has_the_names_of_other_tools(tmp_path: Path) -> None:
         (["loose"], "'loose' belongs to no flag (see --help)"),
         (["--steps", "x"], "argument --steps: invalid int value: 'x'"),
         (["--steps"], "argument --steps: expected one argument"),
-        (["--config"], "--config: expected the path of a YAML file after it"),
+        (["--config"], "argument --config: expected one argument"),
         (["--config", "/nowhere.yaml"], "--config /nowhere.yaml: No such file or directory"),
     ],
 )
