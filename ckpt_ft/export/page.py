@@ -75,11 +75,13 @@ class Page:
     def html(self) -> str:
         """The page as text."""
         document = json.dumps(vars(self), default=asdict, separators=(",", ":"), ensure_ascii=False)
+        # No text can end the <script> element or open a comment.
+        safe = document.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
         parts = {
             "title": html.escape(self.title),
             "style": _categories() + _asset("page.css"),
             "script": "\n".join(_asset(f"{name}.js") for name in SCRIPTS),
-            "data": _inside_script(document),
+            "data": safe,
         }
         return Template(_asset("page.html")).substitute(parts)
 
@@ -96,11 +98,6 @@ def _categories() -> str:
     named = {**CATEGORY_COLOURS, **HOST_COLOURS}
     colours = "".join(f"--{name}:light-dark({light},{dark});" for name, (light, dark) in named.items())
     return f":root{{{colours}}}\n"
-
-
-def _inside_script(text: str) -> str:
-    """JSON in which no text can end the <script> element or open a comment."""
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 STEP_TITLE = "Memory over the step"

@@ -12,17 +12,15 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
+from operator import attrgetter
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ckpt_ft.checkpointing.applied_policy import AppliedPolicy
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError, never_fatal
-from ckpt_ft.memory.measure.profiler import MemoryProfiler
-from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.policy import Policy
 from ckpt_ft.workloads.from_trainer import (
     auxiliary_models,
@@ -37,7 +35,7 @@ from ckpt_ft.workloads.phases import PhaseRecorder
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
-from .fit import Fitted, fit, launch_of, live_workload
+from .fit import fit, launch_of, live_workload
 from .flags import changed
 from .session import Session, refuse_fsdp
 
@@ -85,25 +83,11 @@ class ACCallback(TrainerCallback):
         self._scalars: dict[str, float] = {}
         self._phases: PhaseRecorder | None = None
 
-    @property
-    def policy(self) -> Policy | None:
-        return self.session.policy
-
-    @property
-    def fitted(self) -> Fitted | None:
-        return self.session.fitted
-
-    @property
-    def applied(self) -> AppliedPolicy | None:
-        return self.session.applied
-
-    @property
-    def profiler(self) -> MemoryProfiler | None:
-        return self.session.profiler
-
-    @property
-    def report(self) -> MemoryReport | None:
-        return self.session.report
+    policy = property(attrgetter("session.policy"))
+    fitted = property(attrgetter("session.fitted"))
+    applied = property(attrgetter("session.applied"))
+    profiler = property(attrgetter("session.profiler"))
+    report = property(attrgetter("session.report"))
 
     def attach(self, trainer: Trainer) -> ACCallback:
         """Adds this callback to `trainer`, before its trackers' callbacks, so that they get the `memory/...` scalars.

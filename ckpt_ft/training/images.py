@@ -9,6 +9,7 @@ the row. The flags are named as in diffusers' scripts.
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import re
@@ -37,7 +38,7 @@ from ckpt_ft.training.flags import (
     load_split,
 )
 from ckpt_ft.training.samples.drawings import COMBINATIONS, drawn_shapes
-from ckpt_ft.training.text import check_columns, load_file
+from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.sample_sizes import AUTO, Size, read_buckets
 
 DECODED = 5_000  # images that are decoded completely before training; of later ones only the header is read
@@ -243,7 +244,10 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     rows = undecoded(rows)
     if args.max_train_samples is not None:
         rows = rows.select(range(min(args.max_train_samples, len(rows))))
-    missing = next((number for number, text in enumerate(rows["text"], start=1) if not _is_caption(text)), None)
+    missing = next(
+        (number for number, text in enumerate(rows["text"], start=1) if not isinstance(text, str) or not text.strip()),
+        None,
+    )
     if missing is not None:
         raise UserError(f"{source}: row {missing} of {len(rows)} has no caption ('{args.caption_column}')")
     return readable(rows, source, skip=args.skip_bad_images)
@@ -274,16 +278,22 @@ def _load_folder(directory: str, caption_column: str) -> Dataset:
     )
     if listing is None:
         return _load_text_files(folder, caption_column)
-    rows, columns = load_file(listing), ("file_name", caption_column)
-    check_columns(rows, str(listing), columns, columns, "a line names an image and has its caption (--caption_column)")
-    paths = [str(listing.parent / str(name)) for name in rows["file_name"]]
-    for row, path in enumerate(paths, start=1):
+    paths, captions = [], []
+    for number, line in enumerate(listing.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        place = f"{listing} line {number}"
+        with library_reads(f"{place} is not JSON with texts for 'file_name' and '{caption_column}'"):
+            entry = json.loads(line)
+            name, caption = entry["file_name"], entry[caption_column]
+            (name + caption).encode()  # half of a surrogate pair is not text
+        path = str(listing.parent / name)
         # A downloaded dataset must not name private files. Links are allowed: the Hub's cache is made of them.
         if "\0" in path or not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder)):
-            raise UserError(
-                f"{listing} row {row} names {path!r}, which lies outside of {folder}; its images are inside of it"
-            )
-    return Dataset.from_dict({"image": paths, "text": rows[caption_column]})
+            raise UserError(f"{place} names {path!r}, which lies outside of {folder}; its images are inside of it")
+        paths.append(path)
+        captions.append(caption)
+    return Dataset.from_dict({"image": paths, "text": captions})
 
 
 def _load_text_files(folder: Path, caption_column: str) -> Dataset:
@@ -321,10 +331,6 @@ def _caption_beside(image: Path, without: str | None) -> str:
     if not text:
         raise UserError(f"{image} has no caption: {file.name} is empty")
     return text
-
-
-def _is_caption(text: Any) -> bool:
-    return isinstance(text, str) and bool(text.strip())
 
 
 def framed(image: Image.Image, size: Size, args: ImageArguments, draw: random.Random) -> tuple[Tensor, Tensor]:

@@ -88,11 +88,7 @@ def row_number(row: dict[str, Any], index: int) -> int:
 def _load(name: str, split: str, args: SplitArguments) -> Dataset:
     path = Path(name)
     if path.suffix in LOADERS:
-        if split != "train":
-            raise UserError(
-                f"dataset {path}: a single file has no split '{split}'; hold rows out with --test_split_size 0.1"
-            )
-        rows = load_file(path)
+        rows = _load_file(path, split)
     elif path.is_file():
         raise UserError(f"dataset {name}: cannot read '{path.suffix}' files ({', '.join(LOADERS)})")
     else:
@@ -102,12 +98,11 @@ def _load(name: str, split: str, args: SplitArguments) -> Dataset:
     return args.renamed(rows)
 
 
-def load_file(path: Path) -> Dataset:
-    """Returns the rows of a file with one of the suffixes of `LOADERS`.
-
-    Raises:
-        UserError: it is missing, empty or damaged.
-    """
+def _load_file(path: Path, split: str) -> Dataset:
+    if split != "train":
+        raise UserError(
+            f"dataset {path}: a single file has no split '{split}'; hold rows out with --test_split_size 0.1"
+        )
     if not path.is_file():
         raise UserError(f"dataset {path}: no such file")
     if path.stat().st_size == 0:

@@ -65,10 +65,6 @@ class FramedImages(TorchDataset[Row]):
         self._bucket = [place[sizes[at]] for at in found]
         self.buckets = [[row for row, of in enumerate(self._bucket) if of == at] for at in range(len(self.sizes))]
 
-    def size(self, index: int) -> Size:
-        """Height and width in which a row is trained."""
-        return self.sizes[self._bucket[index]]
-
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -76,7 +72,8 @@ class FramedImages(TorchDataset[Row]):
         epoch, index = key
         row = self.rows[index]
         draw = random.Random(f"{self.seed} {epoch} {index}")
-        pixels, time_ids = framed(open_image(row["image"]), self.size(index), self.args, draw)
+        size = self.sizes[self._bucket[index]]
+        pixels, time_ids = framed(open_image(row["image"]), size, self.args, draw)
         return {"pixels": pixels, "time_ids": time_ids, "caption": row["text"]}
 
 

@@ -130,7 +130,8 @@ def save_trained(model: Any, family: Family, output_dir: str | Path, lora: bool)
     layers, components = {}, components_of(model, family.component)
     for name, component in components.items():
         weights = get_peft_model_state_dict(component, save_embedding_layers=False)
-        weights = weights if name == family.component else text_encoder_to_file(weights)
+        if name != family.component:  # all tools read the names of a text encoder below `text_model`
+            weights = {f"{_CLIP_PREFIX}{key.removeprefix(_CLIP_PREFIX)}": value for key, value in weights.items()}
         layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights) if family.old_lora_names else weights
     family.pipeline_class.save_lora_weights(output_dir, **layers, **_collate_lora_metadata(components))
 
@@ -155,11 +156,6 @@ def load_trained(model: Any, family: Family, input_dir: str | Path, lora: bool) 
         own = name == family.component
         ours = convert_unet_state_dict_to_peft(ours) if own else _text_encoder_from_file(component, ours)
         _load_adapters(component, ours)
-
-
-def text_encoder_to_file(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a text encoder's adapters under the names in files that all tools read, below `text_model`."""
-    return {f"{_CLIP_PREFIX}{name.removeprefix(_CLIP_PREFIX)}": value for name, value in weights.items()}
 
 
 def _text_encoder_from_file(encoder: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -206,11 +206,6 @@ class TrainingState:
         """The model without accelerate's wrappers."""
         return self.accelerator.unwrap_model(self.model)
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next step."""
-        return self.lr_scheduler.get_last_lr()[0]
-
     def advance(self) -> None:
         """Counts a step, and updates the schedule and the moving average."""
         self.step, self.samples_seen = self.step + 1, self.samples_seen + self.per_step
@@ -304,7 +299,9 @@ def averaged(ema: EMAModel | None, parameters: list[nn.Parameter]) -> Iterator[N
 def run_steps(state: TrainingState, data: Data, run: Run) -> int | None:
     """Makes all remaining steps, or those until Ctrl-C or a scheduler's SIGTERM; returns the signal's number."""
     args, accelerator, memory = run.args, run.accelerator, run.memory
-    batches = endless_batches(data.samples, args, data.workers, accelerator, state.samples_seen)
+    batches = endless_batches(
+        data.samples, args, run.image_args.dataloader_num_workers, accelerator, state.samples_seen
+    )
     if state.step == 0:
         validate(data.validation, state)
     losses = LossLog(accelerator, args.output_dir, state.step)
@@ -330,7 +327,7 @@ def run_steps(state: TrainingState, data: Data, run: Run) -> int | None:
             memory.step()
             first.made()
             progress.update()
-            progress.set_postfix(loss=f"{losses.step(state.step + 1, state.learning_rate):.4f}")
+            progress.set_postfix(loss=f"{losses.step(state.step + 1, state.lr_scheduler.get_last_lr()[0]):.4f}")
             state.advance()
             stopping = stop.agreed() and not state.done
             if state.step % args.checkpointing_steps == 0 or stopping:

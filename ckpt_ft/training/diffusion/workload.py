@@ -193,7 +193,6 @@ class Data(NamedTuple):
         sizes: the sizes of the images.
         channels, scale: of latents, and pixels per latent along a side.
         dtype: of weights that are not trained.
-        workers: number of processes that prepare batches.
     """
 
     samples: Samples
@@ -203,7 +202,6 @@ class Data(NamedTuple):
     channels: int
     scale: int
     dtype: torch.dtype
-    workers: int
 
     @property
     def family(self) -> Family:
@@ -269,5 +267,4 @@ def load_data(
         channels,
         resolution // side,
         dtype,
-        image_args.dataloader_num_workers,
     )
