@@ -118,5 +118,7 @@ RULES: dict[Any, Rule] = {
     aten._sparse_addmm.default: sparse_addmm,
     aten.mse_loss.default: reduced_loss,
     aten.smooth_l1_loss.default: reduced_loss,
+    aten.binary_cross_entropy.default: reduced_loss,
+    aten.soft_margin_loss.default: reduced_loss,
     torch.ops._c10d_functional.wait_tensor.default: lambda func, args, kwargs: args[0],  # its fake kernel copies
 }
