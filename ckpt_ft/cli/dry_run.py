@@ -24,8 +24,7 @@ from .estimate import print_figures, print_ways
 from .params import AsJson, Html
 
 if TYPE_CHECKING:
-    from ckpt_ft.host.dry import Answer
-    from ckpt_ft.host.script import Script
+    from ckpt_ft.host.script import Answer, Script
 
 Module = Annotated[str, typer.Option("-m", metavar="MODULE", help="run a module, as python -m does")]
 
@@ -48,10 +47,7 @@ def dry_run(
     The script runs as it is (Trainer, Accelerate, TRL, diffusers, Lightning or a loop of its own) up to its first
     training step, and sees the card that is asked about. Options of the script come after its name.
     """
-    from ckpt_ft.host.dry import AS_IT_IS, OTHERWISE, Question, ask
-    from ckpt_ft.host.script import Script
-    from ckpt_ft.memory.rules.cuda import same_kernels
-    from ckpt_ft.planning.tracing import on_card
+    from ckpt_ft.host.script import AS_IT_IS, OTHERWISE, Question, Script, ask
 
     if launch:
         raise UserError(
@@ -69,19 +65,17 @@ def dry_run(
     if html and (len(cards) > 1 or len(policies) > 1):
         raise UserError("--html shows one step: give one --device and one --policy")
     found: list[Estimate] = []
-    known: dict[object, list[Answer]] = {}
+    known: list[tuple[GPU | None, list[Answer]]] = []
     with progress() as say:
         for card in cards:
             say(f"running {script.name} up to its first training step, for {card.name if card else 'the CPU'}")
-            kernels = same_kernels(card) if card else None
-            if kernels not in known:
+            answers = _of_same_kernels(card, known)
+            if not answers:
                 only = len(cards) == len(policies) == 1 and card is not None
                 otherwise = OTHERWISE if only and policies == (AS_IT_IS,) else ()
                 capacity = card.usable if card else None
-                known[kernels] = ask(Question(script, card, policies, steps, capacity, otherwise, longest=bool(rows)))
-            answers = known[kernels]
-            if card is not None:
-                answers = [replace(one, trace=one.trace and on_card(one.trace, card)) for one in answers]
+                answers = ask(Question(script, card, policies, steps, capacity, otherwise, longest=bool(rows)))
+                known.append((card, answers))
             found += _estimates(script, card, answers)
     if len(cards) == 1 and len(policies) == 1:
         first = _with_ways(found[0], found[1:], script)
@@ -93,7 +87,7 @@ def dry_run(
         if html:
             from ckpt_ft.export.page import estimate_page
 
-            trace = known[same_kernels(cards[0]) if cards[0] else None][0].trace
+            trace = known[0][1][0].trace
             assert trace is not None
             estimate_page(first, trace).write(html)
     elif as_json:
@@ -129,6 +123,17 @@ def _cards(device: str) -> list[GPU | None]:
     return [gpu_of(device)]
 
 
+def _of_same_kernels(card: GPU | None, known: Sequence[tuple[GPU | None, list[Answer]]]) -> list[Answer]:
+    """The answers that are `known` for a card with the same kernels, for this card; none if there is no such."""
+    for other, answers in known:  # an import of torch waits until the first script runs
+        from ckpt_ft.memory.rules.cuda import same_kernels
+        from ckpt_ft.planning.tracing import on_card
+
+        if card and other and same_kernels(card) == same_kernels(other):
+            return [replace(one, trace=one.trace and on_card(one.trace, card)) for one in answers]
+    return []
+
+
 def _estimates(script: Script, card: GPU | None, answers: Sequence[Answer]) -> Iterator[Estimate]:
     """The estimate of each answer.
 
@@ -158,7 +163,7 @@ def _estimates(script: Script, card: GPU | None, answers: Sequence[Answer]) -> I
 
 def _with_ways(first: Estimate, others: Sequence[Estimate], script: Script) -> Estimate:
     """`first` with the policies under which the step fits, if it does not fit by itself."""
-    from ckpt_ft.host.dry import run_command
+    from ckpt_ft.host.script import run_command
 
     if first.headroom is None or first.headroom >= 0:
         return first
@@ -190,7 +195,7 @@ def _print_next(found: Estimate, script: Script) -> None:
 
 def _print_table(found: Sequence[Estimate], script: Script) -> None:
     """One row for each card and policy."""
-    from ckpt_ft.host.dry import run_command
+    from ckpt_ft.host.script import run_command
 
     rows = [
         (

@@ -14,22 +14,17 @@ import inspect
 import os
 import pickle
 import queue
-import random
-import shlex
 import signal
-import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
-import numpy
 import torch
 from torch import nn
 
@@ -40,112 +35,20 @@ from ckpt_ft.memory.distributed.fsdp2 import gathers_in_8_bits, host_copies
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.fake import patches
 from ckpt_ft.memory.fake.step import torch_like
-from ckpt_ft.memory.gpus import GPU, GPUS
-from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.gpus import GPUS
 from ckpt_ft.policy import STREAMS
 from ckpt_ft.standins import flash_attention, fused_head, liger, liger_kernels
 
 from .card import show_card, show_tensors
 from .generation import generate_longest
-from .kept_files import KEPT, KeptFiles, put_back
+from .kept_files import KeptFiles
 from .longest import longest_first
 from .ops import ScriptOps, ScriptTracker
-from .script import (
-    RandomStates,
-    Script,
-    TrainingLoop,
-    before_saving,
-    modules_alive,
-    random_states,
-    set_random_states,
-    whole_model,
-)
+from .script import AS_IT_IS, OUTPUT, Answer, Question, random_states, set_random_states
+from .training_loop import TrainingLoop, before_saving, modules_alive, whole_model
 from .weightless import load_no_weights
 
-AS_IT_IS = ""  # the policy of a script that is left as it is
-OTHERWISE = ("pointwise", "save:attention", "full", "full,head", "full,head,offload")
 _EAGER = "torch.compile is left out: the answer is that of the eager step"
-_OUTPUT = "output"  # the file of what the script prints
-_HERE = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one policy gives.
-
-    Attributes:
-        policy: as asked for; AS_IT_IS for the script's own.
-        model: the class of the model that the script trains.
-        trace: of the step with the highest peak; None if there is an `error`.
-        step, steps: the number of that step, and how many were looked at.
-        batches: for each micro-batch of that step, the shapes of the tensors that the model was given.
-        error: one line.
-    """
-
-    policy: str
-    model: str = ""
-    trace: StepTrace | None = None
-    step: int = 0
-    steps: int = 0
-    batches: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Question:
-    """A script, the card it shall see (None: the CPU), the policies to apply and how many steps to look at.
-
-    capacity: bytes; if the first policy's step reserves more, `otherwise` are asked for, too.
-    longest: give the script the longest rows of its dataset first.
-    randomness: where a script that sets no seed begins to draw; by default the same in each dry run.
-    """
-
-    script: Script
-    gpu: GPU | None
-    policies: tuple[str, ...] = (AS_IT_IS,)
-    steps: int = 3
-    capacity: int | None = None
-    otherwise: tuple[str, ...] = ()
-    longest: bool = False
-    randomness: RandomStates = (random.Random(0).getstate(), numpy.random.RandomState(0).get_state())
-
-
-def ask(question: Question) -> list[Answer]:
-    """Run the script of `question` in a process of its own.
-
-    Raises:
-        UserError: the script ends before a training step. The message has its last words.
-    """
-    question.script.check()
-    with tempfile.TemporaryDirectory(prefix="ckpt_ft-") as folder:
-        asked, output = Path(folder, "question"), Path(folder, _OUTPUT)
-        asked.write_bytes(pickle.dumps(question))
-        start = f"import sys; sys.path.append({str(_HERE)!r}); from ckpt_ft.host.dry import main; main({str(asked)!r})"
-        environment = {
-            "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "",
-            "WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "CLEARML_OFFLINE_MODE": "1",
-            "TRACKIO_MODE": "disabled",
-        }  # fmt: skip
-        with output.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", start], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env={**os.environ, **environment},
-            )  # fmt: skip
-            try:
-                code = process.wait()
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-            finally:
-                for left in Path(folder).glob(f"{KEPT}*"):  # of a process that was killed
-                    put_back(left)
-        answers: list[Answer] = [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).glob("answer-*"))]
-        if not answers or os.environ.get("CKPT_FT_TRACEBACK") == "1":
-            sys.stderr.write(output.read_text(errors="replace"))
-    if not answers:
-        raise UserError(f"{question.script.name}: its process ended with exit code {code} before a training step")
-    return answers
 
 
 def main(path: str) -> NoReturn:
@@ -356,7 +259,7 @@ class _DryRun:
         """The last line that the script has printed."""
         sys.stdout.flush()
         sys.stderr.flush()
-        lines = (self.folder / _OUTPUT).read_text(errors="replace").split("\n")
+        lines = (self.folder / OUTPUT).read_text(errors="replace").split("\n")
         return next((line for line in reversed(lines) if line.strip()), "")
 
     def _end(self, answer: Answer) -> NoReturn:
@@ -379,11 +282,6 @@ def replace_own_checkpointing(model: nn.Module, policy: str) -> list[str]:
     for module in own:
         module.gradient_checkpointing = False
     return [f"policy '{policy}' replaces the script's own gradient checkpointing"] if own else []
-
-
-def run_command(script: Script, policy: str) -> str:
-    """The command that runs a script with a policy."""
-    return shlex.join(["ckpt-ft", "run", *(["--policy", policy] if policy else []), *script.words])
 
 
 def _where(error: BaseException, name: str) -> str:

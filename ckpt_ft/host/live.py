@@ -28,8 +28,9 @@ from ckpt_ft.memory.measure.report import write_report
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import format_bytes, parse_bytes
 
-from .dry import AS_IT_IS, OTHERWISE, Answer, Question, ask, replace_own_checkpointing, run_command
-from .script import Script, TrainingLoop, before_saving, modules_alive, random_states, whole_model
+from .dry import replace_own_checkpointing
+from .script import AS_IT_IS, OTHERWISE, Answer, Question, Script, ask, random_states, run_command
+from .training_loop import TrainingLoop, before_saving, modules_alive, whole_model
 
 _SAMPLE = 1000  # on a CPU, a measured step takes several times as long; larger batches are measured besides
 _MOST_STEPS = 50  # that a dry run looks at, to reach the step that was the highest

@@ -1,39 +1,39 @@
-"""Runs a person's training script in this process and finds its training step.
+"""A person's training script, the question that `ckpt-ft dry-run` asks about it, and the answers.
 
-The script is not changed and needs no import of ours. Its model is the first module that is called, from outside of
-other modules, in training mode and with gradients, and that holds a parameter of an optimizer. A step ends with
-`Optimizer.step()`; the next one begins at the next call of a module. In a script without an optimizer, which changes
-its weights by hand, a step ends with `backward()`. Nothing here knows Trainer, Accelerate, TRL, Lightning or
-diffusers.
+The question is answered by a process of its own (dry.py). This file imports no torch, so that process starts at once.
 """
 
 from __future__ import annotations
 
-import gc
 import os
+import pickle
 import random
 import runpy
+import shlex
+import subprocess
 import sys
-import threading
+import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import wraps
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckpt_ft.compat.modules import children_of
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.memory.gpus import GPU
 
-Batches = list[dict[str, tuple[int, ...]]]
+from .kept_files import KEPT, put_back
+
+if TYPE_CHECKING:
+    from ckpt_ft.memory.record.trace import StepTrace
+
 RandomStates = tuple[Any, Any]
+AS_IT_IS = ""  # the policy of a script that is left as it is
+OTHERWISE = ("pointwise", "save:attention", "full", "full,head", "full,head,offload")
+OUTPUT = "output"  # the file of what the script prints
+_HERE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -107,123 +107,87 @@ def set_random_states(states: RandomStates) -> None:
     numpy.random.set_state(states[1])
 
 
-def before_saving(call: Callable[[], None]) -> None:
-    """Call `call` wherever the script saves tensors. To be called before other libraries import their savers."""
-    savers: list[tuple[Any, str]] = [(torch, "save")]
-    with suppress(ImportError):
-        import safetensors.torch
-
-        savers += [(safetensors.torch, name) for name in ("save", "save_file", "save_model")]
-
-    def before(save: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(save)
-        def saved(*args: Any, **kwargs: Any) -> Any:
-            call()
-            return save(*args, **kwargs)
-
-        return saved
-
-    for owner, name in savers:
-        setattr(owner, name, before(getattr(owner, name)))
-
-
-def modules_alive() -> list[nn.Module]:
-    """All modules of this process."""
-    return [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-
-
-def whole_model(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
-    """The outermost of the modules around `module`: a step may call a model's parts one by one, as Lightning's do."""
-    parents = {id(part): one for one in alive for part in children_of(one).values()}
-    while (parent := parents.pop(id(module), None)) is not None:
-        module = parent
-    return module
-
-
-class TrainingLoop:
-    """Watches the process for the training step of a script.
-
-    Args:
-        begins: called with the model before the first forward of its first step.
-        next_step: called with the `batches` of the step that has ended, before the first call of a module after it.
+@dataclass(frozen=True)
+class Answer:
+    """What one policy gives.
 
     Attributes:
-        by_hand: whether a backward was run without an optimizer; the next step is then the first that is looked at.
-        stepped: whether `Optimizer.step()` was called and no module since.
-        optimizers: those that were constructed, in order.
-        batches: the shapes of the tensors that the model was given, one dict for each micro-batch of this step;
-            without those of an evaluation.
+        policy: as asked for; AS_IT_IS for the script's own.
+        model: the class of the model that the script trains.
+        trace: of the step with the highest peak; None if there is an `error`.
+        step, steps: the number of that step, and how many were looked at.
+        batches: for each micro-batch of that step, the shapes of the tensors that the model was given.
+        error: one line.
     """
 
-    def __init__(self, begins: Callable[[nn.Module], None], next_step: Callable[[Batches], None]) -> None:
-        self.begins, self.next_step = begins, next_step
-        self.optimizers: list[Optimizer] = []
-        self.model: nn.Module | None = None
-        self.batches: Batches = []
-        self.stepped = False
-        self.by_hand = False
-        self._depth = 0
-        self._thread = threading.get_ident()
+    policy: str
+    model: str = ""
+    trace: StepTrace | None = None
+    step: int = 0
+    steps: int = 0
+    batches: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
+    error: str = ""
 
-    def watch(self) -> None:
-        """Begin; the script has not constructed an optimizer yet."""
-        made, call, backward, optimizers = Optimizer.__init__, nn.Module.__call__, Tensor.backward, self.optimizers
 
-        self._call = call
+@dataclass(frozen=True)
+class Question:
+    """A script, the card it shall see (None: the CPU), the policies to apply and how many steps to look at.
 
-        def constructed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            made(optimizer, *args, **kwargs)
-            optimizers.append(optimizer)
+    capacity: bytes; if the first policy's step reserves more, `otherwise` are asked for, too.
+    longest: give the script the longest rows of its dataset first.
+    randomness: where a script that sets no seed begins to draw; by default the same in each dry run.
+    """
 
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._depth or threading.get_ident() != self._thread:
-                return call(module, *args, **kwargs)
-            self._arrive(module, args, kwargs)
-            self._depth += 1
+    script: Script
+    gpu: GPU | None
+    policies: tuple[str, ...] = (AS_IT_IS,)
+    steps: int = 3
+    capacity: int | None = None
+    otherwise: tuple[str, ...] = ()
+    longest: bool = False
+    randomness: RandomStates = (random.Random(0).getstate(), numpy.random.RandomState(0).get_state())
+
+
+def ask(question: Question) -> list[Answer]:
+    """Run the script of `question` in a process of its own.
+
+    Raises:
+        UserError: the script ends before a training step. The message has its last words.
+    """
+    question.script.check()
+    with tempfile.TemporaryDirectory(prefix="ckpt_ft-") as folder:
+        asked, output = Path(folder, "question"), Path(folder, OUTPUT)
+        asked.write_bytes(pickle.dumps(question))
+        start = f"import sys; sys.path.append({str(_HERE)!r}); from ckpt_ft.host.dry import main; main({str(asked)!r})"
+        environment = {
+            "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "",
+            "WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "CLEARML_OFFLINE_MODE": "1",
+            "TRACKIO_MODE": "disabled",
+        }  # fmt: skip
+        with output.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", start], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env={**os.environ, **environment},
+            )  # fmt: skip
             try:
-                return call(module, *args, **kwargs)
+                import ckpt_ft.planning.estimate  # noqa: F401 (meanwhile: what reads the answers)
+
+                code = process.wait()
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
             finally:
-                self._depth -= 1
+                for left in Path(folder).glob(f"{KEPT}*"):  # of a process that was killed
+                    put_back(left)
+        answers: list[Answer] = [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).glob("answer-*"))]
+        if not answers or os.environ.get("CKPT_FT_TRACEBACK") == "1":
+            sys.stderr.write(output.read_text(errors="replace"))
+    if not answers:
+        raise UserError(f"{question.script.name}: its process ended with exit code {code} before a training step")
+    return answers
 
-        def went_back(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            self.by_hand = self.by_hand or not optimizers
-            backward(tensor, *args, **kwargs)
-            self.stepped = self.stepped or (not optimizers and self.model is not None)
 
-        Optimizer.__init__, nn.Module.__call__ = constructed, called  # type: ignore[method-assign,assignment]
-        Tensor.backward = went_back  # type: ignore[method-assign,assignment]
-        register_optimizer_step_post_hook(self._step_ends)
-
-    def release(self) -> None:
-        """Look at calls of modules no longer."""
-        nn.Module.__call__ = self._call  # type: ignore[method-assign]
-
-    @property
-    def parameters(self) -> Iterator[Tensor]:
-        """The parameters of all optimizers."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
-
-    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.stepped = self.model is not None
-
-    def _arrive(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if self.model is None:
-            if not (module.training and torch.is_grad_enabled() and self._is_trained(module)):
-                return
-            self.model = module
-            self.begins(module)
-        elif self.stepped:
-            self.stepped = False
-            ended, self.batches = self.batches, []
-            self.next_step(ended)
-        if module is self.model and module.training:
-            named = {**{f"input {at}": value for at, value in enumerate(args)}, **kwargs}
-            self.batches.append({name: tuple(v.shape) for name, v in named.items() if isinstance(v, Tensor)})
-
-    def _is_trained(self, module: nn.Module) -> bool:
-        if self.by_hand and not self.optimizers:
-            return any(parameter.requires_grad for parameter in module.parameters())
-        trained = set(map(id, self.parameters))
-        return any(id(parameter) in trained for parameter in module.parameters())
+def run_command(script: Script, policy: str) -> str:
+    """The command that runs a script with a policy."""
+    return shlex.join(["ckpt-ft", "run", *(["--policy", policy] if policy else []), *script.words])

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +41,30 @@ def load_no_weights(put: Put) -> None:
 
     put: called with each model on "meta", and turns its tensors into fakes.
     """
-    for patch in (_patch_transformers, _patch_diffusers):
-        with suppress(ImportError):  # a package that is missing, or broken on this machine, is none of the script's
-            patch(put)
+    with suppress(ImportError):  # a package that is missing, or broken on this machine, is none of the script's
+        _patch_transformers(put)
+    sys.meta_path.insert(0, _WhenImported("diffusers.models.modeling_utils", lambda: _patch_diffusers(put)))
+
+
+class _WhenImported(MetaPathFinder):
+    """Calls `call` when the script imports a module, after it: few scripts need one that takes long to import."""
+
+    def __init__(self, name: str, call: Callable[[], None]) -> None:
+        self.name, self.call = name, call
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def executed(module: Any) -> None:
+            execute(module)
+            self.call()
+
+        spec.loader.exec_module = executed
+        return spec
 
 
 def _patch_transformers(put: Put) -> None:

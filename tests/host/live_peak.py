@@ -12,8 +12,8 @@ import sys
 import torch
 from torch import nn
 
-from ckpt_ft.host.dry import Question
-from ckpt_ft.host.script import Script, TrainingLoop, set_random_states
+from ckpt_ft.host.script import Question, Script, set_random_states
+from ckpt_ft.host.training_loop import TrainingLoop
 from ckpt_ft.memory.record.tracker import Tracker
 
 steps, script = int(sys.argv[1]), Script(sys.argv[2], tuple(sys.argv[3:]))

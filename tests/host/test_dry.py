@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 from ckpt_ft.cli.dry_run import several
 from ckpt_ft.cli.main import app
 from ckpt_ft.errors import UserError
-from ckpt_ft.host.dry import AS_IT_IS, Answer, Question, ask
 from ckpt_ft.host.generation import generate_longest
-from ckpt_ft.host.script import Script
+from ckpt_ft.host.script import AS_IT_IS, Answer, Question, Script, ask
 from ckpt_ft.host.weightless import load_no_weights
 from ckpt_ft.memory.gpus import find_gpu
 
