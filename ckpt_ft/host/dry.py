@@ -291,7 +291,9 @@ def _where(error: BaseException, name: str) -> str:
 
 
 def _leave_out(note: Callable[[str], None], longest: bool) -> None:
-    """What a dry run does without: torch.compile, processes that load data, and with `longest` random batches."""
+    """What a dry run does without: torch.compile, inference mode, processes that load data, and with `longest` random
+    batches.
+    """
 
     def compile(model: Any = None, **kwargs: Any) -> Any:
         note(_EAGER)
@@ -299,6 +301,11 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
 
     def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         note(_EAGER)
+
+    def infer(guard: Any) -> None:
+        """A fake needs the version counter of its tensor, which inference mode leaves out."""
+        guard.prev = torch.is_grad_enabled()
+        torch.set_grad_enabled(not guard.mode)
 
     loaders: Any = torch.utils.data.DataLoader
     loader, iterate = loaders.__init__, loaders.__iter__
@@ -315,6 +322,7 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
         return _apart(iterate(self)) if self in in_workers else iterate(self)
 
     torch.compile, nn.Module.compile = compile, compile_module  # type: ignore[assignment, method-assign]
+    torch.inference_mode.__enter__, torch.inference_mode.__exit__ = infer, torch.no_grad.__exit__  # type: ignore
     loaders.__init__, loaders.__iter__ = load, iterator
 
 

@@ -87,6 +87,23 @@ def test_a_model_whose_parts_are_called_one_by_one(tmp_path: Path) -> None:
     assert peak(full) < 0.6 * peak(plain)
 
 
+def test_an_evaluation_in_inference_mode_comes_first(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(64, 64).to('cuda' if torch.cuda.is_available() else 'cpu')\n"
+        "rows, made = torch.randn(512, 64).to(model.weight.device), []\n"
+        "with torch.inference_mode():\n    made.append(model(rows).argmax(-1).cpu())\n"
+        "    assert not torch.is_grad_enabled()\n"
+        "    with torch.inference_mode(False):\n        assert torch.is_grad_enabled()\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "for _ in range(3):\n    model(rows).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    (answer,) = dry(str(script))
+    assert peak(answer) == live(str(script))
+    (answer,) = dry(str(script), device="t4")
+    assert peak(answer) > 8 << 20  # with a workspace of cuBLAS
+
+
 def test_weights_that_are_changed_by_hand() -> None:
     (answer,) = dry("by_hand.py")
     assert peak(answer) == pytest.approx(live("by_hand.py"), rel=0.01)
