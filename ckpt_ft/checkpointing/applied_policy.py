@@ -46,7 +46,7 @@ class CompileBudget:
 
     def put_back(self) -> None:
         """Set the budget."""
-        import torch._functorch.config as config
+        from ckpt_ft.compat.compiler import functorch_config as config
 
         self.before = config.activation_memory_budget
         config.activation_memory_budget = self.value
@@ -54,7 +54,7 @@ class CompileBudget:
 
     def remove(self) -> None:
         """Restore the previous budget; do nothing if this value is not set (for example in a copied model)."""
-        import torch._functorch.config as config
+        from ckpt_ft.compat.compiler import functorch_config as config
 
         if self not in _on:
             return

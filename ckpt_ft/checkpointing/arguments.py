@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from ckpt_ft.compat.autograd import forward_level
+from ckpt_ft.compat.tensors import FakeTensor
 from ckpt_ft.errors import UserError
 
 from .dropped_tensors import same, saved_tensor
@@ -208,7 +209,7 @@ class Input:
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias for the second run, so that hooks registered on it do not act in the running backward."""
-    if not tensor.requires_grad or forward_ad._current_level >= 0:  # a detached tensor has no tangent
+    if not tensor.requires_grad or forward_level(forward_ad) >= 0:  # a detached tensor has no tangent
         return tensor
     return tensor.detach().requires_grad_()
 

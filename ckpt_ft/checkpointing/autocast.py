@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ckpt_ft.compat.autograd import any_autocast
+
 
 @dataclass(frozen=True)
 class AutocastState:
@@ -33,7 +35,7 @@ class AutocastState:
 
 def autocast_now(device_type: str) -> tuple[AutocastState, ...]:
     """Return the states of a device and of the CPU; nothing if autocast is off everywhere."""
-    if not torch._C._is_any_autocast_enabled():
+    if not any_autocast():
         return ()
     return tuple(AutocastState.now(kind) for kind in dict.fromkeys((device_type, "cpu")))
 
@@ -44,8 +46,8 @@ def autocast_as(states: tuple[AutocastState, ...]) -> Iterator[None]:
     with ExitStack() as contexts:
         for state in states:
             contexts.enter_context(state.context())
-        if not states and torch._C._is_any_autocast_enabled():
-            for kind in {"cpu", torch._C._get_accelerator().type}:
+        if not states and any_autocast():
+            for kind in {"cpu", (torch.accelerator.current_accelerator() or torch.device("cpu")).type}:
                 if torch.is_autocast_enabled(kind):
                     contexts.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -21,6 +21,7 @@ from itertools import islice, pairwise
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ckpt_ft.compat.modules import children_of
 from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.policy import Policy
 
@@ -231,7 +232,7 @@ def _is_list(module: nn.Module) -> bool:
 
 def _is_composite(module: nn.Module) -> bool:
     """Whether the module has submodules. A layer that PEFT wraps as `base_layer` counts as a single layer."""
-    return _has_parameters(module) and any(True for _ in module.children()) and "base_layer" not in module._modules
+    return _has_parameters(module) and any(True for _ in module.children()) and "base_layer" not in children_of(module)
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
@@ -241,7 +242,7 @@ def _dimensions(parameter: nn.Parameter) -> int:
 
 def _matrices(module: nn.Module) -> Iterator[int]:
     """Yield the number of dimensions of each weight matrix in `module`; skip adapter weights."""
-    module = module._modules.get("base_layer") or module
+    module = children_of(module).get("base_layer") or module
     yield from (dim for p in module.parameters(recurse=False) if (dim := _dimensions(p)) > 1)
     for child in module.children():
         yield from _matrices(child)

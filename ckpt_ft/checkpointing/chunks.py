@@ -13,10 +13,11 @@ from torch.func import functional_call
 from ckpt_ft.errors import UserError
 
 from .autocast import AutocastState
+from .module_contents import TABLES
 from .recompute import Checkpointed, RegionCall, runs
 from .standin import StandIn
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS = [name for name in TABLES if name.endswith("hooks")]
 # their hooks gather and free weights, or shard the inputs and outputs of layers
 _SHARDING = ("torch.distributed", "deepspeed", "transformers.integrations.tensor_parallel")
 _HALF = (torch.bfloat16, torch.float16)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn._reduction import legacy_get_string
-from torch.utils._pytree import tree_map_only
 
+from ckpt_ft.compat.autograd import reduction_of
+from ckpt_ft.compat.distributed import fsdp_groups, fsdp_precision, grouped_modules
+from ckpt_ft.compat.tensors import tree_map_only, write_count
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.units import MIB
 
@@ -41,7 +42,7 @@ class Step:
 
     def __init__(self, function: Callable[..., torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
-        self.versions = [(x, x._version) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        self.versions = [(x, write_count(x)) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         for tensor, version in self.versions:
@@ -121,7 +122,7 @@ def unchanged(tensor: torch.Tensor, version: int, what: str = "the output layer'
     Raises:
         WorkFailed: it was modified in place after the model used it.
     """
-    if tensor._version != version:
+    if write_count(tensor) != version:
         raise WorkFailed(f"policy 'head': {what} written to before the loss was computed; leave 'head' out")
     return tensor
 
@@ -153,7 +154,7 @@ def cross_entropy(
     not sliced, because a split has one backward node, which writes their gradient once.
     """
     if size_average is not None or reduce is not None:
-        reduction = legacy_get_string(size_average, reduce)  # issues F.cross_entropy's deprecation warning
+        reduction = reduction_of(size_average, reduce)  # issues F.cross_entropy's deprecation warning
     loss = partial(F.cross_entropy, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
     if reduction == "none" or target.ndim != 1:
         return loss(input.whole("cross_entropy without a sum"), target, reduction=reduction)
@@ -215,7 +216,7 @@ class Logits:
         computed: list[tuple[torch.Tensor, int]] | None = None,
     ) -> None:
         self.projection, self.hidden, self.width = projection, hidden, width
-        self.version = hidden._version
+        self.version = write_count(hidden)
         self.tensor: torch.Tensor | None = None
         self.computed = [] if computed is None else computed
 
@@ -341,7 +342,7 @@ class Logits:
                 f"policy 'head': the logits are computed whole, because the model's loss calls {reason}", stacklevel=3
             )
             self.tensor = self.projection.whole(self.positions(), self.version)
-            self.computed.append((self.tensor, self.tensor._version))
+            self.computed.append((self.tensor, write_count(self.tensor)))
         return self.tensor
 
 
@@ -429,7 +430,7 @@ def _hooked(layer: nn.Module) -> str:
     An FSDP2 group with other modules is a reason, too, unless it stays gathered until backward, as accelerate sets
     it: FSDP2 does not gather the group again if only one of its modules is re-run.
     """
-    if _is_grouped(layer) and any(group.post_forward_mesh_info for group in _fsdp_state(layer)._fsdp_param_groups):
+    if _is_grouped(layer) and any(group.post_forward_mesh_info for group in fsdp_groups(_fsdp_state(layer))):
         return "FSDP gathers it together with other modules, and drops it after forward"
     hook = hooked(layer.modules())
     return f"it has a hook ({hook})" if hook else ""
@@ -437,14 +438,16 @@ def _hooked(layer: nn.Module) -> str:
 
 def _is_grouped(layer: nn.Module) -> bool:
     """Whether FSDP2 gathers `layer` together with other modules (`fully_shard([norm, lm_head])`)."""
-    return is_a(layer, FSDP2) and len(_fsdp_state(layer)._modules) > 1
+    return is_a(layer, FSDP2) and len(grouped_modules(_fsdp_state(layer))) > 1
 
 
 def _fsdp_state(layer: nn.Module) -> Any:
-    return layer._get_fsdp_state()  # type: ignore[operator]
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard.state(layer)  # type: ignore[attr-defined]
 
 
 def _output_cast(layer: nn.Module) -> tuple[Step, ...]:
     """Return the cast that FSDP2 applies to the output of `layer`, as a step of a `Projection`."""
-    dtype = _fsdp_state(layer)._mp_policy.output_dtype if is_a(layer, FSDP2) else None
+    dtype = fsdp_precision(_fsdp_state(layer)).output_dtype if is_a(layer, FSDP2) else None
     return () if dtype is None else (Step(torch.Tensor.to, [dtype], {}),)

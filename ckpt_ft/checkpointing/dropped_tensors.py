@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_set_grad_enabled = torch._C._set_grad_enabled
-_graph_task = torch._C._current_graph_task_id
+from ckpt_ft.compat.autograd import graph_task, make_saved_tensor, pop_hooks, push_hooks, set_grad
+from ckpt_ft.compat.compiler import uncompiled
+
 _NO_TASK = -1
 _grad_modes: list[bool] = []  # of the backwards with a second run in progress, innermost last
-_make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)  # torch >= 2.12
 
 
 class RunComplete(Exception):
@@ -56,7 +54,7 @@ class DroppedTensors:
 
     def unpack(self, slot: _Slot) -> torch.Tensor:
         """The unpack hook of the first run."""
-        task = _graph_task()
+        task = graph_task()
         tensor = slot.tensor
         if tensor is None or task != self.task or task == _NO_TASK:
             _without_dynamo(self._recompute)
@@ -92,7 +90,7 @@ class DroppedTensors:
 
         grad = torch.is_grad_enabled()
         _grad_modes.append(grad)
-        _set_grad_enabled(True)
+        set_grad(True)
         push_hooks(pack, same)
         try:
             self.repeat()
@@ -101,7 +99,7 @@ class DroppedTensors:
                 raise
         finally:
             pop_hooks()
-            _set_grad_enabled(grad)
+            set_grad(grad)
             _grad_modes.pop()
         if made != total:
             raise CheckpointError(
@@ -110,7 +108,7 @@ class DroppedTensors:
             )
 
 
-@torch._disable_dynamo
+@uncompiled
 def _without_dynamo(function: Callable[[], None]) -> None:
     """Call a function that compiled autograd must not trace."""
     function()
@@ -126,8 +124,8 @@ def saved_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
     Returns a function that returns the tensor.
     """
-    if _make_saved_tensor is not None:
-        unpack: Callable[[], torch.Tensor] = _make_saved_tensor(tensor, is_output=False).unpack
+    if make_saved_tensor is not None:
+        unpack: Callable[[], torch.Tensor] = make_saved_tensor(tensor, is_output=False).unpack
     else:
         out = _Saved.apply(torch.empty(0, requires_grad=True), tensor)  # its node forgets the tensor with it
 
@@ -138,11 +136,11 @@ def saved_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     def as_in_backward() -> torch.Tensor:
         """Unpacks in the grad mode of backward, which shows a hook (`pointwise`) whether this is double backward."""
         grad = torch.is_grad_enabled()
-        _set_grad_enabled(_grad_modes[-1] if _grad_modes else grad)
+        set_grad(_grad_modes[-1] if _grad_modes else grad)
         try:
             return unpack()
         finally:
-            _set_grad_enabled(grad)
+            set_grad(grad)
 
     return as_in_backward
 

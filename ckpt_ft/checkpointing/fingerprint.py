@@ -12,22 +12,29 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckpt_ft.compat.compiler import uncompiled
+from ckpt_ft.compat.distributed import AsyncCollectiveTensor
+from ckpt_ft.compat.tensors import (
+    FakeTensor,
+    ModeKey,
+    is_traceable_wrapper_subclass,
+    mode_of,
+    no_dispatch,
+    no_torch_functions,
+)
 
 from .tensor_identity import as_stored
 
 _ROWS, _SAMPLE = 256, 2048  # sums of rows and sampled words per tensor: at most 20 KiB of temporaries
 _SMALL_WORDS = 4096  # words; a tensor of no more is weighted word by word
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
 _weights: dict[torch.device, torch.Tensor] = {}
 
 Layout = tuple[Any, ...]  # kind of tensor; dtype, shape and strides of each of its parts
 
 
-@torch._disable_dynamo  # which would trace it where compiled code saves a tensor
+@uncompiled  # which would trace it where compiled code saves a tensor
 def fingerprint(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor | None]:
     """The layout of `tensor` and a hash of its bits, an int64 scalar on its device; None if it has no bits (meta)."""
     layout: list[Any] = [type(tensor) if is_traceable_wrapper_subclass(tensor) else torch.Tensor]
@@ -48,7 +55,7 @@ class WithoutInterception:
     __slots__ = ("guards",)
 
     def __enter__(self) -> None:
-        self.guards = (torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch())
+        self.guards = (torch.no_grad(), no_torch_functions(), no_dispatch())
         for guard in self.guards:
             guard.__enter__()
 
@@ -59,7 +66,7 @@ class WithoutInterception:
 
 def can_hash() -> bool:
     """Whether bits and flags can be read here: not under a fake mode and not while a CUDA graph is captured."""
-    if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE_MODE) is not None:
+    if torch.compiler.is_compiling() or mode_of(ModeKey.FAKE) is not None:
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
@@ -75,8 +82,8 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     elif tensor.layout is torch.strided:
         yield tensor.int_repr() if tensor.is_quantized else tensor
     elif tensor.layout is torch.sparse_coo:
-        yield tensor._indices()
-        yield tensor._values()
+        yield torch.ops.aten._indices(tensor)
+        yield torch.ops.aten._values(tensor)
     else:  # compressed rows or columns, or an opaque layout (MKL-DNN's)
         yield tensor.to_dense()
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_ft.compat.autograd import TransformType, transform_level, transforms
+from ckpt_ft.compat.modules import REPLICATE
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
@@ -15,13 +17,12 @@ from .module_contents import has, modules_in
 from .standin import StandIn
 
 _flag = attrgetter("gradient_checkpointing")
-_hooks_are_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message  # None if hooks are enabled
 
 
 def _is_batched() -> bool:
     """Whether torch.vmap is among the active transforms of torch.func."""
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
+    stack = transforms() or []
+    return any(one.key() == TransformType.Vmap for one in stack)
 
 
 class Guard(StandIn):
@@ -47,26 +48,24 @@ class Guard(StandIn):
 
     def _put_on(self) -> None:
         super()._put_on()
-        self.module._replicate_for_data_parallel = self._refuse_replicas  # type: ignore[method-assign]
+        vars(self.module)[REPLICATE] = self._refuse_replicas
         self._index()  # before accelerate's compile_regions copies the model's attributes
 
     def remove(self) -> None:
         super().remove()
-        self.module.__dict__.pop("_replicate_for_data_parallel", None)
+        self.module.__dict__.pop(REPLICATE, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         verification = self.verification
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or verification.inside:
             return self.forward(*args, **kwargs)
-        if torch._C._functorch.maybe_current_level() is not None and _is_batched():
+        if transform_level() is not None and _is_batched():
             raise UserError(
                 f"policy '{self.policy}' on {type(self.module).__name__} does not work inside of torch.vmap, whose "
                 "tensors backward cannot run the model's blocks with; remove the policy for this call"
             )
         if self.refuses and any(map(_flag, self.flagged)):
             self._refuse(next(filter(_flag, self.flagged)))
-        if (self.refuses or self.policy.head) and (message := _hooks_are_off()) is not None:
-            raise self._without_hooks(message)
         verification.begin_step()
         try:
             output = self.forward(*args, **kwargs)

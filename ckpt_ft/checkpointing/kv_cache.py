@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_ft.compat.modules import children_of
 from ckpt_ft.errors import UserError
 
 from .arguments import Arguments
@@ -31,7 +32,7 @@ def tied_by_cache(model: nn.Module) -> str:
         if not isinstance(layers, nn.ModuleList):
             continue
         names: dict[nn.Module, str] = {}
-        for key, layer in layers._modules.items():
+        for key, layer in children_of(layers).items():
             for name, module in () if layer is None else layer.named_modules(prefix=f"{path}.{key}".lstrip(".")):
                 index = module.__dict__.get("layer_idx")
                 if isinstance(index, int) and index >= 0 and names.setdefault(module, name) != name:

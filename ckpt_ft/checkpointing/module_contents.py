@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import chain
@@ -19,23 +19,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
+
+from ckpt_ft.compat.modules import BUFFERS, REPLICATE, buffers_of, children_of, parameters_of
+from ckpt_ft.compat.tensors import FakeTensor
 
 from . import rng
 from .libraries import CONFIG, is_class
 from .tensor_identity import is_array
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_pre_hooks",
-    "_backward_hooks",
-)  # fmt: skip
-_tables = operator.itemgetter(
-    "_parameters", "_buffers", "_modules", *_HOOKS, "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"
-)
-_global_tables = [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
+# of parameters, buffers, submodules and hooks
+TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict) and "state_dict" not in name)
+_tables = operator.itemgetter(*TABLES)
+_global_tables = [held for held in vars(nn.modules.module).values() if isinstance(held, OrderedDict)]
 _OWN = frozenset(vars(nn.Module()))
-_NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
+_NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", REPLICATE})
 _DEEPEST, _MOST_CONTAINERS = 4, 256  # nesting depth of containers and objects, and their number in one region
 _CONTAINERS = (torch.Tensor, nn.Module, tuple, dict, list, deque, set, bytearray)
 _MAX_ENTRIES = 100_000  # entries; longer containers are not copied
@@ -52,7 +51,7 @@ def modules_in(module: nn.Module) -> dict[nn.Module, None]:
     """Return `module` and all its submodules once each (four times as fast as `module.modules()`)."""
     found, rest = {module: None}, [module]
     while rest:
-        for child in rest.pop()._modules.values():
+        for child in children_of(rest.pop()).values():
             if child is not None and child not in found:
                 found[child] = None
                 rest.append(child)
@@ -93,7 +92,7 @@ class Contents:
     def __init__(self, module: nn.Module, given: Sequence[Any] = ()) -> None:
         self.module, self.modules, self.given = module, modules_in(module), given
         self.lazy = any(isinstance(inner, LazyModuleMixin) for inner in self.modules)
-        found = [value for inner in self.modules for value in inner._parameters.values()]
+        found = [value for inner in self.modules for value in parameters_of(inner).values()]
         self.parameters = [value for value in found if value is not None]
         self.extra: list[tuple[nn.Module, str, Container]] = []
         self.arrays: list[tuple[Place, Container | None, Any]] = []
@@ -122,9 +121,9 @@ class Contents:
         return tuple([value.requires_grad for value in self.parameters])
 
     def _add_buffers(self, module: nn.Module) -> None:
-        for key, value in module._buffers.items():
+        for key, value in buffers_of(module).items():
             if value is not None:
-                self.held.append(((module, "_buffers", key), module._buffers, value))
+                self.held.append(((module, BUFFERS, key), buffers_of(module), value))
 
     def _add_values(self, container: Container, owner: nn.Module, path: str, seen: set[int], depth: int) -> None:
         """Add the contents of a container's entries."""
@@ -150,7 +149,7 @@ class Contents:
                 for inner in modules_in(value):
                     if inner not in self.modules and (inner is value or id(inner) not in seen):
                         seen.add(id(inner))
-                        self.extra += [(owner, path, inner.__dict__), (owner, path, inner._buffers)]
+                        self.extra += [(owner, path, inner.__dict__), (owner, path, buffers_of(inner))]
                         self._add_buffers(inner)
                 return
             if isinstance(value, tuple):
@@ -204,7 +203,7 @@ def _aliases(held: list[tuple[Place, Container | None, torch.Tensor]]) -> list[l
     by_storage: dict[int, list[int]] = {}
     for index, (_, _, value) in enumerate(held):
         if type(value) is torch.Tensor and value.layout is torch.strided and not without_values(value):
-            by_storage.setdefault(value.untyped_storage()._cdata, []).append(index)
+            by_storage.setdefault(id(value.untyped_storage()), []).append(index)
     return [group for group in by_storage.values() if len(group) > 1]
 
 

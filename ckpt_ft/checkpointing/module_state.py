@@ -34,9 +34,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
+from ckpt_ft.compat.modules import BUFFERS, caches, parameters_of
+from ckpt_ft.compat.tensors import accumulated_hooks, gradient_hooks, write_count
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import SWAPPED
 from ckpt_ft.units import MIB, format_bytes
@@ -79,7 +80,7 @@ class ModuleState:
 
     def contents(self, module: nn.Module, given: Sequence[Any]) -> Contents:
         """Return the contents of the module, its submodules and the objects among its arguments."""
-        if parametrize._cache_enabled:  # inside of `parametrize.cached()`, whose variables are of its module
+        if caches(parametrize):  # inside of `parametrize.cached()`, whose variables are of its module
             given = [*given, vars(parametrize)]
         if given:
             return Contents(module, given)
@@ -212,7 +213,7 @@ class StateBeforeFirstRun:
         region = self._contents.module
         copies = dict(zip(map(id, self._copies.dicts), self._copies.of_dicts, strict=True))
         for path, module in region.named_modules():
-            for name, value in copies.get(id(module._parameters), {}).items():
+            for name, value in copies.get(id(parameters_of(module)), {}).items():
                 if value is parameter:
                     return f"{type(region).__name__}: its parameter '{f'{path}.{name}'.lstrip('.')}'"
         return f"{type(region).__name__}: a parameter"
@@ -220,7 +221,7 @@ class StateBeforeFirstRun:
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the current parameters with names, except those that a sharding engine or `swap` manages."""
         for path, module in self._contents.module.named_modules():
-            for name, value in module._parameters.items():
+            for name, value in parameters_of(module).items():
                 managed = value is None or is_managed(value) or hasattr(value, "ds_id") or hasattr(value, SWAPPED)
                 if not managed:
                     yield f"parameter '{f'{path}.{name}'.lstrip('.')}'", value
@@ -259,7 +260,7 @@ class _HeldTensor:
         self.copy, self.together = self._copied(), False
 
     def __str__(self) -> str:
-        return f"{'buffer' if self.place[1] == '_buffers' else 'attribute'} {_named(self.place)}"
+        return f"{'buffer' if self.place[1] == BUFFERS else 'attribute'} {_named(self.place)}"
 
     def _copied(self) -> torch.Tensor | None:
         """Return a copy of the value before the first run; None for a large tensor that was not written so far."""
@@ -280,8 +281,8 @@ class _HeldTensor:
     def _is_statistic(self) -> bool:
         """Whether this is a norm's running statistic that a call in the current mode updates."""
         owner, table, key = self.place
-        running = isinstance(owner, _NormBase) and owner.training and owner.track_running_stats
-        return running and table == "_buffers" and key.startswith("running_")
+        running = owner.training and getattr(owner, "track_running_stats", False)
+        return running and table == BUFFERS and key.startswith("running_")
 
     def note_write(self) -> None:
         """Record whether the first run wrote the tensor."""
@@ -324,7 +325,7 @@ class _HeldTensor:
             if self.container is None:
                 raise UserError(f"{self} was written after the block's forward; keep it in a list or as a buffer")
             if self.together:
-                storage = self.copy.untyped_storage()._cdata
+                storage = id(self.copy.untyped_storage())
                 if storage not in bases:
                     bases[storage] = flat(self.copy).clone()
                 found = looked_at(bases[storage], view_of(self.copy))
@@ -353,7 +354,7 @@ def _values(parameters: list[nn.Parameter]) -> Values:
         _versions(parameters),
         [value.requires_grad for value in parameters],
         [
-            value.untyped_storage()._cdata if type(value) is nn.Parameter or hasattr(value, SWAPPED) else 0
+            id(value.untyped_storage()) if type(value) is nn.Parameter or hasattr(value, SWAPPED) else 0
             for value in parameters
         ],
     )
@@ -361,13 +362,13 @@ def _values(parameters: list[nn.Parameter]) -> Values:
 
 def _hook_tables(parameters: list[nn.Parameter]) -> list[dict[int, Any]]:
     """Return the tables of hooks on the parameters themselves, except empty ones."""
-    tables: Any = [(value._backward_hooks, value._post_accumulate_grad_hooks) for value in parameters]
+    tables: Any = [(gradient_hooks(value), accumulated_hooks(value)) for value in parameters]
     return [table for pair in tables for table in pair if table]
 
 
 def _versions(parameters: list[nn.Parameter]) -> list[int]:
     try:
-        return [value._version for value in parameters]
+        return [write_count(value) for value in parameters]
     except RuntimeError:  # a parameter was created under torch.inference_mode
         return [version_of(value) for value in parameters]
 
@@ -384,4 +385,4 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _named(place: Place) -> str:
     owner, table, key = place
-    return f"'{key if table in ('', '_buffers') else table}' of {type(owner).__name__}"
+    return f"'{key if table in ('', BUFFERS) else table}' of {type(owner).__name__}"

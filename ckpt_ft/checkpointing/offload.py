@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from ckpt_ft.compat.autograd import current_node
+from ckpt_ft.compat.distributed import LOCAL_TENSOR, local_tensor
+from ckpt_ft.compat.tensors import FakeTensor, write_count
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.policy import STREAMS
 from ckpt_ft.units import MIB, format_bytes
@@ -153,7 +155,7 @@ class ParkedView:
         if self.hollow is None:
             return tensor
         whole: torch.Tensor = self.hollow.detach()
-        whole._local_tensor = tensor  # type: ignore[attr-defined]
+        setattr(whole, LOCAL_TENSOR, tensor)
         return whole
 
 
@@ -177,7 +179,7 @@ class Saved:
 
     def intact(self) -> bool:
         """Whether the tensor was not modified in place since it was saved."""
-        return self.counter._version == self.version
+        return write_count(self.counter) == self.version
 
     def get(self) -> torch.Tensor:
         """Return the tensor; raise RuntimeError, like autograd, if it was modified in place."""
@@ -187,7 +189,7 @@ class Saved:
             raise written_to(self.counter, self.version, view)
         if self.held is None:
             return self.counter
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is not None and node.name() in _WRITES_LATER:
             raise UserError(
                 "policy 'offload': autograd saves the noise of RReLU before its kernel writes it, so the copy in host "
@@ -216,9 +218,9 @@ class HostCopy:
     def still_holds(self, counters: Sequence[torch.Tensor]) -> bool:
         """Whether the copy is up to date for aliases with these counters; also start watching the counters."""
         watched = self.counters
-        current = all(counter._version == version for counter, version in watched)
+        current = all(write_count(counter) == version for counter, version in watched)
         for counter in counters:
-            version = counter._version
+            version = write_count(counter)
             if version and current:
                 current = any(counts_with(other, counter) for other, _ in watched)
             watched.append((counter, version))
@@ -227,7 +229,7 @@ class HostCopy:
     def made(self, parked: Parked) -> None:
         """Record a new copy of the storage."""
         self.parked = weakref.ref(parked)
-        self.counters = [(counter, counter._version) for counter, _ in self.counters]
+        self.counters = [(counter, write_count(counter)) for counter, _ in self.counters]
 
 
 class Parking:
@@ -259,17 +261,17 @@ class Parking:
         """The pack hook."""
         if is_dtensor(tensor):
             hollow: Any = tensor.detach()
-            local = hollow._local_tensor
+            local = local_tensor(hollow)
             if type(local) is torch.Tensor and self.leaves(local):  # other types still wait for a collective
                 proof = self.proof(tensor)
                 emptied(hollow)
                 held = self.park(local, counter_of(local), hollow)
                 held.hollow = hollow
-                return Saved(hollow, tensor._version, held, proof)
+                return Saved(hollow, write_count(tensor), held, proof)
         elif self.leaves(tensor):
             counter = counter_of(tensor)
-            return Saved(counter, tensor._version, self.park(tensor, counter), self.proof(tensor))
-        return Saved(tensor.detach(), tensor._version)
+            return Saved(counter, write_count(tensor), self.park(tensor, counter), self.proof(tensor))
+        return Saved(tensor.detach(), write_count(tensor))
 
     def proof(self, tensor: torch.Tensor) -> tuple[TensorComparison, int] | None:
         """Return the comparison and the slot of an offloaded tensor; None if the step is not verified."""
@@ -281,7 +283,7 @@ class Parking:
             return False
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        if nbytes < self.min_bytes or storage._cdata in self.resident or nbytes % tensor.element_size():
+        if nbytes < self.min_bytes or id(storage) in self.resident or nbytes % tensor.element_size():
             return False
         return not is_wrapper(tensor)
 
@@ -322,7 +324,7 @@ _local = _Local()
 def keep(tensor: torch.Tensor) -> Saved:
     """Save an output that `save:` keeps outside autograd's hooks; offload it if the policy has `offload`."""
     running = _local.running
-    return Saved(tensor.detach(), tensor._version) if running is None else running.pack(tensor)
+    return Saved(tensor.detach(), write_count(tensor)) if running is None else running.pack(tensor)
 
 
 class Offloading(StandIn):
@@ -384,5 +386,5 @@ def _storages(module: nn.Module) -> dict[int, Any]:
     """
     tensors: list[Any] = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
     dense = (t for t in tensors if t.layout is torch.strided)
-    storages = ((t._local_tensor if is_dtensor(t) else t).untyped_storage() for t in dense)
-    return {storage._cdata: StorageWeakRef(storage) for storage in storages}
+    storages = ((local_tensor(t) if is_dtensor(t) else t).untyped_storage() for t in dense)
+    return {id(storage): StorageWeakRef(storage) for storage in storages}

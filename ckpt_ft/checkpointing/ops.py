@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from ckpt_ft.compat.tensors import OpOverload, schema_of
 from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.policy import OP_GROUPS, OP_PATTERNS
 
@@ -29,8 +30,7 @@ def check_op_name(name: str) -> None:
     library = getattr(torch.ops, namespace)
     packet = getattr(library, op, None)
     if packet is None:
-        every = (full.partition("::") for full in torch._C._dispatch_get_all_op_names())
-        known = {name.partition(".")[0] for space, _, name in every if space == namespace}
+        known = [name.split(".")[1] for name in GROUPS] if namespace == "aten" else []
         suggestion = did_you_mean(op, known, f"{namespace}.{{}}")
         raise UserError(f"save: this torch ({torch.__version__}) has no operator '{name}'{suggestion}")
     unknown = [part for part in overload if part not in packet.overloads()]
@@ -46,14 +46,14 @@ def check_op_name(name: str) -> None:
         )
 
 
-def _writes_in_place(op: torch._ops.OpOverload) -> bool:
+def _writes_in_place(op: OpOverload) -> bool:
     """Whether the operator writes into an argument that is not an `out=` argument."""
-    schema = op._schema
+    schema = schema_of(op)
     return schema.is_mutable and not any(argument.is_out for argument in schema.arguments)
 
 
-def _is_view(op: torch._ops.OpOverload) -> bool:
+def _is_view(op: OpOverload) -> bool:
     """Whether an output of the operator shares memory with an argument."""
     if op is torch.ops.aten._unsafe_view.default:  # a view that its schema does not declare
         return True
-    return any(out.alias_info is not None and not out.alias_info.is_write for out in op._schema.returns)
+    return any(out.alias_info is not None and not out.alias_info.is_write for out in schema_of(op).returns)

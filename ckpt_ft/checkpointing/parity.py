@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_ft.compat.autograd import input_metadata
+from ckpt_ft.compat.modules import buffers_of
+from ckpt_ft.compat.tensors import tree_leaves
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 from ckpt_ft.tables import DASH, Table, as_text
@@ -245,7 +248,7 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     given = getattr(out, "loss", None)
     if isinstance(given, torch.Tensor):
         return given
-    leaves = torch.utils._pytree.tree_leaves(dict(out) if isinstance(out, Mapping) else out)
+    leaves = tree_leaves(dict(out) if isinstance(out, Mapping) else out)
     first = next((x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()), None)
     if first is None:
         raise UserError(f"the output of {type(model).__name__} has neither a loss nor a tensor of floats; give `loss`")
@@ -269,7 +272,7 @@ def outcome_of(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Outcome:
     A buffer that the step registers is removed afterwards, so that the next step registers it again.
     """
     own = {name: p.grad for name, p in model.named_parameters()}
-    registered = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
+    registered = [(m, dict(buffers_of(m))) for m in model.modules()]
     values = [(b, b.detach().clone()) for b in model.buffers()]
     for p in model.parameters():
         p.grad = None
@@ -290,9 +293,10 @@ def outcome_of(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Outcome:
     finally:
         for name, p in model.named_parameters():
             p.grad = own.get(name)
-        for module, buffers, transient in registered:
-            module._buffers = buffers
-            module._non_persistent_buffers_set = transient
+        for module, buffers in registered:
+            for name in buffers_of(module).keys() - buffers:
+                delattr(module, name)
+            buffers_of(module).update(buffers)
         with torch.no_grad():
             for b, value in values:
                 b.copy_(value)
@@ -306,7 +310,7 @@ def _in_half_precision(loss: torch.Tensor) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if any(metadata.dtype in (torch.bfloat16, torch.float16) for metadata in node._input_metadata):
+        if any(metadata.dtype in (torch.bfloat16, torch.float16) for metadata in input_metadata(node)):
             return True
         nodes += [following for following, _ in node.next_functions]
     return False

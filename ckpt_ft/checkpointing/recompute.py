@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import checkpoint
 
+from ckpt_ft.compat.autograd import any_autocast
+from ckpt_ft.compat.libraries import READS_CACHE
 from ckpt_ft.errors import UserError
 
 from . import rng
@@ -45,7 +45,7 @@ class Checkpointed(StandIn):
         self.selection = selection
         self.state = ModuleState()
         self.inputs = Inputs(module)
-        self.keeps_cache = getattr(module, "_can_checkpoint_with_cache", False)  # only reads it (transformers >= 5.23)
+        self.keeps_cache = getattr(module, READS_CACHE, False)  # only reads it (transformers >= 5.23)
         self.dropped = DroppedCaches()
         self.calls = 0
         self.structures: set[Any] = set()  # of earlier calls: mode, kinds of arguments, what is trained
@@ -112,10 +112,7 @@ class RegionCall(DroppedTensors):
     ) -> None:
         super().__init__()
         self.call, self.autocast = Call(forward, contexts, inputs, args, kwargs), autocast_now(contexts[0].device_type)
-        self.devices: AbstractContextManager[Any] | None = None
-        if torch._C._len_torch_function_stack():  # `with torch.device(...)`: the second run makes tensors there too
-            modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
-            self.devices = modes[-1] if modes else None
+        self.device = torch.get_default_device()  # `with torch.device(...)`: the second run makes tensors there too
 
     def __call__(self) -> Any:
         """The first run."""
@@ -127,10 +124,10 @@ class RegionCall(DroppedTensors):
 
     def repeat(self) -> None:
         """The second run."""
-        if not self.autocast and self.devices is None and not torch._C._is_any_autocast_enabled():
+        if not self.autocast and not any_autocast() and torch.get_default_device() == self.device:
             self.call.rerun()
             return
-        with autocast_as(self.autocast), self.devices or nullcontext():
+        with autocast_as(self.autocast), self.device:
             self.call.rerun()
 
 

@@ -125,7 +125,7 @@ class _HostState:
 
 
 def _python_state() -> _HostState:
-    generator: Any = random._inst
+    generator: Any = random.random.__self__  # type: ignore[attr-defined]
     memory = _memory(generator) + repr(generator.gauss_next).encode()
     if _last["random"].memory != memory:
         _last["random"] = _HostState(memory, random.getstate())
@@ -133,8 +133,8 @@ def _python_state() -> _HostState:
 
 
 def _numpy_state() -> _HostState:
-    generator = sys.modules["numpy.random"].mtrand._rand
-    bits = generator._bit_generator
+    numpy = sys.modules["numpy.random"]
+    generator, bits = numpy.random.__self__, numpy.get_bit_generator()
     if type(bits).__name__ == "MT19937":  # 624 words and the position
         memory = ctypes.string_at(bits.ctypes.state_address, 2500) + _memory(generator)
     else:  # replaced by np.random.set_bit_generator

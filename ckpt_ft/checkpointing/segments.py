@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from ckpt_ft.compat.autograd import forward_level
+from ckpt_ft.compat.tensors import write_count
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import SWAPPED
 
@@ -54,7 +56,7 @@ class SegmentMember(Checkpointed):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return super().run(args, kwargs)
-        if forward_ad._current_level >= 0:
+        if forward_level(forward_ad) >= 0:
             raise UserError(
                 f"{type(self.module).__name__}: forward-mode AD (torch.func.jvp, dual tensors) does not work with "
                 "'segments' or 'sqrt', because a segment is recomputed without tangents; use 'offload', or remove the "
@@ -80,17 +82,17 @@ class _Link:
     __slots__ = ("call", "leaf", "storage", "version")
 
     def __init__(self, tensor: torch.Tensor, call: int, leaf: int) -> None:
-        self.storage, self.version = weakref.ref(tensor.untyped_storage()), tensor._version
+        self.storage, self.version = weakref.ref(tensor.untyped_storage()), write_count(tensor)
         self.call, self.leaf = call, leaf
 
     def is_to(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`, which has the same `_key`, is that output and was not modified since the call."""
-        return self.storage() is tensor.untyped_storage() and self.version == tensor._version
+        return self.storage() is tensor.untyped_storage() and self.version == write_count(tensor)
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that is the same for all aliases while their storage is alive."""
-    return tensor.untyped_storage()._cdata, tensor.requires_grad, view_of(tensor)
+    return id(tensor.untyped_storage()), tensor.requires_grad, view_of(tensor)
 
 
 def _outputs(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -19,9 +19,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from ckpt_ft.compat.tensors import DispatchKey, OpOverload, TorchDispatchMode, excluded, tree_map_only, write_count
 
 from . import offload, rng
 from .dropped_tensors import RunComplete
@@ -146,7 +146,7 @@ class _Keeping(_Mode):
                 for view in out if isinstance(out, (list, tuple)) else (out,):
                     self.watch(args[0], view)
             return out
-        draws = torch.Tag.nondeterministic_seeded in func.tags if isinstance(func, torch._ops.OpOverload) else False
+        draws = torch.Tag.nondeterministic_seeded in func.tags if isinstance(func, OpOverload) else False
         before = rng.snapshot(args[0].device) if draws else None
         out = func(*args, **(kwargs or {}))
         seen = self.seen[group]
@@ -156,7 +156,7 @@ class _Keeping(_Mode):
             after = rng.snapshot(args[0].device) if before is not None else None
             entry: Any = _KeptOutput(out, after if after != before else None)
             if isinstance(out, torch.Tensor):
-                self.by_storage[out.untyped_storage()._cdata] = entry
+                self.by_storage[id(out.untyped_storage())] = entry
         else:
             entry = _RECOMPUTE
         self.kept[func].append(entry)
@@ -164,7 +164,7 @@ class _Keeping(_Mode):
 
     def watch(self, viewed: torch.Tensor, view: torch.Tensor) -> None:
         """Watch a view of a kept output that has its own version counter: a linear layer's result, a GRU's gates."""
-        entry = self.by_storage.get(viewed.untyped_storage()._cdata)
+        entry = self.by_storage.get(id(viewed.untyped_storage()))
         if entry is not None:
             entry.watch(view)
 
@@ -216,11 +216,11 @@ class _KeptOutput:
     def watch(self, view: torch.Tensor) -> None:
         """Watch a view of the output that has its own version counter."""
         with _counted():
-            self.views.append((counter_of(view), view._version))
+            self.views.append((counter_of(view), write_count(view)))
 
     def intact(self) -> bool:
         """Whether the output was not modified in place since; this includes writes after it was offloaded."""
-        return all(saved.intact() for saved in self.kept) and all(x._version == v for x, v in self.views)
+        return all(saved.intact() for saved in self.kept) and all(write_count(x) == v for x, v in self.views)
 
     def hand_back(self) -> Any:
         if self.after is not None:
@@ -230,7 +230,5 @@ class _KeptOutput:
 
 def _counted() -> AbstractContextManager[None]:
     """Return a guard under which `detach` below autograd shares the version counter and does not start a new one."""
-    guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(
-        torch._C.DispatchKey.ADInplaceOrView, False
-    )
+    guard: AbstractContextManager[None] = excluded(DispatchKey.ADInplaceOrView, False)
     return guard

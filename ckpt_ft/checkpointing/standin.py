@@ -203,7 +203,7 @@ _INSTEAD = {
 
 def say_compiled(term: str) -> None:
     """Warn, while torch.compile traces the caller, that this term of a policy does nothing there."""
-    from torch._dynamo.comptime import comptime
+    from ckpt_ft.compat.compiler import comptime
 
     comptime(_warn_compiled)  # runs at trace time and accepts no closure
 

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
+from ckpt_ft.compat.autograd import graph_task
+from ckpt_ft.compat.distributed import IGNORED_BY_DDP
+from ckpt_ft.compat.modules import APPLY, parameters_of
+from ckpt_ft.compat.tensors import FakeTensor, is_traceable_wrapper_subclass, no_subclasses, tree_leaves, write_count
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import IN_HOST_MEMORY, LEAST_SWAPPED, SWAPPED
 from ckpt_ft.units import GIB, format_bytes
@@ -36,7 +37,6 @@ from .tensor_identity import is_dtensor
 from .verify import TensorComparison, Verification
 
 _ALIGNED = 16  # bytes
-_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # DDP would broadcast weights that have no memory
 
 
 class Arena:
@@ -71,7 +71,7 @@ class Waiting(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             empty = any(type(x) is cls and not x.untyped_storage().nbytes() for x in tree_leaves((args, kwargs)))
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")  # a getter or setter
             if func is torch.Tensor.__repr__:
@@ -159,7 +159,7 @@ class Swapper:
     def adopt(self, number: int) -> None:
         """Copy the weights of a block that have no copy in host memory yet, and mark them."""
         for name, (layer, key) in self.places[number].items():
-            parameter = layer._parameters.get(key)
+            parameter = parameters_of(layer).get(key)
             if not isinstance(parameter, nn.Parameter) or hasattr(parameter, SWAPPED) or not _can_wait(parameter):
                 continue
             self.waiting[name] = self.arena.copy(parameter.detach(), parameter)
@@ -216,9 +216,9 @@ class Swapper:
 
         Diffusers' DiT computes with an embedding of its first block behind the last one.
         """
-        if number in self.running or torch._C._current_graph_task_id() >= 0:
+        if number in self.running or graph_task() >= 0:
             return
-        own = {id(parameter) for parameter in layer._parameters.values()}
+        own = {id(parameter) for parameter in parameters_of(layer).values()}
         for name, parameter in list(self.weights(number)):
             if id(parameter) in own:
                 self.wait(number)
@@ -270,14 +270,16 @@ class Swapper:
         """`nn.Module._apply` of a block, for `.to()` and `.half()`: weights in host memory are converted there."""
         block, weights = self.blocks[number], list(self.weights(number))
         there = {id(parameter) for _, parameter in weights}
-        own = [(inner, key, p) for inner in block.modules() for key, p in inner._parameters.items() if id(p) in there]
+        own = [
+            (inner, key, p) for inner in block.modules() for key, p in parameters_of(inner).items() if id(p) in there
+        ]
         try:
             for inner, key, _ in own:
-                inner._parameters[key] = None
-            type(block)._apply(block, fn, recurse)
+                parameters_of(inner)[key] = None
+            getattr(type(block), APPLY)(block, fn, recurse)
         finally:
             for inner, key, parameter in own:
-                inner._parameters[key] = parameter
+                parameters_of(inner)[key] = parameter
         for name, parameter in weights:
             self._keep_written(name, parameter)
             host = self.waiting[name]
@@ -319,9 +321,9 @@ class Swapper:
         """The current swapped weights of a block, by name; in a trace they are fake tensors."""
         waiting = self.waiting
         for name, (layer, key) in self.places[number].items():
-            parameter = layer._parameters.get(key)
+            parameter = parameters_of(layer).get(key)
             if name in waiting and (isinstance(parameter, FakeTensor) or hasattr(parameter, SWAPPED)):
-                yield name, parameter  # type: ignore[misc]
+                yield name, parameter
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -331,7 +333,7 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def _written(parameter: nn.Parameter) -> tuple[int, int]:
     """A value that changes with a write into a weight (except through `.data`) and with an assignment to `.data`."""
-    return parameter._version, parameter.untyped_storage()._cdata
+    return write_count(parameter), id(parameter.untyped_storage())
 
 
 def _note_copied(parameter: nn.Parameter) -> None:
@@ -351,17 +353,17 @@ class SwappedBlock(StandIn):
         super()._put_on()
         swapper, number, module = self.swapper, self.number, self.module
         module.__dict__[SWAPPED] = self  # found there by code that runs the block again
-        module._apply = partial(swapper.move, number)  # type: ignore[method-assign]
+        vars(module)[APPLY] = partial(swapper.move, number)
         self.handles = [
-            module._register_state_dict_hook(partial(swapper.as_saved, number)),
+            module.register_state_dict_post_hook(partial(swapper.as_saved, number)),
             module.register_load_state_dict_pre_hook(partial(swapper.before_load, number)),
             module.register_load_state_dict_post_hook(partial(swapper.after_load, number)),
             *(inner.register_forward_pre_hook(partial(swapper.stay, number)) for inner in module.modules()
-              if any(hasattr(p, SWAPPED) for p in inner._parameters.values())),
+              if any(hasattr(p, SWAPPED) for p in parameters_of(inner).values())),
         ]  # fmt: skip
 
     def remove(self) -> None:
-        del self.module.__dict__[SWAPPED], self.module.__dict__["_apply"]
+        del self.module.__dict__[SWAPPED], self.module.__dict__[APPLY]
         for handle in self.handles:
             handle.remove()
         super().remove()  # last: it changes the class if another library has wrapped this
@@ -377,7 +379,7 @@ class SwappedBlock(StandIn):
         swapper.thread = get_ident()
         if grad and self.verification.active:
             swapper.prove(self.verification)
-        in_backward = torch._C._current_graph_task_id() >= 0  # a second run; that of `stages` goes through it forward
+        in_backward = graph_task() >= 0  # a second run; that of `stages` goes through it forward
         swapper.use(number, -1 if in_backward and swapper.last >= number else 1)
         given = {id(x): x.grad_fn for x in (*leaves(args), *leaves(kwargs)) if isinstance(x, torch.Tensor)}
         swapper.running.add(number)
@@ -410,11 +412,11 @@ class _Installed(Installed):
     def remove(self) -> None:
         super().remove()
         self.swapper.end()
-        self.swapper.model.__dict__.pop(_IGNORED_BY_DDP, None)
+        self.swapper.model.__dict__.pop(IGNORED_BY_DDP, None)
 
     def put_back(self) -> None:
         self.swapper.begin()
-        setattr(self.swapper.model, _IGNORED_BY_DDP, list(self.swapper.waiting))
+        setattr(self.swapper.model, IGNORED_BY_DDP, list(self.swapper.waiting))
         super().put_back()
 
 
@@ -443,7 +445,7 @@ def install(model: nn.Module, blocks: Mapping[str, nn.Module], count: int) -> In
     stand_ins = [SwappedBlock(block, swapper, number) for number, (block, _) in enumerate(chosen)]
     installed = _Installed("swap", stand_ins, [row])
     installed.swapper = swapper
-    setattr(model, _IGNORED_BY_DDP, list(swapper.waiting))
+    setattr(model, IGNORED_BY_DDP, list(swapper.waiting))
     return installed
 
 

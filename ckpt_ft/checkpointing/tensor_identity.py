@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckpt_ft.compat.distributed import LOCAL_TENSOR
+from ckpt_ft.compat.tensors import is_traceable_wrapper_subclass, set_write_counts, write_count
 
 # dtype, size, stride, storage offset, and the conjugate and negative bits. It is a plain tuple because one is created
 # for every saved tensor.
 View = tuple[Any, ...]
 _NOTHING = torch.empty(0)
-_set_version = torch._C._autograd._unsafe_set_version_counter
 
 
 def view_of(tensor: torch.Tensor) -> View:
@@ -36,7 +37,7 @@ def looked_at(tensor: torch.Tensor, view: View) -> torch.Tensor:
     found = found.as_strided(size, stride, offset)
     if conjugated:
         found = found.conj()
-    return torch._neg_view(found) if negated else found
+    return torch.ops.aten._neg_view(found) if negated else found
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,7 +45,7 @@ def as_stored(tensor: torch.Tensor) -> torch.Tensor:
     stored = tensor.detach()
     if stored.is_conj():
         stored = stored.conj()
-    return torch._neg_view(stored) if stored.is_neg() else stored
+    return torch.ops.aten._neg_view(stored) if stored.is_neg() else stored
 
 
 def flat(stored: torch.Tensor) -> torch.Tensor:
@@ -66,17 +67,17 @@ def counts_with(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     version = version_of(tensor)
     if version < 0 or version != version_of(other):
         return False
-    _set_version((tensor,), (version + 1,))
+    set_write_counts((tensor,), (version + 1,))
     try:
-        return other._version != version
+        return write_count(other) != version
     finally:
-        _set_version((tensor,), (version,))
+        set_write_counts((tensor,), (version,))
 
 
 def emptied(alias: Any) -> torch.Tensor:
     """Replace the data of `alias` with an empty tensor; the shared version counter stays."""
     if is_dtensor(alias):
-        alias._local_tensor = _NOTHING
+        setattr(alias, LOCAL_TENSOR, _NOTHING)
     else:
         alias.data = _NOTHING
     return alias
@@ -94,14 +95,14 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return the tensor's version; -1 for an inference tensor, which has no counter and is never saved."""
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else write_count(tensor)
 
 
 def written_to(counter: torch.Tensor, version: int, view: View) -> RuntimeError:
     """Return autograd's error for a saved tensor modified in place; autograd skips this check under hooks."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{view[0]} {list(view[1])} is at version {counter._version}; expected version {version}"
+        f"{view[0]} {list(view[1])} is at version {write_count(counter)}; expected version {version}"
     )
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ckpt_ft.compat.modules import parameters_of
+from ckpt_ft.compat.tensors import no_modes
 from ckpt_ft.errors import UserError, WorkFailed
 
 from . import rng
@@ -28,7 +29,10 @@ from .module_contents import modules_in
 from .standin import Installed, Treated, say_compiled, warn_once
 
 # Modules whose output at a token depends on other tokens.
-_MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RNNBase)
+_MIXING = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.RNNBase,
+)  # fmt: skip
 _TOLERANCE = 1e-2  # relative; of half precision
 
 
@@ -90,7 +94,7 @@ class Tiled(InChunks):
         kind, drawn = type(self.module).__name__, rng.snapshot(hidden.device, host=True)
         # a checkpoint around it counts what is saved, and keeps routing decisions by their order
         unseen = torch.autograd.graph.saved_tensors_hooks(same, same)
-        with torch.no_grad(), _disable_current_modes(), unseen:
+        with torch.no_grad(), no_modes(), unseen:
             rows = hidden.detach().reshape(1, -1, hidden.shape[-1])
             one, two = (self.run_chunk("tile", self.forward, rows[:, :count].clone()) for count in (1, 2))
             random = rng.snapshot(hidden.device, host=True) != drawn
@@ -158,7 +162,7 @@ def _returns_its_width(inside: list[nn.Module]) -> bool:
 
     Stacked weights of experts are those of whole MLPs.
     """
-    if any(p is not None and p.ndim == 3 for module in inside for p in module._parameters.values()):
+    if any(p is not None and p.ndim == 3 for module in inside for p in parameters_of(module).values()):
         return True
     shapes = [shape for module in inside if (shape := _shape(module)) is not None]
     return bool(shapes) and any(out == shapes[0][0] for _, out in shapes[1:])

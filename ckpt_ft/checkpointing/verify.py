@@ -31,13 +31,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointError
 
+from ckpt_ft.compat.autograd import engine, graph_task, top_hooks
+from ckpt_ft.compat.distributed import ZERO_GROUP, join_config, running_ddp
+from ckpt_ft.compat.modules import forward_pre_hooks
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 
 from .arguments import leaves
 from .fingerprint import Layout, WithoutInterception, can_hash, fingerprint, layout_change
 from .tensor_identity import version_of
 
-_queue = torch.autograd.Variable._execution_engine.queue_callback  # callbacks for the end of the running backward
+_queue = engine.queue_callback  # callbacks for the end of the running backward
 
 
 class VerificationError(WorkFailed):
@@ -172,7 +175,7 @@ class SavedTensorProof:
 
     def enter_first_run(self) -> None:
         """Fingerprint what is saved from here on, until `exit`."""
-        outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer_pack, outer_unpack = top_hooks(False)
 
         def pack(tensor: torch.Tensor) -> tuple[int, Any]:
             slot = self.comparison.saved(tensor)
@@ -196,7 +199,7 @@ class SavedTensorProof:
 
     def enter_second_run(self) -> None:
         """Compare what is saved from here on, in the order of the first run, until `exit`."""
-        outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer_pack, outer_unpack = top_hooks(False)
         self.next = 0
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -274,7 +277,7 @@ class Verification:
         """Note that `comparison` has flags; they are read at the end of the running backward, or now if none runs."""
         if not (self._order and self._order[-1] is comparison):
             self._order.append(comparison)
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task == -1:
             self.read_flags()
         elif task not in self._queued:
@@ -289,10 +292,10 @@ class Verification:
         """
         if not self.active or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        ddp = DistributedDataParallel._active_ddp_module
+        ddp = running_ddp(DistributedDataParallel)
 
         def begins(grad: torch.Tensor | None, device: torch.device) -> None:  # None for an output that no loss uses
-            task = torch._C._current_graph_task_id()
+            task = graph_task()
             if task not in self._together:
                 self._together.add(task)  # queued twice, to run behind the callbacks of FSDP2 and DDP
                 _queue(lambda: _queue(lambda: self.read_flags(task, device, _groups(model, ddp))))
@@ -370,14 +373,14 @@ def _groups(model: nn.Module, ddp: DistributedDataParallel | None) -> list[dist.
     if ddp is None:
         ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
     if ddp is not None:
-        return [ddp.process_group] if model in (ddp, ddp.module) and not ddp._join_config.enable else []
+        return [ddp.process_group] if model in (ddp, ddp.module) and not join_config(ddp).enable else []
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             return parameter.device_mesh.get_all_groups()
         if (group := getattr(parameter, "ds_process_group", None)) is not None:  # ZeRO-3
             return [group]
-        if (group := getattr(parameter, "_dp_group", None)) is not None:  # ZeRO-1 and ZeRO-2
-            hooks = [getattr(hook, "__qualname__", "") for hook in model._forward_pre_hooks.values()]
+        if (group := getattr(parameter, ZERO_GROUP, None)) is not None:  # ZeRO-1 and ZeRO-2
+            hooks = [getattr(hook, "__qualname__", "") for hook in forward_pre_hooks(model).values()]
             return [group] if any(name.startswith("DeepSpeedEngine.") for name in hooks) else []
     return []
 

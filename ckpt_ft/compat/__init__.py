@@ -21,13 +21,15 @@ class Name(NamedTuple):
     """A private name.
 
     Attributes:
-        path: "torch.Tensor()._version" is an attribute of the objects of a class.
+        path: "torch.Tensor()._version" is an attribute of the objects of a class, or of a module that assigns to it.
         parts: public attributes that we use, if it is a module or an object.
+        since: the first version that has it, if the package runs with older ones, too.
         why: what it is for.
     """
 
     path: str
     parts: list[str]
+    since: str
     why: str
 
 
@@ -37,7 +39,7 @@ class Table:
     Args:
         room: the module's `__name__`.
         read_in: the versions in which we have read the names.
-        text: lines "short: path parts", followed by an indented line that says what those names are for.
+        text: lines "short: path parts" or "short: path >=version"; an indented line below says what the names are for.
     """
 
     def __init__(self, room: str, read_in: str, text: str) -> None:
@@ -47,11 +49,15 @@ class Table:
             if line.startswith(" "):
                 why = line.strip()
             else:
-                short, path, *parts = line.replace(":", "", 1).split()
-                self.names[short] = Name(path, parts, why)
+                words, _, since = line.replace(":", "", 1).partition(" >=")
+                short, path, *parts = words.split()
+                self.names[short] = Name(path, parts, since, why)
 
     def __call__(self, short: str) -> Any:
-        """Return what the installed library has by this name: for an attribute of objects, a function that reads it.
+        """Return what the installed library has; for an attribute of objects, a function that reads it.
+
+        If the short name of such an attribute is in capitals, return its name, for `setattr` and `vars`. Return None
+        for a name that this older version does not have yet.
 
         Raises:
             ImportError: the library is not installed.
@@ -61,11 +67,13 @@ class Table:
             raise AttributeError(f"{self.room} has no name '{short}'")
         owner, _, name = self.names[short].path.rpartition(".")
         if owner.endswith("()"):
-            return attrgetter(name)
+            return name if short.isupper() else attrgetter(name)
         try:
             return resolve_name(f"{owner}.{name}")
         except (ImportError, AttributeError) as error:
             resolve_name(owner.partition(".")[0])  # the ImportError of a library that is not installed
+            if self.names[short].since:
+                return None
             raise UserError(self.changed(short)) from error
 
     def changed(self, short: str) -> str:

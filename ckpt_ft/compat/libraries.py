@@ -6,13 +6,29 @@ from . import Table
 
 __getattr__ = Table(
     __name__,
-    "transformers 5.16 to 5.24",
+    "transformers 5.16 to 5.24, accelerate 1.12 to 1.15, PEFT 0.19 to 0.21, TRL 1.16",
     """
 attention_of: transformers.PreTrainedConfig()._attn_implementation
+ATTENTION: transformers.PreTrainedConfig()._attn_implementation
     the attention that a model was built with
 from_config: transformers.PreTrainedModel._from_config
     every way to a model without its weights goes through it
 init_weights: transformers.PreTrainedModel()._init_weights
     draws the random numbers of weights that a checkpoint lacks
+READS_CACHE: transformers.modeling_layers.GradientCheckpointingLayer()._can_checkpoint_with_cache >=5.23
+    a layer that only reads its KV cache may be run again with it
+EXPERTS: transformers.PreTrainedConfig()._experts_implementation
+    the kernels of the Hub are not predicted
+attach_causal: accelerate.big_modeling._attach_context_parallel_hooks
+    makes attention causal without a mask, as accelerate does under context parallelism
+DIVIDES_EXPERTS: transformers.integrations.moe()._is_expert_parallel
+parallel_plans: transformers.PreTrainedModel()._resolve_parallel_plans
+    transformers divides weights and experts over ranks
+kept_in_float32: transformers.PreTrainedModel()._keep_in_fp32_modules
+    layers that are loaded in float32, and not packed
+TRL_KERNEL: trl.kernels.chunked_logprob()._forward_kernel
+    TRL's fused head, which newer versions have
+cast_input: peft.tuners.tuners_utils.BaseTunerLayer()._cast_input_dtype
+    an adapter of int8 layers casts its input as PEFT's does
 """,
 )

@@ -15,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
+from ckpt_ft.compat.libraries import ATTENTION
+from ckpt_ft.compat.patches import patched
 from ckpt_ft.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,15 +61,14 @@ def for_live_models() -> Iterator[None]:
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     with ExitStack() as stack:
         if flex is not None:
-            stack.enter_context(patch.object(flex, "_validate_device", _refuse_flex))
+            stack.enter_context(patched(flex_device=_refuse_flex))
         if "transformers" in sys.modules:
-            from transformers import AttentionInterface, AttentionMaskInterface
+            from transformers import AttentionInterface
             from transformers.masking_utils import flash_attention_mask
 
-            kernels, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
-            fused = dict.fromkeys((name for name in kernels if "flash" in name or name == "flex_attention"), attention)
-            stack.enter_context(patch.dict(kernels, fused))
-            stack.enter_context(patch.dict(masks, dict.fromkeys(fused, flash_attention_mask)))
+            names = [name for name in AttentionInterface() if "flash" in name or name == "flex_attention"]
+            masks = dict.fromkeys(names, flash_attention_mask)
+            stack.enter_context(patched(attentions=dict.fromkeys(names, attention), masks=masks))
         yield
 
 
@@ -91,13 +91,15 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query (B, H, L, E) over key and value (B, H or fewer heads, L, E): (B, L, H, E)."""
-    implementation = getattr(module.config, "_attn_implementation", None) or ""
+    implementation = getattr(module.config, ATTENTION, None) or ""
     flash = implementation != "flex_attention"
     if implementation.endswith("3"):
         _versions.add(3)
     if torch.compiler.is_compiling() and flash and len(query) == 1 and kwargs.get("position_ids") is not None:
         # transformers looks for several sequences in it (modeling_flash_attention_utils.py, _is_packed_sequence)
-        torch._dynamo.graph_break(msg="transformers reads the positions of a single row")
+        from ckpt_ft.compat.compiler import graph_break
+
+        graph_break(msg="transformers reads the positions of a single row")
     causal = module.is_causal if is_causal is None else is_causal
     width, head = value.size(-1), query.size(-1)
     if width != head:  # transformers pads values so for multi-head latent attention

@@ -125,4 +125,4 @@ def product(left: Cast, right: Cast, dtype: torch.dtype, fast: bool = False) -> 
     a, b = nn.functional.pad(a, (0, short)), nn.functional.pad(b, (0, 0, 0, short))  # copies, also where none is short
     a = a if a.stride(1) == 1 else a.contiguous()
     b = b if b.stride(0) == 1 else b.t().contiguous().t()
-    return torch._scaled_mm(a, b, of_a.reciprocal(), of_b.reciprocal(), out_dtype=dtype, use_fast_accum=fast)
+    return torch.ops.aten._scaled_mm(a, b, of_a.reciprocal(), of_b.reciprocal(), out_dtype=dtype, use_fast_accum=fast)

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
+
+from ckpt_ft.compat.libraries import TRL_KERNEL
+from ckpt_ft.compat.patches import patched
 
 
 @contextmanager
@@ -26,16 +28,17 @@ def on_gpu() -> Iterator[None]:
     """Makes TRL's fused head run as on a GPU, where TRL is imported and has one."""
     kernels, users = sys.modules.get("trl.kernels.chunked_logprob"), sys.modules.get("trl.trainer.utils")
     with ExitStack() as stack:
-        if kernels is not None and hasattr(kernels, "_forward_kernel"):
-            replaced: dict[str, Any] = {
-                "_forward_kernel": _Launched(_fold),
-                "_backward_kernel": _Launched(_turn_into_gradient),
-                "_addmm_fp32": _addmm_fp32,
-                "triton": SimpleNamespace(cdiv=lambda size, block: -(-size // block)),
+        if kernels is not None and hasattr(kernels, TRL_KERNEL):
+            own: dict[str, Any] = {
+                "trl_forward": _Launched(_fold),
+                "trl_backward": _Launched(_turn_into_gradient),
+                "trl_addmm": _addmm_fp32,
+                "trl_triton": SimpleNamespace(cdiv=lambda size, block: -(-size // block)),
+                "trl_kernels_run": lambda device: True,
             }
-            stack.enter_context(patch.multiple(kernels, create=True, **replaced))
-            for module in filter(None, (kernels, users)):  # TRLs before 1.16 always use Triton
-                stack.enter_context(patch.object(module, "_use_triton", lambda device: True, create=True))
+            stack.enter_context(patched(**own))
+            if users is not None:
+                stack.enter_context(patched(trl_uses_kernels=own["trl_kernels_run"]))
         yield
 
 

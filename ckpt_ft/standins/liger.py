@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from ckpt_ft.compat.modules import children_of
 from ckpt_ft.errors import UserError, did_you_mean
 
 from .liger_kernels import (
@@ -285,8 +286,10 @@ def _language_model(kind: Any, loss_function: Any, times: int = 1) -> Any:
 
         layer = nn.Module()
         layer.forward = loss_of
-        above, name = next((m, name) for m in self.modules() for name, inner in m._modules.items() if inner is head)
-        with patch.dict(above._modules, {name: layer}):
+        above, name = next(
+            (m, name) for m in self.modules() for name, inner in children_of(m).items() if inner is head
+        )
+        with patch.dict(children_of(above), {name: layer}):
             out = kind.forward(self, *args, labels=None, **kwargs)
         out.loss, out.logits = losses[0], None
         if getattr(out, "aux_loss", None) is not None:

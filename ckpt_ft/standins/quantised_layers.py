@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import register_flop_formula
 
+from ckpt_ft.compat.libraries import cast_input, kept_in_float32
 from ckpt_ft.errors import UserError
 
 
@@ -61,7 +62,7 @@ def _of_transformers(model: nn.Module, listed: list[str] | None) -> Callable[[st
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = HfQuantizer.get_modules_to_not_convert(model, listed, model._keep_in_fp32_modules)
+    kept = HfQuantizer.get_modules_to_not_convert(model, listed, kept_in_float32(model))
     return lambda name: not should_convert_module(name, kept)
 
 
@@ -334,14 +335,17 @@ def _pack_experts(module: nn.Module, nested: bool, kinds: dict[type, type]) -> N
     module.register_forward_hook(_drop_unpacked, always_call=True)  # also where a recomputation stops early
 
 
+_calls: list[Any] = []  # for each call of packed experts that runs, what keeps their weights unpacked
+
+
 def _keep_unpacked(module: nn.Module, args: Any) -> None:
-    parametrize._cache_enabled += 1
+    _calls.append(parametrize.cached())
+    _calls[-1].__enter__()
 
 
 def _drop_unpacked(module: nn.Module, args: Any, out: Any) -> None:
-    parametrize._cache_enabled = max(parametrize._cache_enabled - 1, 0)
-    if not parametrize._cache_enabled:
-        parametrize._cache = {}
+    if _calls:
+        _calls.pop().__exit__(None, None, None)
 
 
 def prepare_kbit(model: nn.Module) -> nn.Module:
@@ -576,7 +580,7 @@ def _lora_around(linear: Any) -> Any:
             for name in [name for name in self.active_adapters if name in self.lora_A]:
                 down, up = self.lora_A[name], self.lora_B[name]
                 if dtype:
-                    x = self._cast_input_dtype(x, down.weight.dtype)
+                    x = cast_input(self)(x, down.weight.dtype)
                 if name in self.lora_variant:
                     result = self.lora_variant[name].forward(self, active_adapter=name, x=x, result=result)
                     result = result.to(dtype) if dtype else result

@@ -26,6 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from ckpt_ft.checkpointing.standin import StandIn
 from ckpt_ft.checkpointing.tensor_identity import is_dtensor, version_of
+from ckpt_ft.compat.autograd import any_autocast, transform_level
+from ckpt_ft.compat.modules import BUFFERS, PARAMETERS, buffers_of, children_of, parameters_of
+from ckpt_ft.compat.tensors import write_count
 
 from .engine import CheapCall, Pass, Versioned, claim_on
 
@@ -54,6 +57,9 @@ def running_pass() -> Pass | None:
     return running
 
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 class ModuleCall(StandIn):
     """A norm, activation or dropout as a cheap call.
 
@@ -66,7 +72,7 @@ class ModuleCall(StandIn):
         super().__init__(module)
         self.root, self.kind = root, type(module).__name__
         self.own = type(module).forward.__module__.startswith("torch.nn.modules.")
-        self.random = isinstance(module, nn.modules.dropout._DropoutNd)
+        self.random = isinstance(module, DROPOUTS)
         self.inplace = bool(getattr(module, "inplace", False))
         self.needs_free_input = self.random or isinstance(module, _KEEPS_RESULT)
         self.attributes: dict[str, Any] = {}
@@ -84,14 +90,14 @@ class ModuleCall(StandIn):
 
     def unread(self) -> Iterable[torch.Tensor | None]:
         """Return the statistics of a BatchNorm in train mode, which its node saves but only uses in eval mode."""
-        return self.module._buffers.values() if self.own and self.module.training else ()
+        return buffers_of(self.module).values() if self.own and self.module.training else ()
 
     def state(self) -> State:
         """Return the module's attributes, parameters and buffers; copy parameters that ZeRO-3 is about to free."""
         module = self.module
         if not self._unchanged():
             self.attributes = dict(module.__dict__)  # a new one, because earlier calls refer to the old
-        parameters, buffers = module._parameters, dict(module._buffers)
+        parameters, buffers = parameters_of(module), dict(buffers_of(module))
         tensors: list[Versioned] = [(p, version_of(p)) for p in parameters.values() if p is not None]
         found = _copies(module) if tensors and hasattr(tensors[0][0], _ZERO3) else dict(parameters)
         if buffers and not (self.own and module.training):  # in training BatchNorm does not read its statistics
@@ -103,13 +109,12 @@ class ModuleCall(StandIn):
         module, (tensors, attributes, found, buffers) = self.module, state
         if tensors:
             self._check(tensors)
-        stands = all(module._parameters.get(name) is p for name, p in found.items())
+        stands = all(parameters_of(module).get(name) is p for name, p in found.items())
         if attributes is self.attributes and not buffers and stands and self._unchanged():
             return self.forward(*args, **kwargs)
         there = dict(module.__dict__)
-        module.__dict__.update(attributes)
-        module._parameters = found
-        module._buffers = {k: v if v is None else v.clone() for k, v in buffers.items()}
+        buffers = {k: v if v is None else v.clone() for k, v in buffers.items()}
+        module.__dict__.update({**attributes, PARAMETERS: found, BUFFERS: buffers})
         try:
             return self.forward(*args, **kwargs)
         finally:
@@ -122,14 +127,14 @@ class ModuleCall(StandIn):
         return len(now) == len(known) and all(map(is_, now.values(), known.values()))
 
     def _check(self, tensors: list[Versioned]) -> None:
-        parameters = self.module._parameters
+        parameters = parameters_of(self.module)
         for tensor, version in tensors:
             if type(tensor) is nn.Parameter and not any(tensor is parameter for parameter in parameters.values()):
                 _gather(self.module, self.root)
             if version_of(tensor) != version:
                 raise RuntimeError(
                     f"a tensor of {type(self.module).__name__} was modified in place between forward and backward "
-                    f"(version {tensor._version}, expected {version}); 'pointwise' cannot recompute its output"
+                    f"(version {write_count(tensor)}, expected {version}); 'pointwise' cannot recompute its output"
                 )
 
 
@@ -139,7 +144,7 @@ def _copies(module: nn.Module) -> dict[str, nn.Parameter | None]:
     Gathering here would disturb the order of gathers that DeepSpeed has recorded."""
     return {
         name: None if p is None else nn.Parameter(p.detach().clone(), p.requires_grad)
-        for name, p in module._parameters.items()
+        for name, p in parameters_of(module).items()
     }
 
 
@@ -157,7 +162,7 @@ class CastInput(StandIn):
     are discarded, too. Like autocast, forward makes one copy per consumer; backward rebuilds one shared copy."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_any_autocast_enabled() or not args or not isinstance(args[0], torch.Tensor):
+        if not any_autocast() or not args or not isinstance(args[0], torch.Tensor):
             return self.forward(*args, **kwargs)
         value, *rest = args
         running, kind = running_pass(), value.device.type
@@ -167,11 +172,11 @@ class CastInput(StandIn):
         claim = claim_on(value) if value.dtype is torch.float32 else None
         if claim is not None:
             value = running.cast(claim, value, dtype)
-        parameters = self.module._parameters
+        parameters = parameters_of(self.module)
         weight = parameters.get("weight")
         if weight is None or weight.dtype is not torch.float32 or is_dtensor(weight):
             return self.forward(value, *rest, **kwargs)
-        parameters["weight"] = running.cast_parameter(weight, dtype)  # type: ignore[assignment]
+        parameters["weight"] = running.cast_parameter(weight, dtype)
         try:
             return self.forward(value, *rest, **kwargs)
         finally:
@@ -245,9 +250,9 @@ class GatedProduct(StandIn):
         if running is None or len(args) + len(kwargs) != 1 or not (args or self.argument in kwargs):
             return self.forward(*args, **kwargs)
         value = args[0] if args else kwargs[self.argument]
-        layers = self.module._modules
-        gate, up = layers[self.gate](value), layers[self.up](value)  # type: ignore[misc]
-        return layers[self.down](running.run(_GATE, (layers[self.activation], gate, up), {}))  # type: ignore[misc]
+        layers = children_of(self.module)
+        gate, up = layers[self.gate](value), layers[self.up](value)
+        return layers[self.down](running.run(_GATE, (layers[self.activation], gate, up), {}))
 
 
 def _gate(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -255,7 +260,6 @@ def _gate(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.
 
 
 _GATE = OperatorCall(_gate)
-_transforms = torch._C._functorch.maybe_current_level  # None outside of torch.func.vmap and the like
 
 
 class _Mode(TorchFunctionMode):
@@ -269,7 +273,12 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         entry = _OPERATORS.get(func)
         running = self.running
-        if entry is None or running.current is not None or not torch.is_grad_enabled() or _transforms() is not None:
+        if (
+            entry is None
+            or running.current is not None
+            or not torch.is_grad_enabled()
+            or transform_level() is not None
+        ):
             return func(*args, **kwargs)
         call, operands, gains = entry
         if len(args) < operands or kwargs.get("inplace") or kwargs.get("out") is not None:

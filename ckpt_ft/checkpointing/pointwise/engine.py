@@ -39,14 +39,13 @@ from ckpt_ft.checkpointing.tensor_identity import (
     written_to,
 )
 from ckpt_ft.checkpointing.verify import TensorComparison, Verification
+from ckpt_ft.compat.autograd import any_autocast, pop_hooks, push_hooks, set_grad, top_hooks
+from ckpt_ft.compat.tensors import write_count
 from ckpt_ft.errors import UserError
 
 CLAIM = "_ckpt_ft_claim"
 _KEPT = "_ckpt_ft_kept"  # on a storage: the pass in which an autograd node saved it
 _rebuilding = threading.RLock()  # backward has one thread per device
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_set_grad = torch._C._set_grad_enabled
 
 # argument types that cannot change between forward and backward
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.Size, Module)
@@ -167,14 +166,14 @@ class Claim:
 
     def __init__(self, run: CheapRun, index: int, output: torch.Tensor) -> None:
         self.run, self.index = run, index
-        self.version = output._version  # views and detached aliases share the version counter
+        self.version = write_count(output)  # views and detached aliases share the version counter
         # outputs of `unsafe_chunk` have their own counters from 0; after a write, counters must be compared
         self.counter = counter_of(output) if self.version else None
         self.casts: dict[Any, CheapRun] | None = None
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`, an alias of the storage, still has the values of the cheap call's output."""
-        if tensor._version != self.version or self.run.args is None:
+        if write_count(tensor) != self.version or self.run.args is None:
             return False
         return self.counter is None or counts_with(self.counter, tensor)
 
@@ -233,19 +232,19 @@ class CheapRun:
         kwargs = self.kwargs and {k: v.get() if type(v) is Input else v for k, v in self.kwargs.items()}
         saved: list[torch.Tensor] = []
         grad = torch.is_grad_enabled()
-        _set_grad(True)
-        _push_hooks(saved.append, _never)
+        set_grad(True)
+        push_hooks(saved.append, _never)
         try:
             if self.call.inplace:  # other nodes may read the rebuilt input
                 args[0] = args[0].clone()
-            if not self.autocast and self.random is None and not torch._C._is_any_autocast_enabled():
+            if not self.autocast and self.random is None and not any_autocast():
                 output = self.call.rerun(self.state, args, kwargs)
             else:
                 with autocast_as(self.autocast), _random_as(self.random):
                     output = self.call.rerun(self.state, args, kwargs)
         finally:
-            _pop_hooks()
-            _set_grad(grad)
+            pop_hooks()
+            set_grad(grad)
         if len(saved) != len(self.internals):
             message = (
                 f"{self.call} saved {len(self.internals)} tensors for backward in forward but {len(saved)} when "
@@ -280,7 +279,7 @@ class CheapRun:
 
 def _held(tensor: torch.Tensor) -> Versioned:
     """Return the tensor and its version. A node's own output is detached, so that it does not keep the node alive."""
-    return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+    return tensor if tensor.grad_fn is None else tensor.detach(), write_count(tensor)
 
 
 def claim_on(tensor: torch.Tensor) -> Claim | None:
@@ -333,7 +332,7 @@ class Pass:
         self.verification = verification  # None if the step is not verified
         self.kept: object | None = object() if marks_kept else None  # marks storages that some node saves anyway
         # autograd calls only the innermost pair of hooks
-        self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.outer = top_hooks(False)
 
     def pack(self, tensor: torch.Tensor) -> Discarded | PackedByOuterHooks | Versioned:
         """The pack hook; it receives the tensor itself, including its `grad_fn`."""
@@ -343,13 +342,13 @@ class Pass:
                 run.internals.append(None)
                 if run.proof is not None:
                     run.proof.saved(None, tensor)
-                return tensor, tensor._version
+                return tensor, write_count(tensor)
             handle = Discarded(run)
             run.internals.append(weakref.ref(handle))
             if run.proof is not None:
                 run.proof.saved(handle, tensor)
             return handle
-        storage = tensor.untyped_storage() if torch._C._has_storage(tensor) else None  # a sparse tensor has several
+        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None  # a sparse tensor has several
         claim: Claim | None = getattr(storage, CLAIM, None)
         if claim is not None and claim.covers(tensor):
             return claim.discard(tensor)
@@ -426,7 +425,7 @@ class Pass:
 
     def cast_parameter(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
         """Cast `parameter` to another dtype; the copy is discarded and rebuilt in backward."""
-        held, call = Input((parameter, parameter._version), parameter.requires_grad), _Cast(dtype)
+        held, call = Input((parameter, write_count(parameter)), parameter.requires_grad), _Cast(dtype)
         proof = None if self.verification is None else Proof(self.verification, call)
         run = CheapRun(call, [held], {}, 0, parameter.device, proof)
         copy = parameter.to(dtype)

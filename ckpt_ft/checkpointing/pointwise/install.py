@@ -21,21 +21,34 @@ from torch import nn
 
 from ckpt_ft.checkpointing.module_contents import modules_in
 from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated, say_compiled
+from ckpt_ft.compat.modules import children_of
 from ckpt_ft.errors import UserError
 
-from .cheap_calls import ROTATION, CastInput, GatedProduct, ModuleCall, Products, RotaryAttention, as_written, local
+from .cheap_calls import (
+    DROPOUTS,
+    ROTATION,
+    CastInput,
+    GatedProduct,
+    ModuleCall,
+    Products,
+    RotaryAttention,
+    as_written,
+    local,
+)
 from .engine import Pass, unpack
 
 _ACTIVATION_FILES = ("torch.nn.modules.activation", "transformers.activations", "diffusers.models.activations")
 _NOT_ELEMENTWISE = (nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.RReLU)
 _DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|poisson|(normal|uniform|exponential)_$", re.IGNORECASE)
-_NORM_CLASS = re.compile(r"(RMS|Layer|Group|Batch)Norm")
+_NORM_CLASS = re.compile(r"(RMS|Layer|Group|Batch|Instance)Norm")
 # matches a forward that is only down(activation(gate(x)) * up(x)); each model has its own names
 _GATED = re.compile(
     r"(?:(\w+) = |return )self\.(\w+)\(self\.(\w+)\(self\.(\w+)\((\w+)\)\) \* self\.(\w+)\(\5\)\)(?: return \1)?"
 )
-_CONVOLUTION = nn.modules.conv._ConvNd
-_CASTED = (nn.Linear, _CONVOLUTION)
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+_CASTED = (nn.Linear, *_CONVOLUTIONS)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -47,7 +60,7 @@ def is_norm(module: nn.Module) -> bool:
     if isinstance(module, nn.SyncBatchNorm) or next(module.children(), None) is not None:
         return False  # SyncBatchNorm communicates, so all ranks would have to recompute it at the same time
     kind: Any = type(module)
-    if not (isinstance(module, nn.modules.batchnorm._NormBase) or _NORM_CLASS.search(kind.__name__)):
+    if not _NORM_CLASS.search(kind.__name__):
         return False
     return kind.forward.__module__.startswith("torch.nn.modules.") or _repeats(kind)
 
@@ -82,7 +95,7 @@ def is_activation(module: nn.Module) -> bool:
 
 def is_dropout(module: nn.Module) -> bool:
     """Whether it is one of torch's dropout layers with p > 0."""
-    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return isinstance(module, DROPOUTS) and module.p > 0
 
 
 def is_rotary_attention(module: nn.Module) -> bool:
@@ -101,9 +114,9 @@ def gated_names(module: nn.Module) -> tuple[str, str, str, str] | None:
     if "forward" in module.__dict__ or not any(is_activation(child) for child in module.children()):
         return None
     names = _gated(type(module).forward)
-    if names is None or not all(isinstance(module._modules.get(name), nn.Module) for name in names):
+    if names is None or not all(isinstance(children_of(module).get(name), nn.Module) for name in names):
         return None
-    return names if is_activation(module._modules[names[1]]) else None  # type: ignore[arg-type]
+    return names if is_activation(children_of(module)[names[1]]) else None
 
 
 @cache
@@ -130,8 +143,8 @@ def has_products(module: nn.Module) -> bool:
     if len(widths) >= 3 and len(set(widths)) < len(widths):  # two parallel projections and an output projection
         return True
     below = list(module.modules())
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in below) and (
-        sum(isinstance(m, _CONVOLUTION) for m in below) >= 2
+    return any("BatchNorm" in type(m).__name__ for m in below) and (
+        sum(isinstance(m, _CONVOLUTIONS) for m in below) >= 2
     )
 
 

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
+
+from ckpt_ft.compat.distributed import world_of
+from ckpt_ft.compat.tensors import OpOverload, schema_of
 
 from .kernels import ACROSS, CAST, DIRECT, EXACT, INDEXED, STRIDED, TF32, UNEVEN, WINDOW, WINOGRAD, Shape
 
@@ -117,7 +119,7 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 def _kernels(func: OpOverload, args: tuple[Any, ...]) -> int:
     """The number of kernels that one call launches."""
-    name = func._schema.name
+    name = schema_of(func).name
     if args and isinstance(args[0], (tuple, list)):
         if name.startswith(_ON_LISTS):
             return _multi_tensor_kernels(args[0])
@@ -132,7 +134,7 @@ def _kernels(func: OpOverload, args: tuple[Any, ...]) -> int:
 
 def _adds_sparse(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether a sparse tensor is added to a dense one in half precision."""
-    if func._schema.name not in ("aten::add", "aten::add_"):
+    if schema_of(func).name not in ("aten::add", "aten::add_"):
         return False
     dense, other = args[:2]
     return isinstance(other, Tensor) and other.is_sparse and dense.itemsize < other.itemsize
@@ -140,7 +142,7 @@ def _adds_sparse(func: OpOverload, args: tuple[Any, ...]) -> bool:
 
 def _rounds_to_tf32(func: OpOverload) -> bool:
     """Whether torch may round this op's fp32 operands to TF32: by default only in convolutions."""
-    flags = torch.backends.cudnn if "convolution" in func._schema.name else torch.backends.cuda.matmul
+    flags = torch.backends.cudnn if "convolution" in schema_of(func).name else torch.backends.cuda.matmul
     return bool(flags.allow_tf32)
 
 
@@ -224,8 +226,8 @@ class WorkRule(NamedTuple):
 
 @cache
 def work_rule(func: OpOverload) -> WorkRule:
-    op = func._schema.name.partition("::")[2]
-    packet = func._overloadpacket
+    op = schema_of(func).name.partition("::")[2]
+    packet = func.overloadpacket
     formula = _FLOPS.get(packet) or _FLOPS_BY_NAME.get(op) or flop_registry.get(packet)
     return WorkRule(func.is_view or op in _NO_KERNEL, _READS.get(op, "all"), formula)
 
@@ -236,7 +238,7 @@ def mutated(func: OpOverload) -> tuple[int, ...]:
 
     A fused optimizer writes to gradients only if it unscales them (ATen/native/cuda/fused_adam_utils.cuh).
     """
-    arguments = [(at, argument) for at, argument in enumerate(func._schema.arguments) if argument.name != "grads"]
+    arguments = [(at, argument) for at, argument in enumerate(schema_of(func).arguments) if argument.name != "grads"]
     return tuple(at for at, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write)
 
 
@@ -252,7 +254,7 @@ def tensors(values: Any) -> Iterator[Tensor]:
 @cache
 def _position(func: OpOverload, name: str) -> int | None:
     """The position of the argument `name` of an op; None if it has no such argument."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     return names.index(name) if name in names else None
 
 
@@ -264,7 +266,7 @@ def is_collective(func: OpOverload) -> bool:
 
 def is_wait(func: OpOverload) -> bool:
     """Whether an op makes the current stream wait for a functional collective."""
-    return func._schema.name == "_c10d_functional::wait_tensor"
+    return schema_of(func).name == "_c10d_functional::wait_tensor"
 
 
 def is_asynchronous(func: OpOverload, args: tuple[Any, ...]) -> bool:
@@ -281,7 +283,7 @@ def collective_bytes(func: OpOverload, args: tuple[Any, ...]) -> int:
     All-gather and reduce-scatter send the difference between input and output; an all-reduce does one after the other.
     An all-to-all sends all but the rank's own part; if it passes everything on to one rank, all of it.
     """
-    name = func._schema.name
+    name = schema_of(func).name
     given = [t.nbytes for t in tensors(args[:2])]
     ranks = group_of(func, args)[0]
     if func.namespace == "c10d" and ("reduce_scatter" in name or "allgather" in name):
@@ -307,12 +309,11 @@ def group_of(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, int]:
     at = _position(func, "group_name" if functional else "process_group")
     if at is None:
         return 0, 0
-    groups = torch.distributed.distributed_c10d
-    group = groups._resolve_process_group(args[at]) if functional else torch.distributed.ProcessGroup.unbox(args[at])
-    known = groups._world.pg_group_ranks.items()  # by name: a group from C++ may be another Python object
-    own = group.group_name
+    own = args[at] if functional else torch.distributed.ProcessGroup.unbox(args[at]).group_name
+    # by name: a group from C++ may be another Python object
+    known = world_of(torch.distributed.distributed_c10d).pg_group_ranks.items()
     ranks = next((list(ranks) for made, ranks in known if getattr(made, "group_name", None) == own), [])
-    return group.size(), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
 
 
 # Shapes: the sizes that a kernel's time depends on (see kernels.py), for each kind of op.
@@ -325,7 +326,7 @@ def shape_of(func: OpOverload, args: tuple[Any, ...], out: Any) -> Shape:
 
 @cache
 def _shape_rule(func: OpOverload) -> _ShapeRule:
-    op = func._schema.name.partition("::")[2]
+    op = schema_of(func).name.partition("::")[2]
     if op in _SHAPE_RULES:
         return _SHAPE_RULES[op]
     if "attention" in op:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
+
+from ckpt_ft.compat.autograd import engine
+from ckpt_ft.compat.tensors import tree_map
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 
@@ -56,11 +58,11 @@ class Buckets:
             return
         if not self._waiting:
             self._waiting = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            engine.queue_callback(self._finish)
         assert parameter.grad is not None
         view = bucket.views[index]
         with torch.no_grad():
-            if parameter.grad.untyped_storage()._cdata != view.untyped_storage()._cdata:
+            if id(parameter.grad.untyped_storage()) != id(view.untyped_storage()):
                 torch.mul(parameter.grad, 1.0 / self.group.size(), out=view)
                 if self.as_view:
                     parameter.grad = view

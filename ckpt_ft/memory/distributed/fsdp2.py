@@ -11,20 +11,35 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 
+from ckpt_ft.compat.distributed import (
+    EXTENSIONS,
+    after_forward,
+    backward_prefetch,
+    before_forward,
+    forward_prefetch,
+    fsdp_groups,
+    fsdp_param,
+    fsdp_precision,
+    fsdp_states,
+    grouped_modules,
+    keys,
+    place_of,
+    reshards_by_default,
+    shard_of,
+)
+from ckpt_ft.compat.patches import fsdp_local, patched
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins.float8 import Float8Linear
+
+_state_of: Any = fully_shard.state  # type: ignore[attr-defined]
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
@@ -50,7 +65,7 @@ class Sharding:
         self.model = model
         shard_again(model)
         found = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        states: dict[int, Any] = {id(state): state for state in map(_get_module_state, found)}
+        states: dict[int, Any] = {id(state): state for state in map(_state_of, found)}
         self.units = [_Unit(state) for state in reversed(states.values())]
         meshes = {unit.mesh for unit in self.units} - {None}
         if len(meshes) != 1:
@@ -76,8 +91,8 @@ class Sharding:
                 handle.remove()
             for module in unit.modules:
                 module.__class__ = type(module).__mro__[2]  # removes FSDP's generated class and FSDPModule
-                _module_state_mapping.pop(module)
-                del module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
+                fsdp_states.pop(module)
+                del module.__dict__[keys.STATE_KEY], module.__dict__[keys.REGISTRY_KEY]
 
     def put_on(self, mesh: DeviceMesh) -> list[Tensor]:
         """Shard the modules' current parameters over `mesh`, which has the shape of the original one.
@@ -107,16 +122,16 @@ class _Unit:
     """The modules of one call of `fully_shard`, whose parameters are gathered together."""
 
     def __init__(self, state: Any) -> None:
-        self.modules: list[nn.Module] = list(state._modules)
-        self.hooks = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+        self.modules: list[nn.Module] = list(grouped_modules(state))
+        self.hooks = (before_forward(state), after_forward(state))
         self.prefetched = [
-            [other._modules[0] for other in others]
-            for others in (state._states_to_forward_prefetch, state._states_to_backward_prefetch)
+            [grouped_modules(other)[0] for other in others]
+            for others in (forward_prefetch(state), backward_prefetch(state))
         ]
-        self.options: dict[str, Any] = {"mp_policy": state._mp_policy, "reshard_after_forward": None}
+        self.options: dict[str, Any] = {"mp_policy": fsdp_precision(state), "reshard_after_forward": None}
         self.mesh: tuple[tuple[int, ...], tuple[str, ...] | None] | None = None
         self.parameters: list[tuple[nn.Module, str, Any]] = []  # module, name in it, placement
-        group = state._fsdp_param_group
+        group = next(iter(fsdp_groups(state)), None)
         if group is None:  # its children have sharded all its parameters
             return
         if isinstance(group.offload_policy, CPUOffloadPolicy):
@@ -125,9 +140,9 @@ class _Unit:
             raise UserError("FSDP2 beside tensor parallelism is not modelled")
         self.mesh = tuple(group.mesh_info.mesh.shape), group.mesh_info.mesh.mesh_dim_names
         for parameter in group.fsdp_params:
-            place = parameter._module_info
+            place = place_of(parameter)
             self.parameters.append((place.module, place.param_name, parameter.fsdp_placement))
-        if not state._auto_reshard_after_forward:
+        if not reshards_by_default(state):
             self.options["reshard_after_forward"] = _resharding(group)
 
 
@@ -147,9 +162,8 @@ IN_HOST_MEMORY = CPUOffloadPolicy(pin_memory=False)  # fake tensors cannot be pi
 def offloaded_parameters(model: nn.Module) -> Iterator[Tensor]:
     """This rank's shards of parameters that FSDP2 keeps in host memory."""
     for module in model.modules():
-        group = _get_module_state(module)._fsdp_param_group if isinstance(module, FSDPModule) else None  # type: ignore[union-attr]
-        if group is not None:
-            yield from (parameter._sharded_param_data for parameter in group.fsdp_params if parameter.offload_to_cpu)
+        for group in fsdp_groups(_state_of(module)) if isinstance(module, FSDPModule) else ():
+            yield from (shard_of(parameter) for parameter in group.fsdp_params if parameter.offload_to_cpu)
 
 
 @contextmanager
@@ -159,14 +173,13 @@ def host_copies(recorder: Recorder, streams: Any) -> Iterator[None]:
     Offloaded parameters are copied to the device before each gather, and their gradients to the host, which waits for
     them at the end of backward (_fsdp_param.py: all_gather_inputs; _fsdp_collectives.py: foreach_reduce).
     """
-    shard: Any = _fsdp_param.FSDPParam
-    inputs, sharded = shard.all_gather_inputs.fget, shard.to_sharded_dtensor
+    inputs, sharded = fsdp_param.FSDPParam.all_gather_inputs.fget, fsdp_param.FSDPParam.to_sharded_dtensor
     last_copied: list[Any] = []
 
     def gathered(parameter: Any) -> list[Tensor]:
-        if not parameter.offload_to_cpu or parameter.sharded_state != _fsdp_param.ShardedState.SHARDED:
+        if not parameter.offload_to_cpu or parameter.sharded_state != fsdp_param.ShardedState.SHARDED:
             return inputs(parameter)
-        here = recorder.on_device(parameter._sharded_param_data)
+        here = recorder.on_device(shard_of(parameter))
         return [here.to(parameter.param_dtype or here.dtype)]
 
     def placed(parameter: Any, tensor: Tensor) -> Tensor:
@@ -178,10 +191,7 @@ def host_copies(recorder: Recorder, streams: Any) -> Iterator[None]:
             parameter.grad_offload_event = streams.current_stream().record_event()
         return sharded(parameter, tensor)
 
-    with (
-        patch.object(shard, "all_gather_inputs", property(gathered)),
-        patch.object(shard, "to_sharded_dtensor", placed),
-    ):
+    with patched(fsdp_sends=property(gathered), fsdp_shards=placed):
         yield
 
 
@@ -192,12 +202,11 @@ def gathers_in_8_bits(recorder: Recorder, fakes: Any) -> Iterator[None]:
     torchao's weights do it by two methods (_fsdp_param.py: all_gather_inputs, init_unsharded_param). The weight that
     a layer then sees has the dtype of its gradient, and no memory but that of the 8-bit values.
     """
-    shard: Any = _fsdp_param.FSDPParam
-    local = shard._sharded_local_tensor.fget
+    local = fsdp_local.fget
 
     def extended(parameter: Any) -> Tensor:
-        tensor, layer = local(parameter), parameter._module_info.module
-        if not (isinstance(layer, Float8Linear) and layer.gathers and parameter._module_info.param_name == "weight"):
+        tensor, layer = local(parameter), place_of(parameter).module
+        if not (isinstance(layer, Float8Linear) and layer.gathers and place_of(parameter).param_name == "weight"):
             return tensor
 
         def before(mesh: DeviceMesh) -> tuple[tuple[Tensor], tuple[Tensor]]:
@@ -207,14 +216,15 @@ def gathers_in_8_bits(recorder: Recorder, fakes: Any) -> Iterator[None]:
         def after(outputs: tuple[Tensor], scales: tuple[Tensor], dtype: torch.dtype, *, out: Any = None) -> Any:
             layer.gathered = outputs[0], scales[0]
             if out is None:
-                out = fakes.new(parameter._orig_size, parameter._contiguous_orig_stride, dtype)
+                whole = parameter.sharded_param
+                out = fakes.new(whole.size(), whole.stride(), dtype)
                 recorder.ignore(out)
                 return out, outputs
 
-        if not hasattr(parameter, "_extensions_data"):
-            parameter._extensions_data = _fsdp_param.ExtensionsData()
+        if not hasattr(parameter, EXTENSIONS):
+            setattr(parameter, EXTENSIONS, fsdp_param.ExtensionsData())
         tensor.fsdp_pre_all_gather, tensor.fsdp_post_all_gather = before, after
         return tensor
 
-    with patch.object(shard, "_sharded_local_tensor", property(extended)):
+    with patched(fsdp_local=property(extended)):
         yield

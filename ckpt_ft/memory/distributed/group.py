@@ -11,12 +11,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import _set_global_rank, _unregister_process_group
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# Tables of process groups in distributed_c10d: a trace in a distributed run uses separate tables.
-_REGISTRIES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")
+from ckpt_ft.compat.distributed import WORLD, set_global_rank, unregister_group, world_of
+
 _UNUSED = count(1_000_000, 1_000_000)  # numbers for names of groups: C++ has its own list of names
 
 
@@ -29,21 +28,26 @@ def rank_of(*processes: int, rank: int = 0, names: tuple[str, ...] | None = ("dp
         rank: this process's rank; with uneven shards, rank 0 holds the most.
         names: names of the dimensions.
     """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from ckpt_ft.compat.distributed import FakeStore, clear_sharding_cache
 
-    _clear_sharding_prop_cache()  # it keeps meshes, with their groups, and an equal mesh is answered from it
-    own: dict[str, Any] = {name: type(getattr(distributed_c10d, name))() for name in _REGISTRIES}
-    own |= {"_world": distributed_c10d._World(), "_group_count": next(_UNUSED), "_default_pg_init_method": None}
+    clear_sharding_cache()  # it keeps meshes, with their groups, and an equal mesh is answered from it
+    # a trace in a distributed run has tables of process groups of its own
+    own: dict[str, Any] = {name: {} for name, held in vars(distributed_c10d).items() if type(held) is dict}
+    own = {name: new for name, new in own.items() if not name.startswith("__")}
+    known = world_of(distributed_c10d)
+    world, groups = type(known)(), known.group_count
     hook, before = sys.excepthook, dist.get_rank() if dist.is_initialized() else -1
     try:
-        with patch.multiple(distributed_c10d, **own):
+        with patch.multiple(distributed_c10d, **own, **{WORLD: world}):
+            world.group_count = next(_UNUSED)
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(processes))
+            names_of_groups = world.pg_names
             yield init_device_mesh("cpu", processes, mesh_dim_names=names)
     finally:
-        _clear_sharding_prop_cache()
+        known.group_count = groups
+        clear_sharding_cache()
         # destroy_process_group() would remove every group from C++'s list, also those of a distributed run
-        for name in own["_pg_names"].values():
-            _unregister_process_group(name)
-        _set_global_rank(before)
+        for name in names_of_groups.values():
+            unregister_group(name)
+        set_global_rank(before)
         sys.excepthook = hook  # init_process_group has replaced it

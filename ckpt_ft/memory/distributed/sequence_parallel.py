@@ -20,8 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental._context_parallel import _attention as rings
+from torch.distributed.tensor.experimental import context_parallel
 
+from ckpt_ft.compat.distributed import ring_options, rings, rings_backward
+from ckpt_ft.compat.libraries import DIVIDES_EXPERTS, attention_of
+from ckpt_ft.compat.patches import patched, ring
+from ckpt_ft.compat.tensors import no_modes
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.launch import Launch
 
@@ -40,7 +44,7 @@ def check(model: nn.Module, launch: Launch) -> None:
     if config is None or not hasattr(config, "get_text_config"):
         raise UserError(f"launch {split} {size}: {type(model).__name__} is no language model of transformers")
     text, problem = config.get_text_config(), ""
-    heads, implementation = getattr(text, "num_attention_heads", 0), text._attn_implementation
+    heads, implementation = getattr(text, "num_attention_heads", 0), attention_of(text)
     of_keys = getattr(text, "num_key_value_heads", None) or heads
     if (launch.cp > 1 or launch.sp > 1) and getattr(model, "main_input_name", "") != "input_ids":
         problem = "the batches hold no sequences of tokens"
@@ -71,7 +75,7 @@ def check(model: nn.Module, launch: Launch) -> None:
 
 def experts_of(model: nn.Module) -> int:
     """The number of experts of the model's blocks; 1 if it has none that transformers divides."""
-    found: Any = (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
+    found: Any = (module for module in model.modules() if hasattr(module, DIVIDES_EXPERTS))
     return next((int(module.num_experts) for module in found), 1)
 
 
@@ -122,10 +126,10 @@ def without_masks(model: nn.Module) -> None:
     Raises:
         UserError: accelerate refuses the model's kinds of attention.
     """
-    from accelerate.big_modeling import _attach_context_parallel_hooks
+    from ckpt_ft.compat.libraries import attach_causal
 
     try:
-        _attach_context_parallel_hooks(model)
+        attach_causal(model)
     except ValueError as error:
         raise UserError(f"launch cp: {str(error).split('.')[0]}") from error
 
@@ -133,7 +137,6 @@ def without_masks(model: nn.Module) -> None:
 @contextmanager
 def ring_attention(mesh: DeviceMesh, rotation: str) -> Iterator[None]:
     """Runs F.scaled_dot_product_attention as a ring over `mesh`, as inside torch's `context_parallel`."""
-    ring = rings._templated_ring_attention
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -146,14 +149,14 @@ def ring_attention(mesh: DeviceMesh, rotation: str) -> Iterator[None]:
                 f"sequence is a multiple of {64 * mesh.size()} tokens"
             ) from error
 
-    method = rings._RotateMethod.ALL_GATHER if rotation == "allgather" else rings._RotateMethod.ALL_TO_ALL
-    with (
-        patch.multiple(rings._cp_options, enable_load_balance=True, rotate_method=method),
-        patch.object(rings, "_templated_ring_attention", checked),
-        patch.object(rings, "_dispatch_mode", rings._DispatchMode.MONKEY_PATCH),
-        rings_on_cpu(),
-    ):
-        rings._enable_context_parallel_dispatcher_impl(seq_dim=2, mesh=mesh)
+    rotated = ring_options.rotate_method
+    whole = torch.empty(2 * mesh.size(), device="cpu")  # torch asks for a tensor to divide
+    sharing = context_parallel(mesh, buffers=[whole], buffer_seq_dims=[0], no_restore_buffers={whole})
+    rings.set_rotate_method(rotation)
+    with patched(ring=checked), rings_on_cpu(), ExitStack() as stack:
+        with no_modes():
+            sharing.__enter__()
+        stack.push(sharing)
         try:
             yield
         except RuntimeError as error:
@@ -164,13 +167,13 @@ def ring_attention(mesh: DeviceMesh, rotation: str) -> Iterator[None]:
                 "does not share between GPUs; --dtype bfloat16 or --bf16 runs it as one kernel"
             ) from error
         finally:
-            rings._disable_context_parallel_dispatcher_impl()
+            ring_options.rotate_method = rotated
 
 
 @contextmanager
 def rings_on_cpu() -> Iterator[None]:
     """Adds rings of the CPU's flash attention to those that torch's `context_parallel` knows."""
-    with patch.dict(rings.custom_ops, _RINGS):
+    with patched(ring_kernels=_RINGS):
         yield
 
 
@@ -178,7 +181,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     query, key, value, dropout, causal = (*args, 0.0, False)[:5]
     kwargs.pop("attn_mask", None)  # accelerate has dropped it
     local = {"query": query, "key": key, "value": value}
-    found = rings._templated_ring_attention(
+    found = ring(
         query.device_mesh.get_group(), 2, op, **{name: t.to_local() for name, t in local.items()},
         is_causal=causal, dropout_p=dropout, **kwargs,
     )  # fmt: skip
@@ -189,7 +192,7 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     gradient, query, key, value, out, logsumexp, dropout, causal = args
     kwargs.pop("attn_mask", None)
     local = {"query": query, "key": key, "value": value, "out": out, "logsumexp": logsumexp, "grad_out": gradient}
-    found = rings._templated_ring_attention_backward(
+    found = rings_backward(
         query.device_mesh.get_group(), 2, op, **{name: t.to_local() for name, t in local.items()},
         grad_out_name="grad_out", is_causal=causal, dropout_p=dropout, **kwargs,
     )  # fmt: skip
@@ -265,8 +268,11 @@ def ulysses(mesh: DeviceMesh, implementation: str) -> Iterator[None]:
             context, weights = attention(module, query, key, value, None, *args, **kwargs)
         return own_tokens(context), weights
 
-    with patch.dict(FUNCTIONS._local_mapping, {implementation: run}):
+    FUNCTIONS[implementation] = run  # in place of the one for all models, until it is deleted
+    try:
         yield
+    finally:
+        del FUNCTIONS[implementation]
 
 
 _GROUPS = "num_key_value_groups"

@@ -1,7 +1,7 @@
 """CUDA streams on fake tensors: the stream of each allocation and kernel, and which stream waits for which.
 
-FSDP2 gathers and reduces on its own streams, which it gets from `torch.<device type>`; on "cpu" they do nothing. Here
-it gets streams that report to the recorder. So the caching allocator's pools per stream, and the overlap of
+FSDP2 gathers and reduces on its own streams, which it gets from `torch.<device type>`; those of torch.cpu do nothing.
+Here it gets streams that report to the recorder. So the caching allocator's pools per stream, and the overlap of
 communication with computation, follow from FSDP2's own code. `offload` and `swap` find the same streams on the fake
 mode. An asynchronous collective (of DDP's buckets) runs on the process group's stream; waiting for it makes the
 current stream wait.
@@ -9,26 +9,17 @@ current stream wait.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
-import torch
-import torch.distributed._functional_collectives as functional
-from torch.distributed import _meta_registrations
-from torch.distributed.device_mesh import DeviceMesh
-
+from ckpt_ft.compat.distributed import AsyncCollectiveTensor
+from ckpt_ft.compat.patches import fake_work, patched, place_in_mesh, shapes_of_whole
 from ckpt_ft.memory.record.dispatch import unrecorded
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.recorder import Recorder
-
-_FSDP = "torch.distributed.fsdp._fully_shard."
-_SHAPES = "_propagate_tensor_meta_non_cached"
-_ASKS = ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state", "_fsdp_init")
 
 
 class _Stream:
@@ -169,32 +160,14 @@ def streams_are_followed() -> Iterator[Streams]:
     rank's place in a mesh, which depends on data.
     """
     streams = Streams()
-    with ExitStack() as stack:
-
-        def replace(owner: Any, name: str, own: Any) -> None:
-            stack.enter_context(patch.object(owner, name, own))
-
-        for owner, name in (
-            (_loaded("torch.distributed.tensor._sharding_prop", "ShardingPropagator"), _SHAPES),
-            (DeviceMesh, "_compute_coordinate_on_dim"),
-        ):
-            if owner is not None:
-                replace(owner, name, unrecorded(getattr(owner, name)))
-        # A fake collective draws a number from Python's generator, which would look as if blocks were drawn at random.
-        replace(_meta_registrations, "generate_unique_id", count().__next__)
-        # Functional collectives return a tensor that waits at its first use; on fakes they would wait at once.
-        replace(functional, "_maybe_wrap_tensor", functional.AsyncCollectiveTensor)
-        replace(torch.accelerator, "current_stream", streams.current_stream)
-        work = _loaded("torch._C._distributed_c10d", "FakeWork")  # of a fake process group
-        if work is not None:
-            replace(work, "wait", streams.waited_for(work.wait))
-        for name in _ASKS:
-            module = sys.modules.get(_FSDP + name)
-            if module is not None and hasattr(module, "_get_device_handle"):
-                replace(module, "_get_device_handle", lambda kind="cuda": streams)
+    names = ("Stream", "Event", "current_stream", "stream", "current_device")
+    with patched(
+        shapes_of_whole=unrecorded(shapes_of_whole),
+        place_in_mesh=unrecorded(place_in_mesh),
+        unique_id=count().__next__,
+        collective_result=AsyncCollectiveTensor,
+        current_stream=streams.current_stream,
+        fake_work=streams.waited_for(fake_work),
+        on_cpu={name: getattr(streams, name) for name in names},
+    ):
         yield streams
-
-
-def _loaded(module: str, name: str) -> Any:
-    """A class of a module, None if that is not imported or has no such class."""
-    return getattr(sys.modules.get(module), name, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator
@@ -19,8 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ckpt_ft.compat.distributed import flatten
+from ckpt_ft.compat.libraries import attention_of, parallel_plans
+from ckpt_ft.compat.patches import patched
+from ckpt_ft.compat.tensors import no_modes
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch
@@ -101,17 +103,13 @@ def library_patches(model: Any, launch: Launch, mesh: DeviceMesh) -> Iterator[No
         if launch.by_transformers:  # torch's remarks on transformers' code, which a run prints too
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-            stack.enter_context(
-                patch.object(logging.getLogger("torch.distributed.tensor._redistribute"), "disabled", True)
-            )
+            stack.enter_context(patched(redistribution_log=True))
         if launch.ep > 1:
-            from transformers.distributed import expert_parallel
-
-            stack.enter_context(patch.object(expert_parallel, "all_to_all_single_autograd", _exchanged))
+            stack.enter_context(patched(exchange_tokens=_exchanged))
         if launch.cp > 1:
             stack.enter_context(sequence_parallel.ring_attention(mesh["cp"], launch.rotation))
         if launch.sp > 1:
-            implementation = model.config.get_text_config()._attn_implementation
+            implementation = attention_of(model.config.get_text_config())
             stack.enter_context(sequence_parallel.ulysses(mesh["sp"], implementation))
         yield
 
@@ -145,14 +143,14 @@ def by_transformers(model: Any, launch: Launch, mesh: DeviceMesh, undo: ExitStac
     head = model.get_output_embeddings()
     if head is not None and head.weight is model.get_input_embeddings().weight:  # transformers ties them afterwards
         head.weight = nn.Parameter(head.weight.detach(), head.weight.requires_grad)
-    tp_plan, ep_plan, fsdp_plan = model._resolve_parallel_plans(config)
+    tp_plan, ep_plan, fsdp_plan = parallel_plans(model)(config)
     if launch.tp > 1:
         with _below_policies(model, undo):
             apply_tensor_parallelism(model, mesh["tp"], tp_plan)
     experts = None
     if launch.ep > 1:
         kind, names = mesh.device_type, ("dp_replicate", "efsdp", "ep")
-        with _disable_current_modes():  # a mesh reads its own ranks
+        with no_modes():  # a mesh reads its own ranks
             experts = init_device_mesh(kind, (launch.dp_replicate, config.efsdp_size, launch.ep), mesh_dim_names=names)
             alone = mesh
             if launch.tp == 1:
@@ -228,8 +226,8 @@ def sharding_mesh(mesh: DeviceMesh, launch: Launch) -> DeviceMesh:
         return mesh
     names: tuple[str, ...] = tuple(name for name in ("dp_shard", "cp") if name in launch.mesh)
     if len(names) == 2:
-        with _disable_current_modes():  # a mesh reads its own ranks
-            mesh[names]._flatten("dp_shard_cp")
+        with no_modes():  # a mesh reads its own ranks
+            flatten(mesh[names])("dp_shard_cp")
         names = ("dp_shard_cp",)
     with warnings.catch_warnings():  # accelerate slices a flattened mesh as well
         warnings.filterwarnings("ignore", "Slicing a flattened dim")

@@ -25,16 +25,17 @@ they coexist with the most activations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from ckpt_ft.compat.autograd import engine
+from ckpt_ft.compat.distributed import all_gather
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch
@@ -56,6 +57,18 @@ def host_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return kind([group for group in groups if group["params"]], fused=True)
 
 
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of all `tensors` in one; those of a single one are not copied."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return torch.cat(flat) if len(flat) > 1 else flat[0]
+
+
+def _divided(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `flat` with the shapes of `like`, one behind the other."""
+    ends = accumulate(tensor.numel() for tensor in like)
+    return [flat.narrow(0, end - t.numel(), t.numel()).view_as(t) for t, end in zip(like, ends, strict=True)]
+
+
 class Flat:
     """A group's parameters in one buffer, and the last rank's part of it.
 
@@ -73,8 +86,8 @@ class Flat:
         tensors: list[Tensor] = [p.data for p in parameters]
         if padding:
             tensors.append(torch.zeros(padding, dtype=tensors[0].dtype))
-        self.buffer = _flatten_dense_tensors(tensors)
-        for parameter, view in zip(parameters, _unflatten_dense_tensors(self.buffer, parameters), strict=False):
+        self.buffer = joined(tensors)
+        for parameter, view in zip(parameters, _divided(self.buffer, parameters), strict=False):
             parameter.data = view.data
         self.parameters = parameters
         self.size = (elements + padding) // ranks
@@ -152,7 +165,7 @@ class ZeroOptimizer:
         """Queue `_finish` for the end of this backward, once."""
         if not self._waiting:
             self._waiting = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            engine.queue_callback(self._finish)
 
 
 class Zero(ZeroOptimizer):
@@ -262,14 +275,14 @@ class Zero(ZeroOptimizer):
         return runs
 
     def _all_reduce(self, pieces: list[Tensor], ranks: list[int]) -> None:
-        flat = _flatten_dense_tensors(pieces)  # a single piece is not copied
+        flat = joined(pieces)  # a single piece is not copied
         if len(pieces) > 1:
             self.recorder.add_resident([flat], "communication")
         sent = flat.to(self._reduce_dtype)
         dist.all_reduce(sent, group=self.group)
         if sent is not flat:
             flat.copy_(sent)
-        for piece, reduced, rank in zip(pieces, _unflatten_dense_tensors(flat, pieces), ranks, strict=True):
+        for piece, reduced, rank in zip(pieces, _divided(flat, pieces), ranks, strict=True):
             if rank == self.ranks - 1:
                 piece.copy_(reduced)
 
@@ -332,7 +345,7 @@ class Zero(ZeroOptimizer):
         else:
             self._step()
         for flat in self.flats:
-            self.group._allgather_base(flat.buffer, flat.part)
+            all_gather(self.group)(flat.buffer, flat.part)
 
     def _step_on_host(self) -> None:
         self.recorder.await_device()
@@ -349,7 +362,7 @@ class Zero(ZeroOptimizer):
         norm = self._norm()
         groups = self.optimizer.param_groups
         for flat, options in zip(self.flats, groups, strict=True):
-            gradient = _flatten_dense_tensors(flat.gradients).to(torch.float32)
+            gradient = joined(flat.gradients).to(torch.float32)
             flat.gradients = []
             flat.master.grad = gradient.mul_(norm)
             self.optimizer.param_groups = [options]

@@ -34,18 +34,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 
+from ckpt_ft.compat.autograd import graph_task
+from ckpt_ft.compat.distributed import all_gather, reduce_scatter
+from ckpt_ft.compat.modules import parameters_of
+from ckpt_ft.compat.patches import patched
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch, ZeroOptions
 
 from .streams import Streams
-from .zero import ZeroOptimizer, reduce_dtype
+from .zero import ZeroOptimizer, joined, reduce_dtype
 
 # -- hooks around modules ---------------------------------------------------------------------------------------------
 
@@ -93,7 +95,7 @@ class ModuleHooks:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 class _Output(torch.autograd.Function):
@@ -202,7 +204,7 @@ class AllGather:
         if len(shards) > 1:
             part = self.buffer.narrow(0, size * group.rank(), size)
             torch.cat(parts, out=part)
-        group._allgather_base(self.buffer, part)
+        all_gather(group)(self.buffer, part)
 
     def complete(self) -> None:
         """Complete the gather: copy the parameters out of the buffer, unless there is only one."""
@@ -243,7 +245,7 @@ class Fetcher:
             own = {id(p): shards[id(p)] for p in module.parameters(recurse=False)}
             ModuleHooks(module, sorted(own.values(), key=lambda shard: shard.number), self)
             module.__dict__["_parameters"] = ObservedParameters(
-                module._parameters, lambda p: self._look(shards.get(id(p)))
+                parameters_of(module), lambda p: self._look(shards.get(id(p)))
             )
         model.register_forward_hook(lambda module, args, output: self.running.clear())
 
@@ -515,7 +517,7 @@ class Zero3(ZeroOptimizer):
                 flat = torch.cat([*gradients, torch.empty(padding, dtype=flat.dtype)])
             flat.div_(ranks)
             own = flat.narrow(0, sum(sizes) * self.group.rank(), sum(sizes))
-            self.group._reduce_scatter_base(own, flat, dist.ReduceScatterOptions())
+            reduce_scatter(self.group)(own, flat, dist.ReduceScatterOptions())
             for shard, reduced in zip(shards, own.split(sizes), strict=True):
                 total, reduced = self._gradient_of[shard], reduced.to(self._gradients.dtype)
                 if self.offloads:
@@ -561,7 +563,7 @@ class Zero3(ZeroOptimizer):
         for group in self._groups:
             if not self.offloads:
                 gradients = [self._gradient_of[shard] for shard in group.shards]
-                group.master.grad = _flatten_dense_tensors(gradients).to(torch.float32)
+                group.master.grad = joined(gradients).to(torch.float32)
             assert group.master.grad is not None
             group.master.grad.mul_(norm)
             group.options["params"] = [group.master]
@@ -600,7 +602,7 @@ def _shards(model: nn.Module, ranks: int, options: ZeroOptions) -> dict[int, Sha
 
 def linear_saves_parameters() -> AbstractContextManager[Any]:
     """Replaces torch.nn.functional.linear as DeepSpeed does."""
-    return patch.object(torch.nn.functional, "linear", lambda x, weight, bias=None: _Linear.apply(x, weight, bias))
+    return patched(linear=lambda x, weight, bias=None: _Linear.apply(x, weight, bias))
 
 
 class _Linear(torch.autograd.Function):

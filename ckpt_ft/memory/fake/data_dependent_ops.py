@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ckpt_ft.compat.tensors import FakeTensor, no_dispatch
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.recorder import Recorder
@@ -145,14 +146,14 @@ class DataDependentOps:
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
+        known = self._known.get(id(storage))
         return known if known is not None and known.storage() is storage else None
 
     def _learn(
         self, tensor: Tensor, classes: int = 0, density: float = 1.0, hit: float = 1.0, totals: tuple[int, ...] = ()
     ) -> None:
         storage = tensor.untyped_storage()
-        self._known[storage._cdata] = _Known(weakref.ref(storage), classes, density, hit, totals)
+        self._known[id(storage)] = _Known(weakref.ref(storage), classes, density, hit, totals)
 
     # -- answers: (op, args, kwargs) -> result ------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class DataDependentOps:
         if type(tensor) is not FakeTensor:
             return func(*args, **kwargs)
         if tensor.constant is not None:  # an optimizer reads a step count for each parameter
-            with torch._C._DisableTorchDispatch():
+            with no_dispatch():
                 return tensor.constant.item()
         if tensor.dtype == torch.bool:
             known = self._of(tensor)

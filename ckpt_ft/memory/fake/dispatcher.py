@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
+from ckpt_ft.compat.tensors import FakeTensor, is_traceable_wrapper_subclass, schema_of, tree_map_only
 from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, is_wait, measure, tensors
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
@@ -59,7 +57,7 @@ class Memo:
 
     def of(self, func: Any) -> Remembered | None:
         """The cached calls of one op; None if its result depends on more than shapes."""
-        schema = func._schema
+        schema = schema_of(func)
         into_given = any(argument.is_out for argument in schema.arguments)  # `out=` is no new tensor
         if into_given or schema.name in _CHANGES_SHAPE or torch.Tag.inplace_view in func.tags:
             return None
@@ -104,7 +102,7 @@ def _homes(args: tuple[Any, ...]) -> dict[int, int | None]:
     for at, value in enumerate(args):
         for item, place in [(value, at)] if isinstance(value, Tensor) else [(item, None) for item in _listed(value)]:
             if type(item) is FakeTensor:
-                homes.setdefault(item.untyped_storage()._cdata, place)
+                homes.setdefault(id(item.untyped_storage()), place)
     return homes
 
 
@@ -125,8 +123,8 @@ def _recipe(out: Any, args: tuple[Any, ...], homes: dict[int, int | None]) -> An
     ):
         raise Uncacheable
     storage = out.untyped_storage()
-    if storage._cdata in homes:
-        at = homes[storage._cdata]
+    if id(storage) in homes:
+        at = homes[id(storage)]
         if at is None:
             raise Uncacheable
         same = next((place for place in range(at, len(args)) if args[place] is out), None)

@@ -18,10 +18,19 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckpt_ft.compat.distributed import fsdp_states
+from ckpt_ft.compat.modules import buffers_of, parameters_of
+from ckpt_ft.compat.tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    accumulated_hooks,
+    gradient_hooks,
+    is_traceable_wrapper_subclass,
+    make_subclass,
+    no_dispatch,
+)
 
 from .values import attach, holds_sizes
 
@@ -34,23 +43,20 @@ class Fakes:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        with torch._C._DisableTorchDispatch():
-            self._attributes = dict(vars(FakeTensor(mode, torch.empty(0, device=_META), CPU)))
-        lax = mode._allow_unsafe_data_ptr_access
-        self._guard = (
-            torch._C._set_warn_deprecated_on_mutable_data_ptr if lax else torch._C._set_throw_on_mutable_data_ptr
-        )
+        with no_dispatch():
+            fake = FakeTensor(mode, torch.empty(0, device=_META), CPU)
+        self._attributes, self._of_parameters = dict(vars(fake)), dict(vars(nn.Parameter(fake)))
 
     def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
         """A fake tensor with a storage of its own."""
-        with torch._C._DisableTorchDispatch():
+        with no_dispatch():
             return self._of(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
 
     def view(
         self, of: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
     ) -> FakeTensor:
         """A fake tensor on the storage of another."""
-        with torch._C._DisableTorchDispatch():
+        with no_dispatch():
             meta = torch.empty(0, dtype=dtype, device=_META)
             meta.set_(of.untyped_storage(), offset, shape, stride)
             return self._of(meta)
@@ -63,12 +69,11 @@ class Fakes:
         """A fake parameter like another."""
         fake = self.like(like)
         fake.requires_grad_(like.requires_grad)
-        fake._is_param = True  # as torch/nn/parameter.py does
+        vars(fake).update(self._of_parameters)
         return fake
 
     def _of(self, meta: Tensor) -> FakeTensor:
-        fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU)
-        self._guard(fake)
+        fake = make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU)
         vars(fake).update(self._attributes)
         return fake
 
@@ -106,7 +111,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     step did not reset are reset, too (diffusers' scales of LoRA layers).
     """
     before = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
-    states = [_module_state_mapping.get(module) for module, *_ in before]
+    states = [fsdp_states.get(module) for module, *_ in before]
     try:
         yield
     finally:
@@ -121,9 +126,9 @@ def restored(model: nn.Module) -> Iterator[None]:
                     value.clear()
                     value.update(contents.get(name, ()))
                 module.__dict__[name] = value
-            _module_state_mapping.pop(module, None)
+            fsdp_states.pop(module, None)
             if state is not None:
-                _module_state_mapping[module] = state
+                fsdp_states[module] = state
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
@@ -153,7 +158,7 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
             if not is_traceable_wrapper_subclass(value):
                 made[id(value)] = fakes.parameter(value) if is_parameter else fakes.like(value)
                 if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
-                    with torch._C._DisableTorchDispatch():
+                    with no_dispatch():
                         data.append((value, value.detach()))
             else:
                 new = fake_wrapped(value, fakes)
@@ -179,9 +184,9 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
         with _fresh_caches(model):
             yield
     finally:
-        with torch._C._DisableTorchDispatch():
+        with no_dispatch():
             for tensor, own in data:
-                if tensor.untyped_storage()._cdata != own.untyped_storage()._cdata:
+                if id(tensor.untyped_storage()) != id(own.untyped_storage()):
                     tensor.data = own
 
 
@@ -191,11 +196,11 @@ def _hook(fake: Tensor, like: Tensor, fakes: Mapping[int, Any]) -> None:
     Optimizers that a hook finds by their parameter (GaLore's layerwise ones) are found by its fake. DeepSpeed's hooks
     are left out: memory/distributed/ models what they do.
     """
-    for name, register in (
-        ("_backward_hooks", fake.register_hook),
-        ("_post_accumulate_grad_hooks", fake.register_post_accumulate_grad_hook),
+    for hooks, register in (
+        (gradient_hooks, fake.register_hook),
+        (accumulated_hooks, fake.register_post_accumulate_grad_hook),
     ):
-        for hook in (getattr(like, name, None) or {}).values():
+        for hook in (hooks(like) or {}).values():
             if not getattr(getattr(hook, "func", hook), "__module__", "").startswith("deepspeed."):
                 register(_of_fakes(hook, fakes))
 
@@ -277,7 +282,7 @@ def tensors_held(module: nn.Module) -> dict[tuple[int, Any, int], Tensor]:
 
 def _tables(module: nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
     """The dicts and lists in which `module` holds tensors: its own, and those in its attributes (PEFT's indices)."""
-    yield from (module._parameters, module._buffers, module.__dict__)
+    yield from (parameters_of(module), buffers_of(module), module.__dict__)
     for name, value in list(vars(module).items()):
         if type(value) in (list, dict) and name not in _TORCH:
             yield value

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -25,9 +25,10 @@ from unittest.mock import patch
 import numpy
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from ckpt_ft.compat.patches import patched
+from ckpt_ft.compat.tensors import FakeTensor
 from ckpt_ft.memory.record.recorder import Recorder
 
 from .values import Values
@@ -39,10 +40,10 @@ def unnoticed() -> Iterator[None]:
     if "transformers" not in sys.modules:
         yield
         return
-    from transformers.utils import import_utils
+    from transformers.utils.import_utils import is_torch_fx_proxy
 
     # A function of transformers that returns False, too, because dynamo traces into it.
-    with patch.object(import_utils, "is_fake_tensor", import_utils.is_torch_fx_proxy, create=True):
+    with patched(is_fake_tensor=is_torch_fx_proxy):
         yield
 
 
@@ -59,7 +60,7 @@ def tensors_of_fakes() -> Iterator[None]:
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         return make(data if isinstance(data, Tensor) else numbers(data), *args, **kwargs)
 
-    with patch.object(torch, "tensor", tensor):
+    with patched(make_tensor=tensor):
         yield
 
 
@@ -75,27 +76,21 @@ def device_calls(recorder: Recorder) -> Iterator[None]:
         "synchronize": recorder.await_device,
         "reset_peak_memory_stats": forget_peaks,
     }
-    with ExitStack() as stack:
-        for module in (torch.cuda, torch.accelerator):
-            for name, answer in answers.items():
-                stack.enter_context(patch.object(module, name, answer, create=True))
+    with patched(on_cuda=answers, on_accelerator=answers):
         yield
 
 
 @contextmanager
 def triton_launches(recorder: Recorder) -> Iterator[None]:
     """Launches of Triton kernels (Liger's, TRL's) do nothing: a kernel writes into tensors that its caller made."""
-    runtime = sys.modules.get("triton.runtime")
-    if runtime is None:
+    if "triton.runtime" not in sys.modules:
         yield
         return
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
         recorder.note("kernels written in Triton are counted by the tensors that they are given, not in the seconds")
 
-    with ExitStack() as stack:
-        for kind in (runtime.JITFunction, runtime.Autotuner):
-            stack.enter_context(patch.object(kind, "run", run))
+    with patched(triton_kernel=run, triton_autotuner=run):
         yield
 
 
@@ -112,7 +107,7 @@ def lists_of_fakes(recorder: Recorder, values: Values) -> Iterator[None]:
             recorder.await_device()
         return numbers
 
-    with patch.object(FakeTensor, "tolist", tolist):
+    with patched(fakes_tolist=tolist):
         yield
 
 
@@ -151,7 +146,7 @@ def cast_from_meta(fake: Callable[[Any], Any]) -> Iterator[None]:
         modes.pop().__exit__(*error)
         return leave(self, *error)
 
-    with patch.object(autocast, "__enter__", entered), patch.object(autocast, "__exit__", left):
+    with patched(enter_autocast=entered, leave_autocast=left):
         try:
             yield
         finally:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ckpt_ft.compat.tensors import FakeTensor
 from ckpt_ft.memory.record.events import Item, Op, is_allocation, is_free
 from ckpt_ft.memory.record.tracker import Tracker
 

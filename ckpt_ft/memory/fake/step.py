@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckpt_ft.compat.libraries import EXPERTS
+from ckpt_ft.compat.tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    accumulated_hooks,
+    gradient_hooks,
+    is_traceable_wrapper_subclass,
 )
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.ddp import BUCKET
@@ -240,7 +243,7 @@ class _Trace:
         model, launch, sharding = self.model, self.launch, sharding_of(self.model)
         if launch is not None and launch.strategy != "ddp" and any(swapped_weights(model)):
             raise UserError(f"launch '{launch}': it places the weights; policy 'swap' goes with one process or ddp")
-        experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
+        experts = getattr(getattr(model, "config", None), EXPERTS, None)
         if experts not in (None, "eager", "batched_mm", "grouped_mm"):
             raise UserError(f"experts_implementation {experts}: a kernel of the Hub is not predicted; give grouped_mm")
         refuse_block_scales(model)
@@ -338,7 +341,7 @@ class _Trace:
     def _record(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:
         """Run the steps, and the phase after them."""
         replay = None
-        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.model.parameters())
+        hooked = any(gradient_hooks(p) or accumulated_hooks(p) for p in self.model.parameters())
         if self.update is not None and not self.compiled and not hooked:  # a copied step computes no gradients
             replay = ReplayStep(self.model, tracker, fakes, partial(self.update, self.model, optimizer))
         for number, step in enumerate(self.steps if self.phase is None else [*self.steps, self.phase]):

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ckpt_ft.compat.tensors import FakeTensor, no_modes, schema_of
 from ckpt_ft.memory.cost.op_work import tensors
 
 aten = torch.ops.aten
+_VALUE = "_ckpt_ft_value"  # in the attributes of a fake tensor
 
 _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _MOST, _MOST_FLOATS = 1 << 20, 1 << 16  # elements: enough for a batch's tokens, not for a mask of all pairs
@@ -42,8 +42,8 @@ class Values:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The values of `tensor`, None if they are not known."""
-        value = tensor.__dict__.get("_value") if type(tensor) is FakeTensor else None
-        return None if value is None or value.untyped_storage()._cdata in self._lost else value
+        value = tensor.__dict__.get(_VALUE) if type(tensor) is FakeTensor else None
+        return None if value is None or id(value.untyped_storage()) in self._lost else value
 
     def keep(self, fake: Tensor, real: Tensor) -> None:
         """Copy the values of `real` to `fake`, which replaces it, if they are few integers."""
@@ -52,12 +52,12 @@ class Values:
 
     def set(self, fake: Tensor, number: float) -> None:
         """Assume that every element of `fake` is `number`."""
-        with _disable_current_modes():
-            fake._value = torch.tensor(number, dtype=fake.dtype).expand(fake.shape)  # type: ignore[attr-defined]
+        with no_modes():
+            vars(fake)[_VALUE] = torch.tensor(number, dtype=fake.dtype).expand(fake.shape)
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Set the values of `out`, the result of an op, if they follow from those of the arguments."""
-        if args and type(args[0]) is FakeTensor and "_value" not in args[0].__dict__:
+        if args and type(args[0]) is FakeTensor and _VALUE not in args[0].__dict__:
             if type(out) is FakeTensor and out.dtype.is_floating_point:
                 return  # nearly all of a model's ops, so this comes first
             if func in _IS_NUMBER and args[0].dtype.is_floating_point:  # an image that is all zeros is a padded one
@@ -85,7 +85,7 @@ class Values:
             known = self.of(tensor)
             if known is not None:
                 storage = known.untyped_storage()
-                self._lost[storage._cdata] = storage
+                self._lost[id(storage)] = storage
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result for known arguments; UNKNOWN if an argument is not known or the result has no values."""
@@ -93,7 +93,7 @@ class Values:
             return UNKNOWN
         try:
             known, named = self._known(args), {name: self._known(value) for name, value in kwargs.items()}
-            with _disable_current_modes():
+            with no_modes():
                 return func(*known, **named)
         except (_Unknown, RuntimeError, IndexError):
             return UNKNOWN
@@ -111,13 +111,13 @@ class Values:
     def count(self, mask: Tensor) -> int | None:
         """How many elements of `mask` are not zero, None if they are not known."""
         value = self.of(mask)
-        with _disable_current_modes():
+        with no_modes():
             return None if value is None else int(value.count_nonzero())
 
     def numbers(self, tensor: Tensor) -> list[Any] | None:
         """The elements of `tensor`, None if they are not known."""
         value = self.of(tensor)
-        with _disable_current_modes():
+        with no_modes():
             return None if value is None else value.tolist()
 
     def exactly(self, guess: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,10 +140,10 @@ class _Kind(NamedTuple):
 def _kind(func: Any) -> _Kind:
     random = torch.Tag.nondeterministic_seeded in func.tags
     finds_nan, lifts = func in (aten.isnan.default, aten.isinf.default), func is aten.lift_fresh.default
-    alias = [argument.alias_info for argument in func._schema.arguments]
+    alias = [argument.alias_info for argument in schema_of(func).arguments]
     writes = tuple(index for index, info in enumerate(alias) if info is not None and info.is_write)
     return _Kind(
-        has_values=func.namespace == "aten" and not random and not func._schema.name.startswith(_NO_VALUE),
+        has_values=func.namespace == "aten" and not random and not schema_of(func).name.startswith(_NO_VALUE),
         needs_first=writes in ((), (0,)) and not (finds_nan or lifts or func is _NOT_EQUAL),
         finds_nan=finds_nan,
         lifts=lifts,
@@ -163,8 +163,8 @@ def holds_sizes(tensor: Tensor) -> bool:
 
 def attach(fake: Tensor, real: Tensor) -> None:
     """Set the values of `fake` to a copy of `real`."""
-    with _disable_current_modes():
-        fake._value = real.detach().to("cpu", copy=True)  # type: ignore[attr-defined]
+    with no_modes():
+        vars(fake)[_VALUE] = real.detach().to("cpu", copy=True)
 
 
 def _is_few(tensor: Tensor) -> bool:
@@ -177,7 +177,7 @@ def _attach(fake: Any, real: Any) -> None:
         for one, other in zip(fake, real, strict=True):
             _attach(one, other)
     elif type(fake) is FakeTensor and _is_few(real):
-        fake._value = real  # type: ignore[attr-defined]
+        vars(fake)[_VALUE] = real
 
 
 def _as_fake(real: Any) -> Any:

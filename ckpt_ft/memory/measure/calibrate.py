@@ -22,10 +22,10 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]  # also required by accelerate
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.benchmark import Measurement, Timer
 from torch.utils.benchmark.utils.timer import timer as default_timer
 
+from ckpt_ft.compat.tensors import tree_map_only
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.kernels import device_seconds, in_turn, kind_of
 from ckpt_ft.memory.cost.op_work import measure

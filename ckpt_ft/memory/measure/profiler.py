@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from ckpt_ft.compat.tensors import no_modes, tree_leaves, tree_map, tree_map_only
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.page import step_view
@@ -170,7 +169,7 @@ class Outline(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Outline:
-        with _disable_current_modes():  # the copy must not be measured
+        with no_modes():  # the copy must not be measured
             values = tensor.detach().to("cpu", copy=True) if is_small(tensor) else None
         return cls(tuple(tensor.shape), tensor.dtype, values)
 

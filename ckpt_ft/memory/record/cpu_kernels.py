@@ -22,10 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+
+from ckpt_ft.compat.autograd import (
+    ExperimentalConfig,
+    ProfilerConfig,
+    ProfilerState,
+    profiler_runs,
+    start_profiler,
+    stop_profiler,
+)
+from ckpt_ft.compat.tensors import no_modes, tree_map_only
 
 from .dispatch import After, Rule, call_key
 
@@ -45,7 +51,7 @@ KERNELS = (
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
 # CPU allocations only. The profiler behind torch.profiler sees the same, but takes milliseconds to start.
-_MEMORY = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+_MEMORY = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, ExperimentalConfig())
 _LARGEST_MATMUL = 2**34  # multiplications: about a second
 _TRAINS = 15  # index of mkldnn_rnn_layer's argument `train`
 _known: dict[Any, int] = {}  # bytes, by call
@@ -113,13 +119,13 @@ def observed(call: Callable[[], Any]) -> tuple[Any, int]:
 
     The bytes are 0 inside a profiler of the user's, since profilers cannot be nested.
     """
-    if _profiler_enabled():
+    if profiler_runs():
         return call(), 0
-    _enable_profiler_legacy(_MEMORY)
+    start_profiler(_MEMORY)
     try:
         out = call()
     finally:
-        records = _disable_profiler_legacy()
+        records = stop_profiler()
     changes = [event.cpu_memory_usage() for thread in records for event in thread if event.kind() == "memory_alloc"]
     held = list(accumulate(changes, initial=0))
     return out, max(held) - held[-1]
@@ -176,7 +182,7 @@ def _on_zeros(bytes_of: Callable[[Callable[[], Any]], int], func: Any, args: Any
     """`bytes_of` the call on real zeros."""
     key = bytes_of, func, call_key(args, kwargs), torch.get_num_threads(), torch.backends.mkldnn.enabled
     if key not in _known:
-        with _disable_current_modes():
+        with no_modes():
             real, named = tree_map_only(Tensor, _zeros, (args, kwargs))
             _known[key] = bytes_of(lambda: func(*real, **named))
     return _known[key]

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import (
+
+from ckpt_ft.compat.tensors import (
+    DispatchKey,
+    FakeTensor,
+    OpOverload,
     TorchDispatchMode,
-    _disable_current_modes,
-    _pop_mode,
-    _push_mode,
     is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
+    is_wrapper_type,
+    no_dispatch,
+    no_modes,
 )
 
 _CALL = OpOverload.__call__.__code__  # through which a Python dispatch calls the op again
@@ -52,7 +53,7 @@ class Handling:
     silent: bool = False
 
 
-_is_wrapper = cache(is_traceable_wrapper_subclass_type)
+_is_wrapper = cache(is_wrapper_type)
 
 
 def wraps(types: Sequence[type]) -> bool:
@@ -70,8 +71,8 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             if isinstance(part, torch.Tensor):  # DTensor names its mesh too
                 yield from plain(part)
     elif tensor.is_sparse:
-        with torch._C._DisableTorchDispatch():  # no op of the step
-            yield from (tensor._indices(), tensor._values())
+        with no_dispatch():  # no op of the step
+            yield from (torch.ops.aten._indices(tensor), torch.ops.aten._values(tensor))
     else:
         yield tensor
 
@@ -82,16 +83,16 @@ def is_composite(func: OpOverload) -> bool:
 
     Autograd replaces such an op by its parts; under inference mode the op itself is dispatched.
     """
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
 def in_parts(mode: TorchDispatchMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a composite op so that `mode`, to which it was dispatched, sees its parts instead."""
-    _push_mode(mode)
+    TorchDispatchMode.__enter__(mode)
     try:
         return func.decompose(*args, **kwargs)
     finally:
-        _pop_mode()
+        TorchDispatchMode.__exit__(mode, None, None, None)
 
 
 def from_python_dispatch() -> bool:
@@ -121,7 +122,7 @@ def unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, whose ops no dispatch mode sees: they are not the step's."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with no_modes():
             return function(*args, **kwargs)
 
     return call
@@ -129,7 +130,7 @@ def unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _skip_recording() -> None:
-    from torch._dynamo import trace_rules
+    from ckpt_ft.compat.compiler import trace_rules
 
     for name in _RECORDING:
         trace_rules.add(name)

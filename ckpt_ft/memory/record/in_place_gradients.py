@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ckpt_ft.compat.autograd import current_node, graph_task
+from ckpt_ft.compat.tensors import TorchDispatchMode, no_modes, storage_pointer, storage_uses, tensor_uses
 
 ADD = torch.ops.aten.add.Tensor
 _ZEROS = ("aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default")
@@ -37,7 +39,7 @@ def is_in_place(func: Any, args: tuple[Any, ...], made_by: Callable[[Tensor], st
 
 def _writes_into_zeros(args: tuple[Any, ...], made_by: Callable[[Tensor], str]) -> bool:
     """Whether autograd's own code, not a user's function, writes values into zeros that it has just allocated."""
-    node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
+    node = None if torch.is_grad_enabled() else current_node()
     return node is not None and node.name()[-1:].isdigit() and made_by(args[0]) in _ZEROS
 
 
@@ -53,8 +55,8 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def _reference_counts(args: tuple[Any, ...]) -> tuple[int, int, int]:
     """References to the first argument: to its C++ object, its storage, its Python object."""
-    storage = torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
-    return args[0]._use_count(), storage, sys.getrefcount(args[0])
+    storage = storage_uses(storage_pointer(args[0].untyped_storage()))
+    return tensor_uses(args[0])(), storage, sys.getrefcount(args[0])
 
 
 @cache
@@ -67,11 +69,11 @@ def counts_of_a_sum() -> tuple[int, int, int]:
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-            if func is ADD and torch._C._current_graph_task_id() >= 0:
+            if func is ADD and graph_task() >= 0:
                 found.append(_reference_counts(args))
             return func(*args, **(kwargs or {}))
 
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+    with no_modes(), torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros(1, device="cpu", requires_grad=True)
         y = (x.sin() + x.cos()).sum()
         with Count():

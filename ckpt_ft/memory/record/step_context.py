@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ckpt_ft.compat.autograd import current_node, graph_task, next_node_number, node_number
 
 
 class StepContext:
@@ -74,7 +75,7 @@ class StepContext:
         recomputing = False
         if self.stepping:
             phase = "optimizer"
-        elif torch._C._current_graph_task_id() >= 0:
+        elif graph_task() >= 0:
             phase = "backward"
             recomputing = bool(self._stack) or torch.is_grad_enabled()  # a checkpoint's forward, inside backward
         elif not self._stack and (
@@ -100,10 +101,10 @@ class StepContext:
             return self._stack[-1]
         if self.phase != "backward":
             return ""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             return ""
-        number = node._sequence_nr()
+        number = node_number(node)()
         last = len(self._node_starts) - 1
         if last < 0 or number >= 2**63:  # AccumulateGrad has no place in the order
             return ""
@@ -153,7 +154,7 @@ class StepContext:
             self.leave_module(module, args, None)
 
     def _note_node(self) -> None:
-        self._node_starts.append(_get_sequence_nr())
+        self._node_starts.append(next_node_number())
         self._node_modules.append(self._stack[-1] if self._stack else "")
 
     def _enter_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -14,16 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
-from unittest.mock import patch
 
 import torch
-import torch.distributed._functional_collectives  # registers the operator of _WRAPS
 from torch import nn
-from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckpt_ft.compat.patches import patched
+from ckpt_ft.compat.tensors import FakeTensor, ModeKey, TorchDispatchMode, mode_of
 from ckpt_ft.memory.cost.op_work import Work, collective_bytes, group_of, is_collective, measure, tensors
 from ckpt_ft.policy import SWAPPED
 
@@ -164,7 +161,7 @@ class Tracker(TorchDispatchMode):
         for name, tensor in [*parameters.items(), *model.named_buffers()]:
             self.recorder.set_owner(tensor, name.rpartition(".")[0])
         for parameter, waiting in swapped_weights(model):
-            owner = self.recorder.swapped[parameter.untyped_storage()._cdata] = self._owners[id(parameter)]
+            owner = self.recorder.swapped[id(parameter.untyped_storage())] = self._owners[id(parameter)]
             self.recorder.add_resident([waiting], "parameters")
             self.recorder.put_on_host([waiting], "parameters", "pinned", packed=True)
             self.recorder.set_owner(waiting, owner)
@@ -213,18 +210,16 @@ class Tracker(TorchDispatchMode):
     def __enter__(self) -> Tracker:
         leave_uncompiled()
         self.context.__enter__()
-        self._patches: list[Any] = [patch.object(torch.UntypedStorage, "resize_", self.recorder.resize)]
+        own: dict[str, Any] = {"resize": self.recorder.resize}
         if torch.distributed.is_available():
-            wait = unrecorded(torch.distributed.Work.wait)  # gloo copies out of a buffer of its own
-            self._patches.append(patch.object(torch.distributed.Work, "wait", wait))
-        for one in self._patches:
-            one.start()
+            own["wait_for_work"] = unrecorded(torch.distributed.Work.wait)
+        self._patches = patched(**own)
+        self._patches.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        for one in self._patches:
-            one.stop()
+        self._patches.__exit__(*exception)
         self.context.__exit__(*exception)
         self._end_backward()
 
@@ -291,7 +286,7 @@ class Tracker(TorchDispatchMode):
         if wraps(types):
             return NotImplemented  # a DTensor's ops on its shard are dispatched separately
         dispatcher, recorder, context = self.dispatcher, self.recorder, self.context
-        if not dispatcher.takes_fakes and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
+        if not dispatcher.takes_fakes and mode_of(ModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor computes shapes on its own fake tensors
         args, kwargs = dispatcher.prepare(func, args, kwargs)
         op = self._handled.get(id(func))  # its own hash is slow Python
@@ -305,7 +300,7 @@ class Tracker(TorchDispatchMode):
         given = (*args, kwargs["out"]) if "out" in kwargs else args if func is not _LIFT else ()
         live = recorder.live
         for tensor in tensors(given):  # torch.tensor(...) passes it through _LIFT
-            if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in live:
+            if tensor.layout is not torch.strided or id(tensor.untyped_storage()) not in live:
                 self._follow_unknown(tensor)
         if op.collective:
             recorder.label_sent(tensors(args))

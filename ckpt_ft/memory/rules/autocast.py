@@ -9,16 +9,16 @@ alike keep their C++ kernels, and with them the cache of cast weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
+
+from ckpt_ft.compat.patches import patched
+from ckpt_ft.compat.tensors import DispatchKey, excluded, schema_of
 
 KEY = "AutocastCPU"
-_WITHOUT_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
 
 # CUDA runs them in the lower precision; CPU autocast does not know them.
 LOWER = (
@@ -84,20 +84,20 @@ def _casting(choose: Choose, op: Any) -> Callable[..., Any]:
         dtype = choose((*args, *kwargs.values()))
         if dtype is not None:
             args, kwargs = tuple(_cast(args, dtype)), {k: _cast(v, dtype) for k, v in kwargs.items()}
-        with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
+        with excluded(DispatchKey.AutocastCPU, True):
             return op(*args, **kwargs)
 
     return kernel
 
 
 def _with_float32_output(op: Any) -> Callable[..., Any]:
-    arguments = [argument.name for argument in op._schema.arguments]
+    arguments = [argument.name for argument in schema_of(op).arguments]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(arguments, args, strict=False)) | kwargs
         if given.get("dtype") is None and _is_castable(args[0]):
             given["dtype"] = torch.float32
-        with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
+        with excluded(DispatchKey.AutocastCPU, True):
             return op(**given)
 
     return kernel
@@ -140,11 +140,7 @@ def cuda_means_cpu(compiled: bool = False) -> Iterator[None]:
     def get_dtype(device_type: str) -> torch.dtype:
         return dtype_of("cpu" if device_type == "cuda" and enabled("cpu") else device_type)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(autocast, "__init__", as_cuda))
-        if not compiled:
-            stack.enter_context(patch.object(torch, "is_autocast_enabled", is_enabled))
-            stack.enter_context(patch.object(torch, "get_autocast_dtype", get_dtype))
-        # GradScaler("cuda") disables itself if CUDA is not available. [torch/amp/grad_scaler.py]
-        stack.enter_context(patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+    own: dict[str, Any] = {} if compiled else {"autocast_is_on": is_enabled, "autocast_dtype": get_dtype}
+    # GradScaler("cuda") disables itself if CUDA is not available. [torch/amp/grad_scaler.py]
+    with patched(make_autocast=as_cuda, no_scaler=lambda: False, **own):
         yield

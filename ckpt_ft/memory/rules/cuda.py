@@ -26,11 +26,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.optim.optimizer import _default_to_fused_or_foreach
-from torch.utils._foreach_utils import _has_foreach_support
+from torch.autograd.graph import saved_tensors_hooks
 
+from ckpt_ft.compat.modules import CAPTURABLE, clipped_types, foreach_types
+from ckpt_ft.compat.patches import patched
+from ckpt_ft.compat.tensors import FakeTensor, kernels_found
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.dispatch import After, Rule
 from ckpt_ft.memory.record.recorder import Recorder
@@ -77,9 +77,6 @@ def convolution_workspace(arch: int) -> After:
             recorder.scratch(winograd(input.size(0), weight.size(1), weight.size(0), output.shape[2:]), str(func))
 
     return record
-
-
-_CAPTURABLE = "_get_capturable_supported_devices"  # defined in each optimizer's file
 
 
 # -- composite: above autograd ----------------------------------------------------------------------------------------
@@ -311,7 +308,7 @@ def _find_kernels_anew(ops: Iterable[str]) -> None:
     Otherwise a model that is compiled after a trace would look for a kernel that is gone, and lose its gradients.
     """
     for op in ops:
-        autocast.overload_of(op)._dispatch_cache.clear()
+        kernels_found(autocast.overload_of(op)).clear()
 
 
 @contextmanager
@@ -321,46 +318,42 @@ def behave_like(arch: int, compiled: bool = False) -> Iterator[None]:
     compiled: torch.compile traces the step.
     """
     library = torch.library.Library("aten", "IMPL")
-    foreach_devices = {"_get_foreach_kernels_supported_devices": lambda: ["cpu", "cuda"]}
+    held = [library]  # dropping it unregisters its kernels
+    del library
     replaced = [*composite(arch), "_fused_rms_norm", *(op for op, _ in autocast.kernels())]
     with ExitStack() as stack:
         stack.callback(_find_kernels_anew, replaced)
-        stack.callback(library._destroy)
+        stack.callback(held.clear)
         for op, kernel in composite(arch).items():
-            library.impl(op, kernel, "AutogradCPU")
+            held[0].impl(op, kernel, "AutogradCPU")
         # A backend kernel makes autograd treat it as one op, as on CUDA; below, RULES answers for it.
-        library.impl("_fused_rms_norm", torch.ops.aten._fused_rms_norm, "CPU")
+        held[0].impl("_fused_rms_norm", torch.ops.aten._fused_rms_norm, "CPU")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # overriding kernels is intended
             for op, kernel in autocast.kernels():
-                library.impl(op, kernel, autocast.KEY, allow_override=True)
+                held[0].impl(op, kernel, autocast.KEY, allow_override=True)
         _find_kernels_anew(replaced)
         stack.enter_context(autocast.cuda_means_cpu(compiled))
         stack.enter_context(leaves_the_device())
         # Optimizers default to foreach on CUDA only. [torch/optim/optimizer.py, _default_to_fused_or_foreach]
-        stack.enter_context(patch.dict(_default_to_fused_or_foreach.__globals__, foreach_devices))
-        experts: Any = sys.modules.get("transformers.integrations.moe")
-        if experts is not None and not compiled:  # it asks the card, which fake tensors do not name
-            stack.enter_context(patch.object(experts, "_can_use_grouped_mm", lambda *tensors: arch >= 80))
+        stack.enter_context(patched(foreach_devices=lambda: ["cpu", "cuda"]))
+        if "transformers.integrations.moe" in sys.modules and not compiled:
+            stack.enter_context(patched(takes_grouped_mm=lambda *tensors: arch >= 80))
         for module in {sys.modules[kind.__module__] for kind in vars(torch.optim).values() if isinstance(kind, type)}:
-            if hasattr(module, _CAPTURABLE):
-                stack.enter_context(patch.object(module, _CAPTURABLE, lambda *args, **kwargs: ["cpu", "cuda"]))
+            if hasattr(module, CAPTURABLE):
+                stack.enter_context(patch.object(module, CAPTURABLE, lambda *args, **kwargs: ["cpu", "cuda"]))
         yield
 
 
 @contextmanager
 def fakes_are_tensors() -> Iterator[None]:
     """Lets optimizers use foreach kernels on fake tensors."""
-    lists = [
-        function.__globals__["_foreach_supported_types"]
-        for function in (_default_to_fused_or_foreach, _has_foreach_support)
-    ]
-    for types in lists:
+    for types in (foreach_types, clipped_types):
         types.append(FakeTensor)
     try:
         yield
     finally:
-        for types in lists:
+        for types in (foreach_types, clipped_types):
             types.remove(FakeTensor)
 
 
@@ -380,4 +373,4 @@ def _init(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> Non
 
 def leaves_the_device() -> AbstractContextManager[Any]:
     """Saved tensors go to pinned host memory, which a trace excludes; unpinned copies are timed like pinned ones."""
-    return patch.object(save_on_cpu, "__init__", _init)
+    return patched(save_on_cpu=_init)

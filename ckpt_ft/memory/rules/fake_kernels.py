@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
+from ckpt_ft.compat.tensors import suggest_memory_format
 from ckpt_ft.memory.record.dispatch import Rule
 
 aten = torch.ops.aten
@@ -69,15 +69,15 @@ def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The fake kernel loses the number of elements of the mask. [ATen/native/sparse/SparseTensor.cpp]"""
     dense, mask = args[:2]
-    return _sparse_like(mask, mask._indices().clone(), torch.empty_like(mask._values(), dtype=dense.dtype))
+    return _sparse_like(mask, aten._indices(mask).clone(), torch.empty_like(aten._values(mask), dtype=dense.dtype))
 
 
 def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The fake kernel returns no elements, the real one has room for all. [ATen/native/sparse/SparseTensor.cpp]"""
     tensor = args[0]
-    if tensor._nnz() > 1:
-        tensor = _sparse_like(tensor, torch.empty_like(tensor._indices()), torch.empty_like(tensor._values()))
-    return tensor._coalesced_(True)
+    if aten._nnz(tensor) > 1:
+        tensor = _sparse_like(tensor, torch.empty_like(aten._indices(tensor)), torch.empty_like(aten._values(tensor)))
+    return aten._coalesced_(tensor, True)
 
 
 def sparse_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

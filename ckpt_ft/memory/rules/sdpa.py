@@ -66,15 +66,16 @@ def choose(call: Call, arch: int) -> str:
     Raises:
         UserError: None that `sdpa_kernel` allows takes this call, as PyTorch raises on the card.
     """
-    flash = torch._C._get_flash_sdp_enabled() and call.fits_flash(arch)
-    cudnn = torch._C._get_cudnn_sdp_enabled() and call.fits_cudnn(arch)
+    allowed = torch.backends.cuda
+    flash = allowed.flash_sdp_enabled() and call.fits_flash(arch)
+    cudnn = allowed.cudnn_sdp_enabled() and call.fits_cudnn(arch)
     if cudnn and arch in PREFERS_CUDNN:  # check_prefer_cudnn_attention, cuDNN 9.15+
         return "cudnn"
     if flash:
         return "flash"
-    if torch._C._get_mem_efficient_sdp_enabled() and call.fits_efficient(arch):
+    if allowed.mem_efficient_sdp_enabled() and call.fits_efficient(arch):
         return "efficient"
-    if torch._C._get_math_sdp_enabled():
+    if allowed.math_sdp_enabled():
         return "math"
     if cudnn:
         return "cudnn"

@@ -196,7 +196,8 @@ def test_triton_kernels_are_counted_by_their_tensors(monkeypatch: pytest.MonkeyP
 
     runtime = ModuleType("triton.runtime")
     runtime.JITFunction, runtime.Autotuner = JITFunction, type("Autotuner", (JITFunction,), {})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
+    for name, module in (("triton", ModuleType("triton")), ("triton.runtime", runtime)):
+        monkeypatch.setitem(sys.modules, name, module)
 
     def step(model: nn.Module, optimizer: object) -> None:
         x = torch.ones(256, 1024)

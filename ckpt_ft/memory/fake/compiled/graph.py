@@ -14,14 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import ir
-from torch._inductor.codegen import wrapper as lines
-from torch._inductor.virtualized import V
-from torch._ops import OpOverload
-from torch._prims import rng_prims
 from torch.fx import Node
-from torch.utils._pytree import tree_map, tree_map_only
 
+from ckpt_ft.compat.compiler import V, ir, lines, make_scheduler
+from ckpt_ft.compat.tensors import OpOverload, schema_of, tree_map, tree_map_only
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.op_work import Work, footprint, measure
 from ckpt_ft.memory.record.tracker import Tracker
@@ -30,8 +26,9 @@ from ckpt_ft.standins.quantised_layers import IN_PARTS
 from ..dispatcher import FakeOps
 from ..faked_model import CPU, Fakes
 
+_OPS = torch.ops.higher_order
 # What a checkpoint calls an op by that may draw random numbers: in its first run, and in its second.
-_WITH_RANDOM_STATE = type(rng_prims.run_and_save_rng_state), type(rng_prims.run_with_rng_state)
+_WITH_RANDOM_STATE = type(_OPS.run_and_save_rng_state), type(_OPS.run_with_rng_state)
 _STATE = 5056  # bytes of the state of the CPU's generator
 Buffers = dict[str, Any]  # fake tensors by Inductor's names
 Step = Callable[["CompiledGraph", Buffers], None]
@@ -130,7 +127,7 @@ def _ints(values: Any) -> tuple[int, ...]:
 def read(graph: Any, tracker: Tracker, fakes: Fakes) -> CompiledGraph:
     """The events of a graph that was lowered: Inductor fuses, schedules and plans its buffers; nothing is compiled."""
     graph.init_wrapper_code()
-    graph._update_scheduler()
+    make_scheduler(graph)()
     wrapper, running = graph.wrapper_code, {}
     write = wrapper.writeline
 
@@ -281,7 +278,9 @@ def _origin(node: Any) -> Node | None:
     origins = [node.get_origin_node(), *node.get_origins()]
     calls = [origin for origin in origins if origin is not None and isinstance(origin.target, OpOverload)]
     known = str(node.python_kernel_name or "").rpartition(".")[2]
-    return next((call for call in calls if call.target._schema.name.endswith(f"::{known}")), next(iter(calls), None))
+    return next(
+        (call for call in calls if schema_of(call.target).name.endswith(f"::{known}")), next(iter(calls), None)
+    )
 
 
 def _reference(node: Any, fakes: Fakes) -> Callable[[Buffers], Any]:

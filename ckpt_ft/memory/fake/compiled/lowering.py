@@ -18,9 +18,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, is_tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
+from ckpt_ft.compat.compiler import stance
+from ckpt_ft.compat.modules import COMPILED_CALL, compiled_call
+from ckpt_ft.compat.patches import patched
+from ckpt_ft.compat.tensors import no_modes, tree_map_only
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.step_context import StepContext
@@ -43,7 +45,7 @@ _OPTIMIZER = "the optimizer's step is compiled, which is not predicted: compile 
 @contextmanager
 def compiling(model: nn.Module, what: str) -> Iterator[None]:
     """Compiles the model as accelerate does: "whole", "regional" (each of its repeated blocks), or "" for nothing."""
-    before = {module: module._compiled_call_impl for module in model.modules()}
+    before = {module: compiled_call(module) for module in model.modules()}
     if what == "whole":
         model.compile()
     elif what == "regional":
@@ -54,15 +56,15 @@ def compiling(model: nn.Module, what: str) -> Iterator[None]:
         yield
     finally:
         for module, compiled in before.items():
-            module._compiled_call_impl = compiled
+            setattr(module, COMPILED_CALL, compiled)
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether the model or a module of it runs compiled."""
-    from torch._dynamo import OptimizedModule, eval_frame
+    from ckpt_ft.compat.compiler import OptimizedModule, eval_frame
 
-    known = any(m._compiled_call_impl is not None or isinstance(m, OptimizedModule) for m in model.modules())
-    return known and eval_frame._stance.stance != "force_eager"
+    known = any(compiled_call(m) is not None or isinstance(m, OptimizedModule) for m in model.modules())
+    return known and stance(eval_frame).stance != "force_eager"
 
 
 class FoundCompiled(Exception):
@@ -76,15 +78,15 @@ def eager_steps() -> Iterator[None]:
     Raises:
         FoundCompiled: such a function ran, and nothing but this context made it run eagerly.
     """
-    from torch._dynamo import eval_frame
+    from ckpt_ft.compat.compiler import eval_frame
 
     ran: set[bool] = set()
 
     def entered(callback: Any) -> None:  # by a function that would be compiled, or by one that is left out
         ran.add(callback not in (None, False))
 
-    eager = eval_frame._stance.stance == "force_eager"
-    watched = nullcontext() if eager else patch.object(eval_frame, "_callback_from_stance", entered)
+    eager = stance(eval_frame).stance == "force_eager"
+    watched = nullcontext() if eager else patched(compiled_frame=entered)
     with watched, torch.compiler.set_stance("force_eager"):
         yield
     if True in ran:
@@ -93,11 +95,10 @@ def eager_steps() -> Iterator[None]:
 
 def prepare() -> None:
     """Builds dynamo's tables of torch's functions, which must not hold those that a trace patches."""
-    from torch._dynamo import trace_rules
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+    from ckpt_ft.compat.compiler import make_handlers, trace_rules
 
     trace_rules.get_torch_obj_rule_map()
-    TorchInGraphFunctionVariable._get_handlers()
+    make_handlers()
 
 
 @contextmanager
@@ -106,9 +107,9 @@ def followed(model: nn.Module, context: StepContext) -> Iterator[None]:
     context.hook = unless_traced
     with ExitStack() as stack:
         for module in model.modules():
-            if compiled := module._compiled_call_impl:
+            if compiled := compiled_call(module):
                 run = partial(context.call_module, module, compiled)
-                stack.enter_context(patch.object(module, "_compiled_call_impl", run))
+                stack.enter_context(patch.object(module, COMPILED_CALL, run))
         yield
 
 
@@ -136,20 +137,26 @@ def compiled_steps(
     Raises:
         UserError: the model cannot be compiled, or is compiled in a way that is not predicted.
     """
-    from torch._dynamo import exc, trace_rules
-    from torch._dynamo.backends.distributed import DDPOptimizer
-    from torch._dynamo.utils import counters, get_optimize_ddp_mode
-    from torch._inductor import compile_fx, config, graph
+    from ckpt_ft.compat.compiler import (
+        DDPOptimizer,
+        compile_fx,
+        dynamo_config,
+        dynamo_utils,
+        exc,
+        functorch_config,
+        inductor_config,
+        trace_rules,
+    )
 
     from .graph import read
 
-    lower, compile_all, lowering = compile_fx.compile_fx_inner, compile_fx.compile_fx, graph.GraphLowering
+    lower, compile_all, lowering = compile_fx.compile_fx_inner, compile_fx.compile_fx, compile_fx.GraphLowering
 
     def without_modes(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, torch.SymInt) for value in example_inputs):
             raise UserError("torch.compile with dynamic shapes: one shape is predicted; compile with dynamic=False")
         try:
-            with _disable_current_modes():  # a backward is lowered while it runs
+            with no_modes():  # a backward is lowered while it runs
                 return lower(gm, example_inputs, **kwargs)
         except UserError:
             raise
@@ -164,10 +171,12 @@ def compiled_steps(
             raise UserError(_OPTIMIZER)
         patches = kwargs.get("config_patches") or {}
         for name, reason in _REFUSED.items():
-            if patches.get(name, attrgetter(name)(config)):
+            if patches.get(name, attrgetter(name)(inductor_config)):
                 raise UserError(f"torch.compile with {name}: {reason}")
         compiler: Any = partial(compile_all, **{**kwargs, "inner_compile": without_modes})
-        if bucket and get_optimize_ddp_mode() == "ddp_optimizer":  # as within DDP's forward (convert_frame.py)
+        if (
+            bucket and dynamo_utils.get_optimize_ddp_mode() == "ddp_optimizer"
+        ):  # as within DDP's forward (convert_frame.py)
             compiler = DDPOptimizer(bucket, compiler).compile_fn
         return compiler(*args)
 
@@ -186,28 +195,26 @@ def compiled_steps(
 
     made: list[CompiledGraph] = []
     trace_rules.get_legacy_mod_inlinelist().add(__file__)  # the hooks of `unless_traced` do not break a graph
-    counters.clear()
+    dynamo_utils.counters.clear()
     with ExitStack() as stack:
         stack.enter_context(_apart())
         stack.callback(forget)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of torch about itself
         stack.enter_context(followed(model, tracker.context))
-        stack.enter_context(config.patch(force_disable_caches=True, graph_partition=False, compile_threads=1))
-        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+        stack.enter_context(inductor_config.patch(force_disable_caches=True, graph_partition=False, compile_threads=1))
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         dynamo = {"automatic_dynamic_shapes": False, "suppress_errors": False, "fail_on_recompile_limit_hit": True}
-        stack.enter_context(torch._dynamo.config.patch(dynamo))
-        stack.enter_context(patch.object(compile_fx, "compile_fx", compile_graph))
-        stack.enter_context(patch.object(compile_fx, "get_input_idxs_to_check", lambda *args: ()))
-        stack.enter_context(patch.object(compile_fx, "GraphLowering", lowered))
-        stack.enter_context(patch.object(lowering, "compile_to_module", to_module))
+        stack.enter_context(dynamo_config.patch(dynamo))
+        inductor = {"compile_fx": compile_graph, "GraphLowering": lowered, "get_input_idxs_to_check": lambda *args: ()}
+        stack.enter_context(patched(inductor=inductor, inductor_module=to_module))
         if gpu is not None:
             stack.enter_context(_card(gpu))
         try:
             yield lambda: _describe(made, tracker)
         except exc.FailOnRecompileLimitHit as error:
             raise UserError(
-                f"torch.compile compiles {torch._dynamo.config.recompile_limit} versions of a function and runs the "
+                f"torch.compile compiles {dynamo_config.recompile_limit} versions of a function and runs the "
                 "others eagerly, and here it meets more (blocks of which a policy replaces inner modules are each "
                 "another one, for example); take 'full', 'every:N' or 'save:', or compile the whole model"
             ) from error
@@ -225,21 +232,21 @@ def compiled_steps(
 @contextmanager
 def _apart() -> Iterator[None]:
     """Keeps what a trace compiles apart from what this process has compiled, which stays compiled."""
-    from torch._dynamo import convert_frame, eval_frame
+    from ckpt_ft.compat.compiler import code_entries, convert_frame, eval_frame, next_region
 
     set_region: Any = getattr(eval_frame, "set_eval_frame_isolate_recompiles_id", None)  # of newer versions of torch
     known = (code() for code in convert_frame.input_codes.seen)
-    if set_region is None or not any(eval_frame._debug_get_cache_entry_list(code) for code in known if code):
-        torch._dynamo.reset()
+    if set_region is None or not any(code_entries(code) for code in known if code):
+        torch.compiler.reset()
         try:
             yield
         finally:
-            torch._dynamo.reset()
+            torch.compiler.reset()
         return
-    region = next(eval_frame._next_isolate_recompiles_id)
+    region = next(next_region)
     before = set_region(region)
     try:
-        with patch.object(eval_frame, "set_eval_frame_isolate_recompiles_id", lambda other: set_region(region)):
+        with patched(recompile_region=lambda other: set_region(region)):
             yield
     finally:
         set_region(before)
@@ -247,8 +254,9 @@ def _apart() -> Iterator[None]:
 
 def _describe(made: list[CompiledGraph], tracker: Tracker) -> None:
     """Adds to the trace's notes what was compiled and what is assumed."""
-    from torch._dynamo.utils import counters
+    from ckpt_ft.compat.compiler import dynamo_utils
 
+    counters = dynamo_utils.counters
     breaks = counters["graph_break"]
     if not made and not breaks and counters["stats"]["unique_graphs"]:
         raise UserError("torch.compile hands no graph of the model to Inductor: other backends are not predicted")
@@ -285,8 +293,7 @@ def _move_to_card(gm: Any, inputs: Any) -> None:
 @contextmanager
 def _card(gpu: GPU) -> Iterator[None]:
     """Answers what Inductor asks of the card."""
-    from torch._inductor import compile_fx, scheduler
-    from torch._inductor.runtime.hints import DeviceProperties
+    from ckpt_ft.compat.compiler import DeviceProperties
 
     major, minor = gpu.arch
     facts: dict[str, int] = {
@@ -319,14 +326,12 @@ def _card(gpu: GPU) -> Iterator[None]:
         if major < 8 and any(value.dtype == torch.bfloat16 for value in graph.example_inputs if is_tensor(value)):
             raise UserError(f"torch.compile compiles no bfloat16 for {gpu.name}: it needs compute capability 8.0")
 
-    with ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(patch.object(torch.cuda, name, answer))
-        stack.enter_context(patch.object(DeviceProperties, "create", classmethod(lambda cls, device: known)))
-        stack.enter_context(patch.object(compile_fx, "_check_triton_bf16_support", check_bfloat16))
-        stack.enter_context(patch.object(scheduler, "has_triton", lambda *args: True))
-        stack.enter_context(patch.object(torch.utils._triton, "triton_hash_with_backend", lambda: ""))
-        stack.enter_context(
-            patch.object(compile_fx, "maybe_disable_comprehensive_padding", lambda inputs: ExitStack())
-        )
+    with patched(
+        on_card=answers,
+        device_properties=classmethod(lambda cls, device: known),
+        bfloat16_check=check_bfloat16,
+        has_triton=lambda *args: True,
+        triton_version=lambda: "",
+        padding=lambda inputs: ExitStack(),
+    ):
         yield

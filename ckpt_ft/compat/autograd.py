@@ -1,0 +1,48 @@
+"""Autograd's hooks, nodes and state."""
+
+from __future__ import annotations
+
+from . import Table
+
+__getattr__ = Table(
+    __name__,
+    "torch 2.11 to 2.14",
+    """
+push_hooks: torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks: torch._C._autograd._pop_saved_tensors_default_hooks
+set_grad: torch._C._set_grad_enabled
+    once for each module: the public contexts take 1 us more
+top_hooks: torch._C._autograd._top_saved_tensors_default_hooks
+    autograd calls the innermost hooks only, so that they call the outer ones
+make_saved_tensor: torch._C._autograd._make_saved_tensor >=2.12
+    saves a tensor as a node does; before, by a node of our own, which takes 20 us more
+current_node: torch._C._current_autograd_node
+    the node that backward runs
+graph_task: torch._C._current_graph_task_id
+    tells one backward from another; -1 outside
+engine: torch.autograd.Variable._execution_engine queue_callback
+    called at the end of the running backward
+input_metadata: torch.autograd.graph.Node()._input_metadata
+    the dtype of the gradients of a graph
+any_autocast: torch._C._is_any_autocast_enabled
+    one call for all devices
+forward_level: torch.autograd.forward_ad()._current_level
+    whether forward-mode AD runs
+transform_level: torch._C._functorch.maybe_current_level
+transforms: torch._C._functorch.get_interpreter_stack
+TransformType: torch._C._functorch.TransformType Vmap
+    whether torch.func transforms the call, and torch.vmap is among the transforms
+reduction_of: torch.nn._reduction.legacy_get_string
+    the deprecated arguments of F.cross_entropy
+node_number: torch.autograd.graph.Node()._sequence_nr
+next_node_number: torch._C._autograd._get_sequence_nr
+    the module in whose forward a node was made
+start_profiler: torch._C._autograd._enable_profiler_legacy
+stop_profiler: torch._C._autograd._disable_profiler_legacy
+profiler_runs: torch._C._autograd._profiler_enabled
+ProfilerConfig: torch._C._profiler.ProfilerConfig
+ProfilerState: torch._C._profiler.ProfilerState CPU
+ExperimentalConfig: torch._C._profiler._ExperimentalConfig
+    allocations inside of a CPU kernel; torch.profiler sees the same, but takes milliseconds to start
+""",
+)
