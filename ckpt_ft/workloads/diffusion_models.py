@@ -377,10 +377,15 @@ def diffusion_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) ->
 
     height, width = images.of(None)
     shape = {"resolution": side * scale, **({"frames": frames} if frames else {})}
-    notes: tuple[str, ...] = ()
+    before = (
+        ""
+        if spec.data.encode_each_step
+        else "images and prompts are encoded before (--encode-each-step: in the step), and "
+    )
+    notes: tuple[str, ...] = (f"{before}samples are drawn between steps, without gradients: they have no rows here",)
     if spec.data.buckets:
         shape = {**shape, "height": height, "width": width}
-        notes = (f"buckets: a batch of {height}x{width} pixels, the largest of {len(sizes)}",)
+        notes = (f"buckets: a batch of {height}x{width} pixels, the largest of {len(sizes)}", *notes)
     return Workload(
         model,
         make_batch,

@@ -53,6 +53,10 @@ def test_text_encoders_and_vae_of_sdxl() -> None:
     assert sum(name.startswith("text_encoder.") for name in trained) == 11 * 4 * 2
     assert sum(name.startswith("text_encoder_2.") for name in trained) == 32 * 4 * 2
     assert [sum(p.numel() for p in model.parameters()) for model in workload.auxiliary_models] == [VAE]
+    without = "samples are drawn between steps, without gradients: they have no rows here"
+    assert workload.notes == (without,)
+    alone = load(TrainingSpec.of(SDXL, lora_r=4), "t4")
+    assert alone.notes == (f"images and prompts are encoded before (--encode-each-step: in the step), and {without}",)
 
 
 def test_inpainting_unet_is_refused_with_the_way_to_an_answer(tmp_path: Path) -> None:
