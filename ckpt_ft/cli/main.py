@@ -95,9 +95,11 @@ def _with_command(words: Sequence[str]) -> Sequence[str]:
         UserError: the first word is neither.
     """
     word = words[0] if words else ""
-    if not word or word.startswith("-") or word in _commands().commands:
+    if (dashed := word.replace("_", "-")) in _commands().commands:
+        return [dashed, *words[1:]]
+    if not word or word.startswith("-"):
         return words
-    is_file = Path(word).exists() or Path(word).suffix in (".py", ".yaml", ".yml", ".json", ".toml")
+    is_file = Path(word).exists() or Path(word).suffix in (".py", ".yaml", ".yml", ".json", ".toml", ".gguf")
     said = phrase(words)[0]
     if is_file or find_model(said) or unpacked(said, {})[2]:
         print(f"note: ckpt-ft estimate {shlex.quote(said)}", file=sys.stderr)

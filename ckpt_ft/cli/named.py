@@ -218,7 +218,8 @@ def phrase(words: Sequence[str]) -> list[str]:
     if parts := _ON.fullmatch(said):
         with suppress(UserError):
             find_gpu(parts["card"])
-            return [parts["model"], "--device", (parts["count"] or "") + parts["card"], *rest]
+            count = re.sub(r"two\s|dual\s", "2x ", parts["count"] or "")
+            return [parts["model"], "--device", count + parts["card"], *rest]
     return [said, *rest]
 
 
@@ -235,9 +236,23 @@ def alike(words: Sequence[str]) -> str:
 
 
 _ON = re.compile(
-    r"(?P<model>.+?)\s+(?:on|with|in)\s+(?:(?:an?|my|one|the)\s+)?(?P<count>\d+\s*x\s*)?(?P<card>.+?)s?", re.IGNORECASE
+    r"(?P<model>.+?)\s+(?:on|with|in)\s+(?:(?:an?|my|one|the)\s+)?(?P<count>\d+\s*x\s*|two\s|dual\s)?"
+    r"(?P<card>.+?)(?:\s+card|\s+gpu)?s?",
+    re.IGNORECASE,
 )
-_FILLERS = {"model", "with", "full", "fine", "tune", "tuning", "finetune", "finetuning", "train", "training"}
+_FILLERS = {
+    "model",
+    "with",
+    "dreambooth",
+    "full",
+    "fine",
+    "tune",
+    "tuning",
+    "finetune",
+    "finetuning",
+    "train",
+    "training",
+}
 _WORDS = re.compile(r"\d+(?:\.\d+)?[bm]?|[a-z]+")
 _SAID: dict[str, dict[str, Any]] = {
     "lora": {"lora_r": LORA_R},

@@ -270,7 +270,8 @@ _PEOPLE_SAY = {
     **dict.fromkeys(("context", "context_length", "ctx", "length", "seq_len", "seqlen", "max_len"), "seq-length"),
     **dict.fromkeys(("batch", "bs"), "batch-size"),
     **dict.fromkeys(("memory", "gpu_memory", "device_memory"), "device"),
-    "precision": "dtype", "cpu_offload": "offload=all", "4bit": "load-in-4bit", "8bit": "load-in-8bit",
+    "model": "model_name_or_path", "precision": "dtype", "cpu_offload": "offload=all",
+    "4bit": "load-in-4bit", "8bit": "load-in-8bit",
 }  # fmt: skip
 
 

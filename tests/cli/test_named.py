@@ -51,6 +51,8 @@ def test_packed_copy_is_its_model(
         ("'llama 3 8b on a 4090'", ["llama 3 8b", "--device", "4090"]),
         ("qwen3 8b qlora on 12 GB --policy full", ["qwen3 8b qlora", "--device", "12 GB", "--policy", "full"]),
         ("llama 3 8b on 2x 3090s", ["llama 3 8b", "--device", "2x 3090"]),
+        ("llama 3 8b on two 4090s", ["llama 3 8b", "--device", "2x 4090"]),
+        ("qwen3-8b qlora on a 12gb card", ["qwen3-8b qlora", "--device", "12gb"]),
         ("llama 3 8b with lora", ["llama 3 8b with lora"]),
         ("Qwen/Qwen3-8B 4", ["Qwen/Qwen3-8B", "4"]),
         ("--device t4 gpt2", ["--device", "t4", "gpt2"]),
