@@ -218,8 +218,8 @@ def phrase(words: Sequence[str]) -> list[str]:
     if parts := _ON.fullmatch(said):
         with suppress(UserError):
             find_gpu(parts["card"])
-            count = re.sub(r"two\s|dual\s", "2x ", parts["count"] or "")
-            return [parts["model"], "--device", count + parts["card"], *rest]
+            several = re.sub(r"(?i:two|dual)\s", "2x ", parts["count"] or "")
+            return [parts["model"], "--device", several + parts["card"], *rest]
     return [said, *rest]
 
 
