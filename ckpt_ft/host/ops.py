@@ -154,12 +154,10 @@ class ScriptOps(FakeOps):
             self.values.keep(fake, tensor)
             fake.requires_grad_(tensor.requires_grad)
         hooks = gradient_hooks(tensor), accumulated_hooks(tensor)
-        swap(tensor, fake)
-        for found, register in zip(
-            hooks, (tensor.register_hook, tensor.register_post_accumulate_grad_hook), strict=True
-        ):
+        for found, register in zip(hooks, (fake.register_hook, fake.register_post_accumulate_grad_hook), strict=True):
             for hook in (found or {}).values():
-                register(hook)
+                register(hook)  # before the exchange: a tensor that had hooks does not tell autograd of more
+        swap(tensor, fake)
         if self.gpu is not None:
             self.recorder.ignore(tensor)
 

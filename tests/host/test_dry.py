@@ -104,6 +104,20 @@ def test_an_evaluation_in_inference_mode_comes_first(tmp_path: Path) -> None:
     assert peak(answer) > 8 << 20  # with a workspace of cuBLAS
 
 
+def test_optimizers_that_step_in_hooks_of_their_weights(tmp_path: Path) -> None:
+    """Each gradient is freed in backward. On the CPU a weight becomes a fake after it has got its hook."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])\n"
+        "optimizers = {weight: torch.optim.AdamW([weight]) for weight in model.parameters()}\n"
+        "def step(weight):\n    optimizers[weight].step()\n    optimizers[weight].zero_grad()\n"
+        "for weight in model.parameters():\n    weight.register_post_accumulate_grad_hook(step)\n"
+        "for _ in range(3):\n    model(torch.ones(16, 256)).sum().backward()\n"
+    )
+    (answer,) = dry(str(script))
+    assert peak(answer) == live(str(script))
+
+
 def test_weights_that_are_changed_by_hand() -> None:
     (answer,) = dry("by_hand.py")
     assert peak(answer) == pytest.approx(live("by_hand.py"), rel=0.01)
