@@ -365,7 +365,7 @@ class _Entries:
         dtype, bf16, fp16, mixed = (self.get(name) for name in ("dtype", "bf16", "fp16", "mixed_precision"))
         if "fp16" in self.given and fp16 and "bf16" not in self.given:
             bf16 = False
-        ends = False
+        ends = trained = False
         if self.diffusion and (self.get("lora_r") or self.get("peft_config")) and mixed in _DTYPES:
             dtype = mixed  # the dtype of frozen weights in the recipes
         if self.kind == "axolotl":
@@ -379,8 +379,10 @@ class _Entries:
                 self.leave_out("embeddings_skip_upcast", "norms are predicted as the other weights, not in float32")
         if "llama" in self.kind and not self.given.get("dtype"):
             half = "bfloat16" if bf16 or self.get("pure_bf16") else "float16" if fp16 else "auto"
-            # Trained weights are cast to float32, except by pure_bf16.
-            dtype = half if self._adapted() or self.get("pure_bf16") or half == "auto" else "float32"
+            # Trained weights are cast to float32, except by pure_bf16 and BAdam.
+            whole = not self._adapted() and not self.get("pure_bf16") and not self.get("use_badam")
+            trained = whole and self.get("finetuning_type") == "freeze"
+            dtype = "float32" if whole and not trained and half != "auto" else half
         if self.get("fp8") and (self._adapted() or self.get("deepspeed")):
             self.leave_out("fp8", "predicted in bf16: products in 8 bits take less time")
         elif self.get("fp8"):  # accelerate's mixed precision, in place of bf16
@@ -391,6 +393,7 @@ class _Entries:
             "fp16": bool(fp16),
             "mixed_precision": mixed,
             "float32_ends": ends,
+            "float32_trained": trained,
         }
 
     def _optimizer(self) -> str:
@@ -486,7 +489,9 @@ class _Entries:
         if why:
             self.leave_out(next(name for name in ("rl", "pref_loss", "stage") if self.get(name)), why)
         given = {**(self.get("trainer_args") or {}), **more} if trainer else {}
-        return {"trainer": trainer, "trainer_args": json.dumps(given, sort_keys=True) if given else ""}
+        text = json.dumps(given, sort_keys=True) if given else ""
+        whole = self.kind == "llama_factory" and trainer in ("dpo", "kto")
+        return {"trainer": trainer, "trainer_args": text, "float32_logits": whole}
 
     def _sizes(self) -> dict[str, Any]:
         """The sizes of context, tensor and sequence parallelism, and the number of processes if all are known."""

@@ -210,6 +210,7 @@ class PrecisionSpec(Part):
         rule=_NO_BLOCK_SCALES,
     )
     float32_ends: bool = setting(False, "embeddings, norms and head in float32, as axolotl loads models to train them")
+    float32_trained: bool = setting(False, "trained weights in float32, beside frozen ones, as in LLaMA-Factory")
 
 
 @dataclass(frozen=True)
@@ -400,10 +401,14 @@ class TrainerSpec(Part):
         "", "TRL's trainer of the step: sft, dpo, kto, reward, grpo or rloo; default: transformers' Trainer"
     )
     trainer_args: str = setting("", "with --trainer: fields of its configuration as JSON, e.g. '{\"beta\": 0.1}'")
+    float32_logits: bool = setting(False, "with --trainer dpo or kto: LLaMA-Factory's loss of logits in float32")
 
     def problems(self) -> dict[str, object]:
         idle = self.trainer_args and not self.trainer
-        return {f"trainer args {self.trainer_args}: of which trainer? give --trainer sft, for example": idle}
+        return {
+            f"trainer args {self.trainer_args}: of which trainer? give --trainer sft, for example": idle,
+            "float32 logits: give --trainer dpo or kto": self.float32_logits and self.trainer not in ("dpo", "kto"),
+        }
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_ft.checkpointing.blocks import find_blocks
 from ckpt_ft.checkpointing.towers import Tower, find_towers
-from ckpt_ft.errors import UserError, did_you_mean
+from ckpt_ft.errors import UserError, did_you_mean, one_line
 from ckpt_ft.spec.defaults import LORA_DROPOUT, TRAINED_TOWERS
 from ckpt_ft.spec.peft_file import configuration, takes
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -181,7 +181,10 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
     if spec.precision.float32_ends:
         _ends_to_float32(model)
     for part in spec.model.frozen:
-        _freeze(model, part)
+        _freeze(model, part, whole=spec.adapter.trains)
+    for parameter in model.parameters() if spec.precision.float32_trained else ():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
     towers = TrainedTowers(model, spec.model.train_towers) if spec.model.train_towers else None
     if not spec.adapter.trains:
         if towers is not None:
@@ -210,6 +213,8 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
         try:
             adapted = get_peft_model(model, config)
         except ValueError as error:
+            if spec.adapter.lora_targets and "not found in the base model" in str(error):
+                raise UserError(f"{targets}: {one_line(error, 400)}", lora_targets=()) from error
             if "lora_dropout != 0" not in str(error):
                 raise
             raise UserError(
@@ -234,7 +239,8 @@ def check_target_parameters(model: nn.Module, targets: Sequence[str]) -> None:
             fused = dict.fromkeys(".".join(name.split(".")[-3:]) for name, _ in fused_experts(model))
             known = f"; those of experts are {', '.join(fused)}" if fused else "; it has no fused experts"
             raise UserError(
-                f"LoRA target parameter '{target}': no parameter has that name{did_you_mean(target, fused)}{known}"
+                f"LoRA target parameter '{target}': no parameter has that name{did_you_mean(target, fused)}{known}",
+                lora_target_parameters=(),
             )
 
 
@@ -252,7 +258,10 @@ def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
     if spec.kernels.experts_implementation and not any("expert" in name for name in names):
         raise UserError(f"experts implementation: {type(model).__name__} has no experts; leave it out")
     if not nbytes and quantised.quantize_moe_experts:
-        raise UserError(f"quantised experts: {type(model).__name__} has no experts in 3-D parameters; leave it out")
+        raise UserError(
+            f"quantised experts: {type(model).__name__} has no experts in 3-D parameters; leave it out",
+            quantize_moe_experts=False,
+        )
     if not nbytes or not quantised.bits:
         return ()
     if quantised.quantize_moe_experts:
@@ -395,11 +404,15 @@ def store_sizes(adapted: Any) -> None:
             sizes[adapter] = torch.tensor(shape, device="cpu")
 
 
-def _freeze(model: Any, part: str) -> None:
+def _freeze(model: Any, part: str, whole: bool) -> None:
+    """Freezes the parameters that a part names, or all that a `!` part does not find.
+
+    whole: whether a part that finds none freezes the model: axolotl's adapters train then.
+    """
     names = dict(model.named_parameters())
     if part.startswith("!"):
         kept = _found(list(names), part[1:])
-        named = [parameter for name, parameter in names.items() if name not in kept] if kept else []
+        named = [parameter for name, parameter in names.items() if name not in kept] if kept or whole else []
     else:
         named = [parameter for name, parameter in names.items() if part in name]
     if not named:

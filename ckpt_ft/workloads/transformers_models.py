@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins import flash_attention, liger
 from ckpt_ft.validation import library_reads
@@ -112,6 +112,9 @@ def _text(model: Any, spec: TrainingSpec) -> Fields:
 
 
 def _speech(model: Any, spec: TrainingSpec) -> Fields:
+    """Windows of sound and their text; rows of text for a language model that also takes sound."""
+    if not model.config.is_encoder_decoder:
+        return _text(model, spec)
     labels = Field((spec.data.tokens,), model.config.get_text_config().vocab_size)
     return {"input_features": _log_mel(model), "labels": labels}
 
@@ -223,8 +226,9 @@ def tasks_of(model_type: str) -> dict[str, Task]:
 
 
 def class_for(model_type: str) -> str:
-    """The class for a model type whose configuration names none; "" if no task has that type."""
-    return next((task.classes[model_type][0] for task in TASKS if model_type in task.classes), "")
+    """The class for a model type whose configuration names none, towers included; "" if no task has that type."""
+    found = [task.classes[model_type][0] for task in TASKS if model_type in task.classes]
+    return max(found, key=lambda name: "ForConditional" in name, default="")
 
 
 def check_fields(model: Any, fields: Collection[str]) -> None:
@@ -286,7 +290,15 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
         config = _of_size(config, spec.data.resolution)
     if "audio_seconds" in task.sized:
         spec = spec.edit(audio_seconds=spec.data.audio_seconds or _SECONDS)
-    built = _build(name, kind, config, spec)
+    try:
+        built = _build(name, kind, config, spec)
+    except UserError as error:
+        language = config.get("text_config") or {}
+        if spec.data.images or not isinstance(error.__cause__, ImportError) or "model_type" not in language:
+            raise
+        found = transformers_model(name, language, spec.edit(task=""))
+        without = f"the language model alone is predicted, without its towers: {one_line(error.__cause__, 100)}"
+        return replace(found, notes=(without, *found.notes))
     text = built.config.get_text_config()
     seen = images_of_row(built, read_processor(name), spec) if spec.data.images else None
     if seen is not None and spec.data.rows == "packed":

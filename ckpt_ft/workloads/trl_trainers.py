@@ -14,9 +14,10 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import gcd
 from typing import Any
 from unittest.mock import patch
 
@@ -62,13 +63,14 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
     if workload.autocast is not None and not (workload.launch is not None and workload.launch.stage):
         device = "cpu" if workload.device == "cpu" else "cuda"  # the reference runs under it, too
         trainer.accelerator.autocast = partial(torch.autocast, device, workload.autocast)
-    own_loss = loss_of(trainer)
+    own_loss = partial(_loss_of_logits, trainer) if spec.trainer.float32_logits else loss_of(trainer)
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
         with separate_accelerate_state(states):
             return own_loss(model, dict(batch))
 
     reference = getattr(trainer, "ref_model", None)
+    library = "LLaMA-Factory" if spec.trainer.float32_logits else "TRL"
     online = spec.trainer.trainer in ONLINE
     phases = {"generation": _generation(trainer, spec, states)} if online else {}
     if spec.data.eval_batch_size and not online:
@@ -80,8 +82,42 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
         compute_loss=compute_loss,
         phases=phases,
         auxiliary_models=(*workload.auxiliary_models, *([] if reference is None else [reference])),
-        notes=(*workload.notes, f"the step is that of TRL's {type(trainer).__name__}; every token counts in its loss"),
+        notes=(
+            *workload.notes,
+            f"the step is that of {library}'s {type(trainer).__name__}; every token counts in its loss",
+        ),
     )
+
+
+def _loss_of_logits(trainer: Any, model: Forward, batch: Batch) -> torch.Tensor:
+    """The loss of LLaMA-Factory's trainers of preferences: they keep whole logits, in float32, for their metrics.
+
+    Source: LLaMA-Factory, get_batch_loss_metrics of train/dpo/trainer.py and train/kto/trainer.py.
+    """
+
+    def scored(model: Forward, kind: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+        ids = batch[f"{kind}input_ids"]
+        logits = model(input_ids=ids, attention_mask=batch[f"{kind}attention_mask"], use_cache=False).logits.float()
+        each = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+        scores = (each * batch[f"{kind}completion_mask"][:, 1:]).sum(-1)
+        return (logits.clone() if "label" in batch else logits), scores  # KTO sorts them by their label
+
+    def all_scored(model: Forward) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, scores = scored(model)
+        if "KL_input_ids" in batch:
+            with torch.no_grad():
+                scored(model, "KL_")
+        return logits, scores
+
+    logits, scores = all_scored(model)
+    if not trainer.precompute_ref_logps:
+        adapted = trainer.ref_model is None
+        with torch.no_grad(), trainer.model.disable_adapter() if adapted else nullcontext():
+            of_reference = all_scored(model if adapted else trainer.ref_model)[1]
+        scores = scores - of_reference
+    signs = batch["label"] * 2 - 1 if "label" in batch else torch.tensor([1, -1]).repeat_interleave(len(scores) // 2)
+    logits.mean()
+    return -torch.nn.functional.logsigmoid(trainer.beta * scores * signs).mean()
 
 
 def _build(model: Any, spec: TrainingSpec) -> Any:
@@ -123,6 +159,9 @@ def _build(model: Any, spec: TrainingSpec) -> Any:
 def _arguments(spec: TrainingSpec) -> dict[str, Any]:
     """The fields of the trainer's configuration; the workload itself applies precision and checkpointing."""
     own = {name: value for name, value in trainer_args(spec).items() if name != "use_vllm"}  # it would start vLLM
+    if "num_generations" in own:  # of all processes; a process of its own has a part of each group
+        sequences = spec.data.batch_size * own.get("steps_per_generation", spec.data.accumulation)
+        own["num_generations"] = gcd(own["num_generations"], own.get("generation_batch_size", sequences))
     length: dict[str, Any] = {"max_length": spec.data.tokens}
     if spec.trainer.trainer == "sft":
         packed = spec.data.rows == "packed"

@@ -343,7 +343,11 @@ STEPS = {  # the content of a file -> parts of its command line
     M + "max_prompt_length: 100\nmax_completion_length: 28\nnum_generations: 4": "--seq-length 128",
     M + "template: q\nstage: rm\nfinetuning_type: full\nbf16: true": "--trainer reward",
     M + "template: q\nstage: dpo\npref_loss: orpo\nbf16: 1": "--trainer-args '{\"precompute_ref_log_probs\": true}'",
-    M + "template: q\nfinetuning_type: freeze\nbf16: true\nfreeze_trainable_layers: 3": "--freeze '!last:3'",
+    M + "template: q\nfinetuning_type: freeze\nbf16: true\nfreeze_trainable_layers: 3": (
+        "--dtype bfloat16 --bf16 --float32-trained"
+    ),
+    M + "template: q\nfinetuning_type: freeze\nbf16: true": "--freeze '!last:2'",
+    M + "template: q\nstage: dpo\nbf16: true": "--trainer dpo --float32-logits",
     M + "template: q\nfinetuning_type: full\nbf16: true\nuse_badam: true": "--freeze '!first:1'",
     M + "template: q\nfinetuning_type: full\nbf16: true\nuse_galore: true\ngalore_layerwise: true": (
         "--optimizer galore_adamw_layerwise"

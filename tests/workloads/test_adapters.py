@@ -431,3 +431,19 @@ def test_configuration_with_infinity_is_read(name: str, tmp_path: Path) -> None:
     assert "__float__" in text
     limits = read_config(str(tmp_path))["time_step_limit"]
     assert limits[1] == float("inf")
+
+
+def test_weights_that_are_trained_beside_frozen_ones_are_float32(config: str) -> None:
+    spec = TrainingSpec.of(config, seq_length=32, dtype="bfloat16", frozen=("!last:1",), float32_trained=True)
+    parameters = list(load(spec, "cpu").model.parameters())
+    assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in parameters if not p.requires_grad} == {torch.bfloat16}
+
+
+def test_names_of_another_version_of_the_model_are_left_out_of_a_file(config: str) -> None:
+    with pytest.raises(UserError, match="not found in the base model") as refused:
+        load(TrainingSpec.of(config, seq_length=32, lora_r=4, lora_targets=("model.tower.(up|down)_proj",)), "cpu")
+    assert refused.value.without == {"lora_targets": ()}
+    frozen = load(TrainingSpec.of(config, seq_length=32, lora_r=4, frozen=("!model.tower.*",)), "cpu").model
+    plain = load(TrainingSpec.of(config, seq_length=32, lora_r=4), "cpu").model
+    assert sizes(frozen) == sizes(plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from test_trl_trainers import ROW, TOKENS
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
     DataCollatorForLanguageModeling,
     HfArgumentParser,
     LlamaConfig,
@@ -54,6 +57,21 @@ FILES: dict[str, str] = {
     "axolotl lora": "adapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_dropout: 0.05\nlora_target_linear: true\n"
     "sequence_len: 24\nmicro_batch_size: 2\nbf16: auto\noptimizer: adamw_torch_fused\ngradient_checkpointing: true\n"
     "val_set_size: 0\nwandb_project: x\ndatasets: [{path: a, type: alpaca}]\nattn_implementation: sdpa\n",
+    "trl packed": "learning_rate: 1.0e-5\nbf16: true\nmax_length: 24\npacking: true\nper_device_train_batch_size: 3\n"
+    "optim: adafactor\n",
+    "trl qlora": "use_peft: true\nload_in_4bit: true\nuse_bnb_nested_quant: true\nlora_r: 8\nmax_length: 24\n"
+    "bf16: true\nlora_target_modules: all-linear\ndtype: bfloat16\nper_device_train_batch_size: 2\n",
+    "kto lora": "use_peft: true\nlora_r: 4\nbf16: true\nmax_length: 24\nper_device_train_batch_size: 2\n"
+    "desirable_weight: 1.0\n",
+    "reward full": "center_rewards_coefficient: 0.01\nbf16: true\nmax_length: 24\nper_device_train_batch_size: 2\n",
+    "llama_factory freeze": "stage: sft\nfinetuning_type: freeze\nfreeze_trainable_layers: 2\ntemplate: qwen\n"
+    "cutoff_len: 24\nbf16: true\nper_device_train_batch_size: 2\n",
+    "llama_factory dpo": "stage: dpo\nfinetuning_type: lora\nlora_rank: 8\nlora_target: all\ntemplate: qwen\n"
+    "pref_beta: 0.1\npref_loss: sigmoid\ncutoff_len: 24\nbf16: true\nper_device_train_batch_size: 2\n",
+    "axolotl qlora": "adapter: qlora\nload_in_4bit: true\nlora_r: 8\nlora_target_linear: true\nsequence_len: 24\n"
+    "micro_batch_size: 2\nbf16: auto\noptimizer: adamw_torch_fused\ngradient_checkpointing: true\n",
+    "axolotl unfrozen": "unfrozen_parameters: [lm_head.*, 'layers.[1-2].']\nsequence_len: 24\nmicro_batch_size: 2\n"
+    "bf16: true\noptimizer: adamw_torch_fused\nattn_implementation: sdpa\n",
     "axolotl full": "sequence_len: 24\nmicro_batch_size: 2\nbf16: true\noptimizer: adafactor\nspecial_tokens: {a: b}\n"
     "gradient_checkpointing: false\nattn_implementation: sdpa\n",
 }  # fmt: skip
@@ -77,10 +95,48 @@ def predicted(content: Mapping[str, Any], kind: str, rows: int) -> tuple[int, Tr
     return workload.trace(rows).peak_allocated, spec
 
 
+class FactoryDPO(trl.DPOTrainer):
+    """The loss of LLaMA-Factory's CustomDPOTrainer (train/dpo/trainer.py), written as its source has it."""
+
+    def log_probabilities(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        logits = model(input_ids=ids, attention_mask=mask, return_dict=True, use_cache=False).logits.to(torch.float32)
+        labels, answers = ids[:, 1:].clone(), batch["completion_mask"][:, 1:] != 0
+        labels[~answers] = 0
+        each = torch.gather(logits[:, :-1, :].log_softmax(-1), dim=2, index=labels.unsqueeze(2)).squeeze(2)
+        return (each * answers).sum(-1), logits
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
+        policy, logits = self.log_probabilities(model, inputs)
+        with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
+            reference = self.log_probabilities(model, inputs)[0]
+        chosen, rejected = (policy - reference).chunk(2)
+        logits.mean().item()
+        return -torch.nn.functional.logsigmoid(self.beta * (chosen - rejected)).mean()
+
+
+def started_model(content: Mapping[str, Any], kind: str, model: Path, out: Path) -> Any:
+    """The model that a run starts from; in bitsandbytes' own 4-bit layers if the file asks for them."""
+    config = AutoConfig.from_pretrained(model)
+    if kind == "reward":
+        config.num_labels = 1
+        return AutoModelForSequenceClassification.from_config(config)
+    started = AutoModelForCausalLM.from_config(config)
+    if not content.get("load_in_4bit"):
+        return started
+    pytest.importorskip("bitsandbytes")
+    started.to(torch.bfloat16).save_pretrained(out / "weights")
+    packed = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=True,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_pretrained(out / "weights", quantization_config=packed, dtype=torch.bfloat16)
+
+
 def measured(content: Mapping[str, Any], kind: str, model: Path, out: Path, spec: TrainingSpec) -> int:
     """The peak of a live run, whose arguments the file's own library reads from it, under the policy of `spec`."""
     plain = {name: value for name, value in content.items() if name not in OF_LIVE}
-    started = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    started = started_model(content, kind, model, out)
     given: dict[str, Any] = {"output_dir": str(out), "optim": "adamw_torch_fused"}
     if kind in TRL:
         name = TRL_TRAINERS[TRL[kind]]
@@ -88,16 +144,28 @@ def measured(content: Mapping[str, Any], kind: str, model: Path, out: Path, spec
         args, of_model = parser.parse_dict({**given, **plain, **QUIET}, allow_extra_keys=True)
         more: dict[str, Any] = {"peft_config": trl.get_peft_config(of_model), "processing_class": _tokenizer()}
         make, row = getattr(trl, f"{name}Trainer"), ROW[TRL[kind]]
-        started = started.to(getattr(torch, of_model.dtype or "float32"))
+        if not of_model.load_in_4bit:
+            started = started.to(getattr(torch, of_model.dtype or "float32"))
     else:
         names = {"micro_batch_size": "per_device_train_batch_size", "optimizer": "optim"}
         plain = {names.get(name, name): value for name, value in plain.items()} | {"bf16": True}
-        cls = TrainingArguments if kind == "axolotl" else Seq2SeqTrainingArguments
+        of_pairs = (
+            {"max_length": TOKENS, "beta": content.get("pref_beta", 0.1)} if content.get("stage") == "dpo" else {}
+        )
+        plain |= of_pairs
+        cls = trl.DPOConfig if of_pairs else TrainingArguments if kind == "axolotl" else Seq2SeqTrainingArguments
         (args,) = HfArgumentParser((cls,)).parse_dict({**given, **plain, **QUIET}, allow_extra_keys=True)
         rank = content.get("lora_r") or content.get("lora_rank")
         adapts = "adapter" in content or content.get("finetuning_type") == "lora"
         # Both load weights that are not trained in bf16; axolotl also those that are, but for embeddings, norms, head.
-        started = started.to(torch.bfloat16 if adapts or kind == "axolotl" else torch.float32)
+        part_of_it = content.get("finetuning_type") == "freeze"
+        if not content.get("load_in_4bit"):
+            started = started.to(torch.bfloat16 if adapts or part_of_it or kind == "axolotl" else torch.float32)
+        trained = content.get("unfrozen_parameters") or (["layers.[12]."] if part_of_it else [""])
+        for name, parameter in started.named_parameters():
+            parameter.requires_grad_(parameter.is_floating_point() and any(re.search(one, name) for one in trained))
+            if part_of_it and parameter.requires_grad:
+                parameter.data = parameter.data.float()
         if kind == "axolotl" and not adapts:
             for part, layer in started.named_modules():
                 if "norm" in part or "embed" in part or part == "lm_head":
@@ -107,6 +175,10 @@ def measured(content: Mapping[str, Any], kind: str, model: Path, out: Path, spec
             started = get_peft_model(started, LoraConfig(r=rank, lora_dropout=dropout, target_modules="all-linear"))
         more = {"data_collator": DataCollatorForLanguageModeling(_tokenizer(), mlm=False)}
         make, row = (Trainer if kind == "axolotl" else Seq2SeqTrainer), {"input_ids": [1] * TOKENS}
+        if of_pairs:
+            started = started.get_base_model() if adapts else started
+            more = {"processing_class": _tokenizer(), "peft_config": LoraConfig(r=rank, target_modules="all-linear")}
+            make, row = FactoryDPO, ROW["dpo"]
     rows = Dataset.from_list([row] * 2 * args.per_device_train_batch_size * args.gradient_accumulation_steps)
     trainer = make(started, args=args, train_dataset=rows, **more)
     ACCallback(spec.policy).attach(trainer)

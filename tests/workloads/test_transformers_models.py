@@ -9,13 +9,18 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from model_configs import write_config
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Gemma3ForConditionalGeneration,
+)
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
 from ckpt_ft.spec.training_spec import ModelSpec, TrainingSpec
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.transformers_models import TASKS
+from ckpt_ft.workloads.transformers_models import TASKS, class_for
 
 TEXT = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -232,6 +237,22 @@ def test_text_rows_for_a_vision_language_model_are_noted(tmp_path: Path) -> None
         "rows are text alone: what takes pixel_values is resident and does not run; --images 1 gives rows one",
     )
     assert workload.trace(1).notes[0] == workload.notes[0]
+
+
+def test_towers_whose_library_is_missing_leave_the_language_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_a_library(*_: Any, **__: Any) -> None:
+        raise ImportError("TimmWrapperModel requires the timm library")
+
+    assert class_for("qwen3_5") == "Qwen3_5ForConditionalGeneration"
+    path = write_config(tmp_path, GEMMA)
+    monkeypatch.setattr(Gemma3ForConditionalGeneration, "_from_config", without_a_library)
+    workload = load(TrainingSpec.of(path, seq_length=16), "cpu")
+    assert type(workload.model).__name__ == "Gemma3ForCausalLM"
+    assert workload.notes[0].endswith("without its towers: TimmWrapperModel requires the timm library")
+    with pytest.raises(UserError, match="its config does not make a model: ImportError: TimmWrapperModel"):
+        load(TrainingSpec.of(path, seq_length=16, images=1), "cpu")
 
 
 def test_missing_argument_of_forward_is_one_line(tmp_path: Path) -> None:

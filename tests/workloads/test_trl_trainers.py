@@ -21,7 +21,7 @@ from ckpt_ft.spec.defaults import ONLINE, TRL_BATCH
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.trl_trainers import TRL_TRAINERS, _no_reward, _tokenizer
+from ckpt_ft.workloads.trl_trainers import TRL_TRAINERS, _arguments, _no_reward, _tokenizer
 
 trl = pytest.importorskip("trl")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -239,3 +239,13 @@ def test_invalid_trainer_settings_are_refused(config: Path) -> None:
             load(TrainingSpec.of(str(config), seq_length=8, **fields), "cpu")
     with pytest.raises(UserError, match="of which trainer"):
         TrainingSpec.of(str(config), trainer_args="{}")
+
+
+def test_part_of_a_group_of_completions_is_on_each_gpu(config: Path) -> None:
+    """TRL wants whole groups from all processes together, whose number a file does not say."""
+    spec = TrainingSpec.of(
+        str(config), trainer="grpo", batch_size=16, accumulation=4, seq_length=TOKENS,
+        trainer_args='{"num_generations": 14, "max_completion_length": 8}',
+    )  # fmt: skip
+    assert _arguments(spec)["num_generations"] == 2
+    assert load(spec, "cpu").make_batch(2, None)["completion_ids"].shape == (2, 8)
