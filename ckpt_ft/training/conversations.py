@@ -182,7 +182,7 @@ class ImageLoader:
 
     def _file(self, path: str, place: str) -> Path:
         if "://" in path or path.startswith("data:") or "\0" in path:
-            raise UserError(f"{place}: image {path!r:.80} is not a file; download it into the data folder")
+            raise UserError(f"{place}: image {path:.80} is not a file; download it into the data folder")
         if self.folder is None and not Path(path).is_absolute():
             raise UserError(f"{place}: image {path} is a path, and the dataset is the Hub's; give --image_folder")
         file = Path(path) if self.folder is None else self.folder / path

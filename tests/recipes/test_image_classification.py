@@ -225,7 +225,7 @@ def test_report_and_card_are_written(recipe: ModuleType, folder: Path, tmp_path:
     [
         (["--ac_policy", "stages:5"], "ResNetForImageClassification has no stage 5; it has 4, counted from 1"),
         (["--per_device_train_batch_size", "1"], "--per_device_train_batch_size 1"),
-        (["--dataset_name", "no/where"], "--dataset_name no/where"),
+        (["--dataset_name", "no/where"], "dataset no/where"),
         (["--model_name_or_path", "no/where"], "model no/where"),
         (["--ac_policy", "stags"], "did you mean 'stages'"),
     ],
