@@ -176,7 +176,7 @@ def spec_of(row: dict[str, Any]) -> TrainingSpec:
 
 
 def predicted(spec: TrainingSpec) -> Estimate:
-    return traced_estimate(spec, lambda line: None, suggests=False)[0]
+    return traced_estimate(spec, lambda line: None)[0]
 
 
 def described(group: str) -> Iterator[Row]:

@@ -84,8 +84,7 @@ def calibrate(
     """
     if report is None:
         check_writable(card_path("cpu"), "the cache's card")
-    with progress() as say:
-        say("importing PyTorch")
+    with progress("importing PyTorch") as say:
         from ckpt_ft.memory.measure import calibrate
         from ckpt_ft.memory.measure.report import MemoryReport
 

@@ -30,7 +30,7 @@ def stdout(file: TextIO | None = None) -> Console:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
+def progress(first_line: str = "reading the model") -> Iterator[Callable[[str], None]]:
     """Shows on stderr what runs and for how long: a line that changes in a terminal, else one after 5 and every 10 s.
 
     A line that begins "3 of 20:" or "3 of about 20:" gets the time left, at the pace since the first such line.
@@ -40,7 +40,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
     console = Console(stderr=True)
     columns = SpinnerColumn(), BarColumn(12), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    begun, latest, ended = now(), "reading the model", Event()
+    begun, latest, ended = now(), shorten(first_line), Event()
     first: tuple[int, float] | None = None  # how many were done when they were first counted, and when that was
 
     def repeat() -> None:

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.files import check_writable
-from ckpt_ft.memory.gpus import GPU, find_gpu, gpu_of
+from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.planning.results import Estimate, Suggestion, Suggestions
 from ckpt_ft.policy import Policy
-from ckpt_ft.tables import Table, print_table
+from ckpt_ft.tables import print_table
 from ckpt_ft.units import format_bytes
 
 from .console import progress, stdout
-from .estimate import print_figures, print_ways
-from .params import AsJson, Html
+from .estimate import estimates_table, print_figures, print_ways
+from .params import AsJson, Html, cards_of
 
 if TYPE_CHECKING:
     from ckpt_ft.host.script import Answer, Script
@@ -57,11 +56,9 @@ def dry_run(
     script = Script.of(words or (), module)
     if rows not in ("", "all"):
         raise UserError(f"--rows {rows}: give 'all', or leave it out for batches as the script makes them")
-    if html:
-        check_writable(html, "--html")
     script.check()
     policies = tuple(several(policy or [])) or (AS_IT_IS,)
-    cards = _cards(device)
+    cards = cards_of(device)
     if html and (len(cards) > 1 or len(policies) > 1):
         raise UserError("--html shows one step: give one --device and one --policy")
     found: list[Estimate] = []
@@ -77,23 +74,28 @@ def dry_run(
                 answers = ask(Question(script, card, policies, steps, capacity, otherwise, longest=bool(rows)))
                 known.append((card, answers))
             found += _estimates(script, card, answers)
-    if len(cards) == 1 and len(policies) == 1:
-        first = _with_ways(found[0], found[1:], script)
-        if as_json:
-            print(json.dumps({**asdict(first), "headroom": first.headroom}, indent=2))
-        else:
-            print_figures(first)
-            _print_next(first, script)
-        if html:
-            from ckpt_ft.export.page import estimate_page
-
-            trace = known[0][1][0].trace
-            assert trace is not None
-            estimate_page(first, trace).write(html)
-    elif as_json:
-        print(json.dumps([{**asdict(one), "headroom": one.headroom} for one in found], indent=2))
-    else:
+    several_asked = len(cards) > 1 or len(policies) > 1
+    first = found[0] if several_asked else _with_ways(found[0], found[1:], script)
+    if as_json:
+        entries = [{**asdict(one), "headroom": one.headroom} for one in (first, *found[1:])]
+        print(json.dumps(entries if several_asked else entries[0], indent=2))
+    elif several_asked:
         _print_table(found, script)
+    else:
+        print_figures(first)
+        if first.answer is not None and first.answer.ways:
+            print_ways(first.answer, stdout())
+        elif first.answer is not None:
+            print(
+                f"no policy that was tried fits: the leanest needs {format_bytes(first.answer.needed)}; a smaller "
+                "batch or shorter rows are options of the script"
+            )
+    if html:
+        from ckpt_ft.export.page import estimate_page
+
+        trace = known[0][1][0].trace
+        assert trace is not None
+        estimate_page(first, trace).write(html)
 
 
 def several(given: Sequence[str]) -> Iterator[str]:
@@ -115,12 +117,6 @@ def several(given: Sequence[str]) -> Iterator[str]:
                 terms.append([])
             terms[-1].append(term)
         yield from (str(Policy.parse(",".join(one))) for one in terms)
-
-
-def _cards(device: str) -> list[GPU | None]:
-    if "," in device:
-        return list({card.name: card for card in map(find_gpu, device.split(","))}.values())
-    return [gpu_of(device)]
 
 
 def _of_same_kernels(card: GPU | None, known: Sequence[tuple[GPU | None, list[Answer]]]) -> list[Answer]:
@@ -179,38 +175,13 @@ def _with_ways(first: Estimate, others: Sequence[Estimate], script: Script) -> E
     return replace(first, answer=Suggestions(sorted(ways, key=lambda way: way.slower), 0 if ways else least))
 
 
-def _print_next(found: Estimate, script: Script) -> None:
-    """What to do next."""
-    console = stdout()
-    if found.answer is None:
-        return
-    if found.answer.ways:
-        print_ways(found.answer, console)
-        return
-    console.print(
-        f"no policy that was tried fits: the leanest needs {format_bytes(found.answer.needed)}; a smaller batch or "
-        "shorter rows are options of the script"
-    )
-
-
 def _print_table(found: Sequence[Estimate], script: Script) -> None:
-    """One row for each card and policy."""
+    """One row for each card and policy, and the command under the fastest policy that fits."""
     from ckpt_ft.host.script import run_command
 
-    rows = [
-        (
-            one.device,
-            one.policy,
-            "-" if one.headroom is None else "yes" if one.headroom >= 0 else "no",
-            format_bytes(one.peak_allocated),
-            format_bytes(one.peak_reserved),
-            "-" if one.seconds is None else f"{one.seconds:.3f}",
-        )
-        for one in found
-    ]
     console = stdout()
-    columns = ("device", "policy", "fits", "peak allocated", "peak reserved", "seconds per step")
-    print_table(Table(f"{found[0].model}, predicted", columns, rows), console)
+    rows = [((one.device, one.policy), one) for one in found]
+    print_table(estimates_table(f"{found[0].model}, predicted", ("device", "policy"), rows), console)
     for note in dict.fromkeys(note for one in found for note in one.notes):
         console.print(f"note: {note}", markup=False)
     fitting = [one for one in found if (one.headroom or 0) >= 0 and one.seconds]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,8 +14,7 @@ import typer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import holders_table
-from ckpt_ft.files import check_writable
-from ckpt_ft.memory.gpus import GPU, find_gpu, gpu_of
+from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.planning.results import Estimate, Suggestions
 from ckpt_ft.spec.flags import on_gpus, words_of
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -24,16 +23,20 @@ from ckpt_ft.units import format_bytes
 
 from .answer_cache import AnswerCache, question_of
 from .console import progress, stdout
-from .params import ONE_LAUNCH, AsJson, Html, takes_spec
+from .params import ONE_LAUNCH, AsJson, Html, cards_of, takes_spec, writable
 from .recipe import ready_made
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ckpt_ft.memory.record.trace import StepTrace
 
-Snapshot = Annotated[str, typer.Option("--snapshot", help="write the step for pytorch.org/memory_viz here (a pickle)")]
-Perfetto = Annotated[str, typer.Option("--perfetto", help="write the step for ui.perfetto.dev here (JSON)")]
+Snapshot = Annotated[
+    str,
+    typer.Option("--snapshot", callback=writable, help="write the step for pytorch.org/memory_viz here (a pickle)"),
+]
+Perfetto = Annotated[
+    str, typer.Option("--perfetto", callback=writable, help="write the step for ui.perfetto.dev here (JSON)")
+]
 
 
 @takes_spec(*ONE_LAUNCH, counts=True)
@@ -52,28 +55,32 @@ def estimate(
     """Predict peak memory and time of one training step, without a GPU and without weights.
 
     If the step does not fit, the command lists changes that would make it fit, each with its time cost. Several cards,
-    as in --device t4,rtx-4090, or several models, as in gpt2,Qwen3-0.6B, are compared side by side.
+    as in --device t4,rtx-4090, or several models, as in gpt2,Qwen3-0.6B, are compared, a row for each.
     """
+    files = [file for file in (html, snapshot, perfetto) if file]
     if "," in spec.host.device or others:
-        if html or snapshot or perfetto or dataset:
+        if files or dataset:
             raise UserError("estimate: files and --dataset are for one model and one --device; give one")
         _compare([on_gpus(one, *one.launch.launches[-1:]) for one in (spec, *others)], as_json)
         return
     if dataset:
         spec = _with_rows(dataset, spec)
     gpu = gpu_of(spec.host.device)
-    files = StepFiles(gpu, html, snapshot, perfetto)
+    if perfetto and gpu is None:
+        raise UserError(f"--perfetto {perfetto}: a CPU's speed is not modelled; give a GPU by --device")
+    if len({Path(file).resolve() for file in files}) < len(files):
+        raise UserError("--html, --snapshot and --perfetto: each needs a file of its own")
     if spec.launch.launches:
         spec = _on_fewest(spec)
     cache = AnswerCache("estimate", {**question_of(spec), "gpu": gpu}, Estimate.from_json)
-    found, trace = None if files.any else cache.get(), None
+    found, trace = None if files else cache.get(), None
     if found is not None and not as_json:
         print_figures(found)
     if found is None:
         from ckpt_ft.planning.estimate import traced_estimate, with_suggestions
 
         with progress() as say:
-            found, trace = traced_estimate(spec, say, suggests=False)
+            found, trace = traced_estimate(spec, say)
         if not as_json:  # what would fit takes longer
             print_figures(found)
         with progress() as say:
@@ -87,8 +94,14 @@ def estimate(
         print(json.dumps({**asdict(found), **room, **said}, indent=2))
     else:
         print_advice(found, spec)
-    if trace is not None:  # after the answer, which a full disk does not lose
-        files.write(found, trace)
+    if trace is not None and html:  # after the answer, which a full disk does not lose
+        from ckpt_ft.export.page import estimate_page
+
+        estimate_page(found, trace).write(html)
+    if trace is not None and snapshot:
+        trace.to_snapshot(snapshot)
+    if trace is not None and perfetto:
+        trace.to_perfetto(perfetto)
 
 
 def _on_fewest(spec: TrainingSpec) -> TrainingSpec:
@@ -98,26 +111,31 @@ def _on_fewest(spec: TrainingSpec) -> TrainingSpec:
     each = [on_gpus(spec, launch) for launch in spec.launch.launches]
     with progress() as say:
         found = estimates_of(each, say)
-    fits = [one for one, estimate in zip(each, found, strict=True) if (estimate.headroom or 0) >= 0]
-    chosen = fits[0] if fits else each[-1]
+    title = "the file does not say on how many GPUs; --processes chooses"
+    rows = [((str(launch.processes),), one) for launch, one in zip(spec.launch.launches, found, strict=True)]
+    print_table(estimates_table(title, ("GPUs",), rows), stdout(sys.stderr))
+    return next((one for one, estimate in zip(each, found, strict=True) if (estimate.headroom or 0) >= 0), each[-1])
+
+
+def estimates_table(title: str, heads: tuple[str, ...], found: Iterable[tuple[tuple[str, ...], Estimate]]) -> Table:
+    """A row for each estimate; `heads` are those of the cells before its figures."""
     rows = []
-    for one, estimate in zip(each, found, strict=True):
-        launch, spare = one.launch.launch, estimate.headroom or 0
-        seconds = "" if estimate.seconds is None else f"{estimate.seconds:.3f}"
-        verdict = "answered below" if one is chosen else "fits" if spare >= 0 else f"needs {format_bytes(-spare)} more"
-        rows.append((str(launch.processes if launch else 1), format_bytes(estimate.peak_reserved), seconds, verdict))
-    columns = ("GPUs", "peak reserved of each", "seconds per step", "")
-    table = Table("the file does not say on how many GPUs; --processes chooses", columns, rows)
-    print_table(table, stdout(sys.stderr))
-    return chosen
+    for cells, one in found:
+        spare = one.headroom or 0
+        left = f"{'-' if spare < 0 else ''}{format_bytes(abs(spare))}"
+        fits = (DASH, DASH) if one.headroom is None else ("yes" if spare >= 0 else "no", left)
+        took = DASH if one.seconds is None else f"{one.seconds:.3f}"
+        peaks = format_bytes(one.peak_allocated), format_bytes(one.peak_reserved)
+        rows.append((*cells, *fits, *peaks, took, one.bound or DASH))
+    columns = ("fits", "to spare", "peak allocated", "peak reserved", "seconds per step", "bound by")
+    return Table(title, (*heads, *columns), rows, text=(*range(len(heads) + 1), len(heads) + 5))
 
 
 def _with_rows(dataset: str, spec: TrainingSpec) -> TrainingSpec:
     """`spec` with sequences as long as the longest row of a dataset; prints how long the rows are."""
     from ckpt_ft.training.text import dataset_lengths
 
-    with progress() as say:
-        say(f"reading {dataset}")
+    with progress(f"reading {dataset}"):
         lengths = dataset_lengths(dataset, spec.model.name, spec.data.tokens)
     common = f"half of its {sum(lengths.rows):,} rows have at most {lengths.quantile(0.5):,} tokens"
     print(f"note: the longest row of {dataset} has {lengths.longest:,} tokens, up to --seq-length; {common}",
@@ -126,38 +144,19 @@ def _with_rows(dataset: str, spec: TrainingSpec) -> TrainingSpec:
 
 
 def _compare(specs: Sequence[TrainingSpec], as_json: bool) -> None:
-    """Print the figures of the step of each of several models on each of several cards, a column for each."""
-    from ckpt_ft.planning.estimate import estimates_on, traced_estimate
+    """Print the figures of the step of each of several models on each of several cards, a row for each."""
+    from ckpt_ft.planning.estimate import estimates_on
 
-    device = specs[0].host.device
-    cards = list({card.name: card for card in map(find_gpu, device.split(","))}.values()) if "," in device else []
+    cards = cards_of(specs[0].host.device)
     with progress() as say:
-        found = [
-            one
-            for spec in specs
-            for one in (estimates_on(spec, cards, say) if cards else [traced_estimate(spec, say, suggests=False)[0]])
-        ]
+        found = [one for spec in specs for one in estimates_on(spec, cards, say)]
     if as_json:
         print(json.dumps([{**asdict(one), "headroom": one.headroom} for one in found], indent=2))
         return
-    room = [one.headroom or 0 for one in found]
-    lines = [
-        ("fits", *("yes" if spare >= 0 else "no" for spare in room)),
-        ("to spare", *(("-" if spare < 0 else "") + format_bytes(abs(spare)) for spare in room)),
-        ("peak allocated", *(format_bytes(one.peak_allocated) for one in found)),
-        ("peak reserved", *(format_bytes(one.peak_reserved) for one in found)),
-        ("CUDA context", *(format_bytes(one.context) for one in found)),
-        ("seconds per step", *(DASH if one.seconds is None else f"{one.seconds:.3f}" for one in found)),
-        ("bound by", *(one.bound for one in found)),
-    ]
-    first, several = found[0], len(specs) > 1
-    names = {id(one): one.model.rpartition("/")[2] if several else one.device for one in found}
-    if several and cards:
-        names = {id(one): f"{names[id(one)]} on {one.device}" for one in found}
-    of = first.device if several and not cards else ", ".join(dict.fromkeys(one.model for one in found))
-    title = f"{of}: policy {first.policy}, batch {first.batch_size}, predicted"
-    console = stdout()
-    print_table(Table(title, ("", *names.values()), lines), console)
+    title = f"policy {found[0].policy}, batch {found[0].batch_size}, predicted"
+    rows = [((one.model.rpartition("/")[2], one.device), one) for one in found]
+    console, several = stdout(), len(specs) > 1
+    print_table(estimates_table(title, ("model", "device"), rows), console)
     fitting = [one for one in found if (one.headroom or 0) >= 0]
     for spec in specs:
         fast = min(
@@ -166,12 +165,11 @@ def _compare(specs: Sequence[TrainingSpec], as_json: bool) -> None:
             default=None,
         )
         if fast is not None:
-            on = f", fastest on {fast.device}" if cards else ""
+            on = f", fastest on {fast.device}" if len(cards) > 1 else ""
             console.print(f"train {'it' if not several else fast.model}{on}: {fast.command}", markup=False,
                           soft_wrap=True)  # fmt: skip
-    if not cards or several:
+    if several:
         return
-    (spec,) = specs
     if not fitting:
         from ckpt_ft.planning.where import where
 
@@ -180,11 +178,11 @@ def _compare(specs: Sequence[TrainingSpec], as_json: bool) -> None:
         console.print("fits on none of these cards; what does, under the fastest policy that fits:\n")
         sys.stdout.flush()
         with progress() as say:
-            places = where(spec, cards, report=say)
+            places = where(spec, [card for card in cards if card], report=say)
         print_places(tables_of(spec, places), places)
         return
     words = words_of(spec, without=("policy", "batch_size", "device"))
-    more = shlex.join(["ckpt-ft", "where", *words, "--device", ",".join(card.name for card in cards)])
+    more = shlex.join(["ckpt-ft", "where", *words, "--device", ",".join(card.name for card in cards if card)])
     console.print(f"other methods and policies on these cards: {more}", markup=False, soft_wrap=True)
 
 
@@ -194,17 +192,10 @@ def report(
     """Print a memory report that a recipe wrote."""
     from ckpt_ft.memory.measure.report import MemoryReport
 
-    if html:
-        check_writable(html, "--html")
     found = MemoryReport.from_json(path)
     found.print()
     if html:
         found.to_html(html)
-
-
-def plan_command(spec: TrainingSpec) -> str:
-    """The `ckpt-ft plan` that asks the same of every policy and batch size."""
-    return shlex.join(["ckpt-ft", "plan", *words_of(spec, without=("policy", "batch_size"))])
 
 
 def print_figures(result: Estimate) -> None:
@@ -230,13 +221,13 @@ def print_advice(result: Estimate, spec: TrainingSpec) -> None:
     console = stdout()
     if result.answer is not None:
         _print_suggestions(result, result.answer, spec, console)
-    if result.answer is None and result.command:
+    elif result.command:
         console.print(f"train it: {result.command}", markup=False, soft_wrap=True)
-    elif result.answer is None and spec.trainer.trainer:
+    elif spec.trainer.trainer:
         console.print(
             f'train it: in your script with TRL, ACCallback("{result.policy}").attach(trainer)', markup=False
         )
-    elif result.answer is None and "resolution" in result.shape and spec.precision.dtype != "float32":
+    elif "resolution" in result.shape and spec.precision.dtype != "float32":
         console.print(
             "no recipe trains so: recipes for images take --mixed-precision; leave --dtype out for a command"
         )
@@ -265,7 +256,8 @@ def _print_suggestions(result: Estimate, answer: Suggestions, spec: TrainingSpec
         console.print(
             f"nothing that was tried fits: the leanest needs {format_bytes(answer.needed)}{shared if helps else ''}"
         )
-    console.print(f"more to choose from: {plan_command(spec)}", markup=False, soft_wrap=True)
+    words = ["ckpt-ft", "plan", *words_of(spec, without=("policy", "batch_size"))]
+    console.print(f"more to choose from: {shlex.join(words)}", markup=False, soft_wrap=True)
 
 
 def _figures(result: Estimate) -> Iterator[tuple[str, str]]:
@@ -288,42 +280,3 @@ def _figures(result: Estimate) -> Iterator[tuple[str, str]]:
         for part, seconds in result.seconds_parts.items():
             yield f"  of it {part}", f"{seconds:.3f}"
         yield "  bound by", result.bound
-
-
-@dataclass(frozen=True)
-class StepFiles:
-    """The files that an estimate writes; "" for one that it does not.
-
-    Raises:
-        UserError: a file that cannot be written or is asked for twice, or a CPU's step for Perfetto.
-    """
-
-    gpu: GPU | None
-    html: str
-    snapshot: str
-    perfetto: str
-
-    def __post_init__(self) -> None:
-        if self.perfetto and self.gpu is None:
-            raise UserError(f"--perfetto {self.perfetto}: a CPU's speed is not modelled; give a GPU by --device")
-        named = {flag: getattr(self, flag) for flag in ("html", "snapshot", "perfetto") if getattr(self, flag)}
-        for flag, file in named.items():
-            check_writable(file, f"--{flag}")
-        if len({Path(file).resolve() for file in named.values()}) < len(named):
-            raise UserError(f"--{' and --'.join(named)}: each needs a file of its own")
-
-    @property
-    def any(self) -> bool:
-        """Whether there is one."""
-        return bool(self.html or self.snapshot or self.perfetto)
-
-    def write(self, result: Estimate, trace: StepTrace) -> None:
-        """Write those that were asked for."""
-        if self.html:
-            from ckpt_ft.export.page import estimate_page
-
-            estimate_page(result, trace).write(self.html)
-        if self.snapshot:
-            trace.to_snapshot(self.snapshot)
-        if self.perfetto:
-            trace.to_perfetto(self.perfetto)

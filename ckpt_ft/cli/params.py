@@ -17,7 +17,8 @@ import typer
 from typer.core import TyperCommand
 
 from ckpt_ft.errors import UserError, did_you_mean
-from ckpt_ft.memory.gpus import gpu_of
+from ckpt_ft.files import check_writable
+from ckpt_ft.memory.gpus import GPU, find_gpu, gpu_of
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.defaults import LORA_R, ONLINE, TRL_BATCH
 from ckpt_ft.spec.flags import Flag, fields_of, flags, on_gpus
@@ -45,7 +46,18 @@ Recipe = Annotated[
     str, typer.Option("--recipe", help="with --config: the kind of file, llm, trl or axolotl for example")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
-Html = Annotated[str, typer.Option("--html", help="write an HTML page with the answer to this file")]
+
+
+def writable(parameter: typer.CallbackParam, file: str) -> str:
+    """An option's file, which must be writable; "" for none."""
+    if file:
+        check_writable(file, parameter.opts[0])
+    return file
+
+
+Html = Annotated[
+    str, typer.Option("--html", callback=writable, help="write an HTML page with the answer to this file")
+]
 _BASIC = (
     "--device", "--config", "--task", "--lora", "--load-in-4bit", "--seq-length", "--batch-size", "--policy",
     "--dtype", "--launch", "--processes", "--gpus", "--budget", "--method", "--dataset",
@@ -252,6 +264,13 @@ def _published_precision(model: str, adapts: bool) -> dict[str, str]:
 def _print_notes(notes: tuple[str, ...]) -> None:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+
+
+def cards_of(device: str) -> list[GPU | None]:
+    """The cards that --device names, with commas between them; None for the CPU."""
+    if "," in device:
+        return list({card.name: card for card in map(find_gpu, device.split(","))}.values())
+    return [gpu_of(device)]
 
 
 def require_applicable(spec: TrainingSpec) -> None:

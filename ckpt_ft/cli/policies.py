@@ -24,8 +24,7 @@ def explain(spec: TrainingSpec) -> None:
     from ckpt_ft.checkpointing.apply import apply_policy
     from ckpt_ft.workloads.load import load
 
-    with progress() as say:
-        say(f"building {spec.model.name} from its config")
+    with progress(f"building {spec.model.name} from its config") as say:
         workload = load(spec)
         kept = {}
         for name in dict.fromkeys(("none", spec.policy)):
@@ -65,8 +64,7 @@ def check(
     """Prove on a real step that a policy changes no loss, gradient, buffer or random state; exit 1 if it does."""
     from ckpt_ft.planning.check import check_model
 
-    with progress() as say:
-        say(f"running {spec.model.name} with and without '{spec.policy}'")
+    with progress(f"running {spec.model.name} with and without '{spec.policy}'"):
         parity = check_model(spec, seed)
     print(parity)
     if not parity.ok:

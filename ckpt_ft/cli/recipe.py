@@ -105,7 +105,6 @@ def merge(
     """Merge a trained adapter into its base model: full weights that load without peft."""
     from ckpt_ft.training.merge import merge as merge_adapter
 
-    with progress() as say:
-        say(f"merging {adapter}")
+    with progress(f"merging {adapter}"):
         merged = merge_adapter(adapter, output, base, dtype.value)
     print(f"merged: {merged}")

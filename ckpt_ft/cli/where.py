@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import current_gpu, find_gpu
 from ckpt_ft.planning.methods import named_method
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -62,8 +61,6 @@ def where(
     A row of one card is the answer of `estimate` for its method, policy and batch; those of several cards are extended
     from models with fewer blocks. Nothing needs a GPU or weights.
     """
-    if html:
-        check_writable(html, "--html")
     methods = [name.strip() for name in method.split(",") if name.strip()]
     if not spec.model.name:
         if spec != TrainingSpec.of("") or seq_length or price or policy != "auto":
@@ -79,8 +76,7 @@ def where(
     prices = read_prices(price or [])
     named = [name.strip() for name in device.split(",") if name.strip()] or [*CARDS]
     cards = list({card.name: card for card in map(find_gpu, named)}.values())
-    with progress() as say:
-        say(f"building {spec.model.name} from its config")
+    with progress(f"building {spec.model.name} from its config") as say:
         found = find_places(
             spec, cards, methods=methods, lengths=_lengths(seq_length),
             policies=POLICIES if policy == "auto" else (policy,), most_gpus=gpus, prices=prices, jobs=jobs, report=say,

@@ -62,43 +62,34 @@ def estimate(spec: TrainingSpec) -> Estimate:
     Raises:
         UserError: an unknown model, or settings that do not match it.
     """
-    return traced_estimate(spec, lambda line: None)[0]
+    found, trace = traced_estimate(spec, lambda line: None)
+    return with_suggestions(spec, found, trace)
 
 
-def traced_estimate(
-    spec: TrainingSpec, report: Callable[[str], None], suggests: bool = True
-) -> tuple[Estimate, StepTrace]:
-    """Returns the estimate of `spec` and the trace behind it; `report` is called with a line per action.
-
-    suggests: look for changes if the step does not fit (`with_suggestions`).
-    """
+def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[Estimate, StepTrace]:
+    """Returns the estimate of `spec`, without suggestions, and its trace; `report` gets a line per action."""
     gpu = gpu_of(spec.host.device)
     workload, policy, traces = _traced_run(spec, gpu, report)
     found = _of_run(spec, gpu, workload, policy, traces)
-    highest = max(traces.values(), key=lambda trace: trace.peak_allocated)
-    return (with_suggestions(spec, found, highest, report) if suggests else found), highest
+    return found, max(traces.values(), key=lambda trace: trace.peak_allocated)
 
 
-def estimates_on(spec: TrainingSpec, cards: Sequence[GPU], report: Callable[[str], None]) -> Iterator[Estimate]:
+def estimates_on(spec: TrainingSpec, cards: Sequence[GPU | None], report: Callable[[str], None]) -> Iterator[Estimate]:
     """Yields the estimate of `spec` on each card, without suggestions; cards with the same kernels share a trace."""
     known: dict[Any, tuple[Workload, Policy, dict[str, StepTrace]]] = {}
     for card in cards:
-        kernels = same_kernels(card)
+        kernels = card and same_kernels(card)
         if kernels not in known:
             known[kernels] = _traced_run(spec, card, report)
         workload, policy, traces = known[kernels]
         here = {name: on_card(trace, card) for name, trace in traces.items()}
-        yield _of_run(spec, card, replace(workload, device=card), policy, here)
+        yield _of_run(spec, card, replace(workload, device=card or "cpu"), policy, here)
 
 
 def estimates_of(specs: Sequence[TrainingSpec], report: Callable[[str], None]) -> list[Estimate]:
     """The estimates of several specs, without suggestions, each in a process of its own where the system can fork."""
-    found = dict(run_tasks([partial(_plain, spec) for spec in specs], 0, report))
-    return [found[number] for number in range(len(specs))]
-
-
-def _plain(spec: TrainingSpec, report: Callable[[str], None]) -> Estimate:
-    return traced_estimate(spec, report, suggests=False)[0]
+    found = dict(run_tasks([partial(traced_estimate, spec) for spec in specs], 0, report))
+    return [found[number][0] for number in range(len(specs))]
 
 
 def _traced_run(

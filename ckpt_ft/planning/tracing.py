@@ -388,8 +388,8 @@ def _run_task(number: int) -> Any:
     return _TASKS[number](_MESSAGES.put)
 
 
-def on_card(trace: Any, card: GPU) -> Any:
-    """The same step on a card with the same kernels; a reason why there is no trace stays what it is."""
-    if not isinstance(trace, StepTrace):
+def on_card(trace: Any, card: GPU | None) -> Any:
+    """The same step on a card with the same kernels; a reason why there is no trace, or a CPU's, stays what it is."""
+    if not isinstance(trace, StepTrace) or card is None:
         return trace
     return replace(trace, device=card.name, gpu=None if GPUS.get(card.name) == card else card)

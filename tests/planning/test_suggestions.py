@@ -119,7 +119,7 @@ def test_estimate_notes_the_time_of_swap_copies(config: str) -> None:
     spec = TrainingSpec.of(
         config, seq_length=128, lora_r=4, dtype="bfloat16", load_in_4bit=False, policy="full,swap:4", device="t4"
     )
-    found, _ = traced_estimate(spec, lambda line: None, suggests=False)
+    found, _ = traced_estimate(spec, lambda line: None)
     took = 6 / 4 * found.peak_host / 12.6e9
     said = f"copies between host and card take {took:.2g} s at 12.6 GB/s (assumed); the step waits no time for them"
     assert said in found.notes  # the host issues kernels slowly
