@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt_ft.errors import NothingFits, UserError, WorkFailed, did_you_mean
 from ckpt_ft.export.holders import holders_table
-from ckpt_ft.files import check_writable, write
-from ckpt_ft.memory.gpus import GPU, gpu_of
+from ckpt_ft.files import write
+from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.planning.methods import offloaded
 from ckpt_ft.spec.command import can_train, recipe_of, training_command
 from ckpt_ft.spec.flags import Edit
@@ -21,10 +21,10 @@ from ckpt_ft.units import format_at_least, format_bytes, format_change, format_n
 
 from .answer_cache import AnswerCache, question_of
 from .console import progress, stdout
-from .params import ONE_LAUNCH, AsJson, takes_spec
+from .params import ONE_LAUNCH, AsJson, Html, takes_spec, writable
 
 if TYPE_CHECKING:
-    from ckpt_ft.planning.results import Plan
+    from ckpt_ft.planning.results import Plan, PlanRequest
     from ckpt_ft.training.vision_language import DatasetRows
     from ckpt_ft.workloads.sample_sizes import Lengths
 
@@ -45,17 +45,6 @@ TRIED: dict[str, tuple[tuple[Edit, str], ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What a plan depends on beside the spec; `planning.plan.plan` says what each means."""
-
-    gpu: GPU | None
-    batch_size: int | None
-    max_batch_size: int
-    target: str
-    margin: str | None
-
-
 @takes_spec("policy")
 def plan(
     spec: TrainingSpec,
@@ -70,14 +59,9 @@ def plan(
     max_batch_size: MaxBatchSize = 256,
     jobs: Annotated[int, typer.Option("--jobs", min=0, max=256, help="processes that trace; 0 for one per core")] = 0,
     output: Annotated[
-        str, typer.Option("--output", help="write the plan to this file, for --ac_policy plan.json")
+        str, typer.Option("--output", callback=writable, help="write the plan to this file, for --ac_policy plan.json")
     ] = "",
-    html: Annotated[
-        str,
-        typer.Option(
-            "--html", help="plan for other budgets, too, and write an HTML page that compares them to this file"
-        ),
-    ] = "",
+    html: Html = "",
     fresh: Annotated[
         bool, typer.Option("--fresh", help="plan again instead of reading the answer from the cache")
     ] = False,
@@ -88,11 +72,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the policy and batch size that are fastest within a memory budget, and what holds the peak."""
-    from ckpt_ft.planning.results import Plan
+    from ckpt_ft.planning.results import Plan, PlanRequest
 
-    for flag, place in (("--output", output), ("--html", html)):
-        if place:
-            check_writable(place, flag)
     for name in tried.split(",") if tried else ():
         if name not in TRIED:
             raise UserError(
@@ -100,13 +81,16 @@ def plan(
             )
     if tried and as_json:
         raise UserError(f"--try {tried} and --json: its answer is in words; leave one of them out")
-    gpu = gpu_of(spec.host.device)
-    options = PlanOptions(gpu, _batch(batch_size), max_batch_size, target, margin or None)
+    asked = PlanRequest(
+        spec.host.budget, _batch(batch_size), max_batch_size, target, margin or None,
+        host_memory=spec.host.host_memory,
+    )  # fmt: skip
     images = _images(dataset, spec) if dataset else None
     lengths = images.lengths if images else _lengths(dataset, spec) if dataset else None
     question = {
         **question_of(spec),
-        **vars(options),
+        "gpu": gpu_of(spec.host.device),
+        "asked": vars(asked),
         "lengths": vars(lengths) if lengths else None,
         "pixels": images.pixels if images else None,
     }
@@ -117,14 +101,17 @@ def plan(
     kept = f"nothing fits with the optimizer on the card: this is with {flags}"
     if found is None:
         try:
-            found = _make(spec, options, jobs, lengths, images, html)
+            found = _make(spec, asked, jobs, lengths, images, html)
         except NothingFits:
             if away is None:
                 raise
-            found = _make(away.of(spec), options, jobs, lengths, images, html)
+            found = _make(away.of(spec), asked, jobs, lengths, images, html)
             found = replace(found, notes=[kept, *found.notes])
         cache.put(found.to_json())
-    _show(found, as_json)
+    if as_json:
+        print(found.to_json())
+    else:
+        print_plan(found)
     plans, specs = {"": found}, {"": spec}
     others = [edit for name in tried.split(",") if tried for edit in TRIED[name]]
     if spec.host.host_memory and away is not None and not as_json and kept not in found.notes:
@@ -134,7 +121,7 @@ def plan(
         try:
             if flags:
                 specs[flags] = edit.of(spec)
-                plans[flags] = _make(specs[flags], options, jobs, lengths, images, "")
+                plans[flags] = _make(specs[flags], asked, jobs, lengths, images, "")
                 print(_brings(f"with {flags} (needs {needs})", plans[flags], found))
         except UserError as refused:
             print(f"with {flags}: {refused}")
@@ -163,8 +150,7 @@ def max_batch(
     from ckpt_ft.workloads.load import load
 
     gpu = gpu_of(spec.host.device)
-    with progress() as say:
-        say(f"building {spec.model.name} from its config")
+    with progress(f"building {spec.model.name} from its config") as say:
         workload = load(spec, gpu or "cpu")
         name = workload.name
         found = predict_max_batch_size(
@@ -234,8 +220,7 @@ def _command(plan: Plan, spec: TrainingSpec, dataset: str) -> str:
 def _lengths(dataset: str, spec: TrainingSpec) -> Lengths:
     from ckpt_ft.training.text import dataset_lengths
 
-    with progress() as say:
-        say(f"reading {dataset}")
+    with progress(f"reading {dataset}"):
         return dataset_lengths(dataset, spec.model.name, spec.data.tokens)
 
 
@@ -247,15 +232,14 @@ def _images(dataset: str, spec: TrainingSpec) -> DatasetRows | None:
         return None
     from ckpt_ft.training.vision_language import rows_with_images
 
-    with progress() as say:
-        say(f"looking through the images of {dataset}")
+    with progress(f"looking through the images of {dataset}"):
         sizes = spec.data.tokens, spec.data.max_pixels, spec.data.longest_side
         return rows_with_images(dataset, spec.model.name, *sizes)
 
 
 def _make(
     spec: TrainingSpec,
-    options: PlanOptions,
+    asked: PlanRequest,
     jobs: int,
     lengths: Lengths | None,
     images: DatasetRows | None,
@@ -264,22 +248,17 @@ def _make(
     from ckpt_ft.export.plan_page import plan_page
     from ckpt_ft.planning.budget import memory_budget
     from ckpt_ft.planning.launches import with_experts
-    from ckpt_ft.planning.plan import PlanRequest, traced_plan
+    from ckpt_ft.planning.plan import traced_plan
     from ckpt_ft.workloads.load import load
 
-    launch = spec.launch.launches[0] if spec.launch.launches else spec.launch.launch
-    budget = spec.host.budget
-    memory_budget(budget, options.gpu, options.margin, launch)  # a bad budget is reported before anything is built
-    with progress() as say:
-        say(f"building {spec.model.name} from its config")
-        workload = load(spec, options.gpu or "cpu", lengths, images.batches if images else None)
-        given: dict[str, Any] = {**vars(options), "host_memory": spec.host.host_memory}
-        del given["gpu"]
-        launches = tuple(spec.launch.launches)
+    gpu, launches = gpu_of(spec.host.device), spec.launch.launches
+    launch = launches[0] if launches else spec.launch.launch
+    memory_budget(asked.budget, gpu, asked.margin, launch)  # a bad budget is reported before anything is built
+    with progress(f"building {spec.model.name} from its config") as say:
+        workload = load(spec, gpu or "cpu", lengths, images.batches if images else None)
         if launches and not {"--launch", "--tp", "--cp", "--sp", "--ep", "--dp-replicate"} & set(spec.launch.asked):
             launches = tuple(with_experts(launches, workload.model))
-        asked = PlanRequest(budget, **given, launches=launches)
-        found, best = traced_plan(workload, asked, jobs, say)
+        found, best = traced_plan(workload, replace(asked, launches=launches), jobs, say)
     if html:
         plan_page(found, best).write(html)
     return found
@@ -315,13 +294,6 @@ def _frontier_of(plans: dict[str, Plan]) -> Table:
     ]
     header = ("with", "policy", "batch", "reserved", plans[""].speed)
     return Table("No other is faster in fewer bytes", header, rows, text=(0, 1))
-
-
-def _show(plan: Plan, as_json: bool) -> None:
-    if as_json:
-        print(plan.to_json())
-    else:
-        print_plan(plan)
 
 
 def print_plan(plan: Plan) -> None:

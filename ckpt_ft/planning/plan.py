@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpt_ft.checkpointing.applied_policy import suspended
-from ckpt_ft.errors import NothingFits, UserError
+from ckpt_ft.errors import NothingFits
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.estimate import advise, no_policy_fits
-from ckpt_ft.planning.results import Plan, fingerprint
-from ckpt_ft.policy import Policy
+from ckpt_ft.planning.results import Plan, PlanRequest, fingerprint
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
@@ -28,36 +27,6 @@ from .launches import LONG, OF_LONG, Extended, Launches, search_shared, split_by
 from .scaled_traces import Estimates
 from .search import search
 from .tracing import Report, Tracer
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """The request for a plan: the arguments of `plan` that are not part of the workload.
-
-    Raises:
-        UserError: an unknown target, a malformed policy or less than one sample.
-    """
-
-    budget: str | int | None = None
-    batch_size: int | None = None
-    max_batch_size: int = 1024
-    target: str = "throughput"
-    margin: str | float | None = None
-    policies: list[str] | None = None
-    launches: tuple[Launch, ...] = ()
-    host_memory: int | None = None
-
-    def __post_init__(self) -> None:
-        better(self.target)
-        for name, samples in (("batch_size", self.batch_size), ("max_batch_size", self.max_batch_size)):
-            if samples is not None and samples < 1:
-                raise UserError(f"{name} {samples}: a batch has at least 1 sample")
-        self.chosen  # noqa: B018  malformed policies are refused before anything is traced
-
-    @property
-    def chosen(self) -> list[str] | None:
-        return None if self.policies is None else [str(Policy.parse(policy)) for policy in self.policies]
-
 
 _FEW = 3  # with fewer candidates than this, a plan also shows some that do not fit
 

@@ -22,6 +22,7 @@ from ckpt_ft.files import cache_root
 from ckpt_ft.memory.gpus import calibrated
 from ckpt_ft.planning.budget import Candidate, MemoryBudget, better, frontier
 from ckpt_ft.policy import Policy
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.tables import DASH, Table, markdown_table
 from ckpt_ft.units import format_bytes, format_change, format_number
 from ckpt_ft.validation import Bytes, Count, Seconds, read_json
@@ -243,6 +244,35 @@ class Estimate:
     def from_json(cls, text: bytes, source: str) -> Estimate:
         """Reads an estimate saved as JSON; raises UserError for other text."""
         return read_json(cls, text, source, "an estimate")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The request for a plan: the arguments of `plan` that are not part of the workload.
+
+    Raises:
+        UserError: an unknown target, a malformed policy or less than one sample.
+    """
+
+    budget: str | int | None = None
+    batch_size: int | None = None
+    max_batch_size: int = 1024
+    target: str = "throughput"
+    margin: str | float | None = None
+    policies: list[str] | None = None
+    launches: tuple[Launch, ...] = ()
+    host_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        better(self.target)
+        for name, samples in (("batch_size", self.batch_size), ("max_batch_size", self.max_batch_size)):
+            if samples is not None and samples < 1:
+                raise UserError(f"{name} {samples}: a batch has at least 1 sample")
+        self.chosen  # noqa: B018  malformed policies are refused before anything is traced
+
+    @property
+    def chosen(self) -> list[str] | None:
+        return None if self.policies is None else [str(Policy.parse(policy)) for policy in self.policies]
 
 
 @dataclass(frozen=True, repr=False)
