@@ -170,6 +170,8 @@ def _said(one: Fit) -> str:
 
 def print_places(tables: Sequence[Table], found: Places) -> None:
     """Print the tables, what is refused, and the command of each method's best place."""
+    from ckpt_ft.planning.where import best_of
+
     console = stdout()
     for table in tables:
         print_table(table, console)
@@ -181,8 +183,9 @@ def print_places(tables: Sequence[Table], found: Places) -> None:
             "their seconds may be a sixth too low. `ckpt-ft estimate --launch` traces the whole model.",
             markup=False,
         )
-    for line in _commands(found):
-        console.print(line, markup=False, soft_wrap=True)
+    for method in dict.fromkeys(place.method for place in found.rows):
+        if best := best_of(place for place in found.rows if place.method == method):
+            console.print(f"{method}, {best[1]}: {best[0].command}", markup=False, soft_wrap=True)
 
 
 def read_prices(given: Sequence[str]) -> dict[str, float]:
@@ -196,19 +199,15 @@ def read_prices(given: Sequence[str]) -> dict[str, float]:
         pairs: Mapping[str, Any]
         if "=" in text:
             pairs = {card: dollars for card, _, dollars in (pair.partition("=") for pair in text.split(","))}
+        elif Path(text).is_file():
+            pairs = load_entries(text, f"--price {text}", "lines 'card: dollars an hour'")
         else:
-            pairs = _price_file(text)
+            raise UserError(f"--price {text}: neither card=dollars nor a file; write --price rtx-4090=0.4,h100=2.5")
         for card, dollars in pairs.items():
             if not re.fullmatch(r"\d+(\.\d+)?", str(dollars).strip()):
                 raise UserError(f"--price {card}={dollars}: give dollars an hour, as in --price rtx-4090=0.4")
             found[find_gpu(str(card).strip()).name] = float(dollars)
     return found
-
-
-def _price_file(path: str) -> Mapping[str, Any]:
-    if not Path(path).is_file():
-        raise UserError(f"--price {path}: neither card=dollars nor a file; write --price rtx-4090=0.4,h100=2.5")
-    return load_entries(path, f"--price {path}", "lines 'card: dollars an hour'")
 
 
 def _lengths(text: str) -> list[int | None]:
@@ -246,12 +245,3 @@ def _row(place: Place, priced: bool, most_gpus: int) -> tuple[str, ...]:
         cells = [place.card, f">{most_gpus}", f"one needs {format_at_least(place.needed)}", *[DASH] * 4]
     cost = place.dollars_per_million
     return (*cells, *([DASH if cost is None else f"{cost:.3g}"] if priced else []))
-
-
-def _commands(found: Places) -> list[str]:
-    """For each method the command of its cheapest place, or of the fastest for each GPU where no price is known."""
-    from ckpt_ft.planning.where import best_of
-
-    methods = dict.fromkeys(place.method for place in found.rows)
-    best = {method: best_of(place for place in found.rows if place.method == method) for method in methods}
-    return [f"{method}, {one[1]}: {one[0].command}" for method, one in best.items() if one]

@@ -110,10 +110,18 @@ def _of_run(
 ) -> Estimate:
     capacity = spec.host.budget or (gpu.memory if gpu else None)
     alone = spec.data.batch_size == 1 and workload.kind == "image-classification" and has_batch_norm(workload.model)
-    more = [*[_ALONE] * alone, *_slow(spec, gpu), *_of_host(traces[""], gpu)]
+    more = [*[_ALONE] * alone, *_notes_on_seconds(spec, gpu, traces[""])]
     step = replace(traces[""], notes=[*traces[""].notes, *more])
-    found = _estimate(workload, policy, spec.data.batch_size, step, capacity)
-    found = replace(found, command="" if alone else command_of(spec, workload), host_capacity=spec.host.host_memory)
+    found = replace(
+        of_trace(step, gpu_of(workload.device), workload.launch, capacity),
+        model=workload.name,
+        policy=str(policy),
+        batch_size=spec.data.batch_size,
+        accumulation=workload.accumulation,
+        shape=workload.shape,
+        command="" if alone else command_of(spec, workload),
+        host_capacity=spec.host.host_memory,
+    )
     found = _with_phases(found, {name: trace for name, trace in traces.items() if name})
     from ckpt_ft.workloads.phases import outside_steps  # imports transformers
 
@@ -141,29 +149,24 @@ def with_suggestions(
     return replace(found, answer=answer)
 
 
-def _slow(spec: TrainingSpec, gpu: GPU | None) -> list[str]:
-    if gpu is None or gpu.arch >= (8, 0) or "bf" not in (spec.precision.dtype[:2], spec.precision.mixed_precision[:2]):
-        return []
-    return [f"{gpu.name} computes bfloat16 by way of float32, slowly; --dtype float16 or --fp16 is faster"]
-
-
-def _of_host(step: StepTrace, gpu: GPU | None) -> list[str]:
-    """Sentences on the time of copies to and from the host, and of the optimizer's step on the host."""
-    if gpu is None or not step.timed:
-        return []
-    own, parts, said = gpu.calibration, step.seconds_parts, []
+def _notes_on_seconds(spec: TrainingSpec, gpu: GPU | None, step: StepTrace) -> Iterator[str]:
+    """Sentences on bfloat16, the time of copies to and from the host, and of the optimizer's step on the host."""
+    if gpu is None:
+        return
+    if gpu.arch < (8, 0) and "bf" in (spec.precision.dtype[:2], spec.precision.mixed_precision[:2]):
+        yield f"{gpu.name} computes bfloat16 by way of float32, slowly; --dtype float16 or --fp16 is faster"
+    if not step.timed:
+        return
+    own, parts = gpu.calibration, step.seconds_parts
     measured = "as `ckpt-ft calibrate` measured"
     if parts.copying:
         rate = f"{gpu.host_bandwidth / 1e9:.3g} GB/s {measured if own and own.host_bandwidth else '(assumed)'}"
         waits = f"{parts.copies:.2g} s" if parts.copies > 1e-3 else "no time"
-        said.append(
-            f"copies between host and card take {parts.copying:.2g} s at {rate}; the step waits {waits} for them"
-        )
+        yield f"copies between host and card take {parts.copying:.2g} s at {rate}; the step waits {waits} for them"
     took = sum(span.end - span.start for span in step.schedule() if span.stream == HOST)
     if took:
         threads = f"with OMP_NUM_THREADS={host_threads()}; `accelerate launch` sets 1, and more threads are faster"
-        said.append(f"the host computes for {took:.2g} s {measured if own and own.host_memory else threads}")
-    return said
+        yield f"the host computes for {took:.2g} s {measured if own and own.host_memory else threads}"
 
 
 def command_of(spec: TrainingSpec, workload: Workload) -> str:
@@ -188,18 +191,6 @@ def _with_phases(found: Estimate, phases: Mapping[str, StepTrace]) -> Estimate:
                 notes=[*found.notes, note],
             )
     return found
-
-
-def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTrace, capacity: int | None) -> Estimate:
-    found = of_trace(trace, gpu_of(workload.device), workload.launch, capacity)
-    return replace(
-        found,
-        model=workload.name,
-        policy=str(policy),
-        batch_size=batch_size,
-        accumulation=workload.accumulation,
-        shape=workload.shape,
-    )
 
 
 def of_trace(trace: StepTrace, gpu: GPU | None, launch: Launch | None, capacity: int | None) -> Estimate:

@@ -207,7 +207,9 @@ def predict_max_length(
         if not estimates.anchors:
             raise UserError("no policy suits the model: " + "; ".join(rejected.values()))
         if not candidates:
-            needed = estimates.room.needs(_shortest(estimates))
+            smallest = estimates.smallest().policy
+            estimates.tracer.trace(smallest, 1)
+            needed = estimates.room.needs(estimates.estimate(smallest, 1))
             return MaxLength(
                 0, 0, batch_size, estimates.room, rejected=rejected, needed=needed, granularity=granularity
             )
@@ -238,7 +240,8 @@ def _settled(
     tracer = estimates.tracer
     tracer.end_processes()  # those of `run_tasks` begin with the traces so far
     searched = [one for one in reversed(estimates.anchors) if one not in estimates.bests]  # the slow ones first
-    for number, found in run_tasks([partial(_scaled, estimates, policy) for policy in searched], jobs):
+    tasks = [partial(lambda policy, tell: estimates.best(policy), policy) for policy in searched]
+    for number, found in run_tasks(tasks, jobs):
         estimates.bests[searched[number]] = found
     proved: set[str] = set()
     while candidates := sorted(estimates.candidates(), key=better(_TARGET), reverse=True):
@@ -247,18 +250,6 @@ def _settled(
         proved.add(candidates[0].policy)
         trace_final_batches([(estimates, candidates[0])], on_fit)
     return candidates
-
-
-def _scaled(estimates: Estimates, policy: str, tell: Callable[[str], None]) -> Candidate | None:
-    """The largest batch of `policy` by its traces so far; None if none fits."""
-    return estimates.best(policy)
-
-
-def _shortest(estimates: Estimates) -> Candidate:
-    """The candidate that needs the fewest bytes for a single piece."""
-    smallest = estimates.smallest().policy
-    estimates.tracer.trace(smallest, 1)
-    return estimates.estimate(smallest, 1)
 
 
 def by_length(workload: Workload, batch_size: int, most: int = MOST) -> tuple[Workload, int, int]:

@@ -9,7 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -47,16 +47,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def check_versions(made_with: Mapping[str, str], source: str) -> None:
-    """Raises UserError if a plan was made with other versions than the installed ones."""
-    here = versions()
-    changed = [
-        f"{name} {old}, here {here.get(name, 'none')}" for name, old in made_with.items() if here.get(name) != old
-    ]
-    if changed:
-        raise UserError(f"{source}: made with {'; '.join(changed)}: what fits may have changed; make it again")
-
-
 def fingerprint(model: nn.Module) -> str:
     """A digest of the base model's parameters: their names, shapes and dtypes.
 
@@ -66,8 +56,9 @@ def fingerprint(model: nn.Module) -> str:
     base = _unwrapped(model)
     wrappers = {name for name, module in base.named_modules() if not _ADAPTED.isdisjoint(module._modules)}
     for name, parameter in base.named_parameters():
-        if _of_an_adapter(name, wrappers):
-            continue
+        parts = name.split(".")
+        if any(".".join(parts[:at]) in wrappers and part not in _ADAPTED for at, part in enumerate(parts)):
+            continue  # it is the adapter's, and not in the layer that is adapted
         plain = _WRAPPERS.sub("", name).lstrip(".").replace("..", ".")
         packed = parameter.element_size() == 1  # 4- and 8-bit weights: each library lays them out in its own way
         digest.update(f"{plain} {'packed' if packed else (tuple(parameter.shape), parameter.dtype)}\n".encode())
@@ -85,12 +76,6 @@ def _unwrapped(model: Any) -> nn.Module:
             model = model.module
         else:
             return model
-
-
-def _of_an_adapter(name: str, wrappers: Collection[str]) -> bool:
-    """Whether a parameter lies in one of PEFT's `wrappers`, but not in the layer that is wrapped."""
-    parts = name.split(".")
-    return any(".".join(parts[:at]) in wrappers and parts[at] not in _ADAPTED for at in range(len(parts)))
 
 
 @lru_cache(maxsize=1)
@@ -350,7 +335,10 @@ class Plan:
             UserError: the text is not a plan, or the plan was made with other versions than the installed ones.
         """
         plan = read_json(cls, text, source, "a plan; `ckpt-ft plan MODEL --output plan.json` writes one")
-        check_versions(plan.versions, source)
+        here, made = versions(), plan.versions.items()
+        changed = [f"{name} {old}, here {here.get(name, 'none')}" for name, old in made if here.get(name) != old]
+        if changed:
+            raise UserError(f"{source}: made with {'; '.join(changed)}: what fits may have changed; make it again")
         if not plan.candidates:
             raise UserError(f"{source}: a plan without candidates; make it again")
         better(plan.target)

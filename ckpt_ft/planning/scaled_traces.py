@@ -383,7 +383,9 @@ class Estimates:
             tolerance: share of the result that the search may miss.
         """
         limit, share = self.room.limit, (known.get(near) or reserved(near)) / max(self.floor(policy, near), 1)
-        most = self._most_beside(policy)
+        most, host = self.most, self.room.host
+        if host is not None:
+            most = largest_fitting(lambda n: self._host(policy, n), host, most)
         guess = largest_fitting(lambda n: round(self.floor(policy, n) * share), limit, most)
         if guess and guess not in known:
             known[guess] = reserved(guess)
@@ -406,11 +408,6 @@ class Estimates:
         trace, sizes, _ = self._scaled(policy, batch)
         limit = self.room.limit
         return trace.replay_with(sizes(batch), until=limit).peak_reserved() > limit
-
-    def _most_beside(self, policy: str) -> int:
-        """The largest batch whose offloaded activations fit in host memory."""
-        room = self.room.host
-        return self.most if room is None else largest_fitting(lambda n: self._host(policy, n), room, self.most)
 
     def _host(self, policy: str, batch: int) -> int:
         """Estimated bytes in host memory, where only activations grow."""

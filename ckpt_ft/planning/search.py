@@ -191,7 +191,9 @@ def search(estimates: Estimates, policies: list[str] | None = None, shown: int =
         estimates.trace_candidates(policies)
     else:
         if estimates.tracer.workload.launch is None:  # searches under several launches share most of their traces
-            estimates.tracer.expected = _about(estimates, shown)
+            count = len(other_policies(estimates.tracer.workload.model))
+            grown = 3 if estimates.batch is None else 0  # second batch sizes: of the plain model, head and offload
+            estimates.tracer.expected = len(ends()) + count + grown + _OFFLOADED + _SPLITS * bool(count) + shown
         _explore(estimates)
     return _confirmed(estimates, shown)
 
@@ -199,13 +201,6 @@ def search(estimates: Estimates, policies: list[str] | None = None, shown: int =
 def ends() -> list[str]:
     """The policies that a search traces first."""
     return [*FIRST, *(with_term(policy, "head") for policy in FIRST)]
-
-
-def _about(estimates: Estimates, shown: int) -> int:
-    """About how many traces a search takes, for the progress report."""
-    count = len(other_policies(estimates.tracer.workload.model))
-    grown = 3 if estimates.batch is None else 0  # second batch sizes: of the plain model, head and offload
-    return len(ends()) + count + grown + _OFFLOADED + _SPLITS * bool(count) + shown
 
 
 def _explore(estimates: Estimates) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -253,25 +253,21 @@ class Tracer:
 
     def _run(self, sessions: list[list[Key]], typical: bool = False) -> Iterator[list[Traced]]:
         """The traces of each session; all sessions start at once if there are other processes."""
-        launch = self.workload.launch
-        running: list[Future[list[Traced]] | None] = [None] * len(sessions)
-        if self._pool is not None:
-            running = [self._pool.submit(_trace, keys, typical, launch) for keys in sessions]
-        return self._results(sessions, running, typical)
+        results: list[Callable[[], list[Traced]]]
+        if self._pool is None:
+            results = [partial(_session, self.workload, keys, typical) for keys in sessions]
+        else:
+            results = [self._pool.submit(_trace, keys, typical, self.workload.launch).result for keys in sessions]
+        return map(self._reported, sessions, results)
 
-    def _results(
-        self, sessions: list[list[Key]], running: list[Future[list[Traced]] | None], typical: bool
-    ) -> Iterator[list[Traced]]:
-        where = f" with {self.workload.launch}" if self.workload.launch else ""
-        for keys, future in zip(sessions, running, strict=True):
-            said = ", ".join(
-                f"batch {batch} under {'; '.join(policy for policy, _ in same)}"
-                for batch, same in groupby(keys, key=lambda key: key[1])
-            )
-            done = len(self.traced)
-            about = f"{done} of about {max(self.expected, done + len(keys))}: " if self.expected else ""
-            self.report(f"{about}{self.best}tracing {said}{where}")
-            yield _session(self.workload, keys, typical) if future is None else future.result()
+    def _reported(self, keys: list[Key], result: Callable[[], list[Traced]]) -> list[Traced]:
+        """The result of a session, of which a line was reported first."""
+        batches = ((batch, [policy for policy, _ in same]) for batch, same in groupby(keys, key=lambda key: key[1]))
+        said = ", ".join(f"batch {batch} under {'; '.join(policies)}" for batch, policies in batches)
+        done, launch = len(self.traced), self.workload.launch
+        about = f"{done} of about {max(self.expected, done + len(keys))}: " if self.expected else ""
+        self.report(f"{about}{self.best}tracing {said}{f' with {launch}' if launch else ''}")
+        return result()
 
 
 def trace_all(asked: Sequence[tuple[Tracer, Iterable[Key]]], alone: bool = False) -> list[list[Traced]]:

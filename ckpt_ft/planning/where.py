@@ -10,14 +10,13 @@ cards are extended from those of shallower ones (depth.py).
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from ckpt_ft.errors import Interrupted, UserError
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules.cuda import same_kernels
@@ -162,17 +161,12 @@ def where(
         best = best_of(reported)
         report(f"{len(reported)} of {total}: " + (f"{best[0].method} {best[1]}" if best else "none fits"))
 
-    try:
-        for task, answer in run_tasks([run for *_, run in tasks], jobs, tell):
-            method, length, _ = tasks[task]
-            if isinstance(answer, str):
-                refused[method] = answer
-            else:
-                found.update({(method, length, place.card): place for place in answer})
-    except KeyboardInterrupt as stop:
-        best = best_of(reported)
-        said = f"; {best[0].method}, {best[1]}: {best[0].command}" if best else ""
-        raise Interrupted(f"stopped after {len(reported)} of {total} answers{said}") from stop
+    for task, answer in run_tasks([run for *_, run in tasks], jobs, tell):
+        method, length, _ = tasks[task]
+        if isinstance(answer, str):
+            refused[method] = answer
+        else:
+            found.update({(method, length, place.card): place for place in answer})
     unit = "tokens" if all(place.tokens for place in found.values()) else "samples"
     if not found:
         raise UserError("; ".join(dict.fromkeys(refused.values())))
@@ -195,7 +189,6 @@ def _on_cards(
     method: str, spec: TrainingSpec, cards: Sequence[GPU], policies: Sequence[str], most_gpus: int, tell: Tell
 ) -> list[Place] | str:
     """The places of one method on these cards, each reported at once; the reason if the model refuses the method."""
-    gc.disable()  # traces are millions of small objects without cycles
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -301,8 +294,8 @@ class _Method:
     def _candidate(self, card: GPU, gpus: int, policy: str, batch: int) -> Candidate:
         """The candidate on that many cards, extended from shallow models if the model is deep."""
         traces = [tracer.trace_of(policy, batch) for tracer in self._tracers(card, gpus, policy)]
-        if len(traces) > 1 and self._shallow is not None:
-            return self._shallow.candidate(policy, batch, traces)
+        if len(traces) > 1 and (shallow := self._several[1]) is not None:
+            return shallow.candidate(policy, batch, traces)
         return Candidate.of(policy, batch, traces[0], self.spec.data.accumulation)
 
     def _of(self, gpus: int) -> TrainingSpec:
@@ -313,20 +306,17 @@ class _Method:
         return self.spec.edit(**fields_of({"launch": "fsdp2", "processes": gpus}), **storage)
 
     @cached_property
-    def _whole(self) -> Workload:
-        """The model for several cards."""
-        return load(self._of(2), self.workload.device)
-
-    @cached_property
-    def _shallow(self) -> Shallow | None:
-        """Two models with fewer blocks, for several cards; None if the model is not deep."""
-        return Shallow.of(self._whole)
+    def _several(self) -> tuple[Workload, Shallow | None]:
+        """The model for several cards, and two models with fewer blocks; None if the model is not deep."""
+        whole = load(self._of(2), self.workload.device)
+        return whole, Shallow.of(whole)
 
     def _tracers(self, card: GPU, gpus: int, policy: str = "none") -> list[_CardTracer]:
         """Traces on that many such cards: of the whole model, or of the two shallow ones."""
-        models: Sequence[Workload] = [self.workload if gpus == 1 else self._whole]
-        if gpus > 1 and suits(policy) and self._shallow is not None:
-            models = self._shallow.workloads
+        models: Sequence[Workload] = [self.workload]
+        if gpus > 1:
+            whole, shallow = self._several
+            models = shallow.workloads if shallow is not None and suits(policy) else [whole]
         key = same_kernels(card), gpus, len(models)
         if key not in self.traces:
             launch = self._of(gpus).launch.launch

@@ -18,7 +18,7 @@ import torch
 
 from ckpt_ft.cli import main as cli
 from ckpt_ft.cli.where import read_prices
-from ckpt_ft.errors import Interrupted, UserError
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPUS, find_gpu
 from ckpt_ft.memory.rules import cuda, sdpa
 from ckpt_ft.planning import tracing
@@ -185,17 +185,6 @@ def test_command_sorts_rows_by_price(
     assert "rtx-3090" in page.read_text()
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "where", config, "--method", "qat"])
     with pytest.raises(UserError, match="choose from full, LoRA, QLoRA"):
-        cli._main()
-
-
-def test_interrupt_prints_the_best_so_far(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(tasks: object, jobs: int, tell: Callable[[Place], None]) -> None:
-        tell(Place("l4", "full", 64, 1, "none", 8, speed=9.0, command="ckpt-ft recipe llm"))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("ckpt_ft.planning.where.run_tasks", stopped)
-    monkeypatch.setattr(sys, "argv", ["ckpt-ft", "where", config, "--device", "l4,h100", "--method", "full"])
-    with pytest.raises(Interrupted, match="stopped after 1 of 2 answers; full, fastest on 1 x l4: ckpt-ft"):
         cli._main()
 
 
