@@ -8,10 +8,8 @@ tokens around images.
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -144,7 +142,11 @@ def _processor(config: Any, published: Mapping[str, Any]) -> Any:
         for name, parameter in parameters.items()
         if name.endswith("_token") and isinstance(parameter.default, str)
     ]
-    with _without_num2words(processor), patch.object(processor, "check_argument_for_proper_class", any_class):
+    module = inspect.getmodule(processor.__init__)
+    with (
+        patch.object(module, "num2words", str, create=True),  # SmolVLM writes a video's frame number in words
+        patch.object(processor, "check_argument_for_proper_class", any_class),
+    ):
         return processor(image_processor=images(**image_settings), tokenizer=_tokenizer(own_tokens), **settings)
 
 
@@ -164,17 +166,6 @@ def _classes(config: Any, published: Mapping[str, Any]) -> tuple[Any, Any]:
     )
     processor = both.get("processor_class") or PROCESSOR_MAPPING_NAMES[kind]
     return getattr(transformers, processor), getattr(transformers, images.get("pil") or images["torchvision"])
-
-
-@contextmanager
-def _without_num2words(processor: Any) -> Iterator[None]:
-    """Replaces the package that SmolVLM's processor requires to write a video's frame number in words."""
-    module = sys.modules.get(processor.__module__)
-    if getattr(module, "num2words", True) is not None:
-        yield
-        return
-    with patch.object(module, "num2words", str):
-        yield
 
 
 def _image_settings(config: Any, images: Any) -> dict[str, Any]:

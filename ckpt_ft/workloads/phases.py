@@ -22,7 +22,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ckpt_ft.checkpointing.kv_cache import given_cache
 from ckpt_ft.errors import UserError
@@ -84,34 +84,6 @@ class PhaseRecorder:
 def _micro_batches_per_generation(trainer: Any) -> int:
     """The number of micro-batches that one generation serves, for a trainer that generates its training data."""
     return int(trainer.args.steps_per_generation * trainer.num_iterations)
-
-
-def evaluation(
-    trainer: Any, sizes: list[int], around: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Phase:
-    """The phase of `Trainer.evaluate()` with metrics.
-
-    Without `eval_accumulation_steps`, predictions of all batches are kept on the device, and each batch concatenates
-    them anew, padded to the longest (`EvalLoopContainer` in transformers/trainer_pt_utils.py).
-
-    Args:
-        sizes: the rows of each batch, in order.
-        around: makes a context manager in which the trainer's code runs.
-    """
-    traced, runs = _traced_batches(sizes, trainer.args.eval_accumulation_steps)
-
-    def phase(workload: Workload, samples: int) -> Step:
-        def step(model: nn.Module, optimizer: Any) -> None:
-            copied = _copy_for_evaluation(trainer, model, optimizer, workload)
-            copied.prediction_step = _prediction_step(partial(type(trainer).prediction_step, copied), traced, runs)
-            kept = _valueless_predictions(workload.device == "cpu")
-            with around(), _in_precision(workload, model), kept:
-                type(trainer).evaluation_loop(copied, _loader(workload, traced), "Evaluation", False)
-            model.train()
-
-        return step
-
-    return phase
 
 
 def _traced_batches(sizes: list[int], every: int | None) -> tuple[list[int], set[int]]:
@@ -188,15 +160,8 @@ def _loader(workload: Workload, sizes: list[int]) -> Iterator[Batch]:
         batch = ahead
         if rows is not None:
             ahead = made(rows)
-            _touch(ahead)
+            tree_map_only(torch.Tensor, torch.Tensor.detach, ahead)  # a trace counts a tensor from its first use on
         yield batch
-
-
-def _touch(batch: Any) -> None:
-    """Use every tensor of a batch, because a trace counts a tensor from its first use on."""
-    for tensor in tree_leaves(batch):
-        if isinstance(tensor, torch.Tensor):
-            tensor.detach()
 
 
 @contextmanager
@@ -254,7 +219,8 @@ def generation(
             model.train()
             if _micro_batches_per_generation(trainer) < workload.accumulation:
                 workload.loss_of(model, workload.make_batch(samples, None)).backward()
-            with around(), torch.no_grad(), _in_precision(workload, model):
+            forward = workload.in_precision(model.forward)
+            with around(), torch.no_grad(), patch.object(model, "forward", forward):
                 gpu = gpu_of(workload.device)
                 if trainer.use_vllm and gpu is not None:
                     torch.empty(int(vllm_share * gpu.memory), dtype=torch.uint8)
@@ -337,15 +303,11 @@ def _fill(cache: Any, tokens: int) -> None:
                     layer.cumulative_length = tokens
 
 
-@contextmanager
-def _in_precision(workload: Workload, model: Any) -> Iterator[None]:
-    """The model's forward in the workload's precision, as accelerate wraps it."""
-    with patch.object(model, "forward", workload.in_precision(model.forward)):
-        yield
-
-
 def evaluation_of(data: DataSpec, model: Any, trainer: Any = None, states: Any = None) -> Phase:
     """The evaluation that a spec describes: of the loss, or with the logits of `data.eval_samples` rows.
+
+    Without `eval_accumulation_steps`, predictions of all batches are kept on the device, and each batch concatenates
+    them anew, padded to the longest (`EvalLoopContainer` in transformers/trainer_pt_utils.py).
 
     trainer: TRL's trainer of the step, and accelerate's `states` of it; None for transformers' own.
     """
@@ -366,8 +328,20 @@ def evaluation_of(data: DataSpec, model: Any, trainer: Any = None, states: Any =
             trainer = copy.copy(trainer)
         trainer.args = dataclasses.replace(trainer.args, **options)
     full, rest = divmod(samples, rows)
-    sizes = [rows] * full + ([rest] if rest else [])
-    return evaluation(trainer, sizes, partial(separate_accelerate_state, states))
+    traced, runs = _traced_batches([rows] * full + [rest] * bool(rest), trainer.args.eval_accumulation_steps)
+
+    def phase(workload: Workload, samples: int) -> Step:
+        def step(model: nn.Module, optimizer: Any) -> None:
+            copied = _copy_for_evaluation(trainer, model, optimizer, workload)
+            copied.prediction_step = _prediction_step(partial(type(trainer).prediction_step, copied), traced, runs)
+            forward, kept = workload.in_precision(model.forward), _valueless_predictions(workload.device == "cpu")
+            with separate_accelerate_state(states), patch.object(model, "forward", forward), kept:
+                type(trainer).evaluation_loop(copied, _loader(workload, traced), "Evaluation", False)
+            model.train()
+
+        return step
+
+    return phase
 
 
 def _loss_of(rows: int, workload: Workload, samples: int) -> Step:
