@@ -12,6 +12,7 @@ The exit code is 1 if a step is predicted more than 25 % off.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import warnings
@@ -26,7 +27,7 @@ from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.pages import table, write_section
+from benchmarks.pages import DATA, table, write_section
 from ckpt_ft import trace_step
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.memory.gpus import calibrated
@@ -35,35 +36,8 @@ from ckpt_ft.memory.measure.calibrate import timer
 Batch = dict[str, Tensor]
 MOST = 0.25  # allowed relative error of a prediction
 
-
-TEXT = {"vocab_size": 2000}
-LLAMA = {**TEXT, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 16}
-SMALL = {**LLAMA, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2}
-BERT = {**TEXT, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
-T5 = {**TEXT, "d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 4, "decoder_start_token_id": 0}
-VIT = {
-    "hidden_size": 192,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 3,
-    "intermediate_size": 768,
-    "image_size": 96,
-}
-RESNET = {"embedding_size": 32, "hidden_sizes": [32, 64, 128, 256], "depths": [2, 2, 2, 2], "layer_type": "basic"}
 # name -> type of model, its head, sizes, rows, tokens or pixels, and "lora" or "autocast"
-STEPS: dict[str, tuple[str, str, dict[str, Any], int, int, str]] = {
-    "Llama, 4 blocks of 64, 2 x 32": ("llama", "CausalLM", SMALL, 2, 32, ""),
-    "Llama, 4 blocks of 512, 4 x 128": ("llama", "CausalLM", LLAMA, 4, 128, ""),
-    "the same with LoRA": ("llama", "CausalLM", LLAMA, 4, 128, "lora"),
-    "the same Llama in bf16 autocast": ("llama", "CausalLM", LLAMA, 4, 128, "autocast"),
-    "GPT-2, 6 blocks of 256, 4 x 128": (
-        "gpt2", "CausalLM", {**TEXT, "n_embd": 256, "n_layer": 6, "n_head": 4}, 4, 128, "",
-    ),
-    "BERT, 6 blocks of 256, 8 x 64": ("bert", "MaskedLM", BERT, 8, 64, ""),
-    "T5, 4 + 4 blocks of 256, 4 x 64": ("t5", "Seq2SeqLM", T5, 4, 64, ""),
-    "ViT, 6 blocks of 192, 8 x 96 pixels": ("vit", "ImageClassification", VIT, 8, 96, ""),
-    "ResNet-18, half as wide, 4 x 96 pixels": ("resnet", "ImageClassification", RESNET, 4, 96, ""),
-    "U-Net, 32 and 64 channels, 2 x 32 pixels": ("unet", "", {}, 2, 32, ""),
-}  # fmt: skip
+STEPS = json.loads((DATA / "calibrated_steps.json").read_text(encoding="utf-8"))
 
 
 def built(kind: str, head: str, sizes: dict[str, Any], rows: int, length: int, how: str) -> tuple[nn.Module, Batch]:

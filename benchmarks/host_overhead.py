@@ -16,9 +16,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import platform
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -30,6 +29,9 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.pages import made_by, table
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.memory.gpus import find_gpu
@@ -174,13 +176,11 @@ def verification(cards: list[str], repeats: int) -> None:
         print(f"| {policy} | {never:.2f} | {always:.2f} | {always / never - 1:+.0%} |", flush=True)
 
 
-def table(name: str, medians: dict[str, float]) -> str:
+def of_model(name: str, medians: dict[str, float]) -> str:
     """A Markdown table of one model."""
-    rows = [f"| {name} | ms | / plain | / full | / save:attention+matmul |", "|---|---|---|---|---|"]
-    for variant, ms in medians.items():
-        ratios = [ms / medians[base] for base in ("plain", "full", "save:attention+matmul")]
-        rows.append(f"| {variant} | {ms:.1f} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
-    return "\n".join(rows)
+    bases = "plain", "full", "save:attention+matmul"
+    rows = [[v, f"{ms:.1f}", *(f"{ms / medians[base]:.2f}" for base in bases)] for v, ms in medians.items()]
+    return table([name, "ms", *(f"/ {base}" for base in bases)], rows)
 
 
 def main() -> None:
@@ -197,20 +197,13 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     if args.verify:
         return verification(args.cards, args.repeats or 4)
-    where = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-    }
-    print(", ".join(f"{key} {value}" for key, value in where.items()))
+    print(made_by())
     results, repeats = {}, args.repeats or 25
     for name in args.models:
         results[name] = measure(name, repeats)
-        print("\n" + table(name, results[name]), flush=True)
+        print("\n" + of_model(name, results[name]), flush=True)
     if args.json:
-        found = {"where": where, "repeats": repeats, "median_ms": results}
+        found = {"where": made_by(), "repeats": repeats, "median_ms": results}
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     return None
 

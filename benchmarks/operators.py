@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.pages import DATA, DOCS, table
+from benchmarks.pages import DATA, DOCS, prose, table
 from ckpt_ft import trace_step
 from ckpt_ft.checkpointing.tile import Tiled
 from ckpt_ft.errors import run
@@ -312,12 +312,6 @@ def table_of_peaks(found: list[tuple[Row, float]]) -> str:
     return table([*header, "worst error"], lines, words=5)
 
 
-TILED = """\
-DeepSpeed's rows above are its own `TiledMLP`, traced. The policy `tile` has the same pieces. Its forward has the same
-bytes. Its backward adds up gradients of half-precision weights in fp32, for one MLP at a time, so it holds more than
-DeepSpeed's, whose sums are in the weights' dtype:"""
-
-
 def table_of_tiles(found: list[tuple[Row, float]]) -> str:
     """Returns a Markdown table of DeepSpeed's tiled MLP and the policy `tile`."""
     lines = [
@@ -336,8 +330,8 @@ def main() -> None:
         found.append((row, predicted(row)))
         print(*row[:5], *row[6:], f"{found[-1][1]:.2f}", f"{100 * (found[-1][1] / row.mib - 1):+.2f} %", flush=True)
     tiled = [(row, tiled_by_policy(row)) for row, _ in found if row.provider == "deepspeed_tiled"]
-    text = PAGE.read_text(encoding="utf-8").partition(START)[0]
-    text = f"{text}{START}\n\n{table_of_peaks(found)}\n\n{TILED}\n\n{table_of_tiles(tiled)}\n"
+    head, said = PAGE.read_text(encoding="utf-8").partition(START)[0], prose("operators.md")["tiled"]
+    text = f"{head}{START}\n\n{table_of_peaks(found)}\n\n{said}\n\n{table_of_tiles(tiled)}\n"
     PAGE.write_text(text, encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.pages import DOCS, write_section
+from benchmarks.pages import DATA, DOCS, table, write_section
 from ckpt_ft import apply_policy
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.memory.gpus import find_gpu
@@ -33,8 +33,7 @@ from ckpt_ft.units import GIB
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload
 
-HERE = Path(__file__).resolve().parent
-TABLES = json.loads((HERE / "data" / "tables.json").read_text(encoding="utf-8"))
+TABLES = json.loads((DATA / "tables.json").read_text(encoding="utf-8"))
 Settings = dict[str, Any]
 
 
@@ -78,9 +77,7 @@ def built(settings: str) -> Workload:
 
 
 def workload_of(row: Settings) -> Workload:
-    own = {
-        name: value for name, value in row.items() if name not in ("name", "policy", "launch", "largest", "batch_size")
-    }
+    own = {name: value for name, value in row.items() if name not in OF_A_ROW}
     launch = Launch(**row["launch"]) if "launch" in row else None
     return replace(built(json.dumps(own)), launch=launch, alloc_conf=row.get("alloc_conf", ""))
 
@@ -112,7 +109,7 @@ def section(columns: list[str], given: Settings, points: dict[str, list[tuple[st
     over: dict[str, list[int]] = given.get("over", {})  # one column of peaks for each value of a setting
     ((setting, values),) = over.items() or (("", [0]),)
     header = [given.get("first column", "policy"), *(f"{value:,}" for value in values if over), *columns]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    lines = []
     for changes in given["rows"]:
         row = {**given["spec"], **changes}
         traces = [traced({**row, setting: value} if over else row) for value in values]
@@ -121,8 +118,8 @@ def section(columns: list[str], given: Settings, points: dict[str, list[tuple[st
         peaks = [COLUMNS["peak GiB"](trace, first, row) for trace in traces] if over else []
         lines.append([row.get("name") or f"`{row['policy']}`", *peaks, *cells(columns, traces[-1], first, row)])
         print("| " + " | ".join(lines[-1]) + " |", flush=True)
-    title = [f"### {given['title']}\n"] if "title" in given else []
-    return "\n".join([*title, *("| " + " | ".join(line) + " |" for line in lines)])
+    title = f"### {given['title']}\n\n" if "title" in given else ""
+    return title + table(header, lines)
 
 
 def draw(points: dict[str, list[tuple[str, StepTrace]]], path: Path) -> None:

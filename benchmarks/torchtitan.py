@@ -6,6 +6,7 @@ has norms of its own in fp32 (github.com/pytorch/torchtitan, torchtitan/models/l
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.loops import rows_of
+from benchmarks.pages import DATA
 from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.fake.step import trace_step
@@ -27,10 +29,9 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins.float8 import E4M3, Float8Linear, to_float8
 
-POLICIES = {"selective op": "save:attention+matmul/2", "selective layer": "every:2", "none": "none", "full": "full"}
 REACHED = 0.9  # share of a network's rate (memory/cost/collectives.py)
-# torchtitan's H100; torchao's rows, by the same authors, do not name theirs
-CARDS = {"H100": "h100-500w", "H200": "h200", "A100": "a100-80gb"}
+# cards: torchtitan's H100; torchao's rows, by the same authors, do not name theirs
+KNOWN = json.loads((DATA / "torchtitan.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,6 @@ class Shape:
     @property
     def head(self) -> int:
         return self.width // self.heads
-
-
-SHAPES = {
-    "llama3-8b": Shape(4096, 14336, 32, 8, 32, 128256, 8192),
-    "llama3.1-8b": Shape(4096, 14336, 32, 8, 32, 128256, 32768),
-    "llama3-70b": Shape(8192, 28672, 64, 8, 80, 128256, 8192),
-    "llama2-13b": Shape(5120, 13824, 40, 40, 40, 32000, 4096),
-    "llama2-70b": Shape(8192, 28672, 64, 8, 80, 32000, 4096),
-}
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -149,14 +141,14 @@ class Transformer(nn.Module):
 
 @cache
 def llama(name: str, fused_norms: bool, float8: str = "", tp: int = 1) -> nn.Module:
-    """Returns the model of one of `SHAPES`, on the meta device.
+    """Returns the model of one of the shapes in data/torchtitan.json, on the meta device.
 
     float8: 8-bit matrix products in all blocks (torchao): "tensorwise", or "tensorwise, gathered" if FSDP2 gathers
         the weights in 8 bits too.
     tp: number of ranks over which `trace` shards it; part of the cache key, so that other steps get a whole model.
     """
     with torch.device("meta"):
-        model = Transformer(replace(SHAPES[name], fused_norms=fused_norms)).train()
+        model = Transformer(Shape(**KNOWN["shapes"][name], fused_norms=fused_norms)).train()
     for block in model.layers.values() if float8 else ():
         to_float8(nn.ModuleList([nn.Linear(1, 1), block, nn.Linear(1, 1)]))
     for layer in float8_layers(model):
@@ -282,7 +274,7 @@ def trace(model: Any, row: Row, card: str) -> StepTrace:
         if gathered:
             agree_on_scales(gathered)
 
-    apply_policy(model, POLICIES[row.checkpointing])
+    apply_policy(model, KNOWN["policies"][row.checkpointing])
     for block in model.layers.values() if row.compiled else ():
         block.compile()
     try:
@@ -307,7 +299,7 @@ def published(rows: str) -> Iterator[tuple[Row, StepTrace]]:
             cells.get("compiled") == "each block", tp, cells.get("float8") or "", cells.get("loss") == "compiled",
         )  # fmt: skip
         model = llama(row.model, cells.get("norms") == "fused", row.float8, tp)
-        found = trace(model, row, "h100" if cells["gpu"] == "H100 SXM" else CARDS[row.card])
+        found = trace(model, row, "h100" if cells["gpu"] == "H100 SXM" else KNOWN["cards"][row.card])
         network = cells.get("network_of_a_machine")  # as "400 Gb/s"
         link = REACHED * float(network.split()[0]) * 1e9 / 8 if network else None
         launch = Launch("fsdp2", row.gpus, tp=tp, link=link)  # for the seconds of its collectives

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers.models.auto import modeling_auto
 
 from ckpt_ft import apply_policy
@@ -233,27 +234,13 @@ def diffusers_inputs(model: Any) -> Iterator[dict[str, Any]]:
     for shape in ((2, channels, 8, 8), (2, channels, 5, 8, 8), (2, 5, channels, 8, 8), (2, 16, channels)):
         packed = len(shape) == 3
         values = {
-            "hidden_states": torch.randn(shape),
-            "sample": torch.randn(shape),
-            "latents": torch.randn(shape),
-            "timestep": torch.tensor([3, 4]) if not packed else torch.tensor([0.3, 0.4]),
-            "timesteps": torch.tensor([3, 4]),
-            "encoder_hidden_states": torch.randn(2, 6, text),
-            "encoder_attention_mask": torch.ones(2, 6, dtype=torch.bool),
-            "encoder_hidden_states_mask": torch.ones(2, 6, dtype=torch.bool),
-            "prompt_embeds": torch.randn(2, 6, text),
+            **{name: torch.randn(shape) for name in ("hidden_states", "sample", "latents")},
+            **{name: torch.randn(2, 6, text) for name in ("encoder_hidden_states", "prompt_embeds")},
+            **decoded(KNOWN["inputs of diffusers"]),
+            "timestep": torch.tensor([0.3, 0.4] if packed else [3, 4]),
             "pooled_projections": torch.randn(2, config.get("pooled_projection_dim") or 32),
-            "class_labels": torch.tensor([1, 2]),
-            "guidance": torch.tensor([1.0, 2.0]),
             "img_ids": torch.arange(48).view(16, 3) % 4,
-            "txt_ids": torch.zeros(6, 3),
-            "img_shapes": [[(1, 4, 4)]] * 2,
-            "txt_seq_lens": [6, 6],
-            "original_size": torch.full((2, 2), 8.0),
-            "target_size": torch.full((2, 2), 8.0),
-            "crop_coords": torch.zeros(2, 2),
-            "num_frames": 5, "height": 8, "width": 8,
-        }  # fmt: skip
+        }
         names = [
             key for key, parameter in inspect.signature(model.forward).parameters.items()
             if key in values and (parameter.default is parameter.empty or key in KNOWN["needed inputs"])
@@ -300,19 +287,9 @@ def loss_of(output: Any) -> torch.Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss.float().mean()
-    floats = [v for v in tensors(output) if v.is_floating_point() and v.requires_grad]
-    return torch.stack([v.float().square().mean() for v in floats]).sum()
-
-
-def tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Returns the tensors of an output, also inside lists, tuples and dicts."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict) or hasattr(output, "values"):
-        yield from tensors(list(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from tensors(value)
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    trained = [leaf for leaf in leaves if leaf.is_floating_point() and leaf.requires_grad]
+    return torch.stack([leaf.float().square().mean() for leaf in trained]).sum()
 
 
 def numbers(model: nn.Module, inputs: dict[str, Any], before: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -18,18 +18,11 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.budget import largest_fitting
 from ckpt_ft.units import MIB
 
-from .common import Case, Figure, Found, adamw, predict
+from .common import PUBLISHED, Case, Figure, Found, adamw, predict
 
 SOURCE, GPU, CAPACITY, SEARCHED = "ResNet-50 case study, T4", "t4", 14_912 * MIB, 256
 BATCH, SIDE = 32, 224
 AMP_PEAK_MB = 1630.90
-# policy -> name, peak MB, milliseconds, largest batch: Tesla T4, fp32, 32 x 3 x 224 x 224, torch 2.9
-PUBLISHED: dict[str, tuple[str, float, float, int | None]] = {
-    "none": ("none", 3033.27, 276.69, 177),
-    "stages:3+4": ("aggressive: stages 3 and 4, block by block", 2627.26, 316.66, 205),
-    "stages": ("per stage", 1765.28, 368.39, None),
-    "full": ("per block", 1360.01, 368.90, 256),
-}
 
 
 def resnet50(classes: int = 1000) -> nn.Module:
@@ -76,14 +69,14 @@ def largest_batch(policy: str) -> int:
 def resnet(images: Path) -> Found:
     """The four strategies, largest batches and AMP loop of the case study."""
     rows, figures = [], []
-    for policy, (name, theirs, took, _) in PUBLISHED.items():
+    for policy, (name, theirs, took, _) in PUBLISHED["resnet"].items():
         trace = predicted(policy)
         peak, ms = trace.peak_allocated / 1e6, 1e3 * trace.seconds
         figures.append(Figure(SOURCE, f"{name}: peak", f"{theirs:.2f}", peak, theirs))
         figures.append(Figure(SOURCE, f"{name}: ms per iteration", f"{took:.2f}", ms, took, "ms"))
         errors = [figure.error for figure in figures[-2:]]
         rows.append([f"`{policy}`", f"{theirs:.2f}", f"{peak:.2f}", errors[0], f"{took:.1f}", f"{ms:.1f}", errors[1]])
-    for policy, (name, _, _, batch) in PUBLISHED.items():
+    for policy, (name, _, _, batch) in PUBLISHED["resnet"].items():
         if batch is not None:
             most = largest_batch(policy)
             capped = "the search's cap, as published" if most == SEARCHED == batch else ""

@@ -20,7 +20,7 @@ from benchmarks.pages import table
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.tracker import Tracker
 
-from .common import MB, Figure, Found, adamw, mb
+from .common import MB, PUBLISHED, Figure, Found, adamw, mb
 
 SOURCE = "twelve-block homework, A100-40GB"
 
@@ -37,20 +37,7 @@ class Variant:
 
 
 # Three cells, each with the models that it built, and the megabytes that it printed.
-CELLS: list[list[tuple[Variant, int]]] = [
-    [
-        (Variant("none", attention=False, mlp=False), 3140),
-        (Variant("attention and MLP"), 1414),
-        (Variant("MLP only", attention=False), 3093),
-        (Variant("attention only", mlp=False), 1787),
-    ],
-    [(Variant("all blocks"), 1819), (Variant("every other block", every_other=True), 2803)],
-    [
-        (Variant("all blocks, without flash"), 2216),
-        (Variant("all blocks, flash", flash=True), 1691),
-        (Variant("every other block, flash", every_other=True, flash=True), 1987),
-    ],
-]
+CELLS = [[(Variant(**model), printed) for model, printed in cell] for cell in PUBLISHED["homework"]]
 
 
 class ToyBlock(nn.Module):

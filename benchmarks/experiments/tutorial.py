@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from benchmarks.pages import table
 from ckpt_ft.memory.record.trace import StepTrace
@@ -11,35 +10,18 @@ from ckpt_ft.planning.batch_size import predict_max_batch_size
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
 
-from .common import Case, Figure, Found, kept, mb, predict
+from .common import PUBLISHED, Case, Figure, Found, kept, mb, predict
 
 SOURCE, GPU = "tutorial, A100-80GB", "a100-80gb"
-LLAMA: dict[str, Any] = {
-    "model": "meta-llama/Llama-2-7b-hf", "dtype": "bfloat16", "lora_r": 16, "lora_dropout": 0.0, "seq_length": 2048,
-}  # fmt: skip
-# strategy -> (policy, memory reduction %, compute overhead %), as published by the tutorial
-STRATEGIES = {
-    "every block": ("full", 70, 50),
-    "every 2 blocks": ("every:2", 50, 30),
-    "attention only": ("modules:attention", 40, 15),
-    "sqrt(L)": ("sqrt", 60, 25),
-}
-# name -> (our settings, batch without, with, saved %), as published by the tutorial
-BATCHES: dict[str, tuple[dict[str, Any], int, int, int]] = {
-    "SD 2.1 U-Net": ({"model": "stabilityai/stable-diffusion-2-1", "mixed_precision": "bf16"}, 4, 12, 62),
-    "SDXL U-Net": ({"model": "stabilityai/stable-diffusion-xl-base-1.0", "mixed_precision": "bf16"}, 1, 4, 68),
-    "Llama-7B": (LLAMA, 1, 4, 71),
-    "ViT-L": ({"model": "google/vit-large-patch16-224", "mixed_precision": "bf16"}, 32, 96, 58),
-}
 
 
 def strategies(images: Path) -> Found:
     """Memory reduction and compute overhead of four strategies on Llama-7B."""
-    workload = load(TrainingSpec.of(**LLAMA), GPU)
+    workload = load(TrainingSpec.of(**PUBLISHED["largest batches"]["Llama-7B"][0]), GPU)
     job = Case(lambda: workload.model, workload.step(4), workload.make_optimizer)
     base, figures = predict(job, "none", GPU), []
     rows = [["none", *_sizes(base), "", "", "", "", ""]]
-    for strategy, (policy, memory, compute) in STRATEGIES.items():
+    for strategy, (policy, memory, compute) in PUBLISHED["strategies"].items():
         trace = predict(job, policy, GPU)
         saved = 100 * (1 - trace.peak_allocated / base.peak_allocated)
         slower = 100 * (trace.seconds / base.seconds - 1)
@@ -61,7 +43,7 @@ def _sizes(trace: StepTrace) -> list[str]:
 def largest_batches(images: Path) -> Found:
     """The largest batch without and with checkpointing."""
     rows, figures, policies = [], [], ("none", "full")
-    for name, (settings, without, with_, less) in BATCHES.items():
+    for name, (settings, without, with_, less) in PUBLISHED["largest batches"].items():
         workload = load(TrainingSpec.of(**settings), GPU)
         none, full = (predict_max_batch_size(workload, p, max_batch_size=4096).batch for p in policies)
         job = Case(lambda w=workload: w.model, workload.step(max(none, 1)), workload.make_optimizer)  # type: ignore[misc]

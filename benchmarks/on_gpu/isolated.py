@@ -18,14 +18,12 @@ import torch
 
 from ckpt_ft.errors import UserError, one_line
 
+_MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "vit", "resnet")]
 _PRELOAD = [
     "torch",
     "peft",
     "accelerate",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.vit.modeling_vit",
-    "transformers.models.resnet.modeling_resnet",
+    *_MODELS,
     "diffusers.models.unets.unet_2d_condition",
     "benchmarks.on_gpu.work",
 ]

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.pages import table
 from ckpt_ft.units import GIB
 
 Case = dict[str, Any]
@@ -21,14 +22,14 @@ def markdown(results: dict[str, Any]) -> str:
     command = f"Made by `python benchmarks/{facts['command']}` on {results['date']}"
     made = f"{command} with {versions}; {device.get('name', dry)}."
     rows = [[claim, f"**{verdict}**", figures] for claim, verdict, figures in verdicts(results)]
-    parts = [f"# {device.get('name', 'Dry run')}", made, "## Claims", _table(["claim", "verdict", "figures"], rows)]
+    parts = [f"# {device.get('name', 'Dry run')}", made, "## Claims", table(["claim", "verdict", "figures"], rows)]
     for name in dict.fromkeys(case["part"] for case in results["cases"]):
         cases = [case for case in results["cases"] if case["part"] == name]
         cells = [
             [case["name"], f"{case['status']} {case['message']}".strip(), f"{case['seconds']:.1f}", _figures(case)]
             for case in cases
         ]
-        parts += [f"## {name}", _table(["case", "status", "s", "figures"], cells)]
+        parts += [f"## {name}", table(["case", "status", "s", "figures"], cells)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -149,7 +150,3 @@ def _figures(case: Case) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {number:.4g}" for name, number in value.items() if isinstance(number, (int, float)))
     return ""
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
