@@ -59,18 +59,12 @@ def _check_room(name: str, model: nn.Module, device: torch.device) -> None:
     """Raises UserError, before the system kills the process, if weights and two copies of gradients do not fit."""
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
     needed = sum(size for size, _ in sizes) + 2 * sum(size for size, trained in sizes if trained)
-    free = _free(device)
+    free = psutil.virtual_memory().available if device.type == "cpu" else torch.accelerator.get_memory_info(device)[0]
     if needed > free:
         raise UserError(
             f"{name}: a check needs {format_bytes(needed)} for weights and gradients alone, {format_bytes(free)} are "
             "free; check a config with fewer layers: the blocks are alike"
         )
-
-
-def _free(device: torch.device) -> int:
-    if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
-    return int(torch.accelerator.get_memory_info(device)[0])
 
 
 def _with_weights(name: str, meta: nn.Module) -> tuple[nn.Module, bool]:

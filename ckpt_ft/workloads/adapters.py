@@ -24,7 +24,17 @@ from ckpt_ft.errors import UserError, did_you_mean, one_line
 from ckpt_ft.spec.defaults import LORA_DROPOUT, TRAINED_TOWERS
 from ckpt_ft.spec.peft_file import configuration, takes
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.standins.quantised_layers import PACKINGS, PackedLinear, Packing, fused_experts, replace_linears
+from ckpt_ft.standins.quantised_layers import (
+    PACKINGS,
+    NF4Linear,
+    PackedLinear,
+    Packing,
+    fused_experts,
+    prepare_kbit,
+    replace_linears,
+    to_int8,
+    to_nf4,
+)
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.workload import DTYPES
@@ -178,8 +188,11 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
         _quantise(model, spec)
     if spec.quantisation.packed is not None:
         pack(model, spec.quantisation.packed)
-    if spec.precision.float32_ends:
-        _ends_to_float32(model)
+    if spec.precision.float32_ends:  # norms, embeddings and head, as axolotl's convert_embedding_modules_dtype does
+        beside = [model.get_input_embeddings(), model.get_output_embeddings()]
+        for name, module in model.named_modules():
+            if "norm" in name or any(module is end for end in beside):
+                module.float()
     for part in spec.model.frozen:
         _freeze(model, part, whole=spec.adapter.trains)
     for parameter in model.parameters() if spec.precision.float32_trained else ():
@@ -311,11 +324,6 @@ def notes_on(spec: TrainingSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def needs_task_ids(spec: TrainingSpec) -> bool:
-    """Whether the adapters are trained on several tasks, so that a batch has the task of each row."""
-    return spec.adapter.peft is not None and spec.adapter.peft.get("peft_type") in ("MULTITASK_PROMPT_TUNING", "POLY")
-
-
 def adapters_of(spec: TrainingSpec) -> str:
     """The adapters of `spec`, for error messages of forward: adapters that compute with packed weights fail there."""
     if spec.adapter.peft is None:
@@ -325,8 +333,6 @@ def adapters_of(spec: TrainingSpec) -> str:
 
 
 def _quantise(model: Any, spec: TrainingSpec) -> None:
-    from ckpt_ft.standins.quantised_layers import prepare_kbit, to_int8, to_nf4
-
     if spec.quantisation.load_in_8bit:
         to_int8(model)
     else:
@@ -342,18 +348,8 @@ def _quantise(model: Any, spec: TrainingSpec) -> None:
         prepare_kbit(model)
 
 
-def _ends_to_float32(model: Any) -> None:
-    """Cast norms, embeddings and the head to float32, as axolotl's convert_embedding_modules_dtype does."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    for name, module in model.named_modules():
-        if "norm" in name or any(module is end for end in ends):
-            module.float()
-
-
 def _let_adapters_unpack(adapted: Any) -> None:
     """Let PEFT's layers that compute with the weight itself (SHiRA) unpack the weight of our 4-bit stand-ins."""
-    from ckpt_ft.standins.quantised_layers import NF4Linear
-
     for layer in adapted.modules():
         if not isinstance(getattr(layer, "base_layer", None), NF4Linear):
             continue

@@ -312,14 +312,10 @@ class Kind:
         return {name: value for name, value in made.items() if value is not None}
 
 
-def _read_kinds() -> dict[str, Kind]:
-    table = configparser.ConfigParser(interpolation=None)
-    table.optionxform = str  # type: ignore[assignment,method-assign]  # keeps the case of names
-    table.read_string(Path(__file__).with_name("diffusion_inputs.ini").read_text(encoding="utf-8"))
-    return {name: Kind(table[name]) for name in table.sections()}
-
-
-KINDS = _read_kinds()
+_TABLE = configparser.ConfigParser(interpolation=None)
+_TABLE.optionxform = str  # type: ignore[assignment,method-assign]  # keeps the case of names
+_TABLE.read_string(Path(__file__).with_name("diffusion_inputs.ini").read_text(encoding="utf-8"))
+KINDS = {name: Kind(_TABLE[name]) for name in _TABLE.sections()}
 
 
 WITH_RECIPE = {  # class -> kind of workload that a recipe trains

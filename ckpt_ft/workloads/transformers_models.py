@@ -19,7 +19,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins import flash_attention, liger
 from ckpt_ft.validation import library_reads
-from ckpt_ft.workloads.adapters import adapt, needs_task_ids, notes_on_experts
+from ckpt_ft.workloads.adapters import adapt, notes_on_experts
 from ckpt_ft.workloads.from_trainer import own_loss
 from ckpt_ft.workloads.images import RowImages, images_of_row
 from ckpt_ft.workloads.model_config import (
@@ -274,6 +274,7 @@ def in_one_sequence(model: Any) -> bool:
 
 
 _SECONDS = 10  # default length of audio
+_OF_SEVERAL_TASKS = ("MULTITASK_PROMPT_TUNING", "POLY")  # adapters for which a batch has the task of each row
 
 
 def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
@@ -326,7 +327,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
             batch["attention_mask"][1:, -1:] = 0
         elif spec.data.rows == "packed":
             batch["position_ids"] = _packed_positions(batch["input_ids"])
-        if needs_task_ids(spec):
+        if (spec.adapter.peft or {}).get("peft_type") in _OF_SEVERAL_TASKS:
             batch["task_ids"] = torch.zeros(samples, dtype=torch.long)
         return batch
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -39,21 +39,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
-class Engine(Protocol):
-    """The part of accelerate's Accelerator that a training step needs."""
-
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """The context of each micro-batch."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of a micro-batch's loss, scaled if several micro-batches make a step."""
-
-    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> Any:
-        """Clip the gradients in place."""
-
-
 class _Alone:
-    """The engine of a single process."""
+    """The engine of a single process: what a training step needs of accelerate's Accelerator."""
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -90,7 +77,7 @@ def optimizer_step(
     *,
     max_grad_norm: float = 0.0,
     parameters: Sequence[torch.Tensor] | None = None,
-    engine: Engine = ALONE,
+    engine: Any = ALONE,
 ) -> None:
     """One optimizer step in Trainer's order: forward and backward of each micro-batch, clipping, update, zero_grad.
 
@@ -115,7 +102,7 @@ def update(
     optimizer: Any,
     max_grad_norm: float,
     parameters: Sequence[torch.Tensor] | None = None,
-    engine: Engine = ALONE,
+    engine: Any = ALONE,
 ) -> None:
     """The part of a step after the last backward: clipping, the optimizer's update, zero_grad."""
     if max_grad_norm:
