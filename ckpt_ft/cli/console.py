@@ -60,7 +60,8 @@ def progress(first_line: str = "reading the model") -> Iterator[Callable[[str], 
                 first = first or (done, now())
                 if done > first[0]:
                     each = (now() - first[1]) / (done - first[0])
-                    line = f"{format_seconds(each * (total - done))} left; {line}"
+                    left = each * (total - done)
+                    line = f"about {f'{left:.0f} s' if left < 90 else f'{left / 60:.0f} min'} left; {line}"
             bar.update(task, completed=done, total=total, description=shorten(line))
             latest = line
 
@@ -70,11 +71,6 @@ def progress(first_line: str = "reading the model") -> Iterator[Callable[[str], 
             yield say
         finally:
             ended.set()
-
-
-def format_seconds(seconds: float) -> str:
-    """About how long, as people say it: "40 s", "3 min"."""
-    return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
 
 
 def shorten(line: str) -> str:

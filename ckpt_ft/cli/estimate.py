@@ -219,8 +219,16 @@ def print_figures(result: Estimate) -> None:
 def print_advice(result: Estimate, spec: TrainingSpec) -> None:
     """Print the command that trains as `result` says, or those that would fit."""
     console = stdout()
-    if result.answer is not None:
-        _print_suggestions(result, result.answer, spec, console)
+    if result.answer is not None and result.answer.ways:
+        print_ways(result.answer, console)
+        quickest = min(result.answer.ways, key=lambda way: way.slower)
+        spec = spec.edit(**{k: value for k, value in quickest.edits.items() if k not in ("policy", "batch_size")})
+    elif result.answer is not None:
+        weights = sum(result.at_peak.get(category, 0) for category in ("parameters", "gradients", "optimizer"))
+        shared = "; several GPUs share a model with --launch fsdp2 --processes 2"
+        helps = not result.launch and 2 * weights > (result.capacity or 0)
+        least = format_bytes(result.answer.needed)
+        console.print(f"nothing that was tried fits: the leanest needs {least}{shared if helps else ''}")
     elif result.command:
         console.print(f"train it: {result.command}", markup=False, soft_wrap=True)
     elif spec.trainer.trainer:
@@ -231,6 +239,9 @@ def print_advice(result: Estimate, spec: TrainingSpec) -> None:
         console.print(
             "no recipe trains so: recipes for images take --mixed-precision; leave --dtype out for a command"
         )
+    if result.answer is not None:
+        words = ["ckpt-ft", "plan", *words_of(spec, without=("policy", "batch_size"))]
+        console.print(f"more to choose from: {shlex.join(words)}", markup=False, soft_wrap=True)
     for ready in ready_made(spec.model.name, result.capacity):
         console.print(f"ready-made: {ready}", markup=False, soft_wrap=True)
 
@@ -240,24 +251,6 @@ def print_ways(answer: Suggestions, console: Console) -> None:
     print_table(answer.table, console)
     for way in answer.ways:
         console.print(f"{way.change}:\n  {way.command}", markup=False, soft_wrap=True)
-
-
-def _print_suggestions(result: Estimate, answer: Suggestions, spec: TrainingSpec, console: Console) -> None:
-    """What would fit, each with its command, and the command that looks at more."""
-    if answer.ways:
-        print_ways(answer, console)
-        quickest = min(answer.ways, key=lambda way: way.slower)
-        kept = {key: value for key, value in quickest.edits.items() if key not in ("policy", "batch_size")}
-        spec = spec.edit(**kept)
-    else:
-        weights = sum(result.at_peak.get(category, 0) for category in ("parameters", "gradients", "optimizer"))
-        shared = "; several GPUs share a model with --launch fsdp2 --processes 2"
-        helps = not result.launch and 2 * weights > (result.capacity or 0)
-        console.print(
-            f"nothing that was tried fits: the leanest needs {format_bytes(answer.needed)}{shared if helps else ''}"
-        )
-    words = ["ckpt-ft", "plan", *words_of(spec, without=("policy", "batch_size"))]
-    console.print(f"more to choose from: {shlex.join(words)}", markup=False, soft_wrap=True)
 
 
 def _figures(result: Estimate) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,14 +41,23 @@ def max_length(
     Exit code 1 if not even a short sequence fits. Real steps prove a length: recipes/llm.py --find_max_length, and
     find_max_length for a loop of your own.
     """
-    from ckpt_ft.planning.max_length import LADDER
-    from ckpt_ft.workloads.load import with_task
+    from ckpt_ft.planning.max_length import LADDER, predict_max_length
+    from ckpt_ft.workloads.load import load, with_task
+    from ckpt_ft.workloads.model_config import beyond_note, position_limit, with_rope_scaling
 
-    policies = LADDER if policy == "auto" else (policy,)
-    with progress() as say:
-        found, command = _find(spec, policies, margin, say)
+    if spec.data.images:
+        raise UserError(f"--images {spec.data.images}: the longest sequence is searched for text alone; leave it out")
     gpu = gpu_of(spec.host.device)
     device = gpu.name if gpu else "cpu"
+    with progress(f"building {spec.model.name} from its config") as say:
+        workload = load(spec.edit(seq_length=_ANY), gpu or "cpu")
+        if "seq_length" not in workload.shape:
+            raise UserError(f"the batches of {spec.model.name}, of kind '{workload.kind}', hold no sequences")
+        found = predict_max_length(
+            workload, LADDER if policy == "auto" else (policy,), spec.host.budget, batch_size=spec.data.batch_size,
+            margin=margin or None, report=say, launches=spec.launch.launches,
+            most=position_limit(workload.model) or MOST, host_memory=spec.host.host_memory, jobs=0,
+        )  # fmt: skip
     if not found.length:
         less = {"load_in_4bit": True} if spec.adapter.trains else {"lora_r": LORA_R}
         words = ["ckpt-ft", "max-length", *words_of(spec.edit(**less), without=("seq_length",))]
@@ -59,6 +67,11 @@ def max_length(
             f"{format_bytes(found.room.budget)}; the smallest budget that would do is "
             f"{format_at_least(found.needed)}{leaner}"
         )
+    longest, config = found.ladder[0], workload.model.config
+    picked = spec.edit(policy=longest.policy, launch=longest.launch)
+    command = command_for(with_rope_scaling(picked, config, longest.length), workload.kind)
+    beyond = beyond_note(config, spec.model.rope_scaling, found.length)
+    found = replace(found, notes=[*found.notes, *([beyond] if beyond else [])])
     spec = with_task(spec)
     if as_json:
         print(json.dumps({"model": spec.title, "device": device, **asdict(found), "command": command}, indent=2))
@@ -72,35 +85,6 @@ def max_length(
     for note in (*found.notes, *["~: scaled from shorter sequences"] * any(one.scaled for one in found.ladder)):
         console.print(f"note: {note}", markup=False)
     console.print(f"train the first of these: {command}", markup=False, soft_wrap=True)
-
-
-def _find(
-    spec: TrainingSpec, policies: tuple[str, ...], margin: str, say: Callable[[str], None]
-) -> tuple[MaxLength, str]:
-    """The longest sequence, and the command that trains on it."""
-    from ckpt_ft.planning.max_length import predict_max_length
-    from ckpt_ft.workloads.load import load
-    from ckpt_ft.workloads.model_config import beyond_note, position_limit, with_rope_scaling
-
-    if spec.data.images:
-        raise UserError(f"--images {spec.data.images}: the longest sequence is searched for text alone; leave it out")
-    gpu = gpu_of(spec.host.device)
-    say(f"building {spec.model.name} from its config")
-    workload = load(spec.edit(seq_length=_ANY), gpu or "cpu")
-    if "seq_length" not in workload.shape:
-        raise UserError(f"the batches of {spec.model.name}, of kind '{workload.kind}', hold no sequences")
-    found = predict_max_length(
-        workload, policies, spec.host.budget, batch_size=spec.data.batch_size, margin=margin or None, report=say,
-        launches=spec.launch.launches, most=position_limit(workload.model) or MOST, host_memory=spec.host.host_memory,
-        jobs=0,
-    )  # fmt: skip
-    beyond = beyond_note(workload.model.config, spec.model.rope_scaling, found.length)
-    found = replace(found, notes=[*found.notes, *([beyond] if beyond else [])])
-    if not found.length:
-        return found, ""
-    longest = found.ladder[0]
-    picked = spec.edit(policy=longest.policy, launch=longest.launch)
-    return found, command_for(with_rope_scaling(picked, workload.model.config, longest.length), workload.kind)
 
 
 def _ladder(spec: TrainingSpec, found: MaxLength, device: str) -> Table:

@@ -122,7 +122,10 @@ def plan(
             if flags:
                 specs[flags] = edit.of(spec)
                 plans[flags] = _make(specs[flags], asked, jobs, lengths, images, "")
-                print(_brings(f"with {flags} (needs {needs})", plans[flags], found))
+                best = plans[flags].best
+                gain = best.samples_per_second / found.best.samples_per_second - 1
+                held = f"{best.policy} at batch {best.batch}, {format_bytes(best.reserved)} reserved"
+                print(f"with {flags} (needs {needs}): {held}, {format_change(gain)} speed")
         except UserError as refused:
             print(f"with {flags}: {refused}")
     if len(plans) > 1:
@@ -273,14 +276,6 @@ def _on_fewer(plan: Plan) -> str:
     how = f"{fewest.launch.sharing}, " if fewest.launch else ""
     speed = f"{format_number(fewest.samples_per_second)} {plan.speed}"
     return f"fits on {on}: {how}{fewest.policy} at batch {fewest.batch}, {format_bytes(fewest.reserved)}, {speed}"
-
-
-def _brings(change: str, changed: Plan, plan: Plan) -> str:
-    """What the plan with a change brings compared with `plan`, in one line."""
-    best = changed.best
-    gain = best.samples_per_second / plan.best.samples_per_second - 1
-    held = f"{best.policy} at batch {best.batch}, {format_bytes(best.reserved)} reserved"
-    return f"{change}: {held}, {format_change(gain)} speed"
 
 
 def _frontier_of(plans: dict[str, Plan]) -> Table:

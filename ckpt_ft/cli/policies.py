@@ -36,8 +36,9 @@ def explain(spec: TrainingSpec) -> None:
     rows = []
     for kind in dict.fromkeys(type(block).__name__ for block in blocks.values()):
         names = [name for name, block in blocks.items() if type(block).__name__ == kind]
-        per_block = (format_bytes(_inside(activations, names) // len(names)) for activations in kept.values())
-        rows.append((kind, str(len(names)), *per_block))
+        inside = tuple(f"{name}." for name in names)
+        sums = (sum(n for at, n in each.items() if f"{at}.".startswith(inside)) for each in kept.values())
+        rows.append((kind, str(len(names)), *(format_bytes(nbytes // len(names)) for nbytes in sums)))
     rows.append(("whole model", "", *(format_bytes(sum(activations.values())) for activations in kept.values())))
     header = ("kind of block", "blocks", *(f"kept by one, {name}" for name in kept))
     print_table(Table(f"Activations kept for backward, batch {spec.data.batch_size}", header, rows), stdout())
@@ -69,8 +70,3 @@ def check(
     print(parity)
     if not parity.ok:
         raise typer.Exit(1)
-
-
-def _inside(activations: dict[str, int], names: list[str]) -> int:
-    prefixes = tuple(f"{name}." for name in names)
-    return sum(nbytes for module, nbytes in activations.items() if module in names or module.startswith(prefixes))
