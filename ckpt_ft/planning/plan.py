@@ -28,8 +28,6 @@ from .scaled_traces import Estimates
 from .search import search
 from .tracing import Report, Tracer
 
-_FEW = 3  # with fewer candidates than this, a plan also shows some that do not fit
-
 
 @or_loop
 def plan(
@@ -143,8 +141,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
     best = estimates.tracer.trace_of(found[0].policy, found[0].batch)
     fixes = advise(estimates.tracer, found[0], best, asked.batch_size is not None)
     made = _made(estimates, found, best)
-    beyond = estimates.over_budget() if len(found) < _FEW else []
-    return replace(made, fixes=fixes, rejected=rejected, fewest=fewest, beyond=beyond), best
+    return replace(made, fixes=fixes, rejected=rejected, fewest=fewest), best
 
 
 def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan:

@@ -275,7 +275,6 @@ class Plan:
         data: the lengths of the dataset's rows in words; "" if all batches are alike.
         notes: assumptions of the traces, one sentence each.
         fewest: with several launches, the candidate on the fewest GPUs, if that is fewer than the launches have.
-        beyond: if few candidates fit, those that were traced over budget, the smallest first.
         versions: the versions of the packages that made it.
     """
 
@@ -293,7 +292,6 @@ class Plan:
     data: str = ""
     notes: list[str] = field(default_factory=list)
     fewest: Candidate | None = None
-    beyond: list[Candidate] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=versions)
 
     def __repr__(self) -> str:
@@ -362,7 +360,7 @@ class Plan:
     @property
     def candidates_table(self) -> Table:
         """The candidates as a table; the last column marks the pick and the frontier."""
-        edge, shown = self.frontier, [*self.candidates, *self.beyond]
+        edge, shown = self.frontier, self.candidates
         rows: list[tuple[str, ...]] = [
             (
                 candidate.policy,
@@ -372,7 +370,7 @@ class Plan:
                 format_number(candidate.seconds),
                 format_number(candidate.samples_per_second),
                 candidate.bound or DASH,
-                self._mark(candidate, edge),
+                "pick" if candidate == self.best else "frontier" if candidate in edge else "",
             )
             for candidate in shown
         ]
@@ -386,11 +384,6 @@ class Plan:
             title = f"{self.model} on {gpus} x {self.device}: bytes and samples of each GPU"
             return Table(title, ("launch", *header), rows, text=(0, 1, 7, len(header)))
         return Table(f"{self.model} on {self.device}", tuple(header), rows, text=(0, 6, len(header) - 1))
-
-    def _mark(self, candidate: Candidate, edge: list[Candidate]) -> str:
-        if not self.room.fits(candidate):
-            return "does not fit"
-        return "pick" if candidate == self.best else "frontier" if candidate in edge else ""
 
     def table(self) -> str:
         """The candidates as a Markdown table."""

@@ -198,7 +198,6 @@ def _op_keys(o: Op) -> tuple[Hashable, Hashable]:
 _IDLE_COMPILED = ("pointwise", "head", "offload", "modules:", "swap")
 _SIZES_TRIED_ABOVE = 8  # batch sizes to look at above the first that does not fit
 _ESTIMATE_ERROR = 1.005  # estimates near a traced batch are off by less than this factor
-_SHOWN = 4  # number of listed candidates that do not fit
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
 
 
@@ -295,14 +294,6 @@ class Estimates:
             made = self._candidate(policy, batch, scaled, self._scaled_peaks(policy, batch))
             self.scaled[key] = replace(made, host=self._host(policy, batch))
         return self.scaled[key]
-
-    def over_budget(self) -> list[Candidate]:
-        """For each policy that was traced over budget, the smallest such step, sorted by bytes."""
-        over: dict[str, Candidate] = {}
-        for (policy, batch), trace in sorted(self.tracer.traced.items()):
-            if isinstance(trace, StepTrace) and trace.peak_reserved > self.room.limit:
-                over.setdefault(policy, self.estimate(policy, batch))
-        return sorted(over.values(), key=lambda candidate: candidate.reserved)[:_SHOWN]
 
     def _candidate(self, policy: str, batch: int, trace: StepTrace, peaks: tuple[int, int] | None = None) -> Candidate:
         """The candidate of a trace: its bytes are those of the longest batch, its seconds those of a typical one."""

@@ -147,19 +147,6 @@ def test_fixed_batch_and_other_targets() -> None:
     assert largest.best.batch > 2 * largest.candidates[1].batch
 
 
-@pytest.mark.slow
-def test_candidates_that_do_not_fit_are_listed_if_few_fit(tmp_path: Path) -> None:
-    """A table of one row says little, so traced candidates that exceed the budget follow below it."""
-    tight = small_plan("vit", "2MiB", batch_size=6, policies=["none", "pointwise", "full"])
-    assert [row.policy for row in tight.candidates] == ["full"]
-    assert [row.policy for row in tight.beyond] == ["pointwise", "none"]
-    assert all(row.reserved > tight.room.limit for row in tight.beyond)
-    assert [row[-1] for row in tight.candidates_table.rows] == ["pick", "does not fit", "does not fit"]
-    assert Plan.from_json(tight.to_json()).beyond == tight.beyond
-    roomy = small_plan("vit", "30MiB", batch_size=6, policies=["none", "pointwise", "full"])
-    assert (len(roomy.candidates), roomy.beyond) == (3, [])
-
-
 def test_plan_keeps_the_policy_of_the_model() -> None:
     small = MODELS["llama"]()
     apply_policy(small.model, "every:2")
