@@ -113,7 +113,10 @@ class Question:
             several = ["--launch", "fsdp2", "--processes"] if command == "estimate" else ["--gpus"]
             words += [*several, str(self.gpus)]
         if "prices" in fields and self.prices.strip():
-            words += ["--price", _prices(self.prices.replace(" ", ""))]
+            prices = self.prices.replace(" ", "")
+            if not _PRICES.fullmatch(prices):  # the flag takes files, too
+                raise UserError(f"prices '{prices[:60]}': give dollars an hour, as in rtx-4090=0.4,h100=2.5")
+            words += ["--price", prices]
         return words
 
     @classmethod
@@ -129,12 +132,6 @@ class Question:
 
 
 FIRST = Question("Does it fit?", "Qwen/Qwen2.5-0.5B", ("rtx-4090",), "LoRA")  # that of a new page
-
-
-def _prices(text: str) -> str:
-    if not _PRICES.fullmatch(text):  # the flag takes files, too
-        raise UserError(f"prices '{text[:60]}': give dollars an hour, as in rtx-4090=0.4,h100=2.5")
-    return text
 
 
 @dataclass(frozen=True)

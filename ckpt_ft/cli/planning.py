@@ -81,8 +81,11 @@ def plan(
             )
     if tried and as_json:
         raise UserError(f"--try {tried} and --json: its answer is in words; leave one of them out")
+    batch = None if batch_size in (None, "auto") else whole_number(str(batch_size)) or 0
+    if batch == 0:
+        raise UserError(f"--batch-size {batch_size}: give a whole number of at least 1, or auto")
     asked = PlanRequest(
-        spec.host.budget, _batch(batch_size), max_batch_size, target, margin or None,
+        spec.host.budget, batch, max_batch_size, target, margin or None,
         host_memory=spec.host.host_memory,
     )  # fmt: skip
     images = _images(dataset, spec) if dataset else None
@@ -182,15 +185,6 @@ def max_batch(
             f"{beside}; the smallest budget that would do is {format_at_least(found.needed)}{price}; `ckpt-ft plan` "
             "looks for a policy that needs less"
         )
-
-
-def _batch(text: str | int | None) -> int | None:
-    if text in (None, "auto"):
-        return None
-    number = whole_number(str(text))
-    if not number:
-        raise UserError(f"--batch-size {text}: give a whole number of at least 1, or auto")
-    return number
 
 
 def _command(plan: Plan, spec: TrainingSpec, dataset: str) -> str:

@@ -22,7 +22,7 @@ from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import hub_answers, hub_id
 from ckpt_ft.workloads.transformers_models import task_of
-from ckpt_ft.workloads.workload import Batch, Workload
+from ckpt_ft.workloads.workload import Workload
 
 _TOPS = {
     "timestep": 1000,
@@ -49,7 +49,9 @@ def check_model(spec: TrainingSpec, seed: int) -> Parity:
     model = model.to(device)
     batch = tree_map_only(torch.Tensor, lambda x: x.to(device), _random(workload, spec, batch_size))
     if _of_diffusers(without_adapters(workload.model)):  # a trace needs only the size of the noise
-        batch["target"] = torch.randn_like(_noise_like(model, batch))
+        with torch.no_grad():
+            noise: Any = model(**batch, return_dict=False)[0]
+        batch["target"] = torch.randn_like(torch.stack(noise) if isinstance(noise, list) else noise)
     parity = check_parity(model, batch, spec.policy, loss=workload.loss_of, seed=seed)
     weights = "the saved weights" if saved else "random weights: none are saved there, or the Hub cannot be reached"
     return replace(parity, notes=[*parity.notes, f"note: {name} with {weights}"])
@@ -109,13 +111,6 @@ def _saved(name: str, base: Any) -> Any:
 
 def _of_diffusers(model: nn.Module) -> bool:
     return type(model).__module__.startswith("diffusers.")
-
-
-@torch.no_grad()
-def _noise_like(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """A prediction, for its shape; a list of predictions is stacked."""
-    prediction: Any = model(**batch, return_dict=False)[0]
-    return torch.stack(prediction) if isinstance(prediction, list) else prediction
 
 
 def _random(workload: Workload, spec: TrainingSpec, batch_size: int) -> dict[str, Any]:

@@ -86,22 +86,6 @@ def without_term(policy: str, term: str) -> str:
     return str(Policy.parse(",".join(part for part in policy.split(",") if part != term) or "none"))
 
 
-def splits(head: bool) -> list[tuple[str, ...]]:
-    """The terms of each family of splits besides `first:K`."""
-    return [tuple(term for term in (rest, "head" if head else "") if term) for rest in _RESTS]
-
-
-def split(first: int, count: int, rest: tuple[str, ...]) -> str:
-    """The policy with the first `first` of `count` blocks checkpointed and the others under `rest`."""
-    if first == 0:
-        terms: tuple[str, ...] = rest
-    elif first >= count:
-        terms = ("full", *(term for term in rest if term != "pointwise"))
-    else:
-        terms = (f"first:{first}", *rest)
-    return str(Policy.parse(",".join(terms) or "none"))
-
-
 class Split:
     """A family of policies `first:K` plus `rest`: K from 0 (all under `rest`) to the number of blocks (`full`)."""
 
@@ -110,7 +94,14 @@ class Split:
         self.nodes = [0, count]  # the values of K that were traced, in order
 
     def policy(self, first: int) -> str:
-        return split(first, self.count, self.rest)
+        """The policy with the first `first` blocks checkpointed and the others under `rest`."""
+        if first == 0:
+            terms: tuple[str, ...] = self.rest
+        elif first >= self.count:
+            terms = ("full", *(term for term in self.rest if term != "pointwise"))
+        else:
+            terms = (f"first:{first}", *self.rest)
+        return str(Policy.parse(",".join(terms) or "none"))
 
     def next_policy(self) -> str | None:
         """The split to trace next; None if the best one by the present estimate was traced already."""
@@ -266,7 +257,8 @@ def _swap(estimates: Estimates) -> None:
 
 def _split(estimates: Estimates, head: bool) -> None:
     count = len(blocks_of(estimates.tracer.workload.model).blocks)
-    families = [Split(estimates, rest, count) for rest in splits(head)] if count > 1 else []
+    rests = [tuple(term for term in (rest, "head" if head else "") if term) for rest in _RESTS]
+    families = [Split(estimates, rest, count) for rest in rests] if count > 1 else []
     for family in list(families):
         ends = [family.policy(end) for end in family.nodes]
         estimates.trace_candidates(ends)

@@ -75,7 +75,12 @@ def load(
     if spec.trainer.trainer:
         workload = trainer_step(workload, spec.edit(seq_length=workload.shape.get("seq_length")))
     if spec.precision.mixed_precision == "fp8":
-        _needs_float8(gpu)
+        if gpu is None or not gpu.fp8:
+            had = "the CPU" if gpu is None else f"{gpu.name} (compute capability {'.'.join(map(str, gpu.arch))})"
+            raise UserError(
+                f"mixed precision fp8 on {had}: it needs compute capability 8.9 (L4, RTX 4090, H100); take bf16",
+                mixed_precision="bf16",
+            )
         to_float8(workload.model)
     share, sleeps = vllm_share(spec) or (0.0, False)
     if gpu and share and not sleeps:  # as the CUDA context, it leaves the step less of the card
@@ -171,16 +176,6 @@ def _kernels_of(module: str) -> tuple[str, ...]:
     source = inspect.getsource(sys.modules[module])
     old = ["mamba_ssm"] if "is_mamba_ssm_available" in source else []  # before transformers 5.20
     return tuple({*old, *(name.replace("-", "_") for name in _FALLBACK.findall(source))})
-
-
-def _needs_float8(gpu: GPU | None) -> None:
-    """Raises UserError for a device without 8-bit matrix products."""
-    if gpu is None or not gpu.fp8:
-        had = "the CPU" if gpu is None else f"{gpu.name} (compute capability {'.'.join(map(str, gpu.arch))})"
-        raise UserError(
-            f"mixed precision fp8 on {had}: it needs compute capability 8.9 (L4, RTX 4090, H100); take bf16",
-            mixed_precision="bf16",
-        )
 
 
 def _check_scores(workload: Workload, spec: TrainingSpec, gpu: GPU) -> None:
