@@ -57,7 +57,8 @@ def estimate(
     If the step does not fit, the command lists changes that would make it fit, each with its time cost. Several cards,
     as in --device t4,rtx-4090, or several models, as in gpt2,Qwen3-0.6B, are compared, a row for each.
     """
-    files = [file for file in (html, snapshot, perfetto) if file]
+    given = {"--html": html, "--snapshot": snapshot, "--perfetto": perfetto}
+    files = {flag: Path(file).resolve() for flag, file in given.items() if file}
     if "," in spec.host.device or others:
         if files or dataset:
             raise UserError("estimate: files and --dataset are for one model and one --device; give one")
@@ -68,8 +69,8 @@ def estimate(
     gpu = gpu_of(spec.host.device)
     if perfetto and gpu is None:
         raise UserError(f"--perfetto {perfetto}: a CPU's speed is not modelled; give a GPU by --device")
-    if len({Path(file).resolve() for file in files}) < len(files):
-        raise UserError("--html, --snapshot and --perfetto: each needs a file of its own")
+    if len({*files.values()}) < len(files):
+        raise UserError(f"{' and '.join(files)}: each needs a file of its own")
     if spec.launch.launches:
         spec = _on_fewest(spec)
     cache = AnswerCache("estimate", {**question_of(spec), "gpu": gpu}, Estimate.from_json)
