@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from benchmarks.experiments.common import FeedForward, SelfAttention
 from benchmarks.pages import DATA
 from ckpt_ft import trace_step
 from ckpt_ft.checkpointing.apply import apply_policy
@@ -230,25 +231,6 @@ def fp32_trace(row: Cells) -> StepTrace:
 VIT_GB = {"adamw_fused": 12.23, "adamw_8bit": 8.32, "ao_adamw_8bit": 8.33, "ao_adamw_4bit": 7.72}  # allocated
 
 
-class Block(nn.Module):
-    """A block of timm's ViT, with one layer for queries, keys and values."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width, eps=1e-6), nn.LayerNorm(width, eps=1e-6)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        heads = self.qkv(self.norm1(x)).reshape(batch, tokens, 3, self.heads, width // self.heads)
-        mixed = functional.scaled_dot_product_attention(*heads.permute(2, 0, 3, 1, 4).unbind(0))
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        out: Tensor = x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
-        return out
-
-
 class ViT(nn.Module):
     """timm's vit_huge_patch14_224 with 45 classes."""
 
@@ -257,15 +239,14 @@ class ViT(nn.Module):
         self.patches = nn.Conv2d(3, width, 14, 14)
         self.first = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.zeros(1, 257, width))
-        self.blocks = nn.ModuleList(Block(width, 16) for _ in range(32))
+        blocks = (nn.Sequential(SelfAttention(width, 16, False), FeedForward(width)) for _ in range(32))
+        self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, 45)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(self.norm(x)[:, 0])
+        out: Tensor = self.head(self.norm(self.blocks(x))[:, 0])
         return out
 
 

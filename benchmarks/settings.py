@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import pages
 from benchmarks.pages import DOCS, prose
 from ckpt_ft.spec.optimizers import OPTIMIZERS
 from ckpt_ft.spec.settings import KEYS, LEFT_OUT, LIVE, MODELLED, NO_EFFECT, REFUSED, VALUE, Entry, table
@@ -20,28 +21,22 @@ TITLES = dict(line.split(" = ", 1) for line in TEXT["titles"].splitlines())
 def page() -> str:
     """Returns the text of docs/settings.md."""
     kinds = (MODELLED, NO_EFFECT, LIVE, LEFT_OUT, REFUSED)
-    lines = [
-        TEXT["introduction"] + "\n",
-        "## Counts",
-        "",
-        f"| settings of | {' | '.join(kinds)} |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
     total: Counter[str] = Counter()
+    rows = []
     for section, entries in table().items():
         counts = Counter(MODELLED if entry.kind == KEYS else entry.kind for entry in entries.values())
         total += counts
-        lines.append(f"| {TITLES[section]} | {' | '.join(str(counts[kind]) for kind in kinds)} |")
-    lines.append(f"| all | {' | '.join(str(total[kind]) for kind in kinds)} |")
-    lines += ["", f"Modelled optimizers, by the names of the libraries: {', '.join(map(_code, OPTIMIZERS))}.", ""]
+        rows.append([TITLES[section], *(str(counts[kind]) for kind in kinds)])
+    rows.append(["all", *(str(total[kind]) for kind in kinds)])
+    lines = [TEXT["introduction"] + "\n", "## Counts", "", pages.table(["settings of", *kinds], rows), ""]
+    lines += [f"Modelled optimizers, by the names of the libraries: {', '.join(map(_code, OPTIMIZERS))}.", ""]
     lines += ["Refused: `adamw_torch_xla`, which needs a TPU.", ""]
     for section, entries in table().items():
-        lines += [f"## {TITLES[section]}", "", "| setting | answer |", "|---|---|"]
         groups: dict[str, list[str]] = {}
         for name, entry in entries.items():
             groups.setdefault(_answer(entry), []).append(name)
-        lines += [f"| {', '.join(map(_code, names))} | {answer} |" for answer, names in groups.items()]
-        lines.append("")
+        answers = [[", ".join(map(_code, names)), answer] for answer, names in groups.items()]
+        lines += [f"## {TITLES[section]}", "", pages.table(["setting", "answer"], answers, words=2), ""]
     return "\n".join(lines)
 
 

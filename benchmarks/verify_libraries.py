@@ -175,14 +175,9 @@ def model_inputs(kind: Any, config: Any) -> dict[str, Any]:
     main = kind.main_input_name if kind.main_input_name in values else next(name for name in values if name in takes)
     inputs = {main: values[main]}
     if "labels" in takes:
-        if kind.__name__.endswith("Classification"):
-            inputs["labels"] = torch.tensor([0, 1])
-        elif kind.__name__.endswith("SemanticSegmentation"):
-            inputs["labels"] = torch.randint(0, 2, (2, height, width))
-        elif kind.__name__.endswith("CTC"):
-            inputs["labels"] = ids[:, :3]
-        else:
-            inputs["labels"] = ids
+        pixels = torch.randint(0, 2, (2, height, width))
+        labels = {"Classification": torch.tensor([0, 1]), "SemanticSegmentation": pixels, "CTC": ids[:, :3]}
+        inputs["labels"] = next((made for end, made in labels.items() if kind.__name__.endswith(end)), ids)
     return inputs
 
 

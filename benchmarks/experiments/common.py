@@ -178,16 +178,16 @@ class FeedForward(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Residual block: norm, causal scaled-dot-product attention."""
+    """Residual block: norm, scaled-dot-product attention."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.heads, self.causal, self.norm = heads, causal, nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         out: Tensor = x + self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
