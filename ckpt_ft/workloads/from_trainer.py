@@ -35,17 +35,19 @@ from ckpt_ft.spec.trainer import check_live
 
 from .optimizers import make_optimizer
 from .sample_sizes import rows_by_length
-from .workload import MIXED_PRECISION, Batch, Forward
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
     from ckpt_ft.memory.measure.profiler import LargestBatch, MemoryProfiler
 
+    from .workload import Batch, Forward
+
 TrainerLoss = Callable[..., torch.Tensor]  # as Trainer.compute_loss, without its `self`
 _MANY = 100  # steps
 _IGNORED = -100  # the label that a loss leaves out
 _TORCHAO = {"AdamW8bit": "ao_adamw_8bit", "AdamW4bit": "ao_adamw_4bit", "AdamWFp8": "ao_adamw_fp8"}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[
         if trainer.optimizer is None
         else optimizer_like(trainer.model, trainer.optimizer),
         "device": current_gpu() or "cpu",
-        "autocast": MIXED_PRECISION[precision_of(args)],
+        "autocast": _AUTOCAST.get(precision_of(args)),
         "accumulation": args.gradient_accumulation_steps,
         "max_grad_norm": args.max_grad_norm or 0.0,
         "auxiliary_models": auxiliary_models(trainer),
@@ -147,7 +149,7 @@ def measured_step(
     optimizer = profiler.optimizer
     return {
         "model": without_shards(model),
-        "autocast": MIXED_PRECISION[precision_of(args)] if is_sharded(model) else None,
+        "autocast": _AUTOCAST.get(precision_of(args)) if is_sharded(model) else None,
         "make_batch": lambda samples, length: rebuilt(max(batches, key=lambda batch: batch.elements)),
         "first": profiler.fullest == 1 < profiler.sampled,
         "micro_batches": () if loss is None else tuple(partial(rebuilt, batch) for batch in by_size),
