@@ -30,5 +30,20 @@ TRL_KERNEL: trl.kernels.chunked_logprob()._forward_kernel
     TRL's fused head, which newer versions have
 cast_input: peft.tuners.tuners_utils.BaseTunerLayer()._cast_input_dtype
     an adapter of int8 layers casts its input as PEFT's does
+FROM_CONFIG: transformers.PreTrainedModel()._from_config
+    a model of a class that is not registered for an Auto class
+kept_strictly: transformers.PreTrainedModel()._keep_in_fp32_modules_strict
+    as above, also in bfloat16
+prepare_inputs: transformers.Trainer()._prepare_inputs
+PREPARE_INPUTS: transformers.Trainer()._prepare_inputs
+    batches that a trainer makes while it trains
+METRICS: trl.trainer.sft_trainer.SFTTrainer()._metrics
+    a prediction leaves what TRL's trainers collect as it is
+MODELS: accelerate.Accelerator()._models
+    an evaluation of a copied trainer is of another model
+logps_of: trl.trainer.grpo_trainer.GRPOTrainer()._get_per_token_logps_and_entropies
+    log-probabilities of answers, between generation and training
+shared_state: accelerate.state.PartialState()._shared_state
+    a workload has a process state of its own
 """,
 )

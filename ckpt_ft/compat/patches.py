@@ -94,6 +94,10 @@ trl_triton: trl.kernels.chunked_logprob.triton >=2
 trl_kernels_run: trl.kernels.chunked_logprob._use_triton >=1.16
 trl_uses_kernels: trl.trainer.utils._use_triton >=1.16
     TRL's fused head as it runs on a GPU; before 1.16 it always uses Triton
+zero3_is_made: transformers.modeling_utils._is_ds_init_called
+    ZeRO-3 would divide a model that is made
+goes_on: transformers.GenerationMixin._has_unfinished_sequences
+    generated tokens have no values, which would tell the end
 """,
 )
 __getattr__ = _PLACES

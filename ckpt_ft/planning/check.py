@@ -10,9 +10,9 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]  # also required by accelerate
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from ckpt_ft.checkpointing.parity import Parity, check_parity
+from ckpt_ft.compat.tensors import tree_map_only
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.spec.training_spec import TrainingSpec

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_ft.compat.modules import COMPILED_MODULE, children_of
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
@@ -54,7 +55,7 @@ def fingerprint(model: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     base = _unwrapped(model)
-    wrappers = {name for name, module in base.named_modules() if not _ADAPTED.isdisjoint(module._modules)}
+    wrappers = {name for name, module in base.named_modules() if not _ADAPTED.isdisjoint(children_of(module))}
     for name, parameter in base.named_parameters():
         parts = name.split(".")
         if any(".".join(parts[:at]) in wrappers and part not in _ADAPTED for at, part in enumerate(parts)):
@@ -70,9 +71,9 @@ def _unwrapped(model: Any) -> nn.Module:
     while True:
         if hasattr(model, "get_base_model"):  # PEFT's
             model = model.get_base_model()
-        elif "_orig_mod" in model._modules:
-            model = model._orig_mod
-        elif list(model._modules) == ["module"]:
+        elif COMPILED_MODULE in children_of(model):
+            model = children_of(model)[COMPILED_MODULE]
+        elif list(children_of(model)) == ["module"]:
             model = model.module
         else:
             return model

@@ -20,7 +20,6 @@ from annotated_types import Ge, Interval
 from datasets import Dataset
 from PIL import Image, ImageOps
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -42,7 +41,7 @@ from ckpt_ft.training.samples.drawings import drawn_shapes
 from ckpt_ft.training.text import load_rows
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.workload import has_batch_norm
+from ckpt_ft.workloads.workload import BATCH_NORMS, has_batch_norm
 
 Row = dict[str, Any]
 _SHAPES_HELD_OUT = 512
@@ -190,7 +189,7 @@ def load_classifier(args: ModelArguments, names: list[str]) -> PreTrainedModel:
     if not args.adapts:
         return model
     head = next(name for name, _ in reversed(list(model.named_children())) if name != model.base_model_prefix)
-    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
     layers = _adaptable_layers(model, head)
     return with_adapters(model, args, targets=lambda given: given or layers, modules_to_save=[head, *norms])
 

@@ -188,7 +188,7 @@ class Session:
             max_batch=None if self.fitted is None else self.fitted.max_batch,
             next_policies=next_policies(self.settings.plan if self.fitted is None else self.fitted.plan),
             policy=None if self.policy is None else str(self.policy),
-            **{"model": getattr(getattr(self.model, "config", None), "_name_or_path", ""), **facts},
+            **{"model": getattr(getattr(self.model, "config", None), "name_or_path", ""), **facts},
         )
         write_report(self.report, self.settings.reports, output_dir)
         return self.report

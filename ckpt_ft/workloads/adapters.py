@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_ft.checkpointing.blocks import find_blocks
 from ckpt_ft.checkpointing.towers import Tower, find_towers
+from ckpt_ft.compat.modules import weight_cache
+from ckpt_ft.compat.tensors import TorchDispatchMode
 from ckpt_ft.errors import UserError, did_you_mean, one_line
 from ckpt_ft.spec.defaults import LORA_DROPOUT, TRAINED_TOWERS
 from ckpt_ft.spec.peft_file import configuration, takes
@@ -71,13 +72,13 @@ class Valueless(TorchDispatchMode):
             args = (first, self._positions(args[1]), *args[2:])
         out = func(*args, **kwargs)
         if func in (aten.scatter_.src, aten.scatter_.value) and first.dtype is torch.bool:
-            self._set[first.untyped_storage()._cdata] = (first, args[2].numel())
-        elif func is aten.eq.Scalar and first.untyped_storage()._cdata in self._set:
-            self._set[out.untyped_storage()._cdata] = (out, self._count(first))
+            self._set[id(first.untyped_storage())] = (first, args[2].numel())
+        elif func is aten.eq.Scalar and id(first.untyped_storage()) in self._set:
+            self._set[id(out.untyped_storage())] = (out, self._count(first))
         return out
 
     def _count(self, mask: Tensor) -> int:
-        return self._set.get(mask.untyped_storage()._cdata, (mask, mask.numel()))[1]
+        return self._set.get(id(mask.untyped_storage()), (mask, mask.numel()))[1]
 
     def _nonzero(self, mask: Tensor) -> Tensor:
         """The positions (set elements, axes) of a mask."""
@@ -370,8 +371,8 @@ def _read_weights_again(adapted: Any) -> None:
         @contextmanager
         def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
             with super()._activate_lora(active_adapters):
-                for key in [key for key in parametrize._cache if key[1] == self.parameter_name]:
-                    del parametrize._cache[key]
+                for key in [key for key in weight_cache(parametrize) if key[1] == self.parameter_name]:
+                    del weight_cache(parametrize)[key]
                 yield
 
         def _remove_parametrizations(self) -> None:  # PEFT 0.21 finds only one of its two kinds

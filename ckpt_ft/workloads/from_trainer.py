@@ -16,16 +16,17 @@ from collections.abc import Callable
 from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import modeling_utils
 from transformers.models.auto import modeling_auto
 
+from ckpt_ft.compat.distributed import local_tensor
+from ckpt_ft.compat.libraries import FROM_CONFIG, METRICS, attention_of, prepare_inputs
+from ckpt_ft.compat.patches import patched
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.fsdp2 import shard_again
 from ckpt_ft.memory.fake.faked_model import renew
@@ -175,9 +176,9 @@ def own_shards(model: nn.Module) -> None:
 
     transformers loads such views on a CPU, from a file of the model's dtype; on a GPU it copies the shard.
     """
-    for shard, parameter in [(p._local_tensor, p) for p in model.parameters() if isinstance(p, DTensor)]:
+    for shard, parameter in [(local_tensor(p), p) for p in model.parameters() if isinstance(p, DTensor)]:
         if 0 < shard.numel() < parameter.numel() and shard.untyped_storage().nbytes() >= parameter.nbytes:
-            shard.set_(shard.clone())  # type: ignore[call-overload]
+            shard.set_(shard.clone())
 
 
 def without_shards(model: Any) -> Any:
@@ -196,8 +197,8 @@ def without_shards(model: Any) -> Any:
     config.distributed_config = None
     before = 2 if isinstance(model, FSDPModule) else 0  # classes that fully_shard has put before the model's
     kind: Any = type(model).__mro__[before]
-    with torch.device("meta"), patch.object(modeling_utils, "_is_ds_init_called", True):  # ZeRO-3 would divide it
-        whole = kind._from_config(config, dtype=model.dtype, attn_implementation=config._attn_implementation)
+    with torch.device("meta"), patched(zero3_is_made=True):  # ZeRO-3 would divide it
+        whole = getattr(kind, FROM_CONFIG)(config, dtype=model.dtype, attn_implementation=attention_of(config))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in whole.named_parameters():
         parameter.requires_grad_(name in trained)
@@ -215,8 +216,8 @@ def loss_of(trainer: Trainer) -> TrainerLoss:
 
     def compute_loss(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         copied: Any = copy.copy(trainer)
-        if hasattr(trainer, "_metrics"):  # TRL's trainers collect metrics there
-            copied._metrics = copy.deepcopy(trainer._metrics)
+        if hasattr(trainer, METRICS):  # TRL's trainers collect metrics there
+            setattr(copied, METRICS, copy.deepcopy(getattr(trainer, METRICS)))
         if not isinstance(model, nn.Module):  # under autocast it is a function; a Trainer asks for the model's name
             copied.accelerator = copy.copy(trainer.accelerator)
             copied.accelerator.unwrap_model = lambda given, *_, **__: trainer.model if given is model else given
@@ -248,7 +249,7 @@ def require_batches(trainer: Trainer, flag: str) -> None:
     """Raises UserError if the trainer makes its batches from the model's answers (TRL's GRPO and RLOO)."""
     from transformers import Trainer
 
-    if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
+    if prepare_inputs(type(trainer)) is not prepare_inputs(Trainer):
         raise UserError(
             f"a {type(trainer).__name__} makes its batches while it trains, so none can be looked at beforehand "
             f"({flag}): give a policy; the report then compares the prediction with the measurement"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_ft.compat.libraries import ATTENTION
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.gpus import GPU, gpu_of
@@ -182,7 +183,7 @@ def _check_scores(workload: Workload, spec: TrainingSpec, gpu: GPU) -> None:
     """Raises UserError if eager attention's scores of one row in one layer are more than the memory of `gpu`."""
     model: Any = workload.model
     config: Any = getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", None) != "eager":
+    if getattr(config, ATTENTION, None) != "eager":
         return
     launch, tokens = spec.launch.launch, workload.shape.get("seq_length", 0)
     heads = getattr(config.get_text_config(), "num_attention_heads", 0) // (launch.tp * launch.sp if launch else 1)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from ckpt_ft.checkpointing.offload import CopyStream
+from ckpt_ft.compat.tensors import FakeTensor
 from ckpt_ft.standins.optimizers import LAYOUTS, MINIMUM, RANK, Tabulated
 from ckpt_ft.validation import require_package
 

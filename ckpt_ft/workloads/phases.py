@@ -17,14 +17,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map, tree_map_only
 
 from ckpt_ft.checkpointing.kv_cache import given_cache
+from ckpt_ft.compat.libraries import METRICS, MODELS, PREPARE_INPUTS, logps_of, shared_state
+from ckpt_ft.compat.patches import patched
+from ckpt_ft.compat.tensors import tree_map, tree_map_only
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.spec.training_spec import DataSpec
@@ -129,20 +131,20 @@ def _copy_for_evaluation(trainer: Any, model: nn.Module, optimizer: Any, workloa
     for name in ("evaluation_loop", "compute_loss", "prediction_step"):
         vars(copied).pop(name, None)  # as a callback has wrapped it
     copied.args, copied.accelerator = copy.copy(trainer.args), copy.copy(trainer.accelerator)
-    copied.accelerator._models = [model]
+    setattr(copied.accelerator, MODELS, [model])
     copied.accelerator.unwrap_model = lambda given, *args, **kwargs: given
     copied.model = copied.model_wrapped = model
     copied.optimizer, copied.compute_metrics = optimizer, None  # metrics are computed on the host
     copied.callback_handler = SimpleNamespace(on_prediction_step=lambda args, state, control: control)
-    copied._prepare_inputs = dict
+    setattr(copied, PREPARE_INPUTS, dict)
     processes = 1 if workload.launch is None else workload.launch.processes
 
     def gather(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         return tree_map(lambda t: t.new_empty(processes * t.shape[0], *t.shape[1:]), tensors)
 
     copied.gather_function = gather if processes > 1 else lambda tensors, *args, **kwargs: tensors
-    if hasattr(trainer, "_metrics"):
-        copied._metrics = copy.deepcopy(trainer._metrics)
+    if hasattr(trainer, METRICS):
+        setattr(copied, METRICS, copy.deepcopy(getattr(trainer, METRICS)))
     return copied
 
 
@@ -247,11 +249,11 @@ def _score(trainer: Any, model: Any, sequences: int, prompt: int, answer: int) -
     corrects = trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", True)
     kept = []
     if not hasattr(trainer, "loss_type") or not aligned or corrects:  # RLOO has no loss_type
-        kept.append(trainer._get_per_token_logps_and_entropies(model, *given)[0])
+        kept.append(logps_of(trainer)(model, *given)[0])
     if trainer.beta:
         base = model.disable_adapter() if trainer.ref_model is None else nullcontext()
         with base:
-            kept.append(trainer._get_per_token_logps_and_entropies(trainer.ref_model or model, *given)[0])
+            kept.append(logps_of(trainer)(trainer.ref_model or model, *given)[0])
 
 
 @torch.no_grad()
@@ -284,10 +286,8 @@ def generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> torch.Ten
 
 def _sample(model: Any, settings: Any, tokens: int, **inputs: Any) -> Any:
     """Generates tokens. Their values are not known, so a patch decides when all sequences have ended."""
-    from transformers import GenerationMixin
-
     settings.max_new_tokens = tokens
-    with patch.object(GenerationMixin, "_has_unfinished_sequences", side_effect=[True] * tokens + [False]):
+    with patched(goes_on=Mock(side_effect=[True] * tokens + [False])):
         return type(model).generate(model, **inputs, generation_config=settings)
 
 
@@ -397,8 +397,8 @@ def separate_accelerate_state(states: dict[Any, dict[str, Any]]) -> Iterator[Non
     kinds = (PartialState, AcceleratorState, GradientState)
     with ExitStack() as stack:
         for kind in kinds:
-            stack.enter_context(patch.dict(kind._shared_state, states.get(kind, {}), clear=True))
+            stack.enter_context(patch.dict(shared_state(kind), states.get(kind, {}), clear=True))
         try:
             yield
         finally:
-            states.update({kind: dict(kind._shared_state) for kind in kinds})
+            states.update({kind: dict(shared_state(kind)) for kind in kinds})

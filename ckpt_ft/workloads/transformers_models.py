@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ckpt_ft.compat.libraries import FROM_CONFIG, attention_of, kept_in_float32, kept_strictly
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins import flash_attention, liger
@@ -270,7 +271,7 @@ def zeros(fields: Fields, samples: int, spec: TrainingSpec) -> Batch:
 
 def in_one_sequence(model: Any) -> bool:
     """Whether the rows of a batch must be packed into one sequence, as for flash attention, which gets no mask."""
-    return "flash" in (model.config.get_text_config()._attn_implementation or "")
+    return "flash" in (attention_of(model.config.get_text_config()) or "")
 
 
 _SECONDS = 10  # default length of audio
@@ -448,7 +449,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
         stretch_positions(parsed, spec.model.rope_scaling, spec.data.tokens)
         set_router_loss(parsed, spec.model.router_aux_loss_coef, kind, by_trl=bool(spec.trainer.trainer))
         with torch.device("meta"):
-            model = kind._from_config(
+            model = getattr(kind, FROM_CONFIG)(
                 parsed, dtype=DTYPES[spec.precision.dtype], attn_implementation=attention,
                 experts_implementation=spec.kernels.experts_implementation or None,
             )  # fmt: skip
@@ -479,8 +480,8 @@ def keep_in_float32(model: Any, dtype: str) -> None:
 
     [transformers/modeling_utils.py, _get_dtype_plan; core_model_loading.py, build_glob_alternation]
     """
-    kept = () if dtype == "float32" else model._keep_in_fp32_modules_strict or ()
-    kept = [*kept, *(model._keep_in_fp32_modules or ())] if dtype == "float16" else kept
+    kept = () if dtype == "float32" else kept_strictly(model) or ()
+    kept = [*kept, *(kept_in_float32(model) or ())] if dtype == "float16" else kept
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and any(re.search(part.replace("*", ".*"), name) for part in kept):
             tensor.data = tensor.data.float()

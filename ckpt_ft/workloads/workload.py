@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from ckpt_ft.compat.libraries import ATTENTION
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.ddp import outputs_copied
 from ckpt_ft.memory.distributed.sequence_parallel import of_one_rank
@@ -255,7 +256,7 @@ class Workload:
         return step
 
     def _of_rank(self, batch: Batch) -> Batch:
-        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        attention = getattr(getattr(self.model, "config", None), ATTENTION, None)
         return batch if self.launch is None else of_one_rank(batch, self.launch, attention)
 
     def typical_step(self, samples: int) -> Step:
@@ -352,9 +353,12 @@ class Workload:
         return run
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether the model has BatchNorm with running statistics, which training on single samples spoils."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats for m in model.modules())
+    return any(isinstance(m, BATCH_NORMS) and m.track_running_stats for m in model.modules())
 
 
 def or_loop(function: Callable[..., Answer]) -> Callable[..., Answer]:
