@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_ft.compat.autograd import TransformType, transform_level, transforms
+from ckpt_ft.compat.autograd import TransformType, hooks_are_off, transform_level, transforms
 from ckpt_ft.compat.modules import REPLICATE
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
@@ -66,6 +66,8 @@ class Guard(StandIn):
             )
         if self.refuses and any(map(_flag, self.flagged)):
             self._refuse(next(filter(_flag, self.flagged)))
+        if (self.refuses or self.policy.head) and (message := hooks_are_off()) is not None:
+            raise self._without_hooks(message)
         verification.begin_step()
         try:
             output = self.forward(*args, **kwargs)
