@@ -39,12 +39,11 @@ def draw_step(path: str | Path, timeline: Timeline, title: str = "") -> Path:
     """
     figure, axes = _figure()
     moments, peak = timeline.moments, timeline.peak_bytes
-    unit, name = _unit(peak)
-    for category, low, top in timeline.layers():
-        if max(timeline.series[category]) > peak / 500:
-            below, above = ([nbytes / unit for nbytes in edge] for edge in (low, top))
-            colour = CATEGORY_COLOURS[category][0]
-            axes.fill_between(moments, below, above, label=category, color=colour, step="post", linewidth=0)
+    unit, name = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
+    shown = [category for category, values in timeline.series.items() if max(values) > peak / 500]
+    values = [[nbytes / unit for nbytes in timeline.series[category]] for category in shown]
+    colours = [CATEGORY_COLOURS[category][0] for category in shown]
+    axes.stackplot(moments, *values, labels=shown, colors=colours, step="post", linewidth=0)
     axes.set(ylabel=f"{name} allocated ({timeline.source})", xlabel="allocations and frees of one step, in order")
     axes.set_xlim(moments[0], max(moments[-1], moments[0] + 1))
     axes.set_ylim(0, peak / unit * 1.3)
@@ -55,8 +54,7 @@ def draw_step(path: str | Path, timeline: Timeline, title: str = "") -> Path:
     lines = [f"peak {format_bytes(peak)}", *timeline.peak_holders[:4]]
     _label_peak(axes, timeline.peak, peak / unit, lines, right)
     axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes.legend(reverse=True, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return _save(figure, path)
 
 
@@ -84,10 +82,6 @@ def _label_peak(axes: Axes, x: int, y: float, lines: Sequence[str], right: bool)
         fontsize=8,
         family="monospace",
     )
-
-
-def _unit(most: int) -> tuple[int, str]:
-    return (GIB, "GiB") if most >= GIB else (MIB, "MiB")
 
 
 def _figure() -> tuple[Figure, Axes]:
