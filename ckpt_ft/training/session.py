@@ -267,15 +267,8 @@ def advise_on_oom(session: Session, batch_flag: str = "--per_device_train_batch_
     except Exception as error:
         if not is_oom(error):
             raise
-        raise WorkFailed(_advice(session, error, batch_flag)) from error
-    finally:
-        session.close()
-
-
-def _advice(session: Session, error: Exception, batch_flag: str) -> str:
-    holders = session.peak_holders()
-    return "\n".join(
-        [
+        holders = session.peak_holders()
+        lines = [
             f"out of memory: {one_line(error)}",
             *(["What held the peak:", *(f"  {holder}" for holder in holders)] if holders else []),
             "What needs less memory, mildest first:",
@@ -283,7 +276,9 @@ def _advice(session: Session, error: Exception, batch_flag: str) -> str:
             f"  a smaller {batch_flag} with more --gradient_accumulation_steps",
             "Checkpoints written so far are complete: --resume_from_checkpoint latest continues from the last one.",
         ]
-    )
+        raise WorkFailed("\n".join(lines)) from error
+    finally:
+        session.close()
 
 
 def refuse_fsdp(policy: Policy) -> None:

@@ -188,13 +188,13 @@ def load_samples(
     if image_args.aspect_ratio_buckets is not None:
         counts = zip(images.sizes, images.buckets, strict=True)
         accelerator.print("buckets: " + ", ".join(f"{height}x{width}: {len(of)}" for (height, width), of in counts))
-    samples: Samples = images
-    if image_args.cache_latents:
-        rank, ranks = accelerator.process_index, accelerator.num_processes
-        samples = cache_latents(images, encoders, cache_root() / "latents", args.train_batch_size, rank, ranks)
-        accelerator.wait_for_everyone()
-        encoders.vae.to("cpu")  # validation moves it back
-    return samples
+    if not image_args.cache_latents:
+        return images
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    cached = cache_latents(images, encoders, cache_root() / "latents", args.train_batch_size, rank, ranks)
+    accelerator.wait_for_everyone()
+    encoders.vae.to("cpu")  # validation moves it back
+    return cached
 
 
 def endless_batches(
