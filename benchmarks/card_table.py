@@ -68,7 +68,7 @@ def entry(model: str, method: str, cards: list[GPU], tell: Any = None) -> dict[s
     if blocks and sizes[0] > min(map(limit, cards)):
         swapped = traced(workload, f"{POLICY},swap:{blocks}", SWAPPED_AT)
     speed: dict[str, float] = {}
-    for card in cards:
+    for card in (card for card in cards if not card.sized):
         fitting = [at for at, nbytes in enumerate(sizes) if nbytes <= limit(card)]
         if fitting:
             at = min(fitting[-1], len(traces) - 1)

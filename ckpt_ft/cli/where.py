@@ -104,24 +104,12 @@ def where(
 
 def _of_cards(device: str, methods: Sequence[str], html: str, as_json: bool) -> None:
     """Print the longest sequence of each well-known model on each card, from the stored table."""
-    from ckpt_ft.planning.card_table import (
-        LENGTHS,
-        POLICY,
-        SPEED_AT,
-        command_of,
-        fits,
-        kernels_of,
-        largest,
-        stored_kernels,
-    )
+    from ckpt_ft.planning.card_table import LENGTHS, POLICY, SPEED_AT, command_of, fits, largest
 
     cards = [*map(find_gpu, device.split(","))] if device else [one for one in (current_gpu(),) if one]
     if not cards:
         raise UserError("where: name a card, as in --device rtx-3060, or a model, to see which cards train it")
     found = {card.name: fits(card, methods) for card in cards}
-    for card in cards:
-        if kernels_of(card) not in stored_kernels():
-            print(f"note: bytes on {card.name} are those of cards with similar kernels", file=sys.stderr)
     tables, said = [], []
     for card in cards:
         rows: dict[str, list[str]] = {one.model.rpartition("/")[2]: [] for one in found[card.name]}

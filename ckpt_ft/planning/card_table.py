@@ -79,29 +79,14 @@ def stored() -> dict[str, Any]:
 
 
 def fits(card: GPU, methods: Sequence[str] = tuple(METHODS)) -> list[Fit]:
-    """How each model of the table trains on `card` with each method, the smallest model first.
-
-    Of a card whose kernels were not traced, the bytes are those of cards with the most similar ones (`nearest`).
-    """
-    room, kernels = memory_budget(None, card), nearest(card)
+    """How each model of the table trains on `card` with each method, the smallest model first."""
+    room, kernels = memory_budget(None, card), kernels_of(card)
     rows = [
         _fit(card.name, room, Fit(model, int(known_models()[model].parameters), method), **entry[method][kernels])
         for model, entry in stored().items()
         for method in methods
     ]
     return sorted(rows, key=lambda row: row.parameters)
-
-
-def nearest(card: GPU) -> str:
-    """The stored group of cards whose kernels and precision have most in common with those of `card`."""
-    own = kernels_of(card).split()
-    return max(stored_kernels(), key=lambda group: sum(a == b for a, b in zip(group.split(), own, strict=True)))
-
-
-def stored_kernels() -> list[str]:
-    """The groups that every model of the table has."""
-    entries = [entry[method] for entry in stored().values() for method in METHODS]
-    return [kernels for kernels in entries[0] if all(kernels in entry for entry in entries)]
 
 
 def _fit(
