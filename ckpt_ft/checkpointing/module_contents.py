@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_ft.compat.modules import BUFFERS, REPLICATE, buffers_of, children_of, parameters_of
-from ckpt_ft.compat.tensors import FakeTensor
+from ckpt_ft.compat.tensors import FakeTensor, storage_pointer
 
 from . import rng
 from .libraries import CONFIG, is_class
@@ -203,7 +203,7 @@ def _aliases(held: list[tuple[Place, Container | None, torch.Tensor]]) -> list[l
     by_storage: dict[int, list[int]] = {}
     for index, (_, _, value) in enumerate(held):
         if type(value) is torch.Tensor and value.layout is torch.strided and not without_values(value):
-            by_storage.setdefault(id(value.untyped_storage()), []).append(index)
+            by_storage.setdefault(storage_pointer(value.untyped_storage()), []).append(index)
     return [group for group in by_storage.values() if len(group) > 1]
 
 

@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ckpt_ft.compat.modules import BUFFERS, caches, parameters_of
-from ckpt_ft.compat.tensors import accumulated_hooks, gradient_hooks, write_count
+from ckpt_ft.compat.tensors import accumulated_hooks, gradient_hooks, storage_pointer, write_count
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import SWAPPED
 from ckpt_ft.units import MIB, format_bytes
@@ -325,7 +325,7 @@ class _HeldTensor:
             if self.container is None:
                 raise UserError(f"{self} was written after the block's forward; keep it in a list or as a buffer")
             if self.together:
-                storage = id(self.copy.untyped_storage())
+                storage = storage_pointer(self.copy.untyped_storage())
                 if storage not in bases:
                     bases[storage] = flat(self.copy).clone()
                 found = looked_at(bases[storage], view_of(self.copy))
@@ -354,7 +354,7 @@ def _values(parameters: list[nn.Parameter]) -> Values:
         _versions(parameters),
         [value.requires_grad for value in parameters],
         [
-            id(value.untyped_storage()) if type(value) is nn.Parameter or hasattr(value, SWAPPED) else 0
+            storage_pointer(value.untyped_storage()) if type(value) is nn.Parameter or hasattr(value, SWAPPED) else 0
             for value in parameters
         ],
     )

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ckpt_ft.compat.autograd import current_node
 from ckpt_ft.compat.distributed import LOCAL_TENSOR, local_tensor
-from ckpt_ft.compat.tensors import FakeTensor, write_count
+from ckpt_ft.compat.tensors import FakeTensor, storage_pointer, write_count
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.policy import STREAMS
 from ckpt_ft.units import MIB, format_bytes
@@ -283,7 +283,7 @@ class Parking:
             return False
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        if nbytes < self.min_bytes or id(storage) in self.resident or nbytes % tensor.element_size():
+        if nbytes < self.min_bytes or storage_pointer(storage) in self.resident or nbytes % tensor.element_size():
             return False
         return not is_wrapper(tensor)
 
@@ -387,4 +387,4 @@ def _storages(module: nn.Module) -> dict[int, Any]:
     tensors: list[Any] = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
     dense = (t for t in tensors if t.layout is torch.strided)
     storages = ((local_tensor(t) if is_dtensor(t) else t).untyped_storage() for t in dense)
-    return {id(storage): StorageWeakRef(storage) for storage in storages}
+    return {storage_pointer(storage): StorageWeakRef(storage) for storage in storages}

@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from ckpt_ft.compat.autograd import forward_level
-from ckpt_ft.compat.tensors import write_count
+from ckpt_ft.compat.tensors import storage_pointer, write_count
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import SWAPPED
 
@@ -92,7 +92,7 @@ class _Link:
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that is the same for all aliases while their storage is alive."""
-    return id(tensor.untyped_storage()), tensor.requires_grad, view_of(tensor)
+    return storage_pointer(tensor.untyped_storage()), tensor.requires_grad, view_of(tensor)
 
 
 def _outputs(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -21,7 +21,15 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ckpt_ft.compat.tensors import DispatchKey, OpOverload, TorchDispatchMode, excluded, tree_map_only, write_count
+from ckpt_ft.compat.tensors import (
+    DispatchKey,
+    OpOverload,
+    TorchDispatchMode,
+    excluded,
+    storage_pointer,
+    tree_map_only,
+    write_count,
+)
 
 from . import offload, rng
 from .dropped_tensors import RunComplete
@@ -156,7 +164,7 @@ class _Keeping(_Mode):
             after = rng.snapshot(args[0].device) if before is not None else None
             entry: Any = _KeptOutput(out, after if after != before else None)
             if isinstance(out, torch.Tensor):
-                self.by_storage[id(out.untyped_storage())] = entry
+                self.by_storage[storage_pointer(out.untyped_storage())] = entry
         else:
             entry = _RECOMPUTE
         self.kept[func].append(entry)
@@ -164,7 +172,7 @@ class _Keeping(_Mode):
 
     def watch(self, viewed: torch.Tensor, view: torch.Tensor) -> None:
         """Watch a view of a kept output that has its own version counter: a linear layer's result, a GRU's gates."""
-        entry = self.by_storage.get(id(viewed.untyped_storage()))
+        entry = self.by_storage.get(storage_pointer(viewed.untyped_storage()))
         if entry is not None:
             entry.watch(view)
 

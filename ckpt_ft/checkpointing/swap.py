@@ -25,7 +25,14 @@ from torch import nn
 from ckpt_ft.compat.autograd import graph_task
 from ckpt_ft.compat.distributed import IGNORED_BY_DDP
 from ckpt_ft.compat.modules import APPLY, parameters_of
-from ckpt_ft.compat.tensors import FakeTensor, is_traceable_wrapper_subclass, no_subclasses, tree_leaves, write_count
+from ckpt_ft.compat.tensors import (
+    FakeTensor,
+    is_traceable_wrapper_subclass,
+    no_subclasses,
+    storage_pointer,
+    tree_leaves,
+    write_count,
+)
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import IN_HOST_MEMORY, LEAST_SWAPPED, SWAPPED
 from ckpt_ft.units import GIB, format_bytes
@@ -333,7 +340,7 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def _written(parameter: nn.Parameter) -> tuple[int, int]:
     """A value that changes with a write into a weight (except through `.data`) and with an assignment to `.data`."""
-    return write_count(parameter), id(parameter.untyped_storage())
+    return write_count(parameter), storage_pointer(parameter.untyped_storage())
 
 
 def _note_copied(parameter: nn.Parameter) -> None:

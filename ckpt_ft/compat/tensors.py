@@ -61,6 +61,7 @@ make_subclass: torch.Tensor._make_subclass
 is_wrapper_type: torch.utils._python_dispatch.is_traceable_wrapper_subclass_type
     as above, for the class
 storage_pointer: torch.UntypedStorage()._cdata
+    tells storages apart; the object in Python may be a new one, at the address of a former one
 storage_uses: torch._C._storage_Use_Count
 tensor_uses: torch.Tensor()._use_count
     whether autograd adds a gradient in place: nothing else refers to it

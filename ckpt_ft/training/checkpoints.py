@@ -377,6 +377,8 @@ def _lock(path: Path) -> FileLock:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(f"--output_dir {path}: another process trains into it; give another directory") from error
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"--output_dir {path}: it or a directory above it is a file; give a directory") from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         raise UserError(f"--output_dir {path} cannot be written to ({one_line(error)})") from error
     return lock

@@ -223,6 +223,7 @@ def dataset_lengths(dataset: str, model: str, max_length: int) -> Lengths:
     if "input_ids" not in rows.column_names:
         source = str(Path(model).parent) if Path(model).is_file() else model  # a config file lies beside its tokenizer
         try:
+            row_layout(known_columns(rows, args.dataset_text_field).column_names, args.dataset_text_field)
             rows = encode_rows(rows, load_tokenizer(ModelArguments(model_name_or_path=source)), args)
         except UserError as error:
             raise UserError(f"--dataset {dataset}: its rows have no length: {error}; or give 'input_ids'") from error

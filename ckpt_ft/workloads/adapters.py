@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from ckpt_ft.checkpointing.blocks import find_blocks
 from ckpt_ft.checkpointing.towers import Tower, find_towers
 from ckpt_ft.compat.modules import weight_cache
-from ckpt_ft.compat.tensors import TorchDispatchMode
+from ckpt_ft.compat.tensors import TorchDispatchMode, storage_pointer
 from ckpt_ft.errors import UserError, did_you_mean, one_line
 from ckpt_ft.spec.defaults import LORA_DROPOUT, TRAINED_TOWERS
 from ckpt_ft.spec.peft_file import configuration, takes
@@ -72,13 +72,13 @@ class Valueless(TorchDispatchMode):
             args = (first, self._positions(args[1]), *args[2:])
         out = func(*args, **kwargs)
         if func in (aten.scatter_.src, aten.scatter_.value) and first.dtype is torch.bool:
-            self._set[id(first.untyped_storage())] = (first, args[2].numel())
-        elif func is aten.eq.Scalar and id(first.untyped_storage()) in self._set:
-            self._set[id(out.untyped_storage())] = (out, self._count(first))
+            self._set[storage_pointer(first.untyped_storage())] = (first, args[2].numel())
+        elif func is aten.eq.Scalar and storage_pointer(first.untyped_storage()) in self._set:
+            self._set[storage_pointer(out.untyped_storage())] = (out, self._count(first))
         return out
 
     def _count(self, mask: Tensor) -> int:
-        return self._set.get(id(mask.untyped_storage()), (mask, mask.numel()))[1]
+        return self._set.get(storage_pointer(mask.untyped_storage()), (mask, mask.numel()))[1]
 
     def _nonzero(self, mask: Tensor) -> Tensor:
         """The positions (set elements, axes) of a mask."""

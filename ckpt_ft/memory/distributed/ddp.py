@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt_ft.compat.autograd import engine
-from ckpt_ft.compat.tensors import tree_map
+from ckpt_ft.compat.tensors import storage_pointer, tree_map
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 
@@ -62,7 +62,7 @@ class Buckets:
         assert parameter.grad is not None
         view = bucket.views[index]
         with torch.no_grad():
-            if id(parameter.grad.untyped_storage()) != id(view.untyped_storage()):
+            if storage_pointer(parameter.grad.untyped_storage()) != storage_pointer(view.untyped_storage()):
                 torch.mul(parameter.grad, 1.0 / self.group.size(), out=view)
                 if self.as_view:
                     parameter.grad = view

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ckpt_ft.compat.tensors import FakeTensor, no_dispatch
+from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, storage_pointer
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.recorder import Recorder
@@ -146,14 +146,14 @@ class DataDependentOps:
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
-        known = self._known.get(id(storage))
+        known = self._known.get(storage_pointer(storage))
         return known if known is not None and known.storage() is storage else None
 
     def _learn(
         self, tensor: Tensor, classes: int = 0, density: float = 1.0, hit: float = 1.0, totals: tuple[int, ...] = ()
     ) -> None:
         storage = tensor.untyped_storage()
-        self._known[id(storage)] = _Known(weakref.ref(storage), classes, density, hit, totals)
+        self._known[storage_pointer(storage)] = _Known(weakref.ref(storage), classes, density, hit, totals)
 
     # -- answers: (op, args, kwargs) -> result ------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_ft.compat.tensors import FakeTensor, is_traceable_wrapper_subclass, schema_of, tree_map_only
+from ckpt_ft.compat.tensors import FakeTensor, is_traceable_wrapper_subclass, schema_of, storage_pointer, tree_map_only
 from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, is_wait, measure, tensors
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
@@ -102,7 +102,7 @@ def _homes(args: tuple[Any, ...]) -> dict[int, int | None]:
     for at, value in enumerate(args):
         for item, place in [(value, at)] if isinstance(value, Tensor) else [(item, None) for item in _listed(value)]:
             if type(item) is FakeTensor:
-                homes.setdefault(id(item.untyped_storage()), place)
+                homes.setdefault(storage_pointer(item.untyped_storage()), place)
     return homes
 
 
@@ -123,8 +123,8 @@ def _recipe(out: Any, args: tuple[Any, ...], homes: dict[int, int | None]) -> An
     ):
         raise Uncacheable
     storage = out.untyped_storage()
-    if id(storage) in homes:
-        at = homes[id(storage)]
+    if storage_pointer(storage) in homes:
+        at = homes[storage_pointer(storage)]
         if at is None:
             raise Uncacheable
         same = next((place for place in range(at, len(args)) if args[place] is out), None)

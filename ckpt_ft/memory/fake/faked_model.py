@@ -30,6 +30,7 @@ from ckpt_ft.compat.tensors import (
     is_traceable_wrapper_subclass,
     make_subclass,
     no_dispatch,
+    storage_pointer,
 )
 
 from .values import attach, holds_sizes
@@ -186,7 +187,7 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
     finally:
         with no_dispatch():
             for tensor, own in data:
-                if id(tensor.untyped_storage()) != id(own.untyped_storage()):
+                if storage_pointer(tensor.untyped_storage()) != storage_pointer(own.untyped_storage()):
                     tensor.data = own
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ckpt_ft.compat.tensors import FakeTensor, no_modes, schema_of
+from ckpt_ft.compat.tensors import FakeTensor, no_modes, schema_of, storage_pointer
 from ckpt_ft.memory.cost.op_work import tensors
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ class Values:
     def of(self, tensor: Tensor) -> Tensor | None:
         """The values of `tensor`, None if they are not known."""
         value = tensor.__dict__.get(_VALUE) if type(tensor) is FakeTensor else None
-        return None if value is None or id(value.untyped_storage()) in self._lost else value
+        return None if value is None or storage_pointer(value.untyped_storage()) in self._lost else value
 
     def keep(self, fake: Tensor, real: Tensor) -> None:
         """Copy the values of `real` to `fake`, which replaces it, if they are few integers."""
@@ -85,7 +85,7 @@ class Values:
             known = self.of(tensor)
             if known is not None:
                 storage = known.untyped_storage()
-                self._lost[id(storage)] = storage
+                self._lost[storage_pointer(storage)] = storage
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result for known arguments; UNKNOWN if an argument is not known or the result has no values."""

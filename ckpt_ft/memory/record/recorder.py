@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_ft.compat.tensors import storage_pointer
 from ckpt_ft.memory.cost.op_work import Work, tensors
 from ckpt_ft.memory.cost.schedule import HOST
 from ckpt_ft.memory.gpus import GPU
@@ -181,7 +182,7 @@ class Recorder:
         """Follow tensors that exist already."""
         for value in values:
             for tensor in plain(value):
-                seen = self.live.get(id(tensor.untyped_storage()))
+                seen = self.live.get(storage_pointer(tensor.untyped_storage()))
                 if seen is not None and seen.index >= 0:
                     self.storages[seen.index].category = category
                 else:
@@ -197,7 +198,7 @@ class Recorder:
         """
         for tensor in values if self.splits_host else ():
             self.follow(tensor, category, "", resident=True)
-            storage = self.storages[self.live[id(tensor.untyped_storage())].index]
+            storage = self.storages[self.live[storage_pointer(tensor.untyped_storage())].index]
             self.allocated -= storage.nbytes
             storage.host = _host_bytes(storage.nbytes + storage.host, "" if packed else kind)
             storage.nbytes, storage.category, storage.host_kind = 0, category, kind
@@ -212,7 +213,7 @@ class Recorder:
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in host memory, where kernels do not reach it, or ignored."""
-        seen = self.live.get(id(tensor.untyped_storage()))
+        seen = self.live.get(storage_pointer(tensor.untyped_storage()))
         return seen is not None and (seen.index < 0 or self.storages[seen.index].host_kind in ("pinned", "pageable"))
 
     def all_on_host(self, values: Any) -> bool:
@@ -238,7 +239,7 @@ class Recorder:
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
         """Index of the tensor's storage in the record, None if it is not followed."""
-        seen = self.live.get(id(tensor.untyped_storage()))
+        seen = self.live.get(storage_pointer(tensor.untyped_storage()))
         return None if seen is None or seen.index < 0 else seen.index
 
     def follow(
@@ -260,7 +261,7 @@ class Recorder:
             return
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        seen = self.live.get(id(storage))
+        seen = self.live.get(storage_pointer(storage))
         if seen is not None:
             if seen.index < 0:
                 return
@@ -286,13 +287,13 @@ class Recorder:
 
     def reuse(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Record `new`, the result of an op, as if the op had written it into `old` in place."""
-        seen = self.live.pop(id(old.untyped_storage()))
+        seen = self.live.pop(storage_pointer(old.untyped_storage()))
         self._hold(new.untyped_storage(), seen.index, seen.zone)
 
     def label(self, value: torch.Tensor, category: str, owner: str) -> None:
         """Set the category and owner of a tensor; follow it if it is not known."""
         for tensor in plain(value):
-            seen = self.live.get(id(tensor.untyped_storage()))
+            seen = self.live.get(storage_pointer(tensor.untyped_storage()))
             if seen is None:
                 self.follow(tensor, category, "", resident=not self.events)
             elif seen.index >= 0:
@@ -315,16 +316,16 @@ class Recorder:
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Record that a storage was resized or emptied, as FSDP2 frees and refills gathered parameters."""
-        seen = self.live.get(id(storage))
+        seen = self.live.get(storage_pointer(storage))
         op = "aten.empty.memory_format"
         if seen is not None and seen.index >= 0:
             op = self.storages[seen.index].op or op
             self._freed(seen)
         if storage.nbytes():
             self.context.locate()
-            category = "parameters" if id(storage) in self.swapped else "communication"
+            category = "parameters" if storage_pointer(storage) in self.swapped else "communication"
             index = self._add(storage.nbytes(), category, op)
-            self.storages[index].owner = self.swapped.get(id(storage), "")
+            self.storages[index].owner = self.swapped.get(storage_pointer(storage), "")
             self._hold(storage, index)
             self.events.append(index)
 
@@ -361,8 +362,12 @@ class Recorder:
         return len(self.storages) - 1
 
     def _hold(self, storage: torch.UntypedStorage, index: int, zone: int | None = None) -> None:
-        seen = self.live[id(storage)] = _Followed(storage, self._freed)
-        seen.address, seen.index, seen.zone = id(storage), index, self.context.zone if zone is None else zone
+        seen = self.live[storage_pointer(storage)] = _Followed(storage, self._freed)
+        seen.address, seen.index, seen.zone = (
+            storage_pointer(storage),
+            index,
+            self.context.zone if zone is None else zone,
+        )
 
     def _freed(self, seen: _Followed) -> None:
         if self.live.get(seen.address) is not seen:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from ckpt_ft.compat.patches import patched
-from ckpt_ft.compat.tensors import FakeTensor, ModeKey, TorchDispatchMode, mode_of
+from ckpt_ft.compat.tensors import FakeTensor, ModeKey, TorchDispatchMode, mode_of, storage_pointer
 from ckpt_ft.memory.cost.op_work import Work, collective_bytes, group_of, is_collective, measure, tensors
 from ckpt_ft.policy import SWAPPED
 
@@ -76,13 +76,13 @@ class Dispatcher(Protocol):
 
 
 # Makes a tensor that waits for a functional collective at its first use, and wraps its result: no storage of its own.
-_WRAPS = {torch.ops._c10d_functional._wrap_tensor_autograd.default}
+_WRAPS = "_c10d_functional::_wrap_tensor_autograd"
 
 
 def handling_of(func: Any, rule: Rule | None, after: After | None) -> Handling:
     """How to treat an op for which there is a `rule`, or something to record `after` it."""
-    kind = func.namespace
-    return Handling(str(func), rule, after, is_collective(func), kind == "profiler" or func in _WRAPS)
+    unseen = func.namespace == "profiler" or func.name() == _WRAPS
+    return Handling(str(func), rule, after, is_collective(func), unseen)
 
 
 class RealOps:
@@ -161,7 +161,7 @@ class Tracker(TorchDispatchMode):
         for name, tensor in [*parameters.items(), *model.named_buffers()]:
             self.recorder.set_owner(tensor, name.rpartition(".")[0])
         for parameter, waiting in swapped_weights(model):
-            owner = self.recorder.swapped[id(parameter.untyped_storage())] = self._owners[id(parameter)]
+            owner = self.recorder.swapped[storage_pointer(parameter.untyped_storage())] = self._owners[id(parameter)]
             self.recorder.add_resident([waiting], "parameters")
             self.recorder.put_on_host([waiting], "parameters", "pinned", packed=True)
             self.recorder.set_owner(waiting, owner)
@@ -300,7 +300,7 @@ class Tracker(TorchDispatchMode):
         given = (*args, kwargs["out"]) if "out" in kwargs else args if func is not _LIFT else ()
         live = recorder.live
         for tensor in tensors(given):  # torch.tensor(...) passes it through _LIFT
-            if tensor.layout is not torch.strided or id(tensor.untyped_storage()) not in live:
+            if tensor.layout is not torch.strided or storage_pointer(tensor.untyped_storage()) not in live:
                 self._follow_unknown(tensor)
         if op.collective:
             recorder.label_sent(tensors(args))

@@ -412,7 +412,7 @@ def test_training_in_another_thread_is_not_recorded() -> None:
         ("_note_node", 60),
         ("__exit__", 3),
         ("forget_real_tensors", 1),
-        ("_destroy", 1),
+        ("_del_library", 1),
     ],
     ids=lambda where: where[0],
 )
