@@ -124,10 +124,11 @@ class RegionCall(DroppedTensors):
 
     def repeat(self) -> None:
         """The second run."""
-        if not self.autocast and not any_autocast() and torch.get_default_device() == self.device:
+        moved = torch.get_default_device() != self.device
+        if not (moved or self.autocast or any_autocast()):
             self.call.rerun()
             return
-        with autocast_as(self.autocast), self.device:
+        with autocast_as(self.autocast), self.device if moved else nullcontext():
             self.call.rerun()
 
 
