@@ -233,7 +233,8 @@ class _DryRun:
         """The script has ended, by `error` or by itself."""
         if self.loop.model is not None and self.loop.stepped:
             self._keep(self.loop.batches)
-        self._finish()
+        if self.steps > 1 or error is None or isinstance(error, SystemExit):
+            self._finish()  # a first step alone lacks the states of the optimizer
         name = self.question.script.name
         if error is not None and not isinstance(error, SystemExit):
             traceback.print_exception(error)

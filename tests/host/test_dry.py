@@ -118,6 +118,36 @@ def test_optimizers_that_step_in_hooks_of_their_weights(tmp_path: Path) -> None:
     assert peak(answer) == live(str(script))
 
 
+def test_packed_rows_of_an_lstm(tmp_path: Path) -> None:
+    """Their lengths are known, so that each step packs, the second one with the states of Adam."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence\n"
+        "model = torch.nn.LSTM(32, 64, 2, batch_first=True, bidirectional=True)\n"
+        "optimizer = torch.optim.Adam(model.parameters())\n"
+        "for _ in range(3):\n"
+        "    x = torch.randn(16, 20, 32)\n"
+        "    x = pack_padded_sequence(x, torch.arange(5, 21), batch_first=True, enforce_sorted=False)\n"
+        "    pad_packed_sequence(model(x)[0], batch_first=True)[0].square().mean().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    (answer,) = dry(str(script))
+    assert peak(answer) == live(str(script))
+
+
+def test_an_error_in_the_second_step_is_no_answer(tmp_path: Path) -> None:
+    """A first step alone lacks the states of the optimizer."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(64, 64)\noptimizer = torch.optim.Adam(model.parameters())\n"
+        "for step in range(3):\n"
+        "    if step:\n        raise RuntimeError('out of rows')\n"
+        "    model(torch.ones(16, 64)).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    (answer,) = dry(str(script))
+    assert answer.error.endswith("script.py: in step 2, line 6 raised RuntimeError: out of rows")
+
+
 def test_weights_that_are_changed_by_hand() -> None:
     (answer,) = dry("by_hand.py")
     assert peak(answer) == pytest.approx(live("by_hand.py"), rel=0.01)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, storage_pointer
+from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes, storage_pointer
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.recorder import Recorder
@@ -73,6 +73,7 @@ class DataDependentOps:
             aten._unique2.default: self._unique,
             aten.unique_consecutive.default: self._unique,
             aten._ctc_loss.Tensor: self._ctc_loss,
+            aten._pack_padded_sequence.default: self._pack_padded_sequence,
         }
         self.answers = {func: partial(values.exactly, guess) for func, guess in guesses.items()}
         self.observers: dict[Any, Callable[[tuple[Any, ...], Any], None]] = {
@@ -243,6 +244,17 @@ class DataDependentOps:
         values = args[0].flatten()
         indices = torch.empty(values.numel(), dtype=torch.int64, device="cpu")
         return torch.empty_like(values), indices, torch.empty_like(indices)
+
+    def _pack_padded_sequence(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The tokens of all rows, and how many rows each step has: a tensor of the host, which LSTMs read."""
+        padded, lengths, batch_first = args
+        known = self.values.numbers(lengths) if isinstance(lengths, FakeTensor) else lengths.tolist()
+        if known is None:
+            self.recorder.note("packed rows whose lengths are not known are taken as long as the longest")
+            known = [padded.size(int(batch_first))] * padded.size(int(not batch_first))
+        with no_modes():
+            rows = torch.tensor([sum(length > step for length in known) for step in range(max(known))])
+        return torch.empty(sum(known), *padded.shape[2:], dtype=padded.dtype, device="cpu"), rows
 
     def _ctc_loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The loss, and what it keeps for every place in the longest target. [aten/src/ATen/native/LossCTC.cpp]"""
