@@ -181,7 +181,7 @@ def test_full_disk_is_reported_before_training(
 def test_output_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for given in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match=f"--output_dir {given} cannot be written to"):
+        with pytest.raises(UserError, match=f"--output_dir {given}: it or a directory above it is a file"):
             RunDirectory(str(given), lora=False).open()
     with pytest.raises(UserError, match="--output_dir .*File name too long|--output_dir .* \\.\\.\\. "):
         RunDirectory(str(tmp_path / ("x" * 300)), lora=False).open()
