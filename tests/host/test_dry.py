@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,9 @@ from ckpt_ft.host.generation import generate_longest
 from ckpt_ft.host.script import AS_IT_IS, Answer, Question, Script, ask
 from ckpt_ft.host.weightless import load_no_weights
 from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.planning.estimate import estimate
+from ckpt_ft.spec.command import recipe_command
+from ckpt_ft.spec.training_spec import TrainingSpec
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "scripts"
@@ -146,6 +150,21 @@ def test_an_error_in_the_second_step_is_no_answer(tmp_path: Path) -> None:
     )
     (answer,) = dry(str(script))
     assert answer.error.endswith("script.py: in step 2, line 6 raised RuntimeError: out of rows")
+
+
+def test_a_recipe_on_a_card_is_what_estimate_says(sample: tuple[Path, Path], tmp_path: Path) -> None:
+    """recipes/llm.py with the flags that its own command prints, on rows of full length."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": "word " * 400}) + "\n" for _ in range(16)))
+    spec = TrainingSpec.of(str(sample[0]), batch_size=4, seq_length=128, mixed_precision="fp16", policy="full")
+    _, _, recipe, *words = shlex.split(recipe_command(spec, "causal-lm"))
+    words[words.index("DATASET")] = str(rows)
+    script = Script(str(HERE.parents[1] / f"recipes/{recipe}.py"), (*words, "--output_dir", str(tmp_path / "out")))
+    (answer,) = ask(Question(script, find_gpu("t4")))
+    assert answer.batches[0]["input_ids"] == (4, 128), answer.error
+    expected = estimate(spec.edit(device="t4"))
+    assert peak(answer) == pytest.approx(expected.peak_allocated, rel=1e-3)
+    assert answer.trace.peak_reserved == pytest.approx(expected.peak_reserved, rel=1e-3)
 
 
 def test_weights_that_are_changed_by_hand() -> None:
