@@ -497,14 +497,8 @@ class TrainingSpec:
             "fused kernels of other libraries": kernels.use_liger_kernel or kernels.cut_cross_entropy,
         }
         beside = next((name for name, asked in others.items() if asked), "")
-        apart = next(
-            (
-                one.strategy + (f" with --tp {one.tp}" if one.tp > 1 else "")
-                for one in launches
-                if one.stage or one.tp > 1
-            ),
-            "",
-        )
+        odd = next((one for one in launches if one.stage or one.tp > 1), None)
+        apart = "" if odd is None else odd.strategy if odd.tp == 1 else f"{odd.strategy} with --tp {odd.tp}"
         refuse({
             f"{bits}-bit weights cannot be trained themselves: give a LoRA rank too, 16 for example": (
                 bits and not self.adapter.trains
