@@ -114,8 +114,10 @@ def run(main: Callable[[], int | None]) -> None:
     except (Exception, KeyboardInterrupt) as error:
         if not _is_foreseen(error) or os.environ.get("CKPT_FT_TRACEBACK") == "1":
             raise
-        ours = isinstance(error, (UserError, WorkFailed, KeyboardInterrupt))
-        said = str(error) if ours else _unfit(error) if isinstance(error, ImportError) else one_line(error, _LONGEST)
+        if isinstance(error, (UserError, WorkFailed, KeyboardInterrupt)):
+            said = str(error)
+        else:
+            said = _why_not_imported(error) if isinstance(error, ImportError) else one_line(error, _LONGEST)
         if said or not isinstance(error, Interrupted):  # only one of several ranks prints it
             _end_progress_bars()
             print(f"error: {said or 'interrupted'}", file=sys.stderr, flush=True)
@@ -136,7 +138,7 @@ def _is_foreseen(error: BaseException) -> bool:
     return error.errno in _DISK if isinstance(error, OSError) else is_oom(error)
 
 
-def _unfit(error: BaseException) -> str:
+def _why_not_imported(error: BaseException) -> str:
     """Returns the line for a package that is missing, or for versions that cannot be imported together, such as a
     torchvision of another torch: the first error, which transformers hides behind one of its own."""
     while error.__cause__ is not None:

@@ -170,6 +170,7 @@ class _DryRun:
     def _fork(self) -> None:
         """Fork for each policy and return in the forks. This process waits for them and ends."""
         asked, running = list(self.question.policies), []
+        statuses: list[int] = []
         for number in count():
             if not asked:
                 break
@@ -185,13 +186,12 @@ class _DryRun:
                 return
             running.append(child)
             if len(running) >= (os.cpu_count() or 1) or (number == 0 and self.question.otherwise):
-                os.waitpid(running.pop(0), 0)
+                statuses.append(os.waitpid(running.pop(0), 0)[1])
             if number == 0 and self._misses():
                 asked += self.question.otherwise
-        for child in running:
-            os.waitpid(child, 0)
+        statuses += [os.waitpid(child, 0)[1] for child in running]
         self.files.restore()
-        os._exit(0)
+        os._exit(max(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0 for status in statuses))
 
     def _misses(self) -> bool:
         """Whether the first policy's step does not fit."""
@@ -292,9 +292,7 @@ def _where(error: BaseException, name: str) -> str:
 
 
 def _leave_out(note: Callable[[str], None], longest: bool) -> None:
-    """What a dry run does without: torch.compile, inference mode, processes that load data, and with `longest` random
-    batches.
-    """
+    """Leave out torch.compile, inference mode, processes that load data, and with `longest` the order of the rows."""
 
     def compile(model: Any = None, **kwargs: Any) -> Any:
         note(_EAGER)

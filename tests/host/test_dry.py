@@ -50,6 +50,13 @@ def live(name: str, *args: str, steps: int = 3) -> int:
     return int(ran.stdout.split("peak ")[1])
 
 
+def written(folder: Path, text: str) -> str:
+    """The path of a script that has this text."""
+    script = folder / "script.py"
+    script.write_text(text)
+    return str(script)
+
+
 def peak(answer: Answer) -> int:
     assert answer.trace is not None, answer.error
     return answer.trace.peak_allocated
@@ -75,8 +82,8 @@ def test_a_trainer_under_three_policies(tmp_path: Path) -> None:
 
 def test_a_model_whose_parts_are_called_one_by_one(tmp_path: Path) -> None:
     """As in a LightningModule, whose own forward is never called: a policy covers all parts."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = written(
+        tmp_path,
         "import torch\nfrom torch import nn\n"
         "block = lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())\n"
         "model = nn.Module()\nmodel.encoder = nn.Linear(8, 64)\n"
@@ -84,48 +91,48 @@ def test_a_model_whose_parts_are_called_one_by_one(tmp_path: Path) -> None:
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
         "for _ in range(3):\n"
         "    model.decoder(model.encoder(torch.ones(2048, 8))).sum().backward()\n"
-        "    optimizer.step()\n    optimizer.zero_grad()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n",
     )
-    plain, full = ask(Question(Script(str(script)), None, (AS_IT_IS, "full")))
+    plain, full = ask(Question(Script(script), None, (AS_IT_IS, "full")))
     assert plain.model == "Module"
     assert peak(full) < 0.6 * peak(plain)
 
 
 def test_an_evaluation_in_inference_mode_comes_first(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = written(
+        tmp_path,
         "import torch\nmodel = torch.nn.Linear(64, 64).to('cuda' if torch.cuda.is_available() else 'cpu')\n"
         "rows, made = torch.randn(512, 64).to(model.weight.device), []\n"
         "with torch.inference_mode():\n    made.append(model(rows).argmax(-1).cpu())\n"
         "    assert not torch.is_grad_enabled()\n"
         "    with torch.inference_mode(False):\n        assert torch.is_grad_enabled()\n"
         "optimizer = torch.optim.AdamW(model.parameters())\n"
-        "for _ in range(3):\n    model(rows).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+        "for _ in range(3):\n    model(rows).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n",
     )
-    (answer,) = dry(str(script))
-    assert peak(answer) == live(str(script))
-    (answer,) = dry(str(script), device="t4")
+    (answer,) = dry(script)
+    assert peak(answer) == live(script)
+    (answer,) = dry(script, device="t4")
     assert peak(answer) > 8 << 20  # with a workspace of cuBLAS
 
 
 def test_optimizers_that_step_in_hooks_of_their_weights(tmp_path: Path) -> None:
     """Each gradient is freed in backward. On the CPU a weight becomes a fake after it has got its hook."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = written(
+        tmp_path,
         "import torch\nmodel = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])\n"
         "optimizers = {weight: torch.optim.AdamW([weight]) for weight in model.parameters()}\n"
         "def step(weight):\n    optimizers[weight].step()\n    optimizers[weight].zero_grad()\n"
         "for weight in model.parameters():\n    weight.register_post_accumulate_grad_hook(step)\n"
-        "for _ in range(3):\n    model(torch.ones(16, 256)).sum().backward()\n"
+        "for _ in range(3):\n    model(torch.ones(16, 256)).sum().backward()\n",
     )
-    (answer,) = dry(str(script))
-    assert peak(answer) == live(str(script))
+    (answer,) = dry(script)
+    assert peak(answer) == live(script)
 
 
 def test_packed_rows_of_an_lstm(tmp_path: Path) -> None:
     """Their lengths are known, so that each step packs, the second one with the states of Adam."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = written(
+        tmp_path,
         "import torch\nfrom torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence\n"
         "model = torch.nn.LSTM(32, 64, 2, batch_first=True, bidirectional=True)\n"
         "optimizer = torch.optim.Adam(model.parameters())\n"
@@ -133,22 +140,22 @@ def test_packed_rows_of_an_lstm(tmp_path: Path) -> None:
         "    x = torch.randn(16, 20, 32)\n"
         "    x = pack_padded_sequence(x, torch.arange(5, 21), batch_first=True, enforce_sorted=False)\n"
         "    pad_packed_sequence(model(x)[0], batch_first=True)[0].square().mean().backward()\n"
-        "    optimizer.step()\n    optimizer.zero_grad()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n",
     )
-    (answer,) = dry(str(script))
-    assert peak(answer) == live(str(script))
+    (answer,) = dry(script)
+    assert peak(answer) == live(script)
 
 
 def test_an_error_in_the_second_step_is_no_answer(tmp_path: Path) -> None:
     """A first step alone lacks the states of the optimizer."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = written(
+        tmp_path,
         "import torch\nmodel = torch.nn.Linear(64, 64)\noptimizer = torch.optim.Adam(model.parameters())\n"
         "for step in range(3):\n"
         "    if step:\n        raise RuntimeError('out of rows')\n"
-        "    model(torch.ones(16, 64)).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+        "    model(torch.ones(16, 64)).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n",
     )
-    (answer,) = dry(str(script))
+    (answer,) = dry(script)
     assert answer.error.endswith("script.py: in step 2, line 6 raised RuntimeError: out of rows")
 
 
@@ -184,8 +191,8 @@ def test_a_script_that_sees_a_card(tmp_path: Path) -> None:
 
 def test_classes_of_tensors_on_a_card(tmp_path: Path) -> None:
     """Older scripts name the device by the class of a tensor."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = written(
+        tmp_path,
         "import numpy\nimport torch\n"
         "make = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor\n"
         "model = torch.nn.Linear(8, 1).cuda()\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
@@ -194,20 +201,20 @@ def test_classes_of_tensors_on_a_card(tmp_path: Path) -> None:
         "    assert made.type() == given.type() == 'torch.cuda.FloatTensor', made.type()\n"
         "    assert given.type(torch.LongTensor).device.type == 'cpu'\n"
         "    model(made + given).sum().backward()\n"
-        "    optimizer.step()\n"
+        "    optimizer.step()\n",
     )
-    (answer,) = ask(Question(Script(str(script)), find_gpu("t4")))
+    (answer,) = ask(Question(Script(script), find_gpu("t4")))
     assert answer.trace is not None, answer.error
     assert answer.batches == [{"input 0": (4, 8)}]
 
 
 def test_a_script_that_does_not_use_its_card(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = written(
+        tmp_path,
         "import torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        "model(torch.zeros(1, 2))"
+        "model(torch.zeros(1, 2))",
     )
-    (answer,) = ask(Question(Script(str(script)), find_gpu("t4")))
+    (answer,) = ask(Question(Script(script), find_gpu("t4")))
     assert "its model is on the CPU, though the script sees a card" in answer.error
 
 
@@ -227,9 +234,7 @@ def test_a_script_that_does_not_use_its_card(tmp_path: Path) -> None:
     ],
 )
 def test_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(text)
-    (answer,) = ask(Question(Script(str(script)), None))
+    (answer,) = ask(Question(Script(written(tmp_path, text)), None))
     assert said in answer.error
     assert "\n" not in answer.error
 
@@ -248,17 +253,17 @@ def test_a_killed_dry_run_leaves_files_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_step_that_depends_on_values(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = written(
+        tmp_path,
         "import torch\n"
         "model = torch.nn.Linear(8, 8)\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
         "for _ in range(3):\n"
         "    out = model(torch.randn(4, 8))\n"
         "    out[torch.nonzero(out > 0)[:, 0]].sum().backward()\n"
-        "    optimizer.step()\n"
+        "    optimizer.step()\n",
     )
-    (answer,) = ask(Question(Script(str(script)), None))
+    (answer,) = ask(Question(Script(script), None))
     assert answer.trace is not None, answer.error
     assert "a mask whose size decides a shape is taken as full: the worst case" in answer.trace.notes
 
