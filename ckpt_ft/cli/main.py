@@ -29,7 +29,7 @@ from ckpt_ft.workloads.model_config import find_model
 from . import app as browser
 from . import catalogue, dry_run, estimate, max_length, planning, policies, recipe, where
 from . import run as script_run
-from .named import phrase, unpacked
+from .named import is_card, phrase, unpacked
 from .params import GroupedCommand, words_in_our_names
 
 
@@ -64,6 +64,8 @@ def main() -> None:
         os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")  # bars are torn in a file
     logging.getLogger("DeepSpeed").addFilter(lambda record: False)  # it would write into our standard output
     logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # the error that follows is one line of ours
+    for library in ("torchao", "torch.utils._pytree", "bitsandbytes"):  # say that their kernels for a GPU are missing
+        logging.getLogger(library).setLevel(logging.ERROR)
     warnings.showwarning = _show_warning
     gc.disable()  # a command lives for seconds and makes no cycles worth looking for among its millions of objects
     atexit.register(gc.freeze)  # at exit none is looked for either
@@ -99,9 +101,12 @@ def _with_command(words: Sequence[str]) -> Sequence[str]:
         return [dashed, *words[1:]]
     if not word or word.startswith("-"):
         return words
+    if is_card(said := " ".join(words)) and not Path(said).exists():
+        print(f"note: ckpt-ft where --device {shlex.quote(said)}", file=sys.stderr)
+        return ["where", "--device", said]
     is_file = Path(word).exists() or Path(word).suffix in (".py", ".yaml", ".yml", ".json", ".toml", ".gguf")
     said = phrase(words)[0]
-    if is_file or find_model(said) or unpacked(said, {})[2]:
+    if is_file or find_model(said) or unpacked(said):
         print(f"note: ckpt-ft estimate {shlex.quote(said)}", file=sys.stderr)
         return ["estimate", *words]
     close = did_you_mean(word, _commands().commands)

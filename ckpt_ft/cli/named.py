@@ -6,7 +6,6 @@ import io
 import json
 import pickle
 import re
-import shlex
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.gpus import find_gpu
-from ckpt_ft.spec.defaults import LORA_R
+from ckpt_ft.spec.defaults import LORA_R, TRAINERS
 from ckpt_ft.spec.peft_file import ADAPTER_CONFIG
 from ckpt_ft.spec.settings import KINDS
 from ckpt_ft.spec.trainer import kind_of
@@ -32,7 +31,6 @@ _PACKED = re.compile(
     r"(?:[-_](?:\d+bit|int[48]|\d+x\d+|marlin|quantized[.\w]*))*)$",
     re.IGNORECASE,
 )
-_ADAPTERS = ("lora_r", "use_peft", "peft_config")
 
 
 @dataclass(frozen=True)
@@ -157,70 +155,68 @@ def packed_copy(name: str) -> Named | None:
         bits = 0 if end["whole"] else 8 if end["eight"] else 4
         base = base[: end.start()]
     model = next((known for last in ("", "-hf") if find_model(known := hub_id(base + last))), "")
-    if not model and base != name and "/" not in name:
-        model = alike(_WORDS.findall(base.lower()))
-    if not model or (name.count("/") == 1 and name.endswith(f"/{base}") and hub_answers()):
+    if name.count("/") == 1 and (name.endswith(f"/{base}") or not model) and hub_answers():
+        return None  # the Hub has its configuration
+    if not model and base != name:
+        model = alike([word for word in _WORDS.findall(base.lower()) if word not in _TUNED])
+    if not model:
         return None
     packed = {"load_in_4bit": True, "double_quant": True} if bits == 4 else {"load_in_8bit": True} if bits else {}
     layout = f" in {bits} bits, in the layout of bitsandbytes" if bits else ""
     return Named(model, flags=packed, notes=(f"{name} is answered as {model}{layout}",))
 
 
-def unpacked(model: str, flags: dict[str, Any]) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """Returns a model that is known, the flags of its training, and notes, where `model` is a packed copy of it.
-
-    Packed weights are frozen: without adapters of the user's own they get LoRA.
-    """
-    known = not model or find_model(model) or Path(model).exists()
-    copy = None if known else packed_copy(model) or (None if "/" in model else spoken(model))
-    if copy is None:
-        return model, flags, ()
-    flags = {**({} if flags.get("load_in_8bit") else copy.flags), **flags}
-    notes = copy.notes
-    if any("bit" in name for name in copy.flags) and not any(flags.get(name) for name in _ADAPTERS):
-        flags["lora_r"] = LORA_R
-        notes = (*notes, f"packed weights are frozen: LoRA of rank {LORA_R} trains; --lora changes it")
-    return copy.model, flags, notes
+def unpacked(model: str) -> Named | None:
+    """Returns the model that is known of which `model` is a packed copy or what people call it; None for others."""
+    if not model or find_model(model) or Path(model).exists():
+        return None
+    return packed_copy(model) or (None if "/" in model else spoken(model))
 
 
 def spoken(name: str) -> Named | None:
     """The known model that people mean by a family, a size and a method ("llama 3 8b", "SDXL LoRA"); None for none.
 
     Raises:
-        UserError: a method without a model, or a card.
+        UserError: a method without a model.
     """
-    said = _WORDS.findall(re.sub(r"\bsd(?=\s*(\d|xl))", "stable diffusion ", name.lower()))
+    bits = _BITS.search(name.lower())
+    said = _WORDS.findall(re.sub(r"\bsd(?=\s*(\d|xl))", "stable diffusion ", _BITS.sub(" ", name.lower())))
     words = [word for word in said if word not in {*_SAID, *_FILLERS}]
     flags = {flag: value for word in said for flag, value in _SAID.get(word, {}).items()}
+    if bits:
+        flags["load_in_8bit" if bits["eight"] else "load_in_4bit"] = True
     model = find_model(hub_id(" ".join(words)))
     found = model.name if model else alike(words)
     if found:
         return Named(found, flags=flags, notes=(f"{name} is answered as {found}",))
     if flags:
         raise UserError(f"'{name}': name a model too, one of `ckpt-ft models`: 'Qwen3-0.6B {name}'")
-    with suppress(UserError):
-        find_gpu(name)
-        said = []
-    if not said:
-        raise UserError(f"'{name}' is a card: `ckpt-ft where --device {shlex.quote(name)}` says what it trains")
     return None
 
 
 def phrase(words: Sequence[str]) -> list[str]:
     """Returns a command line whose words before its first option are one MODEL: `llama 3 8b on a 4090`, say.
 
-    A card that is named behind `on` or `with` is that of --device.
+    A card that is named behind `on` or `with`, or alone, is that of --device.
     """
     count = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
     said, rest = " ".join(words[:count]), list(words[count:])
     if count == 0 or "/" in said or Path(words[0]).exists():
         return list(words)
-    if parts := _ON.fullmatch(said):
-        with suppress(UserError):
-            find_gpu(parts["card"])
-            several = re.sub(r"(?i:two|dual)\s", "2x ", parts["count"] or "")
-            return [parts["model"], "--device", several + parts["card"], *rest]
+    if is_card(said):
+        return ["--device", said, *rest]
+    parts = _ON.fullmatch(said)
+    if parts and is_card(parts["card"]):
+        several = re.sub(r"(?i:two|dual)\s", "2x ", parts["count"] or "")
+        return [parts["model"], "--device", several + parts["card"], *rest]
     return [said, *rest]
+
+
+def is_card(name: str) -> bool:
+    """Whether that is a card and no model: "4090" or "24GB"."""
+    with suppress(UserError):
+        return not find_model(name) and bool(find_gpu(name))
+    return False
 
 
 def alike(words: Sequence[str]) -> str:
@@ -240,6 +236,7 @@ _ON = re.compile(
     r"(?P<card>.+?)(?:\s+card|\s+gpu)?s?",
     re.IGNORECASE,
 )
+_TUNED = {"instruct", "chat", "base"}  # of the same shapes
 _FILLERS = {
     "model",
     "with",
@@ -254,10 +251,11 @@ _FILLERS = {
     "training",
 }
 _WORDS = re.compile(r"\d+(?:\.\d+)?[bm]?|[a-z]+")
+_BITS = re.compile(r"\b(?:(?P<eight>8-?bits?|int8)|4-?bits?|int4|nf4|gguf|awq|gptq|q[2-6](?:_\w+)?)\b")
 _SAID: dict[str, dict[str, Any]] = {
     "lora": {"lora_r": LORA_R},
     "qlora": {"lora_r": LORA_R, "load_in_4bit": True},
-    **{name: {"trainer": name} for name in ("sft", "dpo", "kto", "reward", "grpo", "rloo")},
+    **{name: {"trainer": name} for name in TRAINERS},
     **{name: {"task": "embedding"} for name in ("embedding", "embeddings", "embedder")},
     **{name: {"task": "reranker"} for name in ("reranker", "reranking")},
     **{name: {"task": "text-classification"} for name in ("classifier", "classification")},

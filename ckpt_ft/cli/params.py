@@ -20,7 +20,7 @@ from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import GPU, find_gpu, gpu_of
 from ckpt_ft.policy import Policy
-from ckpt_ft.spec.defaults import LORA_R, ONLINE, TRL_BATCH
+from ckpt_ft.spec.defaults import LORA_R, ONLINE, TRAINERS, TRL_BATCH
 from ckpt_ft.spec.flags import Flag, fields_of, flags, on_gpus
 from ckpt_ft.spec.launch import SIZES
 from ckpt_ft.spec.settings import TYPED, entry_of, known_names, lines_of, typed_as
@@ -65,6 +65,7 @@ _BASIC = (
 _SHOWN = 11
 _COUNTED = re.compile(r"(\d{1,4})\s*[x*]\s*(\S.*)|(\S.*?)\s*[x*]\s*(\d{1,2})$", re.IGNORECASE)  # 2xrtx-4090, T4 x2
 _PRECISION = {"dtype", "mixed_precision", "bf16", "fp16"}
+_ADAPTERS = ("lora_r", "use_peft", "peft_config")
 _OF_EVERY_COMMAND = {"model": Model, "config": Config, "recipe": Recipe}
 
 
@@ -131,12 +132,17 @@ def takes_spec(
                     gpu_of(card)
 
             def spec_of(model: str) -> TrainingSpec:
-                model, flags, notes = unpacked(model, typed_flags)
-                _print_notes(notes)
+                copy, flags = unpacked(model), typed_flags
+                if copy is not None:
+                    model, flags = copy.model, {**({} if flags.get("load_in_8bit") else copy.flags), **flags}
+                    _print_notes(copy.notes)
+                adapts = any(flags.get(name) for name in _ADAPTERS)
+                if "lora_r" in taken and not adapts and (flags.get("load_in_4bit") or flags.get("load_in_8bit")):
+                    flags, adapts = {**flags, "lora_r": LORA_R}, True
+                    _print_notes((f"packed weights are frozen: LoRA of rank {LORA_R} trains; --lora changes it",))
                 if flags.get("dtype") == "auto":
                     flags = {**flags, "dtype": checkpoint_dtype(hub_id(model))}
                 elif "dtype" in taken and not (config or _PRECISION & flags.keys()):
-                    adapts = any(flags.get(name) for name in ("lora_r", "use_peft", "peft_config"))
                     flags = {**flags, **_published_precision(model, adapts)}
                 spec = TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields_of(flags), **fixed})
                 return _with_left_out(spec, left_out, "gpus" in without and counts)
@@ -291,6 +297,7 @@ _PEOPLE_SAY = {
     **dict.fromkeys(("memory", "gpu_memory", "device_memory"), "device"),
     "model": "model_name_or_path", "precision": "dtype", "cpu_offload": "offload=all",
     "4bit": "load-in-4bit", "8bit": "load-in-8bit",
+    **{name: f"trainer={name}" for name in TRAINERS},
 }  # fmt: skip
 
 

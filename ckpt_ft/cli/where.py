@@ -63,10 +63,9 @@ def where(
     """
     methods = [name.strip() for name in method.split(",") if name.strip()]
     if not spec.model.name:
-        if spec != TrainingSpec.of("") or seq_length or price or policy != "auto":
-            raise UserError("where: without a model only --device and --method count; name a model for the others")
-        if gpus != _MOST_GPUS:
-            print("note: what one card trains; name a model to ask about several", file=sys.stderr)
+        if spec != TrainingSpec.of("") or seq_length or price or policy != "auto" or gpus != _MOST_GPUS:
+            said = "without a model only --device and --method count; name a model for the others"
+            print(f"note: {said}", file=sys.stderr)
         _of_cards(device, [*dict.fromkeys(map(named_method, methods))], html, as_json)
         return
     from ckpt_ft.planning.where import CARDS, POLICIES, best_of

@@ -10,4 +10,5 @@ DEFAULT_GPU = "a100-80gb"  # if no GPU is named and none is available
 # Values of `--train_towers`: the towers of a vision-language model.
 TRAINED_TOWERS = {"language": ("language",), "vision": ("vision",), "both": ("language", "vision")}
 ONLINE = ("grpo", "rloo")  # TRL's trainers that generate what they train on
+TRAINERS = ("sft", "dpo", "kto", "reward", *ONLINE)
 TRL_BATCH = 8  # samples by TRL's default, which these trainers divide into groups of `num_generations`

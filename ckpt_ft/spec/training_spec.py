@@ -39,6 +39,20 @@ Count = Annotated[int, Interval(ge=1, le=MOST)]
 CountOrNone = Annotated[int, Interval(ge=0, le=MOST)]  # 0 for none
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = ("float32", "bfloat16", "float16")
+_HUB_TASKS = {  # names of the Hub, of auto classes and of PEFT -> ours
+    **dict.fromkeys(("text-generation", "clm"), "causal-lm"),
+    **dict.fromkeys(("fill-mask", "mlm"), "masked-lm"),
+    **dict.fromkeys(("sequence-classification", "seq-cls", "sentiment-analysis"), "text-classification"),
+    **dict.fromkeys(("ner", "token-cls"), "token-classification"),
+    **dict.fromkeys(("qa", "question-ans"), "question-answering"),
+    **dict.fromkeys(("sentence-similarity", "feature-extraction", "embeddings"), "embedding"),
+    **dict.fromkeys(("text-ranking", "reranking", "cross-encoder"), "reranker"),
+    **dict.fromkeys(("seq-2-seq-lm", "text2text-generation", "summarization", "translation"), "seq2seq"),
+    **dict.fromkeys(("automatic-speech-recognition", "asr", "speech-recognition"), "speech"),
+    "semantic-segmentation": "image-segmentation",
+    **dict.fromkeys(("visual-question-answering", "vqa", "image-to-text"), "image-text-to-text"),
+    "zero-shot-image-classification": "contrastive",
+}
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
@@ -64,7 +78,11 @@ class ModelSpec(Part):
         "image-segmentation",
         "image-text-to-text",
         "contrastive",
-    ] = setting("", "causal-lm, text-classification, embedding, ...; default: as the model's `architectures` say")
+    ] = setting(
+        "",
+        "causal-lm, text-classification, embedding, ...; default: as the model's `architectures` say",
+        read=lambda text: _HUB_TASKS.get(text.lower().replace("_", "-"), text.lower()),
+    )
     num_labels: CountOrNone = setting(
         0, "labels of a classifier; 0 for as many as its configuration has", rule="a number, or 0 for the model's own"
     )
@@ -279,6 +297,14 @@ class AdapterSpec(Part):
     def trains(self) -> bool:
         """Whether adapters are trained instead of the weights."""
         return bool(self.lora_r) or self.peft is not None
+
+    @property
+    def method(self) -> str:
+        """The adapters in words: "LoRA of rank 16"; "" for none."""
+        stated = self.peft or {"r": self.lora_r, "use_dora": self.use_dora}
+        kind = "DoRA" if stated.get("use_dora") else str(stated.get("peft_type", "LORA")).replace("LORA", "LoRA")
+        rank = f" of rank {stated['r']}" if stated.get("r") else ""
+        return kind + rank if self.trains else ""
 
 
 @dataclass(frozen=True)
@@ -567,10 +593,12 @@ class TrainingSpec:
 
     @property
     def title(self) -> str:
-        """The model's name for the head of an answer, with its task and the settings that the user let pass."""
+        """The model's name for the head of an answer, with its task, its method and what the user let pass."""
         passed = f" ({', '.join(self.host.ignored)} ignored)" if self.host.ignored else ""
-        task = "" if self.model.task in ("", "causal-lm") else f" as {self.model.task}"
-        return self.model.name + task + passed
+        task = self.trainer.trainer or self.model.task.removeprefix("causal-lm")
+        bits = f"{self.quantisation.bits} bits" if self.quantisation.bits else ""
+        name = f"{self.model.name} as {task}" if task else self.model.name
+        return ", ".join(filter(None, (name, self.adapter.method, bits))) + passed
 
 
 PARTS: dict[str, Any] = {

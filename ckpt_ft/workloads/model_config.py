@@ -117,7 +117,10 @@ _AT_LEAST_0 = re.compile(r"(image|sample|patch|intermediate)_size$|channels$|_di
 def read_config(name: str) -> dict[str, Any]:
     """The model's configuration as a dict, from a file, a directory, the package or the Hub."""
     if not name:  # Path would take it for the working directory
-        raise UserError("no model is named: give a Hub id, a directory or a config file (`ckpt-ft models` lists some)")
+        raise UserError(
+            "no model is named: give a Hub id, a directory or a config file (`ckpt-ft models` lists some); "
+            "`ckpt-ft where --device CARD` says what a card trains"
+        )
     path = Path(name)
     if path.is_file():
         return _read_json(path)

@@ -245,6 +245,14 @@ def test_asked_task_is_in_the_head_of_every_answer(run_cli: Any) -> None:
     assert json.loads(placed)["model"] == found["model"]
 
 
+def test_packed_weights_get_lora_and_the_head_says_how_they_are_trained(run_cli: Any, config: str) -> None:
+    answer = run_cli("estimate", config, "--seq-length", "16", "--4bit", "--dpo")
+    assert "as dpo, LoRA of rank 16, 4 bits: policy none" in answer.out.replace(" \n", " ").replace("\n", " ")
+    assert "packed weights are frozen: LoRA of rank 16 trains; --lora changes it" in answer.err
+    hub_name = run_cli("estimate", *BERT, "--task", "sequence-classification", "--json").out
+    assert json.loads(hub_name)["model"] == "google-bert/bert-base-uncased as text-classification"
+
+
 def test_if_nothing_fits_the_smallest_need_is_printed(run_cli: Any, config: str) -> None:
     Path(config).write_text(json.dumps(WIDE))
     page = str(Path(config).with_name("estimate.html"))
@@ -316,7 +324,6 @@ def test_check_fails_with_exit_code_1(run_cli: Any, config: str, monkeypatch: py
         (("estimate", "CONFIG", "--packing", "--padding"), "--packing and --padding: give one of them"),
         (("estimate", "CONFIG", "--peft-config", "CONFIG"), "no configuration of PEFT: it names no peft_type"),
         (("estimate", "CONFIG", "--peft-config", "/nowhere.json"), "--peft-config /nowhere.json: No such file"),
-        (("estimate", "CONFIG", "--load-in-8bit"), "8-bit weights cannot be trained themselves"),
         (("estimate", "CONFIG", "--double-quant"), "double quant: it has no effect without load in 4bit"),
         (("estimate", "CONFIG", "--freeze", "vision"), "frozen part 'vision': no parameter has it in its name"),
         (("estimate", "CONFIG", "--freeze", "model,lm_head"), "frozen parts model, lm_head: nothing is left to train"),
@@ -354,7 +361,6 @@ def test_check_fails_with_exit_code_1(run_cli: Any, config: str, monkeypatch: py
         (("estimate", "CONFIG", "--launch", "ddp", "--processes", "99999999999"), "1048576 in all at most"),
         (("plan", "CONFIG", "--output", "/proc/nowhere/plan.json"), "--output /proc/nowhere/plan.json: cannot be"),
         (("estimate", "CONFIG", "--capacity", "9" * 5000), "is not an amount of memory"),
-        (("estimate", "CONFIG", "--load-in-4bit"), "give a LoRA rank"),
         (("estimate", "CONFIG", "--lora", "4", "--prepare-kbit"), "loaded in 4 bits (or 8): ask for both"),
         (("estimate", "CONFIG", "--lora", "4", "--lora-dropout", "1"), "LoRA dropout 1.0: a share from 0 up to"),
         (("estimate", "CONFIG", "--capacity", "lots"), "'lots' is not an amount of memory"),
