@@ -217,6 +217,7 @@ class PrecisionSpec(Part):
         "float32",
         "dtype of the weights: float32, bfloat16, float16, or auto for that of the checkpoint",
         read=lambda text: _SHORT_DTYPES.get(text.lower(), text),
+        default_text="as the model is published",
     )
     mixed_precision: Literal["no", "bf16", "fp16", "fp8"] = setting(
         "no",
@@ -311,14 +312,14 @@ class AdapterSpec(Part):
 class QuantisationSpec(Part):
     """Frozen weights in 4 or 8 bits, as in bitsandbytes."""
 
-    load_in_4bit: bool = setting(False, "frozen weights in 4 bits (NF4)")
+    load_in_4bit: bool = setting(False, f"frozen weights in 4 bits (NF4), under LoRA of rank {LORA_R} by default")
     double_quant: bool = setting(False, "with 4 bits: the scales of the weights in 8 bits", needs="load_in_4bit")
     quant_storage: Literal["uint8", "float32", "bfloat16", "float16"] = setting(
         "uint8",
         "with 4 bits: the dtype in which the weights are stored; FSDP2 shards only floating-point ones",
         needs="load_in_4bit",
     )
-    load_in_8bit: bool = setting(False, "frozen weights in 8 bits (LLM.int8)")
+    load_in_8bit: bool = setting(False, "the same in 8 bits (LLM.int8)")
     prepare_kbit: bool = setting(
         False,
         "with 4 or 8 bits: embeddings, norms and head in float32, as peft.prepare_model_for_kbit_training leaves them",
