@@ -1,5 +1,7 @@
 // The view of a memory report: measured beside predicted peaks of each rank, and their history over the steps.
 
+const LOW = 300;
+
 function runView(section) {
   const { ranks, figures } = section.data;
   const place = el("div");
