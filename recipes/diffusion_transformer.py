@@ -22,7 +22,7 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import TransformerArguments, TransformerLoopArguments
 from ckpt_ft.training.diffusion.denoiser import prepare
 from ckpt_ft.training.diffusion.encoders import load_denoiser
-from ckpt_ft.training.diffusion.loop import Run, run_with_replanning
+from ckpt_ft.training.diffusion.loop import Run
 from ckpt_ft.training.diffusion.workload import diffusion_workload, load_data
 from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.run_arguments import parse_args
@@ -50,14 +50,9 @@ BUILT_IN = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     groups = (TransformerArguments, ImageArguments, TransformerLoopArguments, ACArguments)
-    parsed = parse_args(
+    run = Run(*parse_args(
         groups, argv, builtin=BUILT_IN, unless="pretrained_model_name_or_path", description=__doc__,
-    )  # fmt: skip
-    run_with_replanning(train, *parsed)
-
-
-def train(run: Run) -> None:
-    """Trains from the checkpoint of `run` on, under the policy of `run`."""
+    ))  # fmt: skip
     accelerator = run.start(tiny_transformer_dir)
 
     # 1. Encode images and captions once; then the VAE and the text encoders leave the device.

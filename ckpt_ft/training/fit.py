@@ -1,20 +1,23 @@
 """Fits a run to memory: plans what `--ac_policy auto`, `--find_max_batch_size` and `--find_max_length` leave open.
 
 `ACCallback.attach` calls `fit` with the workload of its trainer (workloads/from_trainer.py), the diffusion recipes
-call it with the workload of their loop (diffusion/workload.py). If a run in one process still runs out of memory, it
-is planned again for `smaller_budget`. `launch_of` describes the distributed launch as a `Launch` that a trace can
-model.
+call it with the workload of their loop (diffusion/workload.py). If a run in one process still runs out of memory,
+`start_again` starts its command again for a smaller budget. `launch_of` describes the distributed launch as a `Launch`
+that a trace can model.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
@@ -25,7 +28,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.gpus import calibrated
 from ckpt_ft.memory.measure.report import MaxBatch, PolicyRow
 from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective, predict_max_batch_size
@@ -39,6 +42,7 @@ from ckpt_ft.workloads.from_trainer import check_trainer, planned_step
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments, TextACArguments
+from .checkpoints import RunDirectory
 from .flags import changed
 
 Answer = TypeVar("Answer")
@@ -199,7 +203,6 @@ def fit(
     device: torch.device,
     launch: Callable[[], Launch | None],
     batch_name: str = "per_device_train_batch_size",
-    budget: int | None = None,
 ) -> Fitted:
     """Chooses what `auto`, a plan file and `--find_max_batch_size` leave open; given values do not change.
 
@@ -211,7 +214,6 @@ def fit(
         device: where the model is trained.
         launch: returns the distributed launch; if it raises UserError, the step is planned for one process.
         batch_name: the name of the micro-batch in `args`.
-        budget: bytes to plan for after memory has run out; None for `--ac_budget`.
 
     Raises:
         UserError: nothing fits, the plan is for another model, there is no budget on a CPU, or the request needs a
@@ -234,7 +236,8 @@ def fit(
     fitted = replace(fitted, workload=shared)
     if automatic:
         batch_size = None if settings.find_max_batch_size else getattr(args, batch_name)
-        made = found_by_main(lambda: make_plan(shared, budget or settings.ac_budget, batch_size))
+        more: dict[str, Any] = {"margin": _cpu_margin(shared), "batch_size": batch_size, "report": logger.info}
+        made = found_by_main(lambda: plan(shared, settings.ac_budget, **more))
         fitted = replace(fitted, plan=made)
         print_on_main(f"--ac_policy auto: {made.why}\n{made.table()}")
     return _with_largest_batch(fitted, device, batch_name) if settings.find_max_batch_size else fitted
@@ -300,11 +303,6 @@ def live_workload(trainer: Trainer, flag: str, any_length: bool = False) -> Work
     return Workload(**planned_step(trainer, flag, any_length), compile=compiled)
 
 
-def make_plan(workload: Workload, budget: str | int | None, batch_size: int | None) -> Plan:
-    """A plan for `workload` on the current device."""
-    return plan(workload, budget, margin=_cpu_margin(workload), batch_size=batch_size, report=logger.info)
-
-
 def print_on_main(text: str) -> None:
     """Prints `text` on the main process."""
     if PartialState().is_main_process:
@@ -364,14 +362,35 @@ def _cpu_margin(workload: Workload) -> float | None:
     return _LOOP_SHARE if workload.device == "cpu" else None
 
 
-def smaller_budget(failed: Plan) -> int:
-    """The budget to plan for after the pick of `failed` ran out of memory: less than that pick should have needed."""
-    budget, needed = failed.room.budget, failed.room.needs(failed.best)
-    while budget >= min(needed, failed.room.budget):
-        budget = round(budget * _BUDGET_DECREASE)
-    return budget
-
-
 def replans(settings: ACArguments) -> bool:
     """Whether a run that runs out of memory is planned again."""
     return PartialState().num_processes == 1 and settings.ac_policy == "auto" and settings.ac_on_oom != "stop"
+
+
+def start_again(fitted: Fitted, directory: RunDirectory, batch_name: str, error: Exception) -> NoReturn:
+    """Starts this process's command again after `error`, from the last checkpoint, planned for less memory.
+
+    The program is replaced, so nothing is left of the failed step. The last value of a flag holds.
+    """
+    budget, latest = smaller_budget(fitted), directory.last_complete()
+    flags = {"ac_budget": f"{budget}B", "find_max_batch_size": False, batch_name: getattr(fitted.args, batch_name)}
+    flags["gradient_accumulation_steps"] = fitted.args.gradient_accumulation_steps
+    if latest is not None:
+        flags |= {"resume_from_checkpoint": latest, "overwrite_output_dir": False}
+    place = latest or "the beginning"
+    logger.warning("%s; planning again for %s, from %s", one_line(error), format_bytes(budget), place)
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()  # ends processes that prepare batches
+    sys.stdout.flush()
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    os.execv(sys.executable, [sys.executable, *sys.argv, *words])
+
+
+def smaller_budget(fitted: Fitted) -> int:
+    """The budget to plan for after the pick ran out of memory: less than that pick should have needed."""
+    assert fitted.plan is not None, "auto plans before it trains"
+    room = fitted.plan.room
+    budget, needed = room.budget, room.needs(fitted.plan.best)
+    while budget >= min(needed, room.budget):
+        budget = round(budget * _BUDGET_DECREASE)
+    return budget

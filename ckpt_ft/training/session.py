@@ -2,7 +2,7 @@
 
     session = Session(ac_args, accelerator)
     session.apply(model)                                     # before accelerator.prepare
-    with advise_on_oom(session), session.measure(model, optimizer, total_steps, output_dir):
+    with advise_on_oom(session, directory), session.measure(model, optimizer, total_steps, output_dir):
         for batch in loader:
             ...
             session.step()
@@ -37,7 +37,8 @@ from ckpt_ft.workloads.from_trainer import compiled_by, is_sharded, own_shards
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
-from .fit import Fitted, launch_of, next_policies
+from .checkpoints import RunDirectory
+from .fit import Fitted, launch_of, next_policies, replans, start_again
 
 logger = logging.getLogger(__name__)
 # Each policy drops something that the one before it keeps.
@@ -257,23 +258,28 @@ def cheaper_policies(policy: Policy | None) -> list[str]:
 
 
 @contextmanager
-def advise_on_oom(session: Session, batch_flag: str = "--per_device_train_batch_size") -> Iterator[None]:
+def advise_on_oom(
+    session: Session, directory: RunDirectory | None = None, batch_name: str = "per_device_train_batch_size"
+) -> Iterator[None]:
     """Turns running out of memory into a `WorkFailed` that lists the largest holders and cheaper policies.
 
-    Closes `session` at the end. Checkpoints are not changed.
+    Under `auto` the run in `directory` starts again for less memory instead. Closes `session` at the end. Checkpoints
+    are not changed.
     """
     try:
         yield
     except Exception as error:
         if not is_oom(error):
             raise
+        if directory is not None and session.fitted is not None and replans(session.settings):
+            start_again(session.fitted, directory, batch_name, error)
         holders = session.peak_holders()
         lines = [
             f"out of memory: {one_line(error)}",
             *(["What held the peak:", *(f"  {holder}" for holder in holders)] if holders else []),
             "What needs less memory, mildest first:",
             *(f"  --ac_policy {policy}" for policy in cheaper_policies(session.policy)),
-            f"  a smaller {batch_flag} with more --gradient_accumulation_steps",
+            f"  a smaller --{batch_name} with more --gradient_accumulation_steps",
             "Checkpoints written so far are complete: --resume_from_checkpoint latest continues from the last one.",
         ]
         raise WorkFailed("\n".join(lines)) from error

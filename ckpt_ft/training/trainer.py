@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from transformers import Trainer, TrainingArguments, set_seed
 
-from ckpt_ft.errors import UserError, WorkFailed, is_oom, never_fatal, one_line
+from ckpt_ft.errors import UserError, WorkFailed, never_fatal, one_line
 from ckpt_ft.redact import redacted_text
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.checkpoints import Finished, RunDirectory, keep_checkpoints, load_finished
-from ckpt_ft.training.fit import make_plan, parallelism_of, print_on_main, replans, smaller_budget
+from ckpt_ft.training.fit import parallelism_of, print_on_main
 from ckpt_ft.training.flags import SplitArguments
 from ckpt_ft.training.models import ModelArguments
-from ckpt_ft.training.session import Session, advise_on_oom
-from ckpt_ft.units import format_bytes
+from ckpt_ft.training.session import advise_on_oom
 
 Model = TypeVar("Model", bound=ModelArguments)
 Data = TypeVar("Data", bound=SplitArguments)
-logger = logging.getLogger(__name__)
 
 
 def start(
@@ -93,8 +88,13 @@ def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None
         UserError: the checkpoint does not match, or the first step fails with these flags and data.
         WorkFailed: memory ran out, or a file could not be written.
     """
-    with advise_on_oom(memory.session), keep_checkpoints(trainer, directory):
-        metrics = train_with_replanning(trainer, memory.session, directory)
+    metrics: dict[str, float] = {}
+    with advise_on_oom(memory.session, directory), keep_checkpoints(trainer, directory):
+        try:
+            metrics = trainer.train(resume_from_checkpoint=directory.checkpoint).metrics
+        except Finished:
+            print_on_main(f"{directory.checkpoint} is the last checkpoint of a finished run: nothing is left to train")
+            load_finished(trainer)
     trainer.save_state()
     if metrics:
         trainer.log_metrics("train", metrics)
@@ -107,49 +107,6 @@ def evaluate(trainer: Trainer) -> None:
         results = trainer.evaluate()
         trainer.log_metrics("eval", results)
         trainer.save_metrics("eval", results)
-
-
-def train_with_replanning(trainer: Trainer, session: Session, directory: RunDirectory) -> dict[str, float]:
-    """Calls `trainer.train()`; if memory runs out under `auto`, plans for less and continues from the last checkpoint.
-
-    Without a checkpoint, it repeats only if no step was completed. Several processes are not replanned: one runs out
-    of memory while the others wait for it in a collective, so they cannot agree on a new plan.
-
-    Returns:
-        The training metrics; empty if the resumed checkpoint was the last one of a finished run.
-
-    Raises:
-        Exception: the error of `trainer.train()`, if no policy needs less or with `--ac_on_oom stop`.
-    """
-    resume = directory.checkpoint
-    while True:
-        try:
-            return trainer.train(resume_from_checkpoint=resume).metrics
-        except Finished:
-            print_on_main(f"{resume} is the last checkpoint of a finished run: nothing is left to train")
-            load_finished(trainer)
-            return {}
-        except Exception as error:
-            fitted, begun = session.fitted, trainer.state.global_step > 0 and directory.last_complete() is None
-            if not is_oom(error) or fitted is None or begun or not replans(fitted.settings):
-                raise
-            traceback.clear_frames(error.__traceback__)
-            reason = one_line(error)
-            failed = error
-        session.close()
-        trainer.optimizer = trainer.lr_scheduler = None
-        fitted.workload.model.zero_grad(set_to_none=True)
-        gc.collect()
-        assert fitted.plan is not None
-        budget = smaller_budget(fitted.plan)
-        try:
-            made = make_plan(fitted.workload, budget, fitted.args.per_device_train_batch_size)
-        except UserError:
-            raise failed from None
-        session.use(replace(fitted, plan=made))
-        resume = directory.last_complete()
-        place = resume or "the beginning"
-        logger.warning("%s; planned again for %s: %s, from %s", reason, format_bytes(budget), made.best.policy, place)
 
 
 def write_model_card(trainer: Trainer) -> None:

@@ -189,7 +189,17 @@ def test_out_of_memory_in_the_loop_is_replanned(
     step = OutOfMemoryOnce(at)
     monkeypatch.setattr(Session, "step", lambda memory: step(memory))
     flags += ["--ac_policy", "auto", "--ac_budget", "1GiB"]
-    assert train(recipe, tiny["sd1"], tmp_path / "out", *flags) == plain
+    monkeypatch.setattr(sys, "argv", ["diffusion_unet.py", *flags])
+    again: list[str] = []
+
+    def execv(path: str, words: list[str]) -> None:
+        again.extend(words[2:])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.execv", execv)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tiny["sd1"], tmp_path / "out", *flags)
+    assert train(recipe, tiny["sd1"], tmp_path / "out", *again) == plain
     assert planned[0] == GIB
     assert len(planned) == 2
     assert planned[1] < 0.01 * GIB  # the failed pick does not fit this budget

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,20 +14,18 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch, ZeroOptions
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.checkpoints import RunDirectory, write_manifest
-from ckpt_ft.training.diffusion.loop import Run
 from ckpt_ft.training.fit import Fitted, next_policies
 from ckpt_ft.training.flags import check_offloaded
-from ckpt_ft.training.images import ImageArguments
-from ckpt_ft.training.session import Session
+from ckpt_ft.training.run_arguments import RunArguments, parse_args
+from ckpt_ft.training.session import Session, advise_on_oom
 from ckpt_ft.training.text import PadCollator
-from ckpt_ft.training.trainer import train_with_replanning
 from ckpt_ft.units import MIB
 from ckpt_ft.workloads.optimizers import OffloadedAdamW
 from ckpt_ft.workloads.workload import Workload
@@ -132,84 +130,77 @@ def test_plan_file_is_a_policy(fitted: Fitted, tmp_path: Path) -> None:
         ACCallback(settings).attach(other)
 
 
-class Failing:
-    """A trainer whose first runs raise out-of-memory errors."""
+def runs_out(fitted: Fitted, out: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns the flags with which a run in `out`, whose step runs out of memory, starts again."""
+    monkeypatch.setattr(sys, "argv", ["llm.py", "--ac_policy", "auto", "--ac_budget", "5MiB"])
+    started: list[list[str]] = []
 
-    def __init__(self, failures: int, at_step: int) -> None:
-        self.failures, self.state = failures, SimpleNamespace(global_step=at_step)
-        self.resumed: list[str | None] = []
-        self.optimizer = self.lr_scheduler = None
+    def execv(path: str, words: list[str]) -> None:
+        started.append(words)
+        raise KeyboardInterrupt
 
-    def train(self, resume_from_checkpoint: str | None) -> SimpleNamespace:
-        self.resumed.append(resume_from_checkpoint)
-        if len(self.resumed) <= self.failures:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return SimpleNamespace(metrics={"loss": 1.0})
-
-
-class Planned(Session):
-    """Records its plans."""
-
-    def __init__(self, fitted: Fitted) -> None:
-        super().__init__(fitted)
-        assert fitted.plan is not None
-        self.plans = [fitted.plan]
-
-    def use(self, fitted: Fitted) -> None:
-        super().use(fitted)
-        assert fitted.plan is not None
-        self.plans.append(fitted.plan)
+    monkeypatch.setattr("os.execv", execv)
+    directory = RunDirectory(str(out), lora=False)
+    for step, run in ((7, directory.run), (8, "another run's")) if out.is_dir() else ():
+        (out / f"checkpoint-{step}").mkdir()
+        (out / f"checkpoint-{step}" / "optimizer.pt").write_text("{}")
+        write_manifest(out / f"checkpoint-{step}", run)
+    with pytest.raises(KeyboardInterrupt), advise_on_oom(Session(fitted), directory):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert started[0][:2] == [sys.executable, "llm.py"]
+    return started[0][2:]
 
 
 @pytest.mark.slow
-def test_out_of_memory_makes_a_smaller_plan(tmp_path: Path) -> None:
+def test_out_of_memory_makes_a_smaller_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the failed pick nor one with as much memory is tried again."""
     settings = ACArguments(ac_policy="auto", ac_budget="5MiB")
-    session = Planned(fit(tmp_path, settings))
-    directory = RunDirectory(str(tmp_path / "out"), lora=False)
-    for step, run in ((7, directory.run), (8, "another run's")):
-        checkpoint = tmp_path / "out" / f"checkpoint-{step}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "trainer_state.json").write_text("{}")
-        write_manifest(checkpoint, run)
-    failing = Failing(2, at_step=9)
-    assert train_with_replanning(failing, session, directory) == {"loss": 1.0}  # type: ignore[arg-type]
-    assert failing.resumed == [None] + 2 * [str(tmp_path / "out" / "checkpoint-7")]
-    assert len(session.plans) == 3
-    for before, after in pairwise(session.plans):
+    plans = []
+    for _ in range(3):
+        fitted = fit(tmp_path, settings)
+        assert fitted.plan is not None
+        plans.append(fitted.plan)
+        (settings,) = parse_args((ACArguments,), runs_out(fitted, tmp_path / "none", monkeypatch)[:6])
+    for before, after in pairwise(plans):
         assert after.best.reserved < before.best.reserved
         assert not after.room.fits(before.best)
         assert after.room.budget <= round(before.room.budget * 0.9)
-    assert session.fitted is not None
-    assert str(session.fitted.policy) == session.plans[-1].best.policy
-    assert settings.ac_policy == "auto"
 
 
-@pytest.mark.parametrize(("on_oom", "at_step"), [("stop", 0), ("replan", 3)])
-def test_out_of_memory_is_raised_without_a_new_plan(on_oom: str, at_step: int, fitted: Fitted, tmp_path: Path) -> None:
-    """The user asked to stop, or steps were made that no checkpoint contains."""
-    session = Planned(replace(fitted, settings=replace(fitted.settings, ac_on_oom=on_oom)))
-    directory = RunDirectory(str(tmp_path), lora=False)
-    with pytest.raises(torch.OutOfMemoryError):
-        train_with_replanning(Failing(1, at_step), session, directory)  # type: ignore[arg-type]
+def test_run_starts_again_from_its_last_checkpoint(
+    fitted: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    words = runs_out(fitted, out, monkeypatch)
+    assert not {"--resume_from_checkpoint", "--overwrite_output_dir"} & {*words}  # from the beginning, with its flags
+    out.mkdir()
+    args, settings = parse_args((RunArguments, ACArguments), runs_out(fitted, out, monkeypatch))
+    assert args.resume_from_checkpoint == str(out / "checkpoint-7")
+    assert args.overwrite_output_dir is False
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 1)
+    assert (settings.ac_policy, settings.find_max_batch_size) == ("auto", False)
+    assert fitted.plan is not None
+    assert settings.limit < fitted.plan.room.needs(fitted.plan.best)
+
+
+@pytest.mark.parametrize("changes", [{"ac_on_oom": "stop"}, {"ac_policy": "full"}])
+def test_out_of_memory_is_raised_without_a_new_plan(changes: dict[str, str], fitted: Fitted, tmp_path: Path) -> None:
+    session = Session(replace(fitted, settings=replace(fitted.settings, ac_budget=None, **changes)))
+    with (
+        pytest.raises(WorkFailed, match="out of memory: CUDA out of memory"),
+        advise_on_oom(session, RunDirectory(str(tmp_path), lora=False)),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.slow
-def test_next_attempt_keeps_the_found_batch(tmp_path: Path) -> None:
+def test_next_attempt_keeps_the_found_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ACArguments(ac_policy="auto", ac_budget="3MiB", find_max_batch_size=True)
     fitted = fit(tmp_path, settings, per_device_train_batch_size=64)
-    assert fitted.plan is not None
-    directory = RunDirectory(str(tmp_path / "out"), lora=False)
-    first = Run(None, ImageArguments(), fitted.args, settings, directory, None)
-    first.fitted = fitted
-    second = first.with_less("checkpoint-3")
-    assert second.args is fitted.args
-    assert second.settings == ACArguments(ac_policy="auto", ac_budget="3MiB")
-    assert second.checkpoint == "checkpoint-3"
-    assert second.budget is not None
-    assert second.budget < 3 * MIB
-    assert first.settings == settings
-    assert not hasattr(second, "fitted")  # it would keep the model alive
+    args, settings = parse_args((RunArguments, ACArguments), runs_out(fitted, tmp_path / "none", monkeypatch))
+    assert args.per_device_train_batch_size == fitted.args.per_device_train_batch_size < 64
+    assert args.gradient_accumulation_steps == fitted.args.gradient_accumulation_steps > 1
+    assert not settings.find_max_batch_size
 
 
 def test_model_partitioned_by_zero3_is_planned_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

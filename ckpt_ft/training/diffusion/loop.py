@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import Adafactor
 
-from ckpt_ft.errors import UserError, WorkFailed, is_oom, never_fatal, one_line
+from ckpt_ft.errors import never_fatal
 from ckpt_ft.files import write
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.checkpoints import (
@@ -33,11 +31,10 @@ from ckpt_ft.training.checkpoints import (
     stopped,
     write_on_ranks,
 )
-from ckpt_ft.training.fit import Fitted, fit, launch_of, replans, smaller_budget
+from ckpt_ft.training.fit import Fitted, fit, launch_of
 from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.models import kind_of
 from ckpt_ft.training.session import Session, advise_on_oom
-from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import FirstStep, library_reads
 from ckpt_ft.workloads.optimizers import OffloadedAdamW
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, Workload, optimizer_step
@@ -49,20 +46,17 @@ from .families import Family
 from .sampling import Validation
 from .workload import Data
 
-logger = logging.getLogger(__name__)
 LOSSES = "losses.jsonl"
 
 
 @dataclass
 class Run:
-    """One attempt at a run of a diffusion recipe, from loading the model to the saved result.
+    """A run of a diffusion recipe, from loading the model to the saved result.
 
     Attributes:
         args: the loop's arguments, with the batch size once it is found.
         settings: the `--ac_*` flags.
-        checkpoint: the checkpoint to continue from; None for the beginning.
-        budget: bytes to plan for after memory has run out; None for `--ac_budget`.
-        accelerator: set by `start`.
+        accelerator, directory: set by `start`.
         fitted, memory: the chosen settings and the session, set by `fit`.
     """
 
@@ -70,9 +64,7 @@ class Run:
     image_args: ImageArguments
     args: Any
     settings: ACArguments
-    directory: RunDirectory
-    checkpoint: str | None
-    budget: int | None = None
+    directory: RunDirectory = field(init=False)
     accelerator: Accelerator = field(init=False)
     fitted: Fitted = field(init=False)
     memory: Session = field(init=False)
@@ -81,6 +73,7 @@ class Run:
         """Returns Accelerate with its trackers; opens the output directory, sets the seed, and makes the `built_in`
         pipeline if none is given."""
         args = self.args
+        self.directory = RunDirectory.of(args, lora=self.model_args.adapts)
         with library_reads("Accelerate cannot start with these flags"):
             self.accelerator = Accelerator(
                 gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -101,7 +94,7 @@ class Run:
         accelerator = self.accelerator
         self.fitted = fit(
             workload, self.args, self.settings, accelerator.device, lambda: launch_of(accelerator),
-            "train_batch_size", self.budget,
+            "train_batch_size",
         )  # fmt: skip
         self.args = self.fitted.args
         accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
@@ -121,38 +114,6 @@ class Run:
         save_results(state, data, self)
         if not state.done:
             raise stopped(signal, self.directory.last_complete())
-
-
-def run_with_replanning(
-    train: Callable[[Run], None], model_args: Any, image_args: ImageArguments, args: Any, settings: ACArguments
-) -> None:
-    """Calls `train(run)`; if memory runs out under `auto`, plans for less and continues from the last checkpoint.
-
-    Raises:
-        WorkFailed: the error of `train`, if no policy needs less or with `--ac_on_oom stop`.
-    """
-    directory = RunDirectory.of(args, lora=model_args.adapts)
-    run = Run(model_args, image_args, args, settings, directory, directory.checkpoint)
-    failed: WorkFailed | None = None
-    while True:
-        try:
-            return train(run)
-        except WorkFailed as error:
-            if not (replans(settings) and error.__cause__ is not None and is_oom(error.__cause__)):
-                raise
-            failed = WorkFailed(*error.args)  # without the traceback, which holds the model
-            reason = one_line(error.__cause__)
-        except UserError:
-            if failed is None:
-                raise
-            raise failed from None
-        assert run.fitted.plan is not None, "auto plans before it trains"
-        settings = replace(settings, find_max_batch_size=False)
-        budget, checkpoint = smaller_budget(run.fitted.plan), directory.last_complete()
-        run = Run(run.model_args, image_args, run.args, settings, directory, checkpoint, budget)
-        gc.collect()
-        place = checkpoint or "the beginning"
-        logger.warning("%s; planning again for %s, from %s", reason, format_bytes(budget), place)
 
 
 class TrainingState:
@@ -236,8 +197,8 @@ class TrainingState:
         """Seeds each rank, loads the checkpoint of `run`, starts the trackers, checks the disk space."""
         args = run.args
         set_seed(args.seed, device_specific=True)  # each rank draws noise of its own
-        if run.checkpoint is not None:
-            self.load(run.checkpoint)
+        if run.directory.checkpoint is not None:
+            self.load(run.directory.checkpoint)
         if args.report_to != "none":
             flags = (run.model_args, run.image_args, args, run.settings)
             values = {f.name: str(getattr(given, f.name)) for given in flags for f in fields(given)}
@@ -312,7 +273,7 @@ def run_steps(state: TrainingState, data: Data, run: Run) -> int | None:
         progress,
         Stop() as stop,
         FirstStep("training cannot begin with these flags") as first,
-        advise_on_oom(memory, "--train_batch_size"),
+        advise_on_oom(memory, run.directory, "train_batch_size"),
         memory.measure(state.model, state.optimizer, state.total_steps - state.step, args.output_dir),
     ):
         while not (state.done or stopping):
