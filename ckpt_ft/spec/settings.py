@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llm", "vlm", "text", "image_classification"), ("ckpt_ft", "recipes", "transformers")),
     **dict.fromkeys(("diffusion_unet", "diffusion_transformer"), ("ckpt_ft", "recipes.diffusion")),
     "trl": ("ckpt_ft", "trl.sft", *_ARGUMENTS),
-    "dpo": ("ckpt_ft", "trl.dpo", *_ARGUMENTS),
+    **dict.fromkeys(("dpo", "orpo"), ("ckpt_ft", "trl.dpo", *_ARGUMENTS)),
     "kto": ("ckpt_ft", "trl.kto", *_ARGUMENTS),
     "reward": ("ckpt_ft", "trl.reward", *_ARGUMENTS),
     "grpo": ("ckpt_ft", "trl.rollouts", *_ARGUMENTS),

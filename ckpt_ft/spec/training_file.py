@@ -24,7 +24,9 @@ from .settings import KINDS, TYPED, leave_out, lines_of, read_settings, table
 from .training_spec import declared
 
 # Files of TRL's scripts, and the trainer of each.
-TRL = {"trl": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward", "grpo": "grpo", "rloo": "rloo"}
+TRL = {
+    "trl": "sft", "dpo": "dpo", "orpo": "dpo", "kto": "kto", "reward": "reward", "grpo": "grpo", "rloo": "rloo",
+}  # fmt: skip
 RECIPES = tuple(KINDS)
 MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model", "model")  # entries that name the model
 # Entries that are true or false; axolotl writes some as words.
@@ -51,7 +53,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("text", "image_classification"), _TEXT),
     **{kind: {**_TEXT, "bf16": True, "checkpointing": True} for kind in TRL},
     "axolotl": {"batch_size": 1, "bf16": True, "lora_dropout": 0.0, "seq_length": 512},
-    "llama_factory": {**_LLAMA, **_TEXT},
+    "llama_factory": {**_LLAMA, **_TEXT, "train_towers": "language"},
     "llama_factory_v1": {**_LLAMA, "batch_size": 1, "bf16": True, "finetuning_type": "full"},
     "diffusion_unet": {"batch_size": 16},
     "diffusion_transformer": {"batch_size": 16},
@@ -143,7 +145,7 @@ def read_training_file(
         UserError: the file cannot be read, names no model, or has settings that are refused.
     """
     content = read_yaml(path) if content is None else content
-    kind = recipe or _kind(content)
+    kind = recipe or _kind(content, path)
     if kind not in RECIPES:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
     left_out: dict[str, str] | None = None if strict else {}
@@ -248,7 +250,8 @@ class _Entries:
 
     def flags(self) -> dict[str, Any]:
         """Returns the values of our flags."""
-        precision = self._precision()
+        kernels = self._kernels()
+        precision = self._precision(bool(kernels["cut_cross_entropy"]))
         half = precision["bf16"] or precision["fp16"] or precision["mixed_precision"] in _DTYPES
         if self.get("tf32") and not half and precision["dtype"] not in _DTYPES.values():
             self.leave_out("tf32", "seconds are predicted for matrix products of full float32: fewer")
@@ -267,7 +270,7 @@ class _Entries:
             **self._sizes(),
             **self._trainer(),
             **self._evaluation(),
-            **self._kernels(),
+            **kernels,
             **({"task": "token-classification"} if self.get("process_reward_model") else {}),
             "num_labels": self.get("num_labels") if self.get("process_reward_model") else None,
             "policy": self._policy(),
@@ -294,7 +297,7 @@ class _Entries:
     def _step(self) -> tuple[str, dict[str, Any], str]:
         """The trainer of TRL whose step is predicted, settings of it, and what the answer then leaves out."""
         if self.kind in TRL:
-            return TRL[self.kind], {}, ""
+            return _STEPS["orpo"] if self.kind == "orpo" else (TRL[self.kind], {}, "")
         named = str(self.get("rl") or self.get("stage") or ("rm" if self.get("reward_model") else "sft")).lower()
         loss = str(self.get("pref_loss"))
         if named not in _STEPS or (named == "rm" and self.kind == "typed"):
@@ -321,8 +324,12 @@ class _Entries:
                 "torch_compile", "predicted as it runs without: compiled code keeps less, and takes less time"
             )
             compiled = False
-        kernels = {"liger": liger, "liger_kernel_config": text if liger else "", "cut_cross_entropy": cut}
-        return {**kernels, "torch_compile": compiled}
+        return {
+            "liger": liger,
+            "liger_kernel_config": text if liger else "",
+            "cut_cross_entropy": cut,
+            "torch_compile": compiled,
+        }
 
     def _batch(self) -> dict[str, Any]:
         """The micro-batch; prior preservation doubles it: an image comes with its class."""
@@ -361,28 +368,27 @@ class _Entries:
         said = {name: self.get(name) for name in ("cache_latents", "center_crop", "random_flip")}
         return said["cache_latents"] is False or said["center_crop"] is False or bool(said["random_flip"])
 
-    def _precision(self) -> dict[str, Any]:
+    def _precision(self, cut_cross_entropy: bool) -> dict[str, Any]:
         dtype, bf16, fp16, mixed = (self.get(name) for name in ("dtype", "bf16", "fp16", "mixed_precision"))
         if "fp16" in self.given and fp16 and "bf16" not in self.given:
             bf16 = False
-        ends = trained = False
+        ends, trained = "", False
         if self.diffusion and (self.get("lora_r") or self.get("peft_config")) and mixed in _DTYPES:
             dtype = mixed  # the dtype of frozen weights in the recipes
         if self.kind == "axolotl":
             pure = "bfloat16" if self.get("pure_bf16") else "float16" if self.get("pure_fp16") else ""
             dtype = pure or ("bfloat16" if bf16 else "float16" if fp16 or self.get("load_in_8bit") else "float32")
             bf16, fp16 = (bf16 and not pure and self.given.get("bf16") != "full"), fp16 and not pure
-            # Flash and flex attention need the dtype of the other weights, and so do adapters.
-            plain = self.get("attn_implementation") in ("sdpa", "eager", None) and not self.get("adapter")
-            ends = dtype != "float32" and plain and not self.get("embeddings_skip_upcast")
-            if self.get("embeddings_skip_upcast") and plain:
-                self.leave_out("embeddings_skip_upcast", "norms are predicted as the other weights, not in float32")
+            # Flash and flex attention, adapters, FSDP and the fused loss need the dtype of the other weights.
+            plain = self.get("attn_implementation") in ("sdpa", "eager", None) and not cut_cross_entropy
+            if self._is_prepared():
+                ends = dtype
+            elif plain and dtype != "float32" and not any(map(self.get, ("adapter", "fsdp", "fsdp_config"))):
+                ends = "float32"
         if "llama" in self.kind and not self.given.get("dtype"):
-            half = "bfloat16" if bf16 or self.get("pure_bf16") else "float16" if fp16 else "auto"
+            dtype = "bfloat16" if bf16 or self.get("pure_bf16") else "float16" if fp16 else "auto"
             # Trained weights are cast to float32, except by pure_bf16 and BAdam.
-            whole = not self._adapted() and not self.get("pure_bf16") and not self.get("use_badam")
-            trained = whole and self.get("finetuning_type") == "freeze"
-            dtype = "float32" if whole and not trained and half != "auto" else half
+            trained = dtype != "auto" and not any((self._adapted(), self.get("pure_bf16"), self.get("use_badam")))
         if self.get("fp8") and (self._adapted() or self.get("deepspeed")):
             self.leave_out("fp8", "predicted in bf16: products in 8 bits take less time")
         elif self.get("fp8"):  # accelerate's mixed precision, in place of bf16
@@ -392,7 +398,7 @@ class _Entries:
             "bf16": bool(bf16) and not fp16,
             "fp16": bool(fp16),
             "mixed_precision": mixed,
-            "float32_ends": ends,
+            "ends_dtype": ends,
             "float32_trained": trained,
         }
 
@@ -425,6 +431,12 @@ class _Entries:
         named = adapter or self.get("use_peft") or self.get("peft_config") or kind in ("lora", "oft")
         return bool(named or self.diffusion)
 
+    def _is_prepared(self) -> bool:
+        """Whether PEFT's k-bit preparation casts what is not packed to float32, and axolotl the ends back."""
+        if self.kind != "axolotl" or any(map(self.get, ("fsdp", "fsdp_config", "deepspeed", "quantize_moe_experts"))):
+            return False
+        return self.get("adapter") == "qlora" or bool(self.get("adapter") and self.get("load_in_8bit"))
+
     def _frozen(self) -> str:
         """What is not trained: the part names of `--freeze`, where a ! means all but what it names."""
         if self.get("finetuning_type") == "freeze":
@@ -442,25 +454,26 @@ class _Entries:
         return "!" + "|".join(whole) if whole else str(self.get("freeze") or "")
 
     def _adapter(self) -> dict[str, Any]:
-        bits = self.get("quantization_bit")
-        if bits not in (None, False, 4, 8):
-            self.leave_out(f"quantization_bit {bits}", "weights are predicted in 4 bits, or in 8")
-            bits = 4 if isinstance(bits, int) and bits < 6 else 8
-        four = self.get("load_in_4bit") or bits == 4 or self.get("adapter") == "qlora"
-        eight = (self.get("load_in_8bit") or bits == 8) and not four
+        bits = str(self.get("quantization_bit"))
+        four = self.get("load_in_4bit") or bits == "4" or self.get("adapter") == "qlora"
+        eight = (self.get("load_in_8bit") or bits == "8") and not four
         found: dict[str, Any] = {
             "freeze": self._frozen(),
             "load_in_4bit": four,
             "load_in_8bit": eight,
+            "prepare_kbit": self._is_prepared(),
             "quantize_moe_experts": bool(four) and self.get("quantize_moe_experts"),
             "double_quant": bool(four) and (self.get("double_quant") or self.kind == "axolotl"),
             "quant_storage": self.get("quant_storage") if four else None,
         }
         if not self._adapted() or self.get("peft_config"):
             return found
-        targets = self.get("lora_targets")
-        targets = targets if isinstance(targets, list) else str(targets).split(",") if targets else []
-        targets = [str(target).strip() for target in targets]
+        if self.kind == "axolotl" and not self._step()[0] and not eight and self.get("fused_lora") is None:
+            self.notes.append(
+                "axolotl fuses LoRA's layers unless lora_mlp_kernel, lora_qkv_kernel and lora_o_kernel are false: "
+                "fewer tensors are kept than predicted"
+            )
+        targets = [target.strip() for target in _joined(self.get("lora_targets")).split(",") if target]
         if targets in (["all"], ["all-linear"]) or self.get("lora_target_linear"):
             targets = ["all-linear"] if self._step()[0] else []  # PEFT chooses for TRL's trainers if none is named
         if self.get("finetuning_type") == "oft":
@@ -487,11 +500,13 @@ class _Entries:
         """TRL's trainer, and the fields of its configuration that the file sets."""
         trainer, more, why = self._step()
         if why:
-            self.leave_out(next(name for name in ("rl", "pref_loss", "stage") if self.get(name)), why)
+            self.leave_out(next((name for name in ("rl", "pref_loss", "stage") if self.get(name)), self.kind), why)
         given = {**(self.get("trainer_args") or {}), **more} if trainer else {}
-        text = json.dumps(given, sort_keys=True) if given else ""
-        whole = self.kind == "llama_factory" and trainer in ("dpo", "kto")
-        return {"trainer": trainer, "trainer_args": text, "float32_logits": whole}
+        return {
+            "trainer": trainer,
+            "trainer_args": json.dumps(given, sort_keys=True) if given else "",
+            "float32_logits": self.kind == "llama_factory" and trainer in ("dpo", "kto"),
+        }
 
     def _sizes(self) -> dict[str, Any]:
         """The sizes of context, tensor and sequence parallelism, and the number of processes if all are known."""
@@ -535,8 +550,8 @@ def _boolean(name: str, value: Any) -> bool | None:
     return _BOOLEANS[value]
 
 
-def _kind(content: Mapping[str, Any]) -> str:
-    """The kind of a file, by the entries that only one kind has."""
+def _kind(content: Mapping[str, Any], path: str) -> str:
+    """The kind of a file, by the entries that only one kind has; ORPO's are those of DPO, in a folder of that name."""
     keys = content.keys()
     own = any(key.startswith("ac_") for key in keys)
     of_trl = {name for section in ("trl.sft", "trl", "trl.model") for name in table()[section]} - {
@@ -548,6 +563,7 @@ def _kind(content: Mapping[str, Any]) -> str:
         "llama_factory_v1": "model" in keys and keys & _LLAMA_FACTORY_V1,
         "diffusion_unet" if own else "diffusers": "pretrained_model_name_or_path" in keys,
         "vlm": _OF_IMAGES & keys,
+        "orpo": "beta" in keys and "orpo" in path.lower(),
         **{kind: marks & keys for kind, marks in _MARKS.items()},
         "llm": own and "beta" not in keys,
         "llama_factory": _LLAMA_FACTORY & keys,

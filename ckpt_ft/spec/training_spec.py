@@ -228,7 +228,9 @@ class PrecisionSpec(Part):
         ),
         rule=_NO_BLOCK_SCALES,
     )
-    float32_ends: bool = setting(False, "embeddings, norms and head in float32, as axolotl loads models to train them")
+    ends_dtype: Literal["", "float32", "bfloat16", "float16"] = setting(
+        "", "dtype of embeddings, norms and head, if it is another: axolotl trains whole models with float32 there"
+    )
     float32_trained: bool = setting(False, "trained weights in float32, beside frozen ones, as in LLaMA-Factory")
 
 

@@ -189,20 +189,20 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
         _quantise(model, spec)
     if spec.quantisation.packed is not None:
         pack(model, spec.quantisation.packed)
-    if spec.precision.float32_ends:  # norms, embeddings and head, as axolotl's convert_embedding_modules_dtype does
+    if spec.precision.ends_dtype:  # as axolotl's convert_embedding_modules_dtype does
         beside = [model.get_input_embeddings(), model.get_output_embeddings()]
         for name, module in model.named_modules():
             if "norm" in name or any(module is end for end in beside):
-                module.float()
+                module.to(DTYPES[spec.precision.ends_dtype])
     for part in spec.model.frozen:
         _freeze(model, part, whole=spec.adapter.trains)
-    for parameter in model.parameters() if spec.precision.float32_trained else ():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
     towers = TrainedTowers(model, spec.model.train_towers) if spec.model.train_towers else None
     if not spec.adapter.trains:
         if towers is not None:
             towers.freeze_others()
+        for parameter in model.parameters() if spec.precision.float32_trained else ():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
         if spec.model.frozen and not any(parameter.requires_grad for parameter in model.parameters()):
             raise UserError(
                 f"frozen parts {', '.join(spec.model.frozen)}: nothing is left to train, nor are there adapters"
@@ -310,6 +310,8 @@ def notes_on(spec: TrainingSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
         others = f"{spec.precision.dtype}, as loaded, without peft's k-bit preparation"
         if spec.quantisation.prepare_kbit:
             others = "float32, as peft.prepare_model_for_kbit_training leaves them"
+        if spec.precision.ends_dtype:
+            others = f"{spec.precision.ends_dtype}, what else is not packed in float32"
         notes.append(f"{bits}: embeddings, norms and head in {others}")
     if spec.quantisation.packed is not None:
         kept = method_of(spec.quantisation.packed)[0].saves_weight

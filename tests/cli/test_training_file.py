@@ -29,12 +29,13 @@ LLAMA = {
 SAYS = {
     "axolotl_qlora": (
         "NousResearch/Meta-Llama-3-8B --policy full --batch-size 2 --seq-length 4096 --accumulation 4 --packing "
-        "--dtype bfloat16 --bf16 --lora 32 --lora-dropout 0.05 --load-in-4bit --double-quant "
-        "--optimizer paged_adamw_8bit --attn-implementation flash_attention_2"
+        "--dtype bfloat16 --bf16 --ends-dtype bfloat16 --lora 32 --lora-dropout 0.05 --load-in-4bit --double-quant "
+        "--prepare-kbit --optimizer paged_adamw_8bit --attn-implementation flash_attention_2"
     ),
     "axolotl_lora_8bit": (
-        "TinyLlama/TinyLlama_v1.1 --batch-size 4 --seq-length 2048 --dtype float16 --fp16 --lora 16 "
-        "--lora-targets q_proj,v_proj --lora-dropout 0.0 --load-in-8bit --optimizer adamw_8bit"
+        "TinyLlama/TinyLlama_v1.1 --batch-size 4 --seq-length 2048 --dtype float16 --fp16 --ends-dtype float16 "
+        "--lora 16 --lora-targets q_proj,v_proj --lora-dropout 0.0 --load-in-8bit --prepare-kbit "
+        "--optimizer adamw_8bit"
     ),
     "axolotl_full": (
         "Qwen/Qwen2.5-0.5B --policy full --seq-length 1024 --accumulation 8 --dtype bfloat16 --bf16 "
@@ -189,26 +190,35 @@ READ = {  # the content of a file -> its command line
         """--trainer-args '{"beta": 0.2, "loss_type": ["ipo"]}'"""
     ),
     "finetuning_type: lora\nquantization_bit: 4\ncutoff_len: 128\ntemplate: qwen\nlora_rank: 4\nbf16: true\n": (
-        "m --policy full --batch-size 8 --seq-length 128 --dtype bfloat16 --bf16 --lora 4 --lora-dropout 0.0 "
-        "--load-in-4bit --double-quant"
+        "m --policy full --train-towers language --batch-size 8 --seq-length 128 --dtype bfloat16 --bf16 --lora 4 "
+        "--lora-dropout 0.0 --load-in-4bit --double-quant"
     ),
     "stage: sft\nfinetuning_type: full\nbf16: true\nflash_attn: fa2\ndisable_gradient_checkpointing: true\n": (
-        "m --batch-size 8 --seq-length 2048 --bf16 --attn-implementation flash_attention_2"
+        "m --train-towers language --batch-size 8 --seq-length 2048 --dtype bfloat16 --bf16 --float32-trained "
+        "--attn-implementation flash_attention_2"
     ),
     "stage: sft\nfinetuning_type: full\nbf16: true\nuse_muon: true\noptim: adamw_torch\n": (
-        "m --policy full --batch-size 8 --seq-length 2048 --bf16 --optimizer muon"
+        "m --policy full --train-towers language --batch-size 8 --seq-length 2048 --dtype bfloat16 --bf16 "
+        "--float32-trained --optimizer muon"
     ),
 }
 AXOLOTL_READ = {
-    "sequence_len: 64\n": "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --float32-ends",
+    "sequence_len: 64\n": "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --ends-dtype float32",
     "sequence_len: 64\ntorch_compile: auto\n": (
-        "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --float32-ends --torch-compile"
+        "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --ends-dtype float32 --torch-compile"
     ),
     "sequence_len: 64\ntorch_compile_backend: inductor\n": (
-        "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --float32-ends"
+        "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --ends-dtype float32"
     ),
     "sequence_len: 64\ntorch_compile: true\n": (
-        "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --float32-ends --torch-compile"
+        "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --ends-dtype float32 --torch-compile"
+    ),
+    "sequence_len: 64\nplugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]\n": (
+        "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --cut-cross-entropy"
+    ),
+    "sequence_len: 64\nadapter: lora\nload_in_8bit: true\n": (
+        "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --ends-dtype bfloat16 --lora 16 --lora-dropout 0.0 "
+        "--load-in-8bit --prepare-kbit"
     ),
     "bf16: full\nflash_attention: true\n": (
         "m --batch-size 2 --seq-length 512 --dtype bfloat16 --attn-implementation flash_attention_2"
@@ -256,6 +266,7 @@ def test_launch_settings_in_a_file_are_read(tmp_path: Path) -> None:
     assert [launch.processes for launch in spec_of(file).launch.launches] == [1, 2, 4, 8]
     file.write_text(f"{AXOLOTL}fsdp_version: 2\nfsdp_config: {{offload_params: true}}\n")
     assert spec_of(file, processes=8).launch.launch == Launch("fsdp2", 8, 1, "bf16", offload_params=True)
+    assert spec_of(file, processes=8).precision.ends_dtype == ""
     file.write_text(f"{AXOLOTL}context_parallel_size: 8\ndeepspeed: {zero}\n")
     assert [(launch.strategy, launch.processes, launch.sp) for launch in spec_of(file).launch.launches] == [
         ("zero2", 8, 8)
@@ -341,6 +352,7 @@ STEPS = {  # the content of a file -> parts of its command line
     AXOLOTL + "adapter: qlora\nlora_target_linear: true": "--load-in-4bit --double-quant",
     AXOLOTL + "unfrozen_parameters: ['lm_head.*', 'layers.[01],x']": "--freeze '!lm_head.*|layers.[01].x'",
     M + "max_prompt_length: 100\nmax_completion_length: 28\nnum_generations: 4": "--seq-length 128",
+    M + "template: q\nquantization_bit: 3\nquantization_method: hqq\nbf16: true": "--load-in-4bit --double-quant",
     M + "template: q\nstage: rm\nfinetuning_type: full\nbf16: true": "--trainer reward",
     M + "template: q\nstage: dpo\npref_loss: orpo\nbf16: 1": "--trainer-args '{\"precompute_ref_log_probs\": true}'",
     M + "template: q\nfinetuning_type: freeze\nbf16: true\nfreeze_trainable_layers: 3": (
@@ -368,6 +380,23 @@ def test_steps_of_axolotl_and_llama_factory_are_those_of_trl(text: str, tmp_path
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert STEPS[text] in shlex.join(words_of(spec_of(file)))
+
+
+def test_notes_and_lines_of_what_a_file_leaves_to_its_library(tmp_path: Path) -> None:
+    """axolotl fuses LoRA's layers by default, an ORPO file differs from DPO's by its folder, and rows have images."""
+    fuses = "axolotl fuses LoRA's layers unless lora_mlp_kernel"
+    for text, found in {"": 1, "lora_qkv_kernel: false": 0, "load_in_8bit: true": 0, "rl: dpo": 0}.items():
+        read = read_training_file("run.yaml", content=yaml.safe_load(f"{AXOLOTL}adapter: lora\n{text}"))
+        assert sum(fuses in note for note in read.notes) == found, text
+    pairs = {"model_name_or_path": "m", "beta": 0.05, "max_length": 64}
+    assert read_training_file("m/dpo/config.yaml", content=pairs).flags["trainer_args"] == '{"beta": 0.05}'
+    odds = read_training_file("m/orpo/config.yaml", content=pairs)
+    assert "precompute_ref_log_probs" in odds.flags["trainer_args"]
+    assert odds.left_out == ("orpo: answered as DPO without a reference: the loss keeps other numbers",)
+    images = {"model_name_or_path": "m", "template": "q", "image_max_pixels": 9, "freeze_vision_tower": False}
+    read = read_training_file("run.yaml", content=images)
+    assert read.flags["train_towers"] == "both"
+    assert read.left_out == ("image_max_pixels: rows of text are predicted; --images adds images and their encoder",)
 
 
 def test_trainer_and_freezing_are_without_packing(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ READ = {
     "offload_optimizer",
     "tf32", "use_cpu", "use_8bit_adam", "use_muon", "use_adam_mini", "cache_latents", "center_crop", "random_flip",
     "with_prior_preservation",
-    "adapter", "lora_target_linear", "embeddings_skip_upcast", "pure_bf16", "pure_fp16", "float32",
+    "adapter", "lora_target_linear", "fused_lora", "pure_bf16", "pure_fp16", "float32",
     "rl", "stage", "pref_loss", "reward_model", "process_reward_model", "num_labels", "activation_offloading",
     "tiled_mlp", "trained", "max_prompt_length", "use_galore", "use_apollo", "layerwise", "use_badam",
     "oft_block_size", "freeze_trainable_layers", "fsdp_options",

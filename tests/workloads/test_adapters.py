@@ -414,11 +414,24 @@ def test_bytes_of_experts_packed_by_axolotl(tmp_path: Path) -> None:
         TrainingSpec.of(str(tmp_path), lora_r=4, quantize_moe_experts=True)
 
 
-def test_float32_ends_casts_norms_embeddings_and_head(config: str) -> None:
+def test_norms_embeddings_and_head_have_a_dtype_of_their_own(config: str) -> None:
     narrow = load(TrainingSpec.of(config, seq_length=32, dtype="bfloat16"), "cpu").model
-    wide = load(TrainingSpec.of(config, seq_length=32, dtype="bfloat16", float32_ends=True), "cpu").model
+    wide = load(TrainingSpec.of(config, seq_length=32, dtype="bfloat16", ends_dtype="float32"), "cpu").model
     assert sizes(narrow)[1] == 2 * (LINEAR + REST)
     assert sizes(wide)[1] == 2 * LINEAR + 4 * REST
+
+
+def test_axolotl_prepares_packed_models_and_casts_their_ends_back(tmp_path: Path) -> None:
+    """Experts in 3-D parameters are not packed, and stay in float32."""
+    mixtral = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    packed = {"seq_length": 32, "dtype": "bfloat16", "lora_r": 4, "load_in_4bit": True}
+    model = load(TrainingSpec.of(str(tmp_path), **packed, prepare_kbit=True, ends_dtype="bfloat16"), "cpu").model
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    in_half = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
+    assert all("norm" in name or "embed" in name or "lm_head" in name for name in in_half)
+    assert len(in_half) == 2 * LLAMA["num_hidden_layers"] + 3
+    assert {dtype for name, dtype in dtypes.items() if "experts" in name} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["mamba2", "bamba", "nemotron_h", "granitemoehybrid", "falcon_h1"])
