@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy
@@ -448,9 +447,6 @@ def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: 
     if "head" not in candidate.policy.split(","):
         headed = with_term(candidate.policy, "head")
         found += fix(f"--ac_policy {headed}: the loss in chunks", tracer.trace(headed, candidate.batch))
-    if (fused := _fused(tracer.workload, trace)) is not None:
-        (other,) = trace_policies(fused, [candidate.policy], fused.step(candidate.batch))
-        found += fix("a fused optimizer (--optim adamw_torch_fused)", other)
     if fixed_batch and candidate.batch > 1:
         half = candidate.batch // 2
         change = f"micro-batches of {half} and twice the gradient accumulation"
@@ -477,19 +473,3 @@ def _padding(workload: Workload, lengths: Lengths, candidate: Candidate) -> Iter
         share = 1 - lengths.mean / lengths.padded(batch)
         change = f"--train_sampling_strategy group_by_length (or --packing): {share:.0%} of the tokens are padding"
         yield Fix(change, 0, faster)
-
-
-def _fused(workload: Workload, trace: StepTrace) -> Workload | None:
-    """The workload with a fused optimizer, if the temporaries of a foreach one are part of the peak."""
-    make = workload.make_optimizer
-    if make is None or not any("_foreach_" in storage.op for storage, _ in trace.live_at(trace.peak_at)):
-        return None
-
-    def fused(model: nn.Module) -> Any:
-        optimizer = make(model)
-        for group in optimizer.param_groups:
-            group.update(fused=True, foreach=False)
-        return optimizer
-
-    can = isinstance(make(workload.model), (torch.optim.Adam, torch.optim.SGD))
-    return replace(workload, make_optimizer=fused) if can else None
