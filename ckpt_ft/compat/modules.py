@@ -30,8 +30,6 @@ clipped_types: torch.utils._foreach_utils._foreach_supported_types
     optimizers and clipping use foreach kernels on fake tensors
 CAPTURABLE: torch.optim.optimizer()._get_capturable_supported_devices
     imported by the file of each optimizer
-COMPILED_MODULE: torch._dynamo.OptimizedModule()._orig_mod
-    the model inside of what torch.compile returns
 weight_cache: torch.nn.utils.parametrize()._cache
     nested adapters of packed experts read the weight again
 """,

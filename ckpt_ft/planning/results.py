@@ -9,13 +9,13 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft.compat.modules import COMPILED_MODULE, children_of
+from ckpt_ft.compat.modules import children_of
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
@@ -54,7 +54,8 @@ def fingerprint(model: nn.Module) -> str:
     Adapters and wrappers (DDP, torch.compile) do not change it, and neither does the device.
     """
     digest = hashlib.sha256()
-    base = _unwrapped(model)
+    modules: Iterator[Any] = model.modules()
+    base = next((module.get_base_model() for module in modules if hasattr(module, "get_base_model")), model)
     wrappers = {name for name, module in base.named_modules() if not _ADAPTED.isdisjoint(children_of(module))}
     for name, parameter in base.named_parameters():
         parts = name.split(".")
@@ -64,19 +65,6 @@ def fingerprint(model: nn.Module) -> str:
         packed = parameter.element_size() == 1  # 4- and 8-bit weights: each library lays them out in its own way
         digest.update(f"{plain} {'packed' if packed else (tuple(parameter.shape), parameter.dtype)}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def _unwrapped(model: Any) -> nn.Module:
-    """Returns the model inside DDP, torch.compile and PEFT."""
-    while True:
-        if hasattr(model, "get_base_model"):  # PEFT's
-            model = model.get_base_model()
-        elif COMPILED_MODULE in children_of(model):
-            model = children_of(model)[COMPILED_MODULE]
-        elif list(children_of(model)) == ["module"]:
-            model = model.module
-        else:
-            return model
 
 
 @lru_cache(maxsize=1)
