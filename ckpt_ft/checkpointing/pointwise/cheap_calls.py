@@ -3,9 +3,8 @@
 Stand-ins of these kinds replace `module.forward`; install.py selects the kind for each module:
 
 - `ModuleCall`: runs a norm, an activation or a dropout as one cheap call;
-- `GatedProduct`: runs the activation and product of a gated MLP in its most common form as one cheap call;
-- `Products`: for a module whose own forward multiplies an activation with its gate (other gated MLPs, GEGLU of
-  diffusers) or adds a residual after a BatchNorm (a ResNet block); each of these operators becomes a cheap call;
+- `Products`: for a module whose own forward multiplies an activation with its gate (gated MLPs, GEGLU of diffusers)
+  or adds a residual after a BatchNorm (a ResNet block); each of these operators becomes a cheap call;
 - `CastInput`: for a linear or convolution layer; drops autocast's half-precision copies of its input and weight;
 - `ModelWithHooks` (in install.py): replaces the forward of the whole model and sets the saved-tensor hooks.
 """
@@ -27,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ckpt_ft.checkpointing.standin import StandIn
 from ckpt_ft.checkpointing.tensor_identity import is_dtensor, version_of
 from ckpt_ft.compat.autograd import any_autocast, transform_level
-from ckpt_ft.compat.modules import BUFFERS, PARAMETERS, buffers_of, children_of, parameters_of
+from ckpt_ft.compat.modules import BUFFERS, PARAMETERS, buffers_of, parameters_of
 from ckpt_ft.compat.tensors import write_count
 
 from .engine import CheapCall, Pass, Versioned, claim_on
@@ -60,7 +59,7 @@ def running_pass() -> Pass | None:
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-class ModuleCall(StandIn):
+class ModuleCall(StandIn, CheapCall):
     """A norm, activation or dropout as a cheap call.
 
     Args:
@@ -183,32 +182,6 @@ class CastInput(StandIn):
             parameters["weight"] = weight
 
 
-class OperatorCall(CheapCall):
-    """One operator as a cheap call."""
-
-    name = ""
-    random = False
-
-    def __init__(self, function: Callable[..., Any], inplace: bool = False) -> None:
-        self.function, self.inplace = function, inplace
-        self.kind = getattr(function, "__name__", repr(function))
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The operator."""
-        return self.function
-
-    def __repr__(self) -> str:
-        return self.kind
-
-    def state(self) -> None:
-        """Return None, because an operator has no parameters."""
-
-    def rerun(self, state: None, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the operator again."""
-        return self.forward(*args, **kwargs)
-
-
 def _product_gains(running: Pass, a: Any, b: Any) -> bool:
     """Whether discarding a product saves memory: each factor is free, or is saved for the other's gradient anyway."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
@@ -227,39 +200,14 @@ def _activation_gains(running: Pass, a: Any, *_: Any) -> bool:
 
 
 # for each: the call, its number of operands, and a test whether discarding its output saves memory
-_OPERATORS: dict[Callable[..., Any], tuple[OperatorCall, int, Callable[..., bool]]] = {
-    torch.Tensor.mul: (OperatorCall(torch.Tensor.mul), 2, _product_gains),
-    torch.mul: (OperatorCall(torch.mul), 2, _product_gains),
-    torch.Tensor.add: (OperatorCall(torch.Tensor.add), 2, _sum_gains),
-    torch.Tensor.add_: (OperatorCall(torch.Tensor.add_, inplace=True), 2, _sum_gains),
-    F.gelu: (OperatorCall(F.gelu), 1, _activation_gains),
-    F.silu: (OperatorCall(F.silu), 1, _activation_gains),
+_OPERATORS: dict[Callable[..., Any], tuple[CheapCall, int, Callable[..., bool]]] = {
+    torch.Tensor.mul: (CheapCall(torch.Tensor.mul), 2, _product_gains),
+    torch.mul: (CheapCall(torch.mul), 2, _product_gains),
+    torch.Tensor.add: (CheapCall(torch.Tensor.add), 2, _sum_gains),
+    torch.Tensor.add_: (CheapCall(torch.Tensor.add_, inplace=True), 2, _sum_gains),
+    F.gelu: (CheapCall(F.gelu), 1, _activation_gains),
+    F.silu: (CheapCall(F.silu), 1, _activation_gains),
 }
-
-
-class GatedProduct(StandIn):
-    """A gated MLP with forward `down(activation(gate(x)) * up(x))`; drops the product and keeps gate and up."""
-
-    def __init__(self, module: nn.Module, names: tuple[str, str, str, str]) -> None:
-        super().__init__(module)
-        self.down, self.activation, self.gate, self.up = names
-        (self.argument,) = inspect.signature(module.forward).parameters
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        running = running_pass()
-        if running is None or len(args) + len(kwargs) != 1 or not (args or self.argument in kwargs):
-            return self.forward(*args, **kwargs)
-        value = args[0] if args else kwargs[self.argument]
-        layers = children_of(self.module)
-        gate, up = layers[self.gate](value), layers[self.up](value)
-        return layers[self.down](running.run(_GATE, (layers[self.activation], gate, up), {}))
-
-
-def _gate(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return activation(gate) * up
-
-
-_GATE = OperatorCall(_gate)
 
 
 class _Mode(TorchFunctionMode):
@@ -325,7 +273,7 @@ class _Rotation:
 
     def __init__(self, function: Any) -> None:
         self.function = function
-        self.call = OperatorCall(function)
+        self.call = CheapCall(function)
 
     def __call__(self, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
         running: Pass | None = local.running

@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
@@ -53,17 +53,24 @@ _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, torc
 Versioned = tuple[torch.Tensor, int]  # a tensor and its version when it was saved
 
 
-class CheapCall(Protocol):
-    """A call that is cheap to run again: a norm, an activation, a product, ..."""
+class CheapCall:
+    """A call that is cheap to run again: here an operator, in `ModuleCall` a norm, an activation or a dropout.
 
-    name: str  # qualified name of the module; "" for an operator
-    kind: str  # class of the module, or the operator
-    random: bool  # draws random numbers
-    inplace: bool  # overwrites its first argument with its output
+    Attributes:
+        forward: the function of the first run.
+        inplace: it overwrites its first argument with its output.
+        name: qualified name of the module; "" for an operator.
+        kind: class of the module, or the operator.
+        random: it draws random numbers.
+    """
 
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The function of the first run."""
+    name, random = "", False
+
+    def __init__(self, forward: Callable[..., Any], inplace: bool = False) -> None:
+        self.forward, self.inplace, self.kind = forward, inplace, forward.__name__
+
+    def __repr__(self) -> str:
+        return self.kind
 
     def unread(self) -> Iterable[torch.Tensor | None]:
         """Return tensors that the call's nodes save but backward does not read."""
@@ -77,6 +84,10 @@ class CheapCall(Protocol):
 
         Raises RuntimeError if a tensor in `state` was modified in place since.
         """
+        return self.forward(*args, **kwargs)
+
+
+_CAST = CheapCall(torch.Tensor.to)
 
 
 class Proof:
@@ -415,40 +426,20 @@ class Pass:
         claim.casts = {} if claim.casts is None else claim.casts
         run = claim.casts.get(key)
         if run is None or run.args is None:
-            held, call = Input(claim.discard(tensor), tensor.requires_grad), _Cast(dtype)
-            proof = None if self.verification is None else Proof(self.verification, call)
-            run = CheapRun(call, [held], {}, claim.run.depth + 1, tensor.device, proof)
-            claim.casts[key] = run
-        copy = tensor.to(dtype)  # the node of a cast saves nothing
-        setattr(copy.untyped_storage(), CLAIM, Claim(run, 0, copy))
-        return copy
+            held = Input(claim.discard(tensor), tensor.requires_grad)
+            run = claim.casts[key] = self._casting(held, dtype, claim.run.depth + 1, tensor.device)
+        return self._cast(tensor, dtype, run)
 
     def cast_parameter(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
         """Cast `parameter` to another dtype; the copy is discarded and rebuilt in backward."""
-        held, call = Input((parameter, write_count(parameter)), parameter.requires_grad), _Cast(dtype)
-        proof = None if self.verification is None else Proof(self.verification, call)
-        run = CheapRun(call, [held], {}, 0, parameter.device, proof)
-        copy = parameter.to(dtype)
+        held = Input((parameter, write_count(parameter)), parameter.requires_grad)
+        return self._cast(parameter, dtype, self._casting(held, dtype, 0, parameter.device))
+
+    def _casting(self, held: Input, dtype: torch.dtype, depth: int, device: torch.device) -> CheapRun:
+        proof = None if self.verification is None else Proof(self.verification, _CAST)
+        return CheapRun(_CAST, [held, dtype], {}, depth, device, proof)
+
+    def _cast(self, tensor: torch.Tensor, dtype: torch.dtype, run: CheapRun) -> torch.Tensor:
+        copy = tensor.to(dtype)  # the node of a cast saves nothing
         setattr(copy.untyped_storage(), CLAIM, Claim(run, 0, copy))
         return copy
-
-
-class _Cast(CheapCall):
-    """A cast to another dtype, as a cheap call."""
-
-    name, kind = "", "cast"
-    random = inplace = False
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Cast the tensor."""
-        return tensor.to(self.dtype)
-
-    def state(self) -> None:
-        """Return None, because a cast has no state."""
-
-    def rerun(self, state: None, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Cast the tensor again."""
-        return args[0].to(self.dtype)
