@@ -26,7 +26,7 @@ from ckpt_ft.compat.autograd import forward_level
 from ckpt_ft.compat.tensors import FakeTensor
 from ckpt_ft.errors import UserError
 
-from .dropped_tensors import same, saved_tensor
+from .dropped_tensors import saved_tensor
 from .tensor_identity import is_array, is_wrapper, version_of
 
 _SEQUENCES = (list, tuple, deque)
@@ -83,7 +83,7 @@ def rebuild(value: Any, leaf: Callable[[Any], Any], made: dict[int, Any] | None 
         items = [rebuild(item, leaf, made) for item in value]
         if all(item is old for item, old in zip(items, value, strict=True)):
             return value
-        return value._make(items) if hasattr(value, "_make") else tuple(items)
+        return _tuple_like(value, items)
     if is_array(value):
         made[id(value)] = value.copy()
         return made[id(value)]
@@ -98,6 +98,17 @@ def rebuild(value: Any, leaf: Callable[[Any], Any], made: dict[int, Any] | None 
             new[index] = rebuild(item, leaf, made)
     elif not isinstance(value, set):
         vars(new).update({key: rebuild(item, leaf, made) for key, item in vars(value).items()})
+    return new
+
+
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """Return `items` in a tuple of the class of `value`, whose own constructor may take other arguments."""
+    kind: Any = type(value)
+    if hasattr(kind, "n_fields"):  # torch.return_types
+        return kind(items)
+    new = tuple.__new__(kind, items)
+    if hasattr(new, "__dict__"):
+        vars(new).update(vars(value))
     return new
 
 
@@ -153,6 +164,8 @@ class Inputs:
         for given in inputs:
             if version_of(given.tensor) == given.version:
                 given.copy = None
+                if given.unpack is not None:
+                    del given.tensor
                 continue
             written.add(given.key)
             if given.copy is None and not given.fixed:
@@ -165,26 +178,38 @@ class Inputs:
 
 
 class Input:
-    """A tensor among a region's arguments, with its value before the first run if that run writes into it."""
+    """A tensor among a region's arguments, with its value before the first run if that run writes into it.
 
-    __slots__ = ("copy", "key", "tensor", "version")
+    A positional tensor, or a keyword tensor that needs a gradient, is saved as an autograd node saves its own:
+    `offload` can move it, and an outer checkpoint drops it. If its value is copied, only its shape is saved, because
+    an outer checkpoint counts the saved tensors.
+    """
+
+    __slots__ = ("attributes", "copy", "key", "tensor", "unpack", "version")
 
     def __init__(self, key: Key, tensor: torch.Tensor) -> None:
         self.key, self.tensor, self.version = key, tensor, version_of(tensor)
+        self.attributes = dict(vars(tensor))
         self.copy: torch.Tensor | None = None
+        self.unpack: Callable[[], torch.Tensor] | None = None  # returns the saved tensor
 
     @property
     def fixed(self) -> bool:
         """Whether it is never copied: fake tensors have no values; parameters and inference tensors stay unwritten."""
         return isinstance(self.tensor, (FakeTensor, nn.Parameter)) or self.tensor.is_inference()
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether the argument itself is the tensor."""
-        return self.key[1] == DIRECT
-
     def __str__(self) -> str:
         return f"argument {self.key[0]!r}"
+
+    def save(self) -> None:
+        """Before the first run."""
+        name, place = self.key
+        if place != DIRECT or not (isinstance(name, int) or self.tensor.requires_grad):
+            return
+        if self.copy is None and not self.tensor.is_inference():
+            self.unpack = saved_tensor(self.tensor)
+        elif (shape := self.shape()) is not None:
+            saved_tensor(shape)
 
     def shape(self) -> torch.Tensor | None:
         """One element expanded to the input's shape, which an outer checkpoint sees for written inputs and others."""
@@ -195,16 +220,19 @@ class Input:
     def value_for_rerun(self) -> torch.Tensor:
         """Return the value for the second run: not a leaf, because the run may write into it again."""
         if self.copy is not None:
-            return self.copy.clone()
-        self.check()
-        return self.tensor if self.fixed else alias(self.tensor)
-
-    def check(self) -> None:
-        """Raise RuntimeError if the tensor was written to since the first run."""
-        if version_of(self.tensor) != self.version and not self.fixed:
-            raise RuntimeError(
-                f"the {self} of a checkpointed block was changed in place after the block's forward; clone it before"
-            )
+            value = self.copy.clone()
+        elif self.unpack is not None:
+            value = alias(self.unpack())
+        else:
+            if version_of(self.tensor) != self.version and not self.fixed:
+                raise RuntimeError(
+                    f"the {self} of a checkpointed block was changed in place after the block's forward; clone it "
+                    "before"
+                )
+            value = self.tensor if self.fixed else alias(self.tensor)
+        if not vars(value):
+            vars(value).update(self.attributes)
+        return value
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,17 +247,9 @@ DIRECT = -1  # the argument itself is the tensor
 
 
 class Call:
-    """One call of a region: the first run gets the caller's own arguments, the second run their original values.
+    """One call of a region: the first run gets the caller's own arguments, the second run their original values."""
 
-    Positional tensors, and keyword tensors that need a gradient, are saved as an autograd node saves its own:
-    `offload` can move them, and an outer checkpoint drops them. For a tensor whose value is copied only the
-    shape is saved, because an outer checkpoint counts the saved tensors.
-    """
-
-    __slots__ = (
-        "args", "attributes", "copied", "first", "forward", "given", "held", "inputs", "kwargs", "remade", "saved",
-        "second", "tensors",
-    )  # fmt: skip
+    __slots__ = ("arguments", "first", "forward", "given", "inputs", "second", "tensors")
 
     def __init__(
         self,
@@ -243,34 +263,10 @@ class Call:
         self.first, self.second = runs
         self.given: Arguments | None = (args, kwargs)
         self.tensors = inputs.before(args, kwargs)
-        self.attributes = {id(x.tensor): dict(own) for x in self.tensors if (own := vars(x.tensor))}
-        self.remade = changeable(args) or any(map(changeable, kwargs.values()))
-        if self.remade:
-            args, kwargs = rebuild((args, kwargs), same)
-        else:  # tuples of tensors that need gradients
-            self.remade = any(map(_needs_gradient, (*args, *kwargs.values())))
-        self.copied = {given.key[0]: given for given in self.tensors if given.copy is not None and given.is_direct}
-        self.saved: list[tuple[int | str, int, Callable[[], Any]]] = []  # name, identity and how to get a tensor
-        self.args, self.kwargs = list(args), dict(kwargs)
-        for key, value in enumerate(args):
-            if isinstance(value, torch.Tensor):
-                self._save(key, value)
-        for name, value in kwargs.items():
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                self._save(name, value)
-        saved = {key for key, _, _ in self.saved}
-        self.held = {id(x.tensor): x for x in self.tensors if not (x.is_direct and x.key[0] in saved)}
-
-    def _save(self, key: int | str, tensor: torch.Tensor) -> None:
-        given = self.copied.get(key)
-        if given is None and tensor.is_inference():  # which autograd does not save
-            given = self.copied[key] = Input((key, DIRECT), tensor)
-        shape = tensor if given is None else given.shape()
-        self.saved.append((key, id(tensor), nothing if shape is None else saved_tensor(shape)))
-        if isinstance(key, int):
-            self.args[key] = None
-        else:
-            self.kwargs[key] = None
+        for given in self.tensors:
+            given.save()
+        known: dict[int, Any] = {id(given.tensor): given for given in self.tensors}
+        self.arguments: Arguments = rebuild((args, kwargs), lambda leaf: known.get(id(leaf), leaf))
 
     def __call__(self) -> Any:
         """The first run."""
@@ -293,42 +289,19 @@ class Call:
             made: maps a leaf of the arguments to the value that replaces it, which may be the leaf itself.
             result: computes the return value from the output and the arguments, which may have been written into.
         """
-        found: dict[int, Any] = {}  # tensors that are the same in the first run are the same in the second
-        for key, identity, unpack in self.saved:
-            if identity not in found:
-                given = self.copied.get(key)
-                found[identity] = alias(unpack()) if given is None else given.value_for_rerun()
+        found: dict[int, torch.Tensor] = {}  # a tensor that is given twice in the first run is one in the second
 
         def of_first_run(leaf: Any) -> Any:
-            if made is not None:
-                leaf = made(leaf)
-            given = self.held.get(id(leaf))
-            if given is not None and id(leaf) not in found:
-                found[id(leaf)] = given.value_for_rerun()
-            return found.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
+            if type(leaf) is not Input:
+                return leaf if made is None else made(leaf)
+            if id(leaf) not in found:
+                found[id(leaf)] = leaf.value_for_rerun()
+            return found[id(leaf)]
 
-        args, kwargs = self.args, self.kwargs
-        if made is not None or self.remade or any(given.copy is not None for given in self.held.values()):
-            args, kwargs = rebuild((args, kwargs), of_first_run)  # each time: backward may run again (retain_graph)
-        else:
-            for given in self.held.values():
-                given.check()
-        args, kwargs = list(args), dict(kwargs)
-        for key, identity, _ in self.saved:
-            if isinstance(key, int):
-                args[key] = found[identity]
-            else:
-                kwargs[key] = found[identity]
-        for identity, own in self.attributes.items():
-            if identity in found and not vars(found[identity]):  # an alias
-                vars(found[identity]).update(own)
+        args, kwargs = rebuild(self.arguments, of_first_run)  # each time: backward may run again (retain_graph)
         with self.second:
             out = self.forward(*args, **kwargs)
-            return out if result is None else result(out, tuple(args), kwargs)
-
-
-def _needs_gradient(value: Any) -> bool:
-    return isinstance(value, tuple) and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves(value))
+            return out if result is None else result(out, args, kwargs)
 
 
 def nothing() -> None:
