@@ -8,22 +8,21 @@ arguments' shapes, strides and dtypes, and on the default dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckpt_ft.compat.tensors import FakeTensor, is_traceable_wrapper_subclass, schema_of, storage_pointer, tree_map_only
-from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, is_wait, measure, tensors
+from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, is_wait, tensors
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record import cpu_kernels
 from ckpt_ft.memory.record.dispatch import Handling, Rule, Uncacheable, call_key
 from ckpt_ft.memory.record.recorder import Recorder
-from ckpt_ft.memory.record.tracker import ASKS_DEVICE, handling_of
+from ckpt_ft.memory.record.tracker import ASKS_DEVICE, RealOps
 from ckpt_ft.memory.rules import cuda, fake_kernels
 
 from .data_dependent_ops import DataDependentOps
@@ -142,18 +141,8 @@ _META = torch.device("meta")
 _COPY, _LIFT = aten.copy_.default, aten.lift_fresh.default
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _FakeHandling(Handling):
-    """How to treat an op on fake tensors, besides."""
-
-    calls: Remembered | None = None  # earlier calls; None where results depend on more than shapes
-    answered: bool = False  # by values.py or data_dependent_ops.py
-    observe: Callable[[tuple[Any, ...], Any], None] | None = None  # what data_dependent_ops.py learns of a call
-    on_host: Callable[[tuple[Any, ...]], tuple[int, ...]] | None = None  # which of its results are
-
-
-class FakeOps:
-    """Dispatcher of fake tensors (see record/tracker.py). The first of these that applies computes an op:
+class FakeOps(RealOps):
+    """Dispatcher of fake tensors. The first of these that applies computes an op:
 
     1. Known values, or a fixed assumption, if the result depends on data (values.py, data_dependent_ops.py).
     2. The memo, if the same op was called on the same shapes before.
@@ -202,32 +191,24 @@ class FakeOps:
     def handling(self, func: Any) -> Handling:
         if func is ASKS_DEVICE:
             return Handling(str(func), lambda func, args, kwargs: args[0].fake_device, silent=True)
-        known = handling_of(func, self._rules.get(func), self._after.get(func))
-        answered = func in self._by_data.answers
-        return _FakeHandling(
-            known.name,
-            known.rule,
-            known.after,
-            known.collective,
-            known.silent,
-            None if answered else self._memo.of(func),
-            answered,
-            self._by_data.observers.get(func),
-            cuda.ON_HOST.get(func) if self.gpu else None,
-        )
+        op = super().handling(func)
+        op.answered = func in self._by_data.answers
+        op.calls = None if op.answered else self._memo.of(func)
+        op.observe = self._by_data.observers.get(func)
+        op.on_host = cuda.ON_HOST.get(func) if self.gpu else None
+        return op
 
     def call(self, op: Handling, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
-        assert isinstance(op, _FakeHandling)
         pinned = kwargs.pop("pin_memory", False)
         if is_wait(func):
             self.streams.await_collectives()
         if op.answered:
-            out, work = self._run(op, func, args, kwargs)
+            out, work = super().call(op, func, args, kwargs)
             return out, Work() if self.recorder.all_on_host(args) else work
         key = None if op.calls is None else call_key(args, kwargs)
         known = None if op.calls is None or key is None else op.calls.get(key, args)
         if known is None:
-            known = self._run(op, func, args, kwargs)
+            known = super().call(op, func, args, kwargs)
             if op.calls is not None and key is not None:
                 op.calls.keep(key, args, *known)
         recorder = self.recorder
@@ -254,7 +235,7 @@ class FakeOps:
         return known
 
     def collective_stream(self, func: Any, args: tuple[Any, ...]) -> str:
-        return self.streams.asynchronous() if is_asynchronous(func, args) else self.recorder.stream
+        return self.streams.asynchronous() if is_asynchronous(func, args) else super().collective_stream(func, args)
 
     def faked(self, value: Any) -> Any:
         """`value` with fake tensors in place of real ones; each real tensor has one fake in a step."""
@@ -284,7 +265,3 @@ class FakeOps:
             if type(real.grad) is FakeTensor:
                 real.grad = None
         self._fakes.clear()
-
-    def _run(self, op: Handling, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
-        out = func(*args, **kwargs) if op.rule is None else op.rule(func, args, kwargs)
-        return out, measure(func, args, kwargs, out) if self.recorder.keeps_ops else Work()

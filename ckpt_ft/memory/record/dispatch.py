@@ -33,7 +33,7 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwarg
 After = Callable[[Any, Any, tuple[Any, ...], dict[str, Any], Any], None]  # (recorder, op, args, kwargs, result)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Handling:
     """How a tracker treats an op, worked out when the op is first called.
 
@@ -44,6 +44,10 @@ class Handling:
         after: called once its results are recorded.
         collective: it is one of torch.distributed's.
         silent: it has no tensors and does no work, like record_function: it is not recorded.
+        calls: earlier calls on fake tensors (`Remembered`); None where results depend on more than shapes.
+        answered: on fake tensors values.py or data_dependent_ops.py computes it.
+        observe: called with what data_dependent_ops.py learns of a call: its arguments and its result.
+        on_host: returns which of its results are on the host.
     """
 
     name: str
@@ -51,6 +55,10 @@ class Handling:
     after: After | None = None
     collective: bool = False
     silent: bool = False
+    calls: Any = None
+    answered: bool = False
+    observe: Callable[[tuple[Any, ...], Any], None] | None = None
+    on_host: Callable[[tuple[Any, ...]], tuple[int, ...]] | None = None
 
 
 _is_wrapper = cache(is_wrapper_type)

@@ -13,7 +13,7 @@ bytes each on the CPU).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,9 +26,7 @@ from ckpt_ft.policy import SWAPPED
 
 from .cpu_kernels import real_kernels
 from .dispatch import (
-    After,
     Handling,
-    Rule,
     from_python_dispatch,
     in_parts,
     is_composite,
@@ -48,45 +46,20 @@ _LIFT = torch.ops.aten.lift_fresh.default
 ASKS_DEVICE = torch.ops.prim.device.default
 
 
-class Dispatcher(Protocol):
-    """Computes ops for a tracker.
+# Makes a tensor that waits for a functional collective at its first use, and wraps its result: no storage of its own.
+_WRAPS = "_c10d_functional::_wrap_tensor_autograd"
+
+
+class RealOps:
+    """Dispatcher of real tensors: PyTorch's own kernels, with the scratch that CPU kernels allocate inside.
+
+    `FakeOps` (fake/dispatcher.py) is that of fake tensors.
 
     Attributes:
         source: the source of the record: "measured" or "predicted".
         takes_fakes: whether the step itself runs on fake tensors. If not, DTensor runs ops on fake tensors to find
             shapes, and they are not recorded.
     """
-
-    source: str
-    takes_fakes: bool
-
-    def prepare(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments that the op is called with."""
-
-    def handling(self, func: Any) -> Handling:
-        """How to treat an op; computed once."""
-
-    def call(self, op: Handling, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
-        """The op's result, and the flops and bytes that it takes."""
-
-    def collective_stream(self, func: Any, args: tuple[Any, ...]) -> str:
-        """The stream that a collective runs on."""
-
-
-# Makes a tensor that waits for a functional collective at its first use, and wraps its result: no storage of its own.
-_WRAPS = "_c10d_functional::_wrap_tensor_autograd"
-
-
-def handling_of(func: Any, rule: Rule | None, after: After | None) -> Handling:
-    """How to treat an op for which there is a `rule`, or something to record `after` it."""
-    unseen = func.namespace == "profiler" or func.name() == _WRAPS
-    return Handling(str(func), rule, after, is_collective(func), unseen)
-
-
-class RealOps:
-    """Dispatcher of real tensors: PyTorch's own kernels, with the scratch that CPU kernels allocate inside."""
 
     source = "measured"
     takes_fakes = False
@@ -98,16 +71,21 @@ class RealOps:
     def prepare(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that the op is called with."""
         return args, kwargs
 
     def handling(self, func: Any) -> Handling:
-        return handling_of(func, self._rules.get(func), self._after.get(func))
+        """How to treat an op; computed once."""
+        unseen = func.namespace == "profiler" or func.name() == _WRAPS
+        return Handling(str(func), self._rules.get(func), self._after.get(func), is_collective(func), unseen)
 
     def call(self, op: Handling, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
+        """The op's result, and the flops and bytes that it takes."""
         out = func(*args, **kwargs) if op.rule is None else op.rule(func, args, kwargs)
         return out, measure(func, args, kwargs, out) if self.recorder.keeps_ops else Work()
 
     def collective_stream(self, func: Any, args: tuple[Any, ...]) -> str:
+        """The stream that a collective runs on."""
         return self.recorder.stream
 
 
@@ -129,7 +107,7 @@ class Tracker(TorchDispatchMode):
         *,
         limit: int | None = None,
         ops: bool = True,
-        dispatcher: Callable[[Recorder], Dispatcher] = RealOps,
+        dispatcher: Callable[[Recorder], RealOps] = RealOps,
     ) -> None:
         super().__init__()
         counts_of_a_sum()
