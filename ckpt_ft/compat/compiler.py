@@ -28,10 +28,6 @@ OptimizedModule: torch._dynamo.OptimizedModule
 eval_frame: torch._dynamo.eval_frame
 stance: torch._dynamo.eval_frame()._stance
     whether a module runs compiled
-convert_frame: torch._dynamo.convert_frame input_codes.seen
-code_entries: torch._dynamo.eval_frame._debug_get_cache_entry_list
-next_region: torch._dynamo.eval_frame._next_isolate_recompiles_id >=2.13
-    keep what a trace compiles apart from what this process has compiled
 DDPOptimizer: torch._dynamo.backends.distributed.DDPOptimizer compile_fn
     splits graphs at DDP's buckets
 compile_fx: torch._inductor.compile_fx compile_fx compile_fx_inner GraphLowering
