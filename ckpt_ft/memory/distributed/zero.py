@@ -341,36 +341,25 @@ class Zero(ZeroOptimizer):
         """Update this rank's part of the parameters, and gather the others'."""
         self._micro_batch = 0
         if self.offloads:
-            self._step_on_host()
-        else:
-            self._step()
+            self.recorder.await_device()
+        norm: Any = 1.0 if self.offloads else self._norm()
+        groups = self.optimizer.param_groups
+        for flat, options in zip(self.flats, groups, strict=True):
+            if not self.offloads:
+                flat.master.grad = joined(flat.gradients).to(torch.float32)
+                flat.gradients = []
+            assert flat.master.grad is not None
+            flat.master.grad.mul_(norm)
+            self.optimizer.param_groups = [options]
+            self.optimizer.step()
+            if self.offloads:
+                flat.part.copy_(flat.half.copy_(flat.master))
+            else:
+                flat.master.grad = None
+                flat.part.copy_(flat.master)
+        self.optimizer.param_groups = groups
         for flat in self.flats:
             all_gather(self.group)(flat.buffer, flat.part)
-
-    def _step_on_host(self) -> None:
-        self.recorder.await_device()
-        groups = self.optimizer.param_groups
-        for flat, options in zip(self.flats, groups, strict=True):
-            assert flat.master.grad is not None
-            flat.master.grad.mul_(1.0)
-            self.optimizer.param_groups = [options]
-            self.optimizer.step()
-            flat.part.copy_(flat.half.copy_(flat.master))
-        self.optimizer.param_groups = groups
-
-    def _step(self) -> None:
-        norm = self._norm()
-        groups = self.optimizer.param_groups
-        for flat, options in zip(self.flats, groups, strict=True):
-            gradient = joined(flat.gradients).to(torch.float32)
-            flat.gradients = []
-            flat.master.grad = gradient.mul_(norm)
-            self.optimizer.param_groups = [options]
-            del gradient
-            self.optimizer.step()
-            flat.master.grad = None
-            flat.part.copy_(flat.master)
-        self.optimizer.param_groups = groups
 
     def _norm(self) -> Tensor:
         norms = []

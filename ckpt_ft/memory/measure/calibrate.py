@@ -134,51 +134,61 @@ class _Cases:
         sizes, (seed, offset, *_) = more[:4], more[4:]
         return partial(backward, gradient, *forward.args, out, lse, *sizes, 0.0, False, seed, offset)
 
-    def elementwise(self, n: int) -> Iterator[Make]:
-        yield lambda: partial(aten.add.Tensor, self.x(n), self.x(n))
-        yield lambda: partial(aten.mul.Tensor, self.x(n), self.x(n))
-        yield lambda: partial(aten.gelu.default, self.x(n))
-        yield lambda: partial(aten.silu.default, self.x(n))
-        yield lambda: partial(aten.gelu_backward.default, self.x(n), self.x(n))
-        yield lambda: partial(aten.sum.default, self.x(n))
-        yield lambda: partial(aten.bernoulli_.float, self.x(n), 0.9)
-        yield lambda: partial(aten._to_copy.default, self.x(n), dtype=_other(self.dtype))
+    def elementwise(self, n: int) -> list[Make]:
+        x = self.x
+        made: list[Make] = [
+            lambda: partial(aten.add.Tensor, x(n), x(n)),
+            lambda: partial(aten.mul.Tensor, x(n), x(n)),
+            lambda: partial(aten.gelu.default, x(n)),
+            lambda: partial(aten.silu.default, x(n)),
+            lambda: partial(aten.gelu_backward.default, x(n), x(n)),
+            lambda: partial(aten.sum.default, x(n)),
+            lambda: partial(aten.bernoulli_.float, x(n), 0.9),
+            lambda: partial(aten._to_copy.default, x(n), dtype=_other(self.dtype)),
+        ]
         if self.device.type == "cuda":
-            yield lambda: partial(aten._foreach_add.List, [self.x(n)] * 4, [self.x(n)] * 4)
+            made.append(lambda: partial(aten._foreach_add.List, [x(n)] * 4, [x(n)] * 4))
+        return made
 
-    def rows(self, rows: int, width: int) -> Iterator[Make]:
+    def rows(self, rows: int, width: int) -> list[Make]:
+        x, ids = self.x, self.ids
+
         def row_norm_backward() -> Case:
-            given, weight = self.x(rows, width), self.x(width)
+            given, weight = x(rows, width), x(width)
             _, mean, spread = aten.native_layer_norm.default(given, [width], weight, weight, 1e-5)
             more = given, [width], mean, spread, weight, weight, [True] * 3
-            return partial(aten.native_layer_norm_backward.default, self.x(rows, width), *more)
+            return partial(aten.native_layer_norm_backward.default, x(rows, width), *more)
 
-        x, ids = self.x, self.ids
-        yield lambda: partial(aten.clone.default, x(width, rows).t(), memory_format=torch.contiguous_format)
-        yield lambda: partial(aten.add.Tensor, x(rows, width), x(width))
-        yield lambda: partial(aten._softmax.default, x(rows, width), -1, False)
-        yield lambda: partial(aten._softmax_backward_data.default, x(rows, width), x(rows, width), -1, self.dtype)
-        yield lambda: partial(aten.native_layer_norm.default, x(rows, width), [width], x(width), x(width), 1e-5)
-        yield row_norm_backward
-        yield lambda: partial(aten.embedding.default, x(1000, width), ids(rows))
-        yield lambda: partial(aten.embedding_dense_backward.default, x(rows, width), ids(rows), 1000, -1, False)
+        return [
+            lambda: partial(aten.clone.default, x(width, rows).t(), memory_format=torch.contiguous_format),
+            lambda: partial(aten.add.Tensor, x(rows, width), x(width)),
+            lambda: partial(aten._softmax.default, x(rows, width), -1, False),
+            lambda: partial(aten._softmax_backward_data.default, x(rows, width), x(rows, width), -1, self.dtype),
+            lambda: partial(aten.native_layer_norm.default, x(rows, width), [width], x(width), x(width), 1e-5),
+            row_norm_backward,
+            lambda: partial(aten.embedding.default, x(1000, width), ids(rows)),
+            lambda: partial(aten.embedding_dense_backward.default, x(rows, width), ids(rows), 1000, -1, False),
+        ]
 
-    def images(self, side: int) -> Iterator[Make]:
-        def statistics() -> tuple[Tensor, ...]:
-            return self.x(64), self.x(64), self.x(64), self.x(64).abs()
-
-        def batch_norm_backward() -> Case:
-            given, (weight, _, mean, spread) = image(), statistics()
-            more = weight, mean, spread, mean, spread, True, 1e-5, [True] * 3
-            return partial(aten.native_batch_norm_backward.default, image(), given, *more)
+    def images(self, side: int) -> list[Make]:
+        x = self.x
 
         def image() -> Tensor:
-            return self.x(1, 64, side, side)
+            return x(1, 64, side, side)
 
-        yield lambda: partial(aten.max_pool2d_with_indices.default, image(), [3, 3], [2, 2], [1, 1])
-        yield lambda: partial(aten.native_batch_norm.default, image(), *statistics(), True, 0.1, 1e-5)
-        yield batch_norm_backward
-        yield lambda: partial(aten.native_group_norm.default, image(), self.x(64), self.x(64), 1, 64, side**2, 8, 1e-5)
+        def batch_norm_backward() -> Case:
+            mean, spread = x(64), x(64).abs()
+            more = x(64), mean, spread, mean, spread, True, 1e-5, [True] * 3
+            return partial(aten.native_batch_norm_backward.default, image(), image(), *more)
+
+        return [
+            lambda: partial(aten.max_pool2d_with_indices.default, image(), [3, 3], [2, 2], [1, 1]),
+            lambda: partial(
+                aten.native_batch_norm.default, image(), x(64), x(64), x(64), x(64).abs(), True, 0.1, 1e-5
+            ),
+            batch_norm_backward,
+            lambda: partial(aten.native_group_norm.default, image(), x(64), x(64), 1, 64, side**2, 8, 1e-5),
+        ]
 
 
 def _other(dtype: torch.dtype) -> torch.dtype:

@@ -498,8 +498,9 @@ class MemoryProfiler:
             self._batch.note(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for tensor in _outputs(output):
-            if tensor.grad_fn is not None:  # backward begins when it reaches the first of them
+        for tensor in tree_leaves(dict(output) if isinstance(output, dict) else output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                # backward begins when it reaches the first of them
                 tensor.grad_fn.register_prehook(lambda *_: self.meter.enter("backward"))
 
 
@@ -550,18 +551,6 @@ def _host_bytes(device: torch.device) -> dict[str, int]:
         stats = torch.cuda.host_memory_stats()
         found |= {"pinned": stats.get("active_bytes.peak", 0), "pinned blocks": stats.get("allocated_bytes.peak", 0)}
     return found
-
-
-def _outputs(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a model returned: one, or in a (nested) tuple, list or mapping, ModelOutput included."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _outputs(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _outputs(item)
 
 
 def _allocated(peaks: Peaks) -> int:
