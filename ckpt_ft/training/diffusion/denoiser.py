@@ -13,18 +13,14 @@ import torch
 from accelerate import Accelerator
 from diffusers import DiffusionPipeline
 from diffusers.training_utils import _collate_lora_metadata, cast_training_params
-from diffusers.utils import (
-    convert_state_dict_to_diffusers,
-    convert_state_dict_to_peft,
-    convert_unet_state_dict_to_peft,
-)
+from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ckpt_ft.errors import one_line
 from ckpt_ft.files import write
-from ckpt_ft.training.checkpoints import PIPELINE_LORA
 from ckpt_ft.training.models import adapter_of, kind_of, sort_names
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
@@ -39,6 +35,7 @@ _PIPELINE_SETTINGS = {
     "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern",
 }  # fmt: skip
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal")  # initialisations that do not change the base weights
+TRAINED = "trained.safetensors"  # of a checkpoint: adapters by the names in the model
 _CLIP_PREFIX = "text_model."  # of names in files: transformers' CLIP had it, and other tools still expect it
 
 
@@ -109,7 +106,10 @@ def register_checkpoint_hooks(accelerator: Accelerator, family: Family, lora: bo
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
         if accelerator.is_main_process:
-            save_trained(accelerator.unwrap_model(models[0]), family, output_dir, lora)
+            model = accelerator.unwrap_model(models[0])
+            save_trained(model, family, output_dir, lora)
+            if lora:
+                save_file(trained_weights(model), Path(output_dir, TRAINED))
         weights.clear()  # accelerate would write what is left there
 
     def load(models: list[Any], input_dir: str) -> None:
@@ -117,6 +117,27 @@ def register_checkpoint_hooks(accelerator: Accelerator, family: Family, lora: bo
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
+
+
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of `model` that are trained, by its own names; a file has them as they lie in memory."""
+    return {name: p.detach().contiguous() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def load_trained(model: Any, family: Family, input_dir: str | Path, lora: bool) -> None:
+    """Loads the weights of a checkpoint into `model`.
+
+    Raises:
+        OSError: a file does not exist.
+        RuntimeError: the weights do not fit `model`.
+    """
+    if lora:
+        weights = load_file(Path(input_dir, TRAINED))
+        if weights.keys() != trained_weights(model).keys():
+            raise RuntimeError(f"its adapters are of other layers than those of this {type(model).__name__}")
+    else:
+        weights = type(model).from_pretrained(input_dir, subfolder=family.component).state_dict()
+    model.load_state_dict(weights, strict=not lora)
 
 
 def save_trained(model: Any, family: Family, output_dir: str | Path, lora: bool) -> None:
@@ -134,42 +155,6 @@ def save_trained(model: Any, family: Family, output_dir: str | Path, lora: bool)
             weights = {f"{_CLIP_PREFIX}{key.removeprefix(_CLIP_PREFIX)}": value for key, value in weights.items()}
         layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights) if family.old_lora_names else weights
     family.pipeline_class.save_lora_weights(output_dir, **layers, **_collate_lora_metadata(components))
-
-
-def load_trained(model: Any, family: Family, input_dir: str | Path, lora: bool) -> None:
-    """Loads what `save_trained` wrote into `model`.
-
-    Raises:
-        OSError: a file does not exist.
-        RuntimeError: the weights do not fit `model`.
-    """
-    if not lora:
-        model.load_state_dict(type(model).from_pretrained(input_dir, subfolder=family.component).state_dict())
-        return
-    if isinstance(model, PeftModel):
-        _load_adapters(model, load_peft_weights(str(input_dir), device="cpu"))
-        return
-    weights = family.pipeline_class.lora_state_dict(input_dir, weight_name=PIPELINE_LORA)
-    weights = weights[0] if isinstance(weights, tuple) else weights  # a U-Net's come with the scales of its adapters
-    for name, component in components_of(model, family.component).items():
-        ours = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
-        own = name == family.component
-        ours = convert_unet_state_dict_to_peft(ours) if own else _text_encoder_from_file(component, ours)
-        _load_adapters(component, ours)
-
-
-def _text_encoder_from_file(encoder: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Converts the names of a text encoder's adapters in a file to PEFT's names in `encoder`."""
-    flat = not hasattr(encoder, _CLIP_PREFIX[:-1])
-    ours = {name.removeprefix(_CLIP_PREFIX) if flat else name: value for name, value in weights.items()}
-    return dict(convert_state_dict_to_peft(ours))
-
-
-def _load_adapters(model: Any, weights: dict[str, Any]) -> None:
-    outcome = set_peft_model_state_dict(model, weights, adapter_name="default")
-    if outcome.unexpected_keys:
-        kind = type(without_adapters(model)).__name__
-        raise RuntimeError(f"adapter weights that this {kind} has no place for: {outcome.unexpected_keys[:3]}")
 
 
 def save_result(model: Any, family: Family, vae: Any, args: PipelineArguments, output_dir: str) -> None:

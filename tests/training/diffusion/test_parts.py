@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.training_utils import EMAModel
 from tiny_unets import make_tiny_pipeline
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
-from ckpt_ft.training.diffusion.denoiser import load_trained, prepare, save_trained
+from ckpt_ft.training.diffusion.denoiser import TRAINED, load_trained, prepare, register_checkpoint_hooks
 from ckpt_ft.training.diffusion.encoders import Encoders, family_of, load_denoiser
 from ckpt_ft.training.diffusion.families import UNET
 from ckpt_ft.training.diffusion.loop import averaged
@@ -114,10 +115,22 @@ def test_saved_weights_load_again(tiny: DiffusionModelArguments, tmp_path: Path,
         for parameter in trained_of(unet):
             torch.nn.init.normal_(parameter)
         unets.append(unet)
-    save_trained(unets[0], UNET, tmp_path, lora=rank is not None)
-    load_trained(unets[1], UNET, tmp_path, lora=rank is not None)
+    lora, saving = rank is not None, Accelerator(cpu=True)
+    saving.prepare(unets[0])
+    register_checkpoint_hooks(saving, UNET, lora)
+    saving.save_state(str(tmp_path))
+    load_trained(unets[1], UNET, tmp_path, lora)
     pairs = zip(unets[0].parameters(), unets[1].parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+    assert (tmp_path / TRAINED).exists() is lora  # the whole weights are in diffusers' format
+    if lora:
+        args.rank = 3
+        other = prepare(load_denoiser(args, UNET, torch.float32), args, torch.float32)
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            load_trained(other, UNET, tmp_path, lora)
+        args.train_text_encoder = True
+        with pytest.raises(RuntimeError, match="its adapters are of other layers than those of this TextAndUNet"):
+            load_trained(prepare(load_denoiser(args, UNET, torch.float32), args, torch.float32), UNET, tmp_path, lora)
 
 
 def test_lora_trains_adapters_only(tiny: DiffusionModelArguments) -> None:
