@@ -26,7 +26,7 @@ they coexist with the most activations.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -145,10 +145,24 @@ class Flat:
 
 
 class ZeroOptimizer:
-    """Replaces the optimizer under ZeRO: collects the gradients, and has its own step."""
+    """Replaces the optimizer under ZeRO: collects the gradients in a bucket, and has its own step.
 
-    optimizer: Any
-    _waiting = False  # whether `_finish` is queued for the end of this backward
+    Attributes:
+        synchronises: False in all micro-batches of a step but the last.
+        buckets: the first is being filled, another may be under reduction.
+    """
+
+    def __init__(
+        self, optimizer: Any, launch: Launch, group: dist.ProcessGroup, streams: Streams, recorder: Recorder
+    ) -> None:
+        self.optimizer, self.group, self.streams, self.recorder = optimizer, group, streams, recorder
+        self.offloads, self.overlaps = launch.zero.offload_optimizer, launch.zero.overlap_comm
+        self.synchronises = True
+        self.stream = streams.Stream() if self.overlaps else streams.current_stream()
+        self.buckets: list[Tensor] = []
+        self.filled: list[nn.Parameter] = []
+        self.elements = 0
+        self._waiting = False  # whether `_finish` is queued for the end of this backward
 
     @property
     def param_groups(self) -> Any:
@@ -158,14 +172,32 @@ class ZeroOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: gradients are already gone."""
 
-    def _finish(self) -> None:
-        """Called once when backward ends."""
-
     def _wait_for_the_end(self) -> None:
         """Queue `_finish` for the end of this backward, once."""
         if not self._waiting:
             self._waiting = True
             engine.queue_callback(self._finish)
+
+    def _take(self, parameter: Any, stream: Any) -> None:
+        """Put a gradient into the bucket, which is reduced first if it has no room; one that is larger stays."""
+        size = parameter.grad.numel()  # under ZeRO-3 the parameter itself may be released
+        if self.filled and self.elements + size > self.buckets[0].numel():
+            self._reduce()
+            self.buckets.reverse()
+        stream.wait_stream(self.streams.current_stream())
+        if self.elements + size <= self.buckets[0].numel():
+            with self.streams.stream(stream):
+                _move(parameter.grad, self.buckets[0].narrow(0, self.elements, size))
+        self.filled.append(parameter)
+        self.elements += size
+
+    def _reduce(self) -> None:
+        """Reduce the bucket's gradients, and keep this rank's."""
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """Called once when backward ends."""
+        raise NotImplementedError
 
 
 class Zero(ZeroOptimizer):
@@ -174,17 +206,10 @@ class Zero(ZeroOptimizer):
     def __init__(
         self, optimizer: Any, launch: Launch, group: dist.ProcessGroup, streams: Streams, recorder: Recorder
     ) -> None:
-        self.optimizer, self.group, self.recorder = optimizer, group, recorder
-        self.offloads = launch.zero.offload_optimizer
+        super().__init__(optimizer, launch, group, streams, recorder)
         self.bucket: int = launch.zero.reduce_bucket_size or 0
         self.ranks, self.drops = group.size(), launch.strategy == "zero2"
         self._reduce_dtype = reduce_dtype(launch, next(p.dtype for o in optimizer.param_groups for p in o["params"]))
-        self.synchronises = True  # False in all micro-batches of a step but the last
-        self._streams = streams
-        self._stream = streams.Stream() if launch.zero.overlap_comm else None
-        self._buckets: list[Tensor] = []  # the first is being filled, the other may be under reduction
-        self._filled: list[nn.Parameter] = []
-        self._elements = 0
         self._kept: Tensor | None = None  # this rank's gradients of this backward
         self._kept_elements = 0
         self.flats = [self._flat(options) for options in optimizer.param_groups]
@@ -214,40 +239,24 @@ class Zero(ZeroOptimizer):
     @torch.no_grad()
     def _ready(self, parameter: Any) -> None:
         self._wait_for_the_end()
-        if not self._buckets:
-            count = 1 if self._stream is None else 2
-            self._buckets = [torch.empty(self.bucket, dtype=parameter.dtype) for _ in range(count)]
-            self.recorder.add_resident(self._buckets, "communication")
-        if self.drops or (self._stream is not None and self.synchronises):
-            self._take(parameter)
+        if not self.buckets:
+            self.buckets = [torch.empty(self.bucket, dtype=parameter.dtype) for _ in range(2 if self.overlaps else 1)]
+            self.recorder.add_resident(self.buckets, "communication")
+        if self.drops or (self.overlaps and self.synchronises):
+            self._take(parameter, self.streams.current_stream())
         else:
             self.recorder.add_resident([parameter.grad], "gradients")
 
-    def _take(self, parameter: nn.Parameter) -> None:
-        """Put a gradient into the bucket, which is reduced first if it has no room."""
-        size = parameter.numel()
-        if self._elements + size > self.bucket:
-            self._reduce()
-            self._buckets.reverse()
-        assert parameter.grad is not None
-        if size <= self.bucket:
-            _move(parameter.grad, self._buckets[0].narrow(0, self._elements, size))
-        self._elements += size
-        self._filled.append(parameter)
-
     def _reduce(self) -> None:
-        """Reduce the bucket's gradients, and keep this rank's."""
-        if not self._filled:
-            return
-        with on_stream(self._streams, self._stream):
+        with on_stream(self.streams, self.stream) if self.overlaps else nullcontext():
             self._reduce_filled()
-        self._filled.clear()
-        self._elements = 0
+        self.filled.clear()
+        self.elements = 0
 
     def _reduce_filled(self) -> None:
-        first = self._filled[0].grad
+        first = self.filled[0].grad
         assert first is not None
-        whole = first.view(-1) if self._elements > self.bucket else self._buckets[0].narrow(0, 0, self._elements)
+        whole = first.view(-1) if self.elements > self.bucket else self.buckets[0].narrow(0, 0, self.elements)
         whole.div_(self.ranks)
         runs = self._runs()
         waiting: list[Tensor] = []
@@ -256,7 +265,7 @@ class Zero(ZeroOptimizer):
             if number == len(runs) - 1 or sum(p.numel() for p in waiting) > self.bucket:
                 self._all_reduce(waiting, [rank for rank, _ in runs[number + 1 - len(waiting) : number + 1]])
                 waiting = []
-        for parameter in self._filled:
+        for parameter in self.filled:
             if id(parameter) in self._mine:
                 if self.offloads:
                     self._offload(parameter)
@@ -268,7 +277,7 @@ class Zero(ZeroOptimizer):
     def _runs(self) -> list[tuple[int, int]]:
         """(rank, elements) of each run of one rank's elements in the bucket."""
         runs: list[tuple[int, int]] = []
-        for parameter in self._filled:
+        for parameter in self.filled:
             for rank, elements in self._of[id(parameter)].pieces[id(parameter)]:
                 before = runs.pop()[1] if runs and runs[-1][0] == rank else 0
                 runs.append((rank, before + elements))
@@ -320,10 +329,11 @@ class Zero(ZeroOptimizer):
         self._waiting = False
         if not self.drops and not self.synchronises:
             return  # ZeRO-1 accumulates further
-        if not self.drops and self._stream is None:
+        if not self.drops and not self.overlaps:
             for parameter in [p for flat in self.flats for p in flat.parameters if p.grad is not None]:
-                self._take(parameter)
-        self._reduce()
+                self._take(parameter, self.stream)
+        if self.filled:
+            self._reduce()
         self._micro_batch += 1
         for flat in self.flats:
             if not self.offloads:
@@ -332,7 +342,7 @@ class Zero(ZeroOptimizer):
                     flat.take_gradients()
             for parameter in flat.parameters:
                 parameter.grad = None
-        self._buckets, self._kept = [], None
+        self.buckets, self._kept = [], None
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -383,16 +393,12 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 def _move(gradient: Tensor, place: Tensor) -> None:
     """Move `gradient` into `place`, a part of a buffer."""
-    place.copy_(gradient.view(-1))
-    gradient.data = place.view_as(gradient)
+    gradient.data = place.view_as(gradient).copy_(gradient)
 
 
 @contextmanager
 def on_stream(streams: Streams, stream: Any) -> Iterator[None]:
-    """Issues kernels to `stream`, after those issued so far; None for the default stream."""
-    if stream is None:
-        yield
-        return
+    """Issues kernels to `stream`, after those issued so far."""
     current = streams.current_stream()
     stream.wait_stream(current)
     current.wait_stream(stream)

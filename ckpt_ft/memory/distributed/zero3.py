@@ -425,19 +425,14 @@ class Zero3(ZeroOptimizer):
         streams: Streams,
         recorder: Recorder,
     ) -> None:
-        self.optimizer, self.group, self._streams, self.recorder = optimizer, group, streams, recorder
-        self.synchronises = True  # False in all micro-batches of a step but the last; all of them reduce
-        self.offloads = launch.zero.offload_optimizer
-        self._stream = streams.Stream() if launch.zero.overlap_comm else streams.current_stream()
+        super().__init__(optimizer, launch, group, streams, recorder)
         self._of = _shards(model, group.size(), launch.zero)
         self._groups = [g for options in optimizer.param_groups for g in self._split(options, launch.zero)]
         trained = [shard for group in self._groups for shard in group.shards]
         sizes = [shard.part.numel() for shard in trained]
         self._lay_out(trained, sizes)
         dtype = trained[0].part.dtype
-        self._bucket = torch.empty(launch.zero.reduce_bucket_size or 0, dtype=dtype)
-        self._filled: list[Shard] = []
-        self._elements = 0
+        self.buckets = [torch.empty(launch.zero.reduce_bucket_size or 0, dtype=dtype)]
         self._gradients = torch.zeros(sum(sizes), dtype=dtype)
         self._gradient_of = dict(zip(trained, self._gradients.split(sizes), strict=True))
         self._reduce_dtype = reduce_dtype(launch, dtype)
@@ -447,7 +442,7 @@ class Zero3(ZeroOptimizer):
         self.fetcher = Fetcher(model, self._of, launch.zero, group, streams, recorder)
         recorder.add_resident((shard.part for shard in self._of.values()), "parameters")
         recorder.add_resident((group.master for group in self._groups), "optimizer")
-        recorder.add_resident([self._bucket], "communication")
+        recorder.add_resident(self.buckets, "communication")
         recorder.add_resident([self._gradients], "gradients")
         if self.offloads:
             self._offload()
@@ -492,23 +487,13 @@ class Zero3(ZeroOptimizer):
     @torch.no_grad()
     def _ready(self, parameter: Any) -> None:
         self._wait_for_the_end()
-        shard, size = self._of[id(parameter)], parameter.grad.numel()
-        if self._filled and self._elements + size > self._bucket.numel():
-            self._reduce()
-        self._stream.wait_stream(self._streams.current_stream())
-        if self._elements + size <= self._bucket.numel():
-            with self._streams.stream(self._stream):
-                place = self._bucket.narrow(0, self._elements, size).view_as(parameter.grad)
-                place.copy_(parameter.grad)
-                parameter.grad.data = place
-        self._filled.append(shard)
-        self._elements += size
+        self._take(parameter, self.stream)
 
     def _reduce(self) -> None:
         """Reduce-scatter the bucket's gradients, and add them to those of the parts."""
-        shards = sorted(self._filled, key=lambda shard: shard.number)
+        shards = sorted((self._of[id(p)] for p in self.filled), key=lambda shard: shard.number)
         ranks = self.group.size()
-        with self._streams.stream(self._stream):
+        with self.streams.stream(self.stream):
             gradients = [shard.parameter.grad.view(-1).to(self._reduce_dtype) for shard in shards]  # type: ignore[union-attr]
             sizes = [shard.part.numel() for shard in shards]
             flat = gradients[0]
@@ -525,8 +510,8 @@ class Zero3(ZeroOptimizer):
                 else:
                     total.add_(reduced) if self._adds else total.copy_(reduced)
                 shard.parameter.grad = None
-        self._filled.clear()
-        self._elements = 0
+        self.filled.clear()
+        self.elements = 0
 
     def _to_host(self, shard: Shard, total: Tensor, reduced: Tensor) -> None:
         """Add a reduced gradient to the host's `total`, on the device."""
@@ -542,9 +527,9 @@ class Zero3(ZeroOptimizer):
     def _finish(self) -> None:
         """Called when backward has ended (independent_gradient_partition_epilogue, backward_epilogue)."""
         self._waiting = False
-        if self._filled:
+        if self.filled:
             self._reduce()
-        self._streams.current_stream().wait_stream(self._stream)
+        self.streams.current_stream().wait_stream(self.stream)
         self._adds = True
         self.fetcher.end_backward()
 

@@ -340,12 +340,8 @@ class StepTrace:
 
     def schedule(self) -> Iterator[Span]:
         """When each op of the measured step runs; raises UserError for a CPU that was not calibrated."""
-        return self.schedule_on(self._card)
-
-    def schedule_on(self, gpu: GPU, host: Host | None = None) -> Iterator[Span]:
-        """The schedule on `gpu` with ops issued by `host`."""
         start = self.start
-        return schedule((op for op in self.ops if op.at >= start), gpu, host, self.launch)
+        return schedule((op for op in self.ops if op.at >= start), self._card, None, self.launch)
 
     def plot(self, path: str | Path) -> Path:
         """Draw `timeline()` as stacked areas to `path`: PNG, SVG or PDF by its suffix.

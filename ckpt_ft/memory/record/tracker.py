@@ -132,8 +132,7 @@ class Tracker(TorchDispatchMode):
         """Names modules as in `model` from here on; its tensors are resident."""
         self.context.name_modules(model)
         self._model = model
-        self.recorder.add_resident(model.parameters(), "parameters")
-        self.recorder.add_resident(model.buffers(), "buffers")
+        self.add_beside([model])
         parameters = dict(model.named_parameters())
         self._owners = {id(tensor): name.rpartition(".")[0] for name, tensor in parameters.items()}
         for name, tensor in [*parameters.items(), *model.named_buffers()]:
@@ -158,9 +157,7 @@ class Tracker(TorchDispatchMode):
         """Begin a step: a trace's figures are of the last one begun."""
         self._end_backward()
         self.recorder.mark("step")
-        self.context.enter_phase("forward")
-        self._between = None
-        self.recorder.mark("forward")
+        self.enter("forward")
 
     def enter(self, phase: str) -> None:
         """Begin a phase that the ops do not reveal, such as the generation of text."""
