@@ -14,7 +14,7 @@ import dataclasses
 import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +22,11 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from ckpt_ft.compat.autograd import forward_level
+from ckpt_ft.compat.autograd import any_autocast, forward_level
 from ckpt_ft.compat.tensors import FakeTensor
 from ckpt_ft.errors import UserError
 
+from .autocast import autocast_as, autocast_now
 from .dropped_tensors import saved_tensor
 from .tensor_identity import is_array, is_wrapper, version_of
 
@@ -249,18 +250,20 @@ DIRECT = -1  # the argument itself is the tensor
 class Call:
     """One call of a region: the first run gets the caller's own arguments, the second run their original values."""
 
-    __slots__ = ("arguments", "first", "forward", "given", "inputs", "second", "tensors")
+    __slots__ = ("arguments", "autocast", "device", "first", "forward", "given", "inputs", "second", "tensors")
 
     def __init__(
         self,
         forward: Callable[..., Any],
-        runs: tuple[AbstractContextManager[Any], AbstractContextManager[Any]],
+        runs: tuple[Any, Any],
         inputs: Inputs,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
         self.forward, self.inputs = forward, inputs
         self.first, self.second = runs
+        self.autocast = autocast_now(self.first.device_type)
+        self.device = torch.get_default_device()  # `with torch.device(...)`: the second run makes tensors there too
         self.given: Arguments | None = (args, kwargs)
         self.tensors = inputs.before(args, kwargs)
         for given in self.tensors:
@@ -299,7 +302,9 @@ class Call:
             return found[id(leaf)]
 
         args, kwargs = rebuild(self.arguments, of_first_run)  # each time: backward may run again (retain_graph)
-        with self.second:
+        moved = torch.get_default_device() != self.device
+        autocast = autocast_as(self.autocast) if self.autocast or any_autocast() else nullcontext()
+        with autocast, self.device if moved else nullcontext(), self.second:
             out = self.forward(*args, **kwargs)
             return out if result is None else result(out, args, kwargs)
 

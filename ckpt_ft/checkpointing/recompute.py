@@ -19,13 +19,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ckpt_ft.compat.autograd import any_autocast
 from ckpt_ft.compat.libraries import READS_CACHE
 from ckpt_ft.errors import UserError
 
 from . import rng
 from .arguments import ATOMS, Call, Inputs, leaves
-from .autocast import autocast_as, autocast_now
 from .dropped_tensors import DroppedTensors, RunComplete, pop_hooks, push_hooks
 from .kv_cache import DroppedCaches, is_cache
 from .module_contents import Contents
@@ -111,8 +109,7 @@ class RegionCall(DroppedTensors):
         kwargs: dict[str, Any],
     ) -> None:
         super().__init__()
-        self.call, self.autocast = Call(forward, contexts, inputs, args, kwargs), autocast_now(contexts[0].device_type)
-        self.device = torch.get_default_device()  # `with torch.device(...)`: the second run makes tensors there too
+        self.call = Call(forward, contexts, inputs, args, kwargs)
 
     def __call__(self) -> Any:
         """The first run."""
@@ -124,12 +121,7 @@ class RegionCall(DroppedTensors):
 
     def repeat(self) -> None:
         """The second run."""
-        moved = torch.get_default_device() != self.device
-        if not (moved or self.autocast or any_autocast()):
-            self.call.rerun()
-            return
-        with autocast_as(self.autocast), self.device if moved else nullcontext():
-            self.call.rerun()
+        self.call.rerun()
 
 
 class FirstRun:

@@ -27,7 +27,6 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.policy import SWAPPED
 
 from .arguments import Call, changeable, leaves, nothing, rebuild
-from .autocast import AutocastState, autocast_as, autocast_now
 from .dropped_tensors import DroppedTensors, pop_hooks, push_hooks
 from .libraries import FSDP2, is_a
 from .recompute import Checkpointed, FirstRun, SecondRun, runs
@@ -106,7 +105,7 @@ class _CallSequence(DroppedTensors):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[nn.Module, Call, tuple[AutocastState, ...]]] = []
+        self.calls: list[tuple[nn.Module, Call]] = []
         self.outputs: dict[tuple[Any, ...], _Link] = {}
 
     def feeds(self, given: list[Any]) -> bool:
@@ -140,7 +139,7 @@ class _CallSequence(DroppedTensors):
 
         call = Call(member.forward, contexts, member.inputs, *rebuild((args, kwargs), kept))
         call.given = args, kwargs
-        self.calls.append((member.module, call, autocast_now(contexts[0].device_type)))
+        self.calls.append((member.module, call))
         push_hooks(self.pack, self.unpack)
         try:
             out = call()
@@ -161,12 +160,11 @@ class _CallSequence(DroppedTensors):
             return made[leaf.call][leaf.leaf] if type(leaf) is _Link else leaf
 
         gathered = _gathered(self.calls[0][0])
-        for (_, call, autocast), following in zip(self.calls, [*self.calls[1:], None], strict=True):
+        for (_, call), following in zip(self.calls, [*self.calls[1:], None], strict=True):
             gathered()
             if following is not None:
                 gathered = _gathered(following[0])
-            with autocast_as(autocast):
-                made.append(call.rerun(leaf_of_rerun, _outputs))
+            made.append(call.rerun(leaf_of_rerun, _outputs))
 
 
 def _gathered(block: nn.Module) -> Callable[[], None]:
