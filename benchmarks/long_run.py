@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ckpt_ft.memory.allocator.caching_allocator import Block, CachingAllocator
-from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.allocator.settings import expandable_segments
 from ckpt_ft.memory.record.trace import StepTrace
 
 STEPS = 6  # steps per stretch, after which the layout repeats
@@ -27,7 +27,7 @@ def peak_reserved(trace: StepTrace, stretches: int) -> int:
     heirs = dict(zip(_made(before), _made(last), strict=True))  # from what a step leaves to what the next one leaves
     sizes = [storage.nbytes for storage in trace.storages]
     assert all(sizes[old] == sizes[new] for old, new in heirs.items()), "the last two steps differ"
-    allocator = CachingAllocator(AllocatorSettings.parse(trace.alloc_conf))
+    allocator = CachingAllocator(expandable_segments(trace.alloc_conf))
     live: dict[int, Block | None] = {}
 
     def run(events: Sequence[int]) -> None:

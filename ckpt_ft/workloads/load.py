@@ -20,7 +20,7 @@ from torch import nn
 
 from ckpt_ft.compat.libraries import ATTENTION
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.allocator.settings import expandable_segments
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins.float8 import to_float8
@@ -58,7 +58,7 @@ def load(
         UserError: an unknown model or kind of model, or a spec that does not match the model.
     """
     name = spec.model.name
-    AllocatorSettings.parse(spec.host.alloc_conf)
+    expandable_segments(spec.host.alloc_conf)
     if device is None:
         device = gpu_of(spec.host.device) or "cpu"
     if lengths is not None:

@@ -15,7 +15,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export.perfetto import DEVICE, HOST
 from ckpt_ft.memory.record.trace import StepTrace
 
-CONFS = ["", "expandable_segments:True", "max_split_size_mb:64"]
+CONFS = ["", "expandable_segments:True"]
 
 
 @pytest.mark.parametrize("conf", CONFS)

@@ -13,12 +13,10 @@ the opposite assumption is up to 6 % off (benchmarks/accuracy.py).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from ckpt_ft.units import MIB
-
-from .settings import AllocatorSettings
 
 MIN_BLOCK = 512  # every size is rounded up to a multiple of this
 SMALL_SIZE = MIB  # the largest request that the small pool serves; also the largest tail a large block keeps unsplit
@@ -26,7 +24,6 @@ SMALL_SEGMENT = 2 * MIB
 MIN_LARGE = 10 * MIB  # from this size on, a request gets a segment of its own size
 ROUND_LARGE = 2 * MIB
 LARGE_SEGMENT = 20 * MIB  # that requests between 1 and 10 MiB share, and a page of a large expandable segment
-MOST_EXCESS = 20 * MIB  # of a block that is never split, over the request it serves
 
 
 class OutOfMemory(Exception):
@@ -89,13 +86,14 @@ class Pool:
 class CachingAllocator:
     """The allocator of one device.
 
+    expandable: segments grow page by page.
     capacity: bytes of all segments together, None for no limit.
     allocated, reserved: torch.cuda.memory_allocated and memory_reserved.
     retries: allocations that gave cached segments back first (torch's num_alloc_retries).
     actions: if it is a list, every change of `reserved` is appended to it.
     """
 
-    settings: AllocatorSettings = field(default_factory=AllocatorSettings)
+    expandable: bool = False
     capacity: int | None = None
     allocated: int = 0
     reserved: int = 0
@@ -105,8 +103,6 @@ class CachingAllocator:
     def __post_init__(self) -> None:
         self._pools: dict[str, tuple[Pool, Pool]] = {}  # stream -> its small and its large pool
         self._lowest_address = 1 << 62
-        self._no_split = self.settings.max_split_size or 1 << 62
-        self._splits_all = not self.settings.expandable_segments and self.settings.max_split_size is None
 
     @property
     def pools(self) -> list[Pool]:
@@ -128,7 +124,7 @@ class CachingAllocator:
         pool = pools[size > SMALL_SIZE]
         block = self._cached_block(pool, size) or self._new_segment(pool, size) or self._after_release(pool, size)
         rest = block.size - size
-        if rest and self._should_split(pool, size, rest):
+        if rest >= MIN_BLOCK if pool.small or self.expandable else rest > SMALL_SIZE:
             tail = Block(block.address + size, rest, pool, block.expandable)
             tail.insert_between(block, block.next)
             block.size = size
@@ -156,34 +152,24 @@ class CachingAllocator:
                 elif block.prev is None and block.next is None:
                     self._release(block)
 
-    def _should_split(self, pool: Pool, size: int, rest: int) -> bool:
-        if pool.small or self.settings.expandable_segments:
-            return rest >= MIN_BLOCK
-        return size < self._no_split and rest > SMALL_SIZE
-
     def _cached_block(self, pool: Pool, size: int) -> Block | None:
         """The best fit among the cached blocks (get_free_block)."""
         fits = pool.fits
         i = bisect_left(fits, (size, 0))
         if i == len(fits):
             return None
-        if self._splits_all:  # by default, the first that fits
+        if not self.expandable:
             return pool.at.pop(fits.pop(i)[1])
         block = pool.at[fits[i][1]]
-        if self.settings.expandable_segments:
-            # The end of an expandable segment counts with the size it could grow to, so that it is used last.
-            while i + 1 < len(fits) and _growable(following := pool.at[fits[i + 1][1]]) < _growable(block):
-                i, block = i + 1, following
-        if size < self._no_split <= block.size:
-            return None
-        if size >= self._no_split and block.size >= size + MOST_EXCESS:
-            return None
+        # The end of an expandable segment counts with the size it could grow to, so that it is used last.
+        while i + 1 < len(fits) and _growable(following := pool.at[fits[i + 1][1]]) < _growable(block):
+            i, block = i + 1, following
         pool.remove(block)
         return block
 
     def _new_segment(self, pool: Pool, size: int) -> Block | None:
         """A new segment, or None if the device is full (alloc_block, get_allocation_size)."""
-        if self.settings.expandable_segments:
+        if self.expandable:
             return self._grow(pool, size)
         if pool.small:
             segment = SMALL_SEGMENT
@@ -198,32 +184,13 @@ class CachingAllocator:
         return block
 
     def _after_release(self, pool: Pool, size: int) -> Block:
-        """Give cached segments back until the request fits: first blocks that are never split, then all (malloc)."""
+        """Give all cached segments back, so that the request fits (malloc)."""
         self.retries += 1
-        if self._release_oversize(pool, size):
-            block = self._new_segment(pool, size)
-            if block is not None:
-                return block
         self.empty_cache()
         block = self._new_segment(pool, size)
         if block is None:
             raise OutOfMemory(f"{size} bytes wanted, {self.reserved} of {self.capacity} reserved")
         return block
-
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back one fitting block that is never split, or the largest ones (release_available_cached_blocks)."""
-        if self.settings.max_split_size is None or self.settings.expandable_segments:
-            return False
-        wanted, released = max(size, self._no_split), 0
-        i = bisect_left(pool.fits, (wanted, 0))
-        if i < len(pool.fits):
-            self._release(pool.at[pool.fits[i][1]])
-            return True
-        while released < wanted and pool.fits and pool.fits[-1][0] >= self._no_split:
-            nbytes, address = pool.fits[-1]
-            released += nbytes
-            self._release(pool.at[address])
-        return released >= wanted
 
     def _release(self, block: Block) -> None:
         block.pool.remove(block)

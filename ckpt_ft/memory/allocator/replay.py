@@ -10,9 +10,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from .caching_allocator import Action, Block, CachingAllocator, OutOfMemory
-from .settings import AllocatorSettings
-
-DEFAULTS = AllocatorSettings()
 
 
 @dataclass
@@ -42,7 +39,7 @@ class Replay:
 def replay(
     sizes: Sequence[int],
     events: Sequence[int],
-    settings: AllocatorSettings = DEFAULTS,
+    expandable: bool = False,
     capacity: int | None = None,
     empty_cache_at: Collection[int] = (),
     streams: Sequence[str] = (),
@@ -53,12 +50,13 @@ def replay(
     Args:
         sizes: bytes of each storage as requested.
         events: i >= 0 allocates storage i, ~i frees it; in order. A storage may be allocated again once freed.
+        expandable: segments grow page by page (settings.py).
         capacity: bytes the allocator can reserve (the device's memory less its context); None never runs out.
         empty_cache_at: events before which torch.cuda.empty_cache() was called.
         streams: of each storage the stream that it is allocated in; () for all in one.
         until: bytes reserved; the replay ends at the first event that exceeds them.
     """
-    allocator = CachingAllocator(settings, capacity)
+    allocator = CachingAllocator(expandable, capacity)
     until = 1 << 62 if until is None else until
     live: dict[int, Block | None] = {}
     result = Replay()
@@ -119,12 +117,12 @@ class AllocatorHistory:
 def allocator_history(
     sizes: Sequence[int],
     events: Sequence[int],
-    settings: AllocatorSettings,
+    expandable: bool,
     empty_cache_at: Collection[int] = (),
     streams: Sequence[str] = (),
 ) -> AllocatorHistory:
     """Replay `events` on an empty device without a limit; the arguments are those of `replay`."""
-    allocator = CachingAllocator(settings)
+    allocator = CachingAllocator(expandable)
     blocks: dict[int, Block] = {}
     addresses: list[int | None] = []
     actions: list[list[Action]] = []

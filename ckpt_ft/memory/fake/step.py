@@ -28,7 +28,7 @@ from ckpt_ft.compat.tensors import (
     is_traceable_wrapper_subclass,
 )
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.allocator.settings import expandable_segments
 from ckpt_ft.memory.distributed.ddp import BUCKET
 from ckpt_ft.memory.distributed.fsdp2 import (
     Sharding,
@@ -239,7 +239,7 @@ class _Trace:
 
     def _attempt(self) -> StepTrace:
         gpu = gpu_of(self.device)
-        AllocatorSettings.parse(self.alloc_conf)
+        expandable_segments(self.alloc_conf)
         model, launch, sharding = self.model, self.launch, sharding_of(self.model)
         if launch is not None and launch.strategy != "ddp" and any(swapped_weights(model)):
             raise UserError(f"launch '{launch}': it places the weights; policy 'swap' goes with one process or ddp")

@@ -25,7 +25,7 @@ from ckpt_ft.export.holders import Holder, group_holders
 from ckpt_ft.export.timeline import HOST_COLOURS
 from ckpt_ft.files import write
 from ckpt_ft.memory.allocator.replay import AllocatorHistory, Replay, allocator_history, replay
-from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.allocator.settings import expandable_segments
 from ckpt_ft.memory.cost.schedule import Host, Parts, Span, schedule, step_seconds
 from ckpt_ft.memory.gpus import GPU, calibrated, find_gpu
 from ckpt_ft.spec.launch import Launch
@@ -102,17 +102,17 @@ class StepTrace:
         until: bytes reserved at which the replay of a GPU's step ends.
         """
         if self.device != "cpu" or capacity is not None:
-            settings = AllocatorSettings.parse(self.alloc_conf)
-            streams = self._streams
-            return replay(sizes, self.events, settings, capacity, self.emptied, streams if any(streams) else (), until)
+            streams = self._streams if any(self._streams) else ()
+            expandable = expandable_segments(self.alloc_conf)
+            return replay(sizes, self.events, expandable, capacity, self.emptied, streams, until)
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
         return Replay(allocated, list(accumulate(allocated, max)))
 
     def allocator_history(self) -> AllocatorHistory:
         """Addresses and segments of the caching allocator, event by event; for "cpu" too."""
         sizes = [storage.nbytes for storage in self.storages]
-        settings = AllocatorSettings.parse(self.alloc_conf)
-        return allocator_history(sizes, self.events, settings, self.emptied, self._streams)
+        expandable = expandable_segments(self.alloc_conf)
+        return allocator_history(sizes, self.events, expandable, self.emptied, self._streams)
 
     @property
     def _streams(self) -> list[str]:

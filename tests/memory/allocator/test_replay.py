@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.caching_allocator import Block
-from ckpt_ft.memory.allocator.replay import AllocatorSettings, CachingAllocator, OutOfMemory, replay
+from ckpt_ft.memory.allocator.replay import CachingAllocator, OutOfMemory, replay
+from ckpt_ft.memory.allocator.settings import expandable_segments
 from ckpt_ft.units import MIB
 
-EXPANDABLE = AllocatorSettings(expandable_segments=True)
-SPLIT_32 = AllocatorSettings(max_split_size=32 * MIB)
-LAYOUTS = [AllocatorSettings(), EXPANDABLE, SPLIT_32]
+EXPANDABLE = True
+LAYOUTS = [False, EXPANDABLE]
 
 
-def mib(sizes, events, settings=LAYOUTS[0], **kwargs):
+def mib(sizes, events, expandable=False, **kwargs):
     """Returns the last allocated and reserved bytes, in MiB, of a replay of sizes in MiB."""
-    result = replay([int(size * MIB) for size in sizes], events, settings, **kwargs)
+    result = replay([int(size * MIB) for size in sizes], events, expandable, **kwargs)
     return result.allocated[-1] / MIB, result.reserved[-1] / MIB
 
 
@@ -78,12 +78,6 @@ def test_peak_of_a_window_includes_live_blocks():
     assert result.peak_allocated(3, 3) == 20 * MIB
 
 
-def test_blocks_above_max_split_size_are_not_split():
-    assert mib([40, 10], [0, ~0, 1], SPLIT_32) == (10, 50)  # a small request does not get the large block
-    assert mib([40, 38], [0, ~0, 1], SPLIT_32) == (40, 40)  # a request within 20 MiB of its size gets all of it
-    assert mib([60, 33], [0, ~0, 1], SPLIT_32) == (34, 94)
-
-
 def test_expandable_segments_grow_by_pages():
     assert mib([21], [0], EXPANDABLE) == (21, 40)
     assert mib([21, 19], [0, 1], EXPANDABLE) == (40, 40)  # a rest of any size is usable
@@ -109,18 +103,11 @@ def test_partly_used_segment_cannot_be_released():
     assert replay(sizes, [0, 1, ~0, 2], EXPANDABLE, capacity=60 * MIB).oom_at is None
 
 
-def test_blocks_above_max_split_size_are_released_first():
-    settings = SPLIT_32
-    result = replay([40 * MIB, 12 * MIB, 36 * MIB], [0, 1, ~0, ~1, 2], settings, capacity=52 * MIB)
-    assert result.reserved[-1] == 52 * MIB  # the 40 MiB block is reused for 36 MiB
-    result = replay([60 * MIB, 12 * MIB, 36 * MIB], [0, 1, ~0, ~1, 2], settings, capacity=72 * MIB)
-    assert result.reserved[-1] == 48 * MIB  # the 60 MiB block was released, the cached 12 MiB stayed
-
-
 def test_settings_are_parsed_from_torchs_syntax():
-    parsed = AllocatorSettings.parse(" expandable_segments:True, max_split_size_mb:128,pinned_num_register_threads:8 ")
-    assert parsed == AllocatorSettings(expandable_segments=True, max_split_size=128 * MIB)
-    assert AllocatorSettings.parse(None) == AllocatorSettings.parse("") == AllocatorSettings()
+    assert expandable_segments(" backend:native, expandable_segments:True,pinned_num_register_threads:8 ")
+    assert not expandable_segments("expandable_segments:True,expandable_segments:False")
+    assert not expandable_segments(None)
+    assert not expandable_segments("")
 
 
 @pytest.mark.parametrize(
@@ -128,9 +115,8 @@ def test_settings_are_parsed_from_torchs_syntax():
     [
         ("expandable_segment:True", "did you mean 'expandable_segments'"),
         ("expandable_segments:true", "write True or False"),
-        ("max_split_size_mb:10", "at least 20"),
-        ("max_split_size_mb", "cannot read 'max_split_size_mb'"),
-        ("max_split_size_mb:64 expandable_segments:True", "whole number of MiB"),
+        ("max_split_size_mb:128", "'max_split_size_mb' is not replayed.*take expandable_segments:True"),
+        ("expandable_segments", "cannot read 'expandable_segments'"),
         ("roundup_power2_divisions:[256:4,>:8]", "'roundup_power2_divisions' is not replayed"),
         ("backend:cudaMallocAsync", "native"),
         ("garbage_collection_threshold:0.8", "not replayed"),
@@ -138,7 +124,7 @@ def test_settings_are_parsed_from_torchs_syntax():
 )
 def test_invalid_settings_are_refused(text, message):
     with pytest.raises(UserError, match=message):
-        AllocatorSettings.parse(text)
+        expandable_segments(text)
 
 
 def check_layout(allocator: CachingAllocator, live: list[Block]) -> None:
