@@ -19,6 +19,8 @@ READS_CACHE: transformers.modeling_layers.GradientCheckpointingLayer()._can_chec
     a layer that only reads its KV cache may be run again with it
 EXPERTS: transformers.PreTrainedConfig()._experts_implementation
     the kernels of the Hub are not predicted
+mark_packed: transformers.quantizers.base._assign_is_quantized
+    models such as Jamba use a packed layer in another way
 attach_causal: accelerate.big_modeling._attach_context_parallel_hooks
     makes attention causal without a mask, as accelerate does under context parallelism
 DIVIDES_EXPERTS: transformers.integrations.moe()._is_expert_parallel

@@ -365,8 +365,7 @@ class _Entries:
         """Whether each step encodes images and prompts: because of a setting, or because of random augmentation."""
         if self.kind == "diffusers":
             return not self.get("cache_latents")
-        said = {name: self.get(name) for name in ("cache_latents", "center_crop", "random_flip")}
-        return said["cache_latents"] is False or said["center_crop"] is False or bool(said["random_flip"])
+        return False in (self.get("cache_latents"), self.get("center_crop")) or bool(self.get("random_flip"))
 
     def _precision(self, cut_cross_entropy: bool) -> dict[str, Any]:
         dtype, bf16, fp16, mixed = (self.get(name) for name in ("dtype", "bf16", "fp16", "mixed_precision"))
@@ -476,6 +475,8 @@ class _Entries:
         targets = [target.strip() for target in _joined(self.get("lora_targets")).split(",") if target]
         if targets in (["all"], ["all-linear"]) or self.get("lora_target_linear"):
             targets = ["all-linear"] if self._step()[0] else []  # PEFT chooses for TRL's trainers if none is named
+        elif self.kind == "axolotl" and not targets and self.get("lora_target_parameters"):
+            targets = ["none"]
         if self.get("finetuning_type") == "oft":
             size = {"oft_block_size": self.get("oft_block_size"), "target_modules": targets or "all-linear"}
             return found | {"peft_config": json.dumps({"peft_type": "OFT", **size})}
@@ -534,10 +535,9 @@ class _Entries:
             options = {"offload_params": True, **options}
         plain = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in options.items()}
         plain.pop("fsdp_activation_checkpointing", None)  # the policy says it
-        version = self.get("fsdp_version") or (1 if self.kind == "axolotl" else 2)
-        config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version, **plain}}
+        usual = {"fsdp_version": self.get("fsdp_version") or (1 if self.kind == "axolotl" else 2)}
         gather = {"enable_fsdp_float8_all_gather": bool(self.get("float8_gather"))} if self.get("fp8") else {}
-        return {"launch": {**config, "fp8_config": gather}}
+        return {"launch": {"distributed_type": "FSDP", "fsdp_config": {**usual, **plain}, "fp8_config": gather}}
 
 
 def _joined(names: Any) -> str:

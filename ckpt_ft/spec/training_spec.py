@@ -249,8 +249,8 @@ class AdapterSpec(Part):
     )
     lora_targets: tuple[str, ...] = setting(
         (),
-        "comma-separated names of the modules that get an adapter, or a regular expression; "
-        "default: all linear layers, with --trainer those that PEFT chooses",
+        "comma-separated names of the modules that get an adapter, a regular expression, or none beside "
+        "--lora-target-parameters; default: all linear layers, with --trainer those that PEFT chooses",
         flag_type=str,
         read=names_of_text,
         needs="lora_r",

@@ -162,13 +162,14 @@ class Parser(HfArgumentParser):
         self.add_argument("--help-all", action="help", help="Show every flag.")
 
     @property
-    def names(self) -> list[str]:
-        """Names of all flags, with underscores."""
-        return [name[2:] for name in self._option_string_actions if name.startswith("--") and "-" not in name[2:]]
+    def flags(self) -> dict[str, argparse.Action]:
+        """All flags by their names, with underscores."""
+        named = {name[2:]: action for action in self._actions for name in action.option_strings if name[:2] == "--"}
+        return {name: action for name, action in named.items() if "-" not in name}
 
     def known(self, name: str) -> str:
         """Returns this parser's name for the flag `name`."""
-        return known_as(name, self.names)
+        return known_as(name, self.flags)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(one_line(message, 500))
@@ -220,11 +221,11 @@ def _tokens(values: Mapping[str, Any], parser: Parser, source: str) -> list[str]
     tokens: list[str] = []
     for given, value in values.items():
         key = parser.known(given)
-        if f"--{key}" not in parser._option_string_actions or key in ("config", "help"):
+        if key not in parser.flags or key in ("config", "help"):
             raise UserError(f"{source}: {_unknown(f'--{given}', parser).replace('--', '')}")
         if isinstance(value, dict):
             tokens.append(f"--{key}={_json(key, value, source)}")
-        elif value is True and parser._option_string_actions[f"--{key}"].const is True:
+        elif value is True and parser.flags[key].const is True:
             tokens.append(f"--{key}")  # a bare flag may mean something else than the word "True" (--fsdp)
         elif isinstance(value, list):
             tokens += [f"--{key}", *map(str, value)]
@@ -247,4 +248,4 @@ def _flag(token: str) -> str:
 def _unknown(option: str, parser: Parser) -> str:
     if not option.startswith("-"):
         return f"'{option}' belongs to no flag"
-    return f"no flag '{option}'{did_you_mean(option, (f'--{name}' for name in parser.names))}"
+    return f"no flag '{option}'{did_you_mean(option, (f'--{name}' for name in parser.flags))}"

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from ckpt_ft.checkpointing.blocks import find_blocks
 from ckpt_ft.checkpointing.towers import Tower, find_towers
+from ckpt_ft.compat.libraries import mark_packed
 from ckpt_ft.compat.modules import weight_cache
 from ckpt_ft.compat.tensors import TorchDispatchMode, storage_pointer
 from ckpt_ft.errors import UserError, did_you_mean, one_line
@@ -347,6 +348,7 @@ def _quantise(model: Any, spec: TrainingSpec) -> None:
             storage=getattr(torch, spec.quantisation.quant_storage),
             experts=spec.quantisation.quantize_moe_experts,
         )
+    mark_packed(model)
     if spec.quantisation.prepare_kbit:
         prepare_kbit(model)
 
@@ -478,10 +480,10 @@ def _configuration(
     usual = None if spec.trainer.trainer else "all-linear"  # TRL lets PEFT choose, which knows layers by model type
     if targets == ["all-linear"]:
         targets, usual = [], "all-linear"
-    chosen: Any = targets or usual
+    chosen: Any = [] if targets == ["none"] else targets or usual
     if re.search(r"[^\w.,-]", pattern := ",".join(targets)):
         chosen = pattern  # a regular expression, which may have commas
-    elif towers is not None:
+    elif towers is not None and targets != ["none"]:
         chosen = towers.adapted_layers(targets or None)
     heads = head_settings(model, spec.model.task)
     if spec.trainer.trainer:  # TRL leaves the head to PEFT

@@ -220,6 +220,10 @@ AXOLOTL_READ = {
         "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --ends-dtype bfloat16 --lora 16 --lora-dropout 0.0 "
         "--load-in-8bit --prepare-kbit"
     ),
+    "adapter: lora\nlora_target_parameters: [mlp.experts.down_proj]\n": (
+        "m --batch-size 2 --seq-length 512 --dtype bfloat16 --bf16 --lora 16 --lora-targets none "
+        "--lora-target-parameters mlp.experts.down_proj --lora-dropout 0.0"
+    ),
     "bf16: full\nflash_attention: true\n": (
         "m --batch-size 2 --seq-length 512 --dtype bfloat16 --attn-implementation flash_attention_2"
     ),

@@ -340,7 +340,9 @@ def test_lora_of_expert_parameters(tmp_path: Path) -> None:
     names = ("mlp.experts.down_proj",)
     only = lora(model=str(tmp_path), lora_targets=("q_proj",))
     more = lora(model=str(tmp_path), lora_targets=("q_proj",), lora_target_parameters=names)
-    assert more == only + 2 * 4 * 4 * (256 + 512)  # blocks, experts, rank
+    experts = 2 * 4 * 4 * (256 + 512)  # blocks, experts, rank
+    assert more == only + experts
+    assert lora(model=str(tmp_path), lora_targets=("none",), lora_target_parameters=names) == experts
 
 
 def test_notes_about_quantised_and_adapted_experts(tmp_path: Path) -> None:
@@ -419,6 +421,13 @@ def test_norms_embeddings_and_head_have_a_dtype_of_their_own(config: str) -> Non
     wide = load(TrainingSpec.of(config, seq_length=32, dtype="bfloat16", ends_dtype="float32"), "cpu").model
     assert sizes(narrow)[1] == 2 * (LINEAR + REST)
     assert sizes(wide)[1] == 2 * LINEAR + 4 * REST
+
+
+def test_packed_models_are_marked_as_transformers_marks_them(config: str) -> None:
+    """Jamba, Falcon Mamba and GPT-J call a packed layer where they use the weight of another one."""
+    four = TrainingSpec.of(config, seq_length=32, dtype="bfloat16", lora_r=4, load_in_4bit=True)
+    assert load(four, "cpu").model.config._is_quantized
+    assert not hasattr(load(four.edit(load_in_4bit=False), "cpu").model.config, "_is_quantized")
 
 
 def test_axolotl_prepares_packed_models_and_casts_their_ends_back(tmp_path: Path) -> None:

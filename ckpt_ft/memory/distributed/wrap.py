@@ -82,6 +82,7 @@ def initialize(
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
     config = getattr(model, "config", None)
+    config = config if hasattr(config, "hidden_size") else getattr(config, "text_config", config)
     sizes = getattr(config, "hidden_sizes", None)
     hidden = getattr(config, "hidden_size", max(sizes) if sizes else None)
     launch = replace(launch, zero=launch.zero.filled(launch.stage, hidden))

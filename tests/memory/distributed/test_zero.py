@@ -11,11 +11,14 @@ import torch
 from forked_ranks import run_ranks
 from test_launch import CONFIGS, llama
 from two_ranks import PROCESSES, workload
+from vision_language_configs import QWEN25
 from zero_ranks import cases, main, spans
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch, ZeroOptions, read_launch
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.load import load
 
 
 def measure(rank: int, out: str, few: str) -> None:
@@ -70,6 +73,18 @@ def test_zero_restores_the_model_and_its_trace_round_trips() -> None:
     assert all(module._parameters is table and dict(table) == values for module, table, values in held)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in asked.model.modules())
     assert asked.trace(2).events == alone.events
+
+
+def test_automatic_sizes_of_a_vision_language_model_are_those_of_its_text(tmp_path: Path) -> None:
+    """As transformers' HfTrainerDeepSpeedConfig fills them in."""
+    qwen = {**QWEN25, "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(qwen))
+    asked = load(TrainingSpec.of(str(tmp_path), seq_length=16), "cpu")
+    peaks = [
+        replace(asked, launch=Launch("zero3", 4, mixed_precision="bf16", zero=zero)).trace(1).peak_allocated
+        for zero in (ZeroOptions(None, False, None, None), ZeroOptions(16 * 16, False, 230, 160))
+    ]
+    assert peaks[0] == peaks[1]
 
 
 def test_zero_without_an_optimizer_is_refused() -> None:
