@@ -11,7 +11,6 @@ model-specific code between output layer and loss stays in effect.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -22,7 +21,7 @@ from torch import nn
 from ckpt_ft.errors import UserError, WorkFailed
 
 from .deferred_logits import Logits, OutputLayer, local
-from .standin import Installed, StandIn, Treated, say_compiled
+from .standin import Installed, StandIn, Treated, say_compiled, warn_once
 
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 
@@ -34,14 +33,14 @@ class Deferring(StandIn):
         super().__init__(module)
         self.layer = layer
         self.labels_at = list(inspect.signature(module.forward).parameters).index("labels")
-        self.warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         labels = args[self.labels_at] if len(args) > self.labels_at else kwargs.get("labels")
         if not self.module.training or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        kind = type(self.module).__name__
         if labels is None:
-            self._warn("is called without labels")
+            warn_once(f"policy 'head': the forward of {kind} is called without labels; its logits are computed whole")
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             say_compiled("head")
@@ -53,17 +52,11 @@ class Deferring(StandIn):
         finally:
             local.deferring = before
         if not self.layer.called:
-            self._warn("does not call its output layer as a module")
-        return _without_logits(output)
-
-    def _warn(self, reason: str) -> None:
-        """Issue a warning once per model."""
-        if not self.warned:
-            self.warned = True
-            kind = type(self.module).__name__
-            warnings.warn(
-                f"policy 'head': the forward of {kind} {reason}; its logits are computed whole", stacklevel=3
+            warn_once(
+                f"policy 'head': the forward of {kind} does not call its output layer as a module; its logits are "
+                "computed whole"
             )
+        return _without_logits(output)
 
 
 class NoLogits:

@@ -26,7 +26,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.policy import STREAMS
 from ckpt_ft.units import MIB, format_bytes
 
-from .standin import Installed, StandIn, Treated, say_compiled, warn_once
+from .standin import Installed, StandIn, Treated, warn_once
 from .tensor_identity import (
     View,
     as_stored,
@@ -335,10 +335,7 @@ class Offloading(StandIn):
         self.min_bytes = min_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            say_compiled("offload")
-            return self.forward(*args, **kwargs)
-        if not torch.is_grad_enabled() or _local.running is not None:
+        if self.idle("offload") or _local.running is not None:
             return self.forward(*args, **kwargs)
         comparison = self.verification.region(self.name, self.module) if self.verification.active else None
         _local.running = running = Parking(self.min_bytes, comparison)

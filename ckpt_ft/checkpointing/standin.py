@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import CodeType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from .verify import NEVER, Verification
@@ -106,6 +107,13 @@ class StandIn:
     def put_back(self) -> None:
         """Undo `remove`; the module must be unchanged since then."""
         self._put_on()
+
+    def idle(self, term: str) -> bool:
+        """Whether this term of a policy does nothing in a call: without gradients, or compiled, with a warning."""
+        if torch.compiler.is_compiling():
+            say_compiled(term)
+            return True
+        return not torch.is_grad_enabled()
 
 
 class ForwardOfModule:

@@ -26,7 +26,7 @@ from .chunks import InChunks, Weights, hooked
 from .dropped_tensors import same
 from .fingerprint import can_hash
 from .module_contents import modules_in
-from .standin import Installed, Treated, say_compiled, warn_once
+from .standin import Installed, Treated, warn_once
 
 # Modules whose output at a token depends on other tokens.
 _MIXING = (
@@ -49,10 +49,7 @@ class Tiled(InChunks):
         self.checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            say_compiled("tile")
-            return self.forward(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        if self.idle("tile"):
             return self.forward(*args, **kwargs)
         hidden, *others = (*args, *kwargs.values()) or (None,)
         kind = type(self.module).__name__

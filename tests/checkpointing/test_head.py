@@ -142,6 +142,7 @@ def test_head_acts_only_in_training_with_labels() -> None:
     model, inputs = build("llama")
     head.install(model)
     shape = (2, 12, VOCABULARY)
+    standin._warned.clear()
     with pytest.warns(UserWarning, match="is called without labels; its logits are computed whole"):
         assert model(input_ids=inputs["input_ids"]).logits.shape == shape
     assert model.eval()(**inputs).logits.shape == shape

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ckpt_ft.checkpointing.module_contents import modules_in
-from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated, say_compiled
+from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated
 from ckpt_ft.errors import UserError
 
 from .cheap_calls import (
@@ -145,10 +145,7 @@ class ModelWithHooks(StandIn):
         self.marks_kept = marks_kept
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            say_compiled("pointwise")
-            return self.forward(*args, **kwargs)
-        if not torch.is_grad_enabled() or local.running is not None:
+        if self.idle("pointwise") or local.running is not None:
             return self.forward(*args, **kwargs)
         local.running = running = Pass(self.marks_kept, self.verification if self.verification.active else None)
         try:
