@@ -45,7 +45,6 @@ class CompileBudget:
         self.put_back()
 
     def put_back(self) -> None:
-        """Set the budget."""
         from ckpt_ft.compat.compiler import functorch_config as config
 
         self.before = config.activation_memory_budget

@@ -29,7 +29,6 @@ class AutocastState:
         )
 
     def context(self) -> torch.autocast:
-        """Return a context that sets autocast to this state."""
         return torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
 
 

@@ -188,7 +188,6 @@ class _Finder:
 
 
 def _listed(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield every element of every list in the model."""
     for module in modules_in(model):
         if _is_list(module):
             yield from module.children()

@@ -104,7 +104,6 @@ class Weights:
                     self.shared[f"{prefix}.{key}".lstrip(".")] = _Shared(p, used_as)
 
     def of_chunk(self) -> dict[str, torch.Tensor]:
-        """Return the parameters for one chunk, by name."""
         return {name: shared.of_chunk() for name, shared in self.shared.items()}
 
     def drop_copies(self) -> None:

@@ -222,12 +222,10 @@ class Logits:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the logits."""
         return torch.Size((*self.hidden.shape[:-1], self.width))
 
     @property
     def device(self) -> torch.device:
-        """The device of the logits."""
         return self.hidden.device
 
     @property
@@ -240,22 +238,18 @@ class Logits:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return self.hidden.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """Like `Tensor.size`."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Like `Tensor.dim`."""
         return self.hidden.ndim
 
     def __len__(self) -> int:
         return len(self.hidden)
 
     def contiguous(self) -> Any:
-        """Like `Tensor.contiguous`."""
         return self._derive(torch.Tensor.contiguous, self.hidden)
 
     def view(self, *shape: Any) -> Any:

@@ -47,13 +47,11 @@ class DroppedTensors:
         raise NotImplementedError
 
     def pack(self, tensor: torch.Tensor) -> _Slot:
-        """The pack hook of the first run."""
         slot = _Slot(tensor)
         self.slots.append(weakref.ref(slot))
         return slot
 
     def unpack(self, slot: _Slot) -> torch.Tensor:
-        """The unpack hook of the first run."""
         task = graph_task()
         tensor = slot.tensor
         if tensor is None or task != self.task or task == _NO_TASK:

@@ -22,7 +22,6 @@ from .libraries import KV_CACHE, PRETRAINED, is_a
 
 
 def is_cache(value: Any) -> bool:
-    """Whether `value` is a KV cache of transformers."""
     return is_a(value, KV_CACHE)
 
 

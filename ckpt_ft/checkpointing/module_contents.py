@@ -117,7 +117,6 @@ class Contents:
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """The `requires_grad` of each parameter."""
         return tuple([value.requires_grad for value in self.parameters])
 
     def _add_buffers(self, module: nn.Module) -> None:

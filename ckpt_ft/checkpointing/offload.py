@@ -258,7 +258,6 @@ class Parking:
         self.leaving.clear()
 
     def pack(self, tensor: torch.Tensor) -> Saved:
-        """The pack hook."""
         if is_dtensor(tensor):
             hollow: Any = tensor.detach()
             local = local_tensor(hollow)

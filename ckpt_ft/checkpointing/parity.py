@@ -175,7 +175,6 @@ def _compare(model: nn.Module, name: str, plain: Outcome, noise: Outcome, other:
 
 
 def _causes(model: nn.Module, rows: list[Row], plain: Outcome, other: Outcome) -> list[str]:
-    """Return the likely cause of each difference."""
     loss, _, gradients, buffers, random = rows
     causes = []
     missing = [name for name in plain.gradients if name not in other.gradients]

@@ -46,8 +46,6 @@ class Segment:
 
 
 class SegmentMember(Checkpointed):
-    """Replaces the forward of a block in a segment."""
-
     def __init__(self, module: nn.Module, selection: Selection | None, segment: Segment, last: bool) -> None:
         super().__init__(module, selection)
         self.segment, self.last = segment, last

@@ -176,7 +176,6 @@ class Swapper:
             _note_copied(parameter)
 
     def end(self) -> None:
-        """Move all weights to the device."""
         for number in range(len(self.blocks)):
             self.fetch(number)
             self.wait(number)

@@ -218,7 +218,6 @@ class SavedTensorProof:
         self.hooks.__enter__()
 
     def exit(self) -> None:
-        """Remove the hooks."""
         if self.hooks is not None:
             self.hooks.__exit__()
             self.hooks = None
@@ -256,7 +255,6 @@ class Verification:
         self.active = self.schedule.due(self.steps) and can_hash()
 
     def end_forward(self) -> None:
-        """Note that this forward has ended."""
         self.inside = self.active = False
 
     def region(self, name: str, module: nn.Module, calls: int = 0, changed: bool = False) -> TensorComparison | None:

@@ -177,7 +177,6 @@ def _table(name: str) -> list[dict[str, str]]:
 
 
 def _gpu(row: dict[str, str]) -> GPU:
-    """A card from a row of gpus.csv."""
     texts = {"name": row["name"], "note": _AMD if row["vendor"] == "amd" else ""}
     major, minor = map(int, row["arch"].split("."))
     sizes = {name: round(float(row[name]) * unit) for name, unit in _SIZES.items()}
@@ -286,7 +285,6 @@ def calibrated(name: str) -> GPU | None:
 
 
 def calibrated_cards() -> list[GPU]:
-    """All calibrated cards in the cache."""
     return [_read_card(path, path.stat().st_mtime_ns) for path in sorted(card_path("").parent.glob("[!.]*.json"))]
 
 

@@ -358,8 +358,6 @@ def prepare_kbit(model: nn.Module) -> nn.Module:
 
 
 class Int8Linear(FrozenLinear):
-    """A linear layer in 8 bits."""
-
     hides = True
     scales: Tensor
 

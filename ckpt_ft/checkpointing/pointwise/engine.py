@@ -300,7 +300,6 @@ def claim_on(tensor: torch.Tensor) -> Claim | None:
 
 
 def unpack(packed: Discarded | PackedByOuterHooks | Versioned) -> torch.Tensor:
-    """The unpack hook."""
     kind = type(packed)
     if kind is not tuple:
         if kind is not PackedByOuterHooks and type(packed.source) is not CheapRun:  # type: ignore[union-attr]

@@ -57,8 +57,6 @@ class _Stream:
 
 
 class _Event:
-    """A CUDA event."""
-
     def __init__(self, streams: Streams) -> None:
         self.streams, self.number = streams, 0
 
@@ -142,7 +140,6 @@ class Streams:
         return waited
 
     def note(self, what: str, stream: str, back: int = 0) -> None:
-        """Tell the recorder, see `Recorder.synchronise`."""
         if self.recorder is not None:
             self.recorder.synchronise(what, stream, back)
 

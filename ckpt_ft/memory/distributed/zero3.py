@@ -185,7 +185,6 @@ class Shard:
         return self.shape.numel()
 
     def free(self) -> None:
-        """Release the gathered parameter."""
         self.parameter.data = torch.empty(0, dtype=self.part.dtype)
         self.gathered = False
 
@@ -537,7 +536,6 @@ class Zero3(ZeroOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update this rank's parts."""
         self.fetcher.release_all()
         self._adds = False
         norm: Any = 1.0 if self.offloads else self._norm()

@@ -64,8 +64,6 @@ class Memo:
 
 
 class Remembered:
-    """Results of one op."""
-
     def __init__(self, fakes: Fakes, known: _Calls) -> None:
         self._fakes, self._known = fakes, known
 

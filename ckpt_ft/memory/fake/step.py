@@ -229,7 +229,6 @@ class _Trace:
     compiled: bool = False
 
     def run(self) -> StepTrace:
-        """Run the steps and return their record."""
         self.compiled = is_compiled(self.model)
         try:
             return self._attempt()
@@ -339,7 +338,6 @@ class _Trace:
             ops.forget_real_tensors()
 
     def _record(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:
-        """Run the steps, and the phase after them."""
         replay = None
         hooked = any(gradient_hooks(p) or accumulated_hooks(p) for p in self.model.parameters())
         if self.update is not None and not self.compiled and not hooked:  # a copied step computes no gradients

@@ -127,8 +127,6 @@ class Values:
 
 
 class _Kind(NamedTuple):
-    """Properties of an op."""
-
     has_values: bool  # it can be computed on the host, with the same result each time
     needs_first: bool  # its result is unknown if its first argument is
     finds_nan: bool

@@ -244,7 +244,6 @@ def _cpu() -> GPU:
 
 
 def _op(case: Case) -> Op:
-    """The record of one call."""
     work = measure(case.func, case.args, case.keywords, case())  # type: ignore[arg-type]
     return Op(str(case.func), work.flops, work.nbytes, work.dtype, "", "", 0, work.kernels, shape=work.shape)
 

@@ -82,7 +82,6 @@ class History:
         self.reserved += [max(reserved)] if reserved else []
 
     def _halve(self) -> None:
-        """Merges points in pairs."""
         self.every *= 2
         self.steps, self.ends = self.steps[::2], self.ends[1::2]
         self.allocated = {phase: _pairs(column) for phase, column in self.allocated.items()}

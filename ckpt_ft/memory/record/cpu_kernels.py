@@ -179,7 +179,6 @@ def _workspace_of(call: Callable[[], Any]) -> int:
 
 
 def _on_zeros(bytes_of: Callable[[Callable[[], Any]], int], func: Any, args: Any, kwargs: Any) -> int:
-    """`bytes_of` the call on real zeros."""
     key = bytes_of, func, call_key(args, kwargs), torch.get_num_threads(), torch.backends.mkldnn.enabled
     if key not in _known:
         with no_modes():

@@ -34,7 +34,6 @@ class Storage:
         return self.owner or self.module
 
     def copy(self) -> Storage:
-        """A copy."""
         return Storage(*_OF_STORAGE(self))
 
 
@@ -67,12 +66,10 @@ Item = Op | int | str  # of a record: an op, an event (see `Recorder.events`), o
 
 
 def is_allocation(item: Item) -> TypeGuard[int]:
-    """Whether an item is the event that allocates a storage."""
     return type(item) is int and item >= 0
 
 
 def is_free(item: Item) -> TypeGuard[int]:
-    """Whether an item is the event that frees a storage."""
     return type(item) is int and item < 0
 
 

@@ -114,11 +114,9 @@ class Recorder:
 
     @property
     def position(self) -> Position:
-        """The current length of the record."""
         return Position(len(self.ops), len(self.storages), len(self.events), len(self.marks))
 
     def since(self, start: Position) -> list[Item]:
-        """What was recorded since `start`, in order."""
         found: list[tuple[int, int, Item]] = [(at, 0, name) for at, name in self.marks[start.marks :]]
         found += [(op.at, 1, op) for op in self.ops[start.ops :]]
         found += [(at, 2, event) for at, event in enumerate(self.events[start.events :], start.events)]

@@ -59,7 +59,6 @@ class StepContext:
 
     @property
     def outside_modules(self) -> bool:
-        """Whether no module's forward is running."""
         return not self._stack
 
     @property
@@ -130,7 +129,6 @@ class StepContext:
             hook.remove()
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
-        """A forward pre-hook."""
         if get_ident() != self._thread:
             return
         name = self._names.get(id(module))

@@ -175,7 +175,6 @@ class StepTrace:
 
     @cached_property
     def _host_bytes(self) -> list[int]:
-        """Bytes in host memory after each event."""
         return list(accumulate(self.storages[i].host if i >= 0 else -self.storages[~i].host for i in self.events))
 
     @property

@@ -90,7 +90,6 @@ class CompiledGraph:
         return state
 
     def launch(self, name: str, work: Work, module: str) -> None:
-        """Record one kernel."""
         recorder = self.tracker.recorder
         at = len(recorder.events) if self._begun is None else self._begun
         recorder.add_op(name, work, self.within(module), at, recorder.stream, 0, "")
@@ -117,7 +116,6 @@ class View:
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    """Sizes as numbers."""
     return tuple(V.graph.sizevars.optimization_hint(value) for value in values)
 
 
@@ -203,7 +201,6 @@ def _steps(line: Any, scheduled: Any, rest: list[Any], made: CompiledGraph) -> I
 
 
 def _name(line: Any) -> str:
-    """The op that a line runs."""
     if isinstance(line, lines.KernelCallLine):
         return str(line.kernel_name)
     origin = _origin(line.node)
