@@ -1,4 +1,4 @@
-"""Reserved bytes of a long run (benchmarks/long_run.py): a repeated traced step equals steps traced one by one."""
+"""Reserved bytes of a long run (benchmarks/flux2.py): a repeated traced step equals steps traced one by one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import long_run
+from benchmarks import flux2
 from ckpt_ft.memory.fake.step import Step, trace_step
 from ckpt_ft.units import MIB
 
@@ -37,7 +37,7 @@ def emptying() -> Step:
         nonlocal done
         step(model, optimizer)
         done += 1
-        if done >= 3 and (done - 3) % long_run.STEPS == 0:
+        if done >= 3 and (done - 3) % flux2.STEPS == 0:
             torch.cuda.empty_cache()
 
     return stepped
@@ -46,9 +46,9 @@ def emptying() -> Step:
 @pytest.mark.parametrize("stretches", [1, 3])
 def test_repeated_step_equals_traced_steps(stretches: int) -> None:
     once = trace_step(model(), step, make_optimizer=adamw, warmup_steps=2)
-    whole = trace_step(model(), emptying(), make_optimizer=adamw, warmup_steps=2 + long_run.STEPS * (stretches - 1))
+    whole = trace_step(model(), emptying(), make_optimizer=adamw, warmup_steps=2 + flux2.STEPS * (stretches - 1))
     assert len(whole.emptied) == stretches
-    assert long_run.peak_reserved(once, stretches) == whole.peak_reserved
+    assert flux2.peak_reserved(once, stretches) == whole.peak_reserved
     released = [before - after for before, after in pairwise(whole.replay.reserved) if after < before]
     assert len(released) == stretches - 1  # the last one is at the end of the record
     assert all(nbytes >= 40 * MIB for nbytes in released)
