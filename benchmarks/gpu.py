@@ -17,10 +17,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +34,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic
 # libraries ask for CUDA on import, which this process must not initialize
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-from benchmarks.on_gpu import carried  # noqa: E402
-
+WHEELS = HERE.parent / "out" / "gpu_wheels"
+NEEDED = ("pydantic", "typer", "rich", "filelock", "psutil", "pytest", "hypothesis", "requests")
+NEEDED_ALONE = ("diffusers", "importlib_metadata", "zipp")  # their dependencies are transformers' too
+MACHINE = ("--python-version", "3.12", "--implementation", "cp", "--platform", "manylinux_2_28_x86_64",
+           "--platform", "manylinux2014_x86_64", "--only-binary", ":all:")  # fmt: skip
 CASE_LIMIT = 90.0  # seconds that one case may take
 DONE = ("ok", "oom", "skipped")  # what a second call does not repeat
 PARTS = (
@@ -164,6 +170,25 @@ def _device() -> dict[str, Any]:
     return facts
 
 
+def download_wheels() -> None:
+    """Downloads what `NEEDED` names, on a machine with network."""
+    for more in (NEEDED, ("--no-deps", *NEEDED_ALONE)):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(WHEELS), *MACHINE, *more]
+        subprocess.run(command, check=True)
+
+
+def use_wheels() -> None:
+    """Makes the wheels importable here and in child processes if this machine lacks one of them."""
+    if all(map(find_spec, (*NEEDED, *NEEDED_ALONE))):
+        return
+    into = f"{tempfile.gettempdir()}/gpu_wheels-{os.getuid()}"
+    for wheel in WHEELS.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(into)
+    sys.path.append(into)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), into)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="on the CPU at toy size")
@@ -175,7 +200,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if arguments.wheels:
-        print(f"{carried.build() / 2**20:.1f} MiB in {carried.FOLDER.relative_to(HERE.parent)}")
+        download_wheels()
         return 0
     if arguments.dry_run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any process that could find a GPU is started
@@ -192,7 +217,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    carried.use()
+    use_wheels()
     from ckpt_ft.errors import UserError, run
 
     def run_with_packages() -> int:
