@@ -30,28 +30,35 @@ class InChunks(Checkpointed):
         super().__init__(module, None)
         self.inputs.written = set()  # chunks share memory, so none may be written to
         self.unhooked = Unhooked(self)
-        self.wrote = False  # whether the preceding chunk did
 
-    def run_chunk(self, term: str, forward: Callable[..., torch.Tensor], *chunk: torch.Tensor) -> torch.Tensor:
-        """Run `forward`, which computes with the module, on one chunk.
+    def run_chunks(
+        self, term: str, forward: Callable[..., torch.Tensor], chunks: Iterable[tuple[torch.Tensor, ...]]
+    ) -> list[torch.Tensor]:
+        """Run `forward`, which computes with the module, on each chunk.
+
+        All chunks are saved for backward before the first one runs. If a checkpoint around the module saves nothing
+        after them, its second run ends there and computes no chunk.
 
         The first chunk of a call may write state while it sets up a layer (`Linear8bitLt.state` of bitsandbytes).
 
         Raises:
             UserError: two chunks in a row wrote buffers or attributes of the module.
         """
-        contexts = runs(self, chunk, {})
-        if contexts is None:  # lazy layers
-            return forward(*chunk)
-        output: torch.Tensor = RegionCall(forward, contexts, self.inputs, chunk, {})()
-        before, written = self.wrote, contexts[0].state.written()
-        self.wrote = bool(written)
-        if before and written:
-            raise UserError(
-                f"policy '{term}': a {type(self.module).__name__} writes {written} in its forward, and would do so "
-                f"for each piece; leave '{term}' out"
-            )
-        return output
+        prepared = [(chunk, runs(self, chunk, {})) for chunk in chunks]
+        calls = [(c[0], RegionCall(forward, c, self.inputs, chunk, {})) for chunk, c in prepared if c is not None]
+        if len(calls) < len(prepared):  # lazy layers
+            return [forward(*chunk) for chunk, _ in prepared]
+        outputs, before = [], ""
+        for first, call in calls:
+            outputs.append(call())
+            written = first.state.written()
+            if before and written:
+                raise UserError(
+                    f"policy '{term}': a {type(self.module).__name__} writes {written} in its forward, and would do "
+                    f"so for each piece; leave '{term}' out"
+                )
+            before = written
+        return outputs
 
 
 def hooked(modules: Iterable[nn.Module]) -> str:

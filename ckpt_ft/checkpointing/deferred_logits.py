@@ -173,7 +173,7 @@ def cross_entropy(
             return loss(projection.rows(hidden, weights.of_chunk()), target, reduction="sum")
 
         parts = zip(hidden.split(rows), target.split(rows), strict=True)
-        losses = [layer.run_chunk("head", chunk, *part) for part in parts]
+        losses = layer.run_chunks("head", chunk, parts)
         weights.drop_copies()
         return torch.stack(losses).sum()
 

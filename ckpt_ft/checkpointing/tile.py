@@ -79,8 +79,7 @@ class Tiled(InChunks):
             gathered.begin_piece()
             return self.unhooked.run(piece, {} if weights is None else weights.of_chunk())
 
-        self.wrote = False  # a second run may have stopped after any piece
-        outputs = [self.run_chunk("tile", run, piece) for piece in pieces]
+        outputs = self.run_chunks("tile", run, ((piece,) for piece in pieces))
         if weights is not None:
             weights.drop_copies()
         return torch.cat(outputs, dim=1).view(hidden.shape)
@@ -93,7 +92,7 @@ class Tiled(InChunks):
         unseen = torch.autograd.graph.saved_tensors_hooks(same, same)
         with torch.no_grad(), no_modes(), unseen:
             rows = hidden.detach().reshape(1, -1, hidden.shape[-1])
-            one, two = (self.run_chunk("tile", self.forward, rows[:, :count].clone()) for count in (1, 2))
+            one, two = self.run_chunks("tile", self.forward, [(rows[:, :count].clone(),) for count in (1, 2)])
             random = rng.snapshot(hidden.device, host=True) != drawn
         drawn.restore()
         if not isinstance(one, torch.Tensor) or one.shape != rows[:, :1].shape:

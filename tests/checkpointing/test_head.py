@@ -130,7 +130,7 @@ def test_head_with_adapters(targets: Any) -> None:
     # Chunks draw other masks than complete logits, so the reference is the chunked loss without recomputation.
     loss, grads, _ = step(treated, inputs)
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(head.OutputLayer, "run_chunk", lambda self, term, function, *piece: function(*piece))
+    monkey.setattr(head.OutputLayer, "run_chunks", lambda self, term, function, pieces: [function(*p) for p in pieces])
     reference_loss, reference_grads, _ = step(treated, inputs)
     monkey.undo()
     assert loss.equal(reference_loss)

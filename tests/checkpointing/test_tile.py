@@ -138,6 +138,22 @@ def test_second_run_has_the_values_set_around_forward(policy: str) -> None:
         loss.backward()
 
 
+def test_checkpointed_block_computes_each_piece_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward and for the piece's own backward. The block's second run needs no output of its MLP."""
+    rows: list[int] = []
+    forward = LlamaMLP.forward
+
+    def counted(self: LlamaMLP, hidden: Tensor) -> Tensor:
+        rows.append(hidden.shape[1])
+        return forward(self, hidden)
+
+    monkeypatch.setattr(LlamaMLP, "forward", counted)
+    model = _llama()
+    apply_policy(model, "full,tile:4", verify="never")
+    model(**_batch()).loss.backward()
+    assert sorted(n for n in rows if n > 2) == [9] * 2 * 2 + [11] * 3 * 2 * 2  # without the check's 1 and 2 tokens
+
+
 @pytest.mark.parametrize("keeps", ["an attribute", "a buffer"])
 def test_mlp_with_state_is_refused(keeps: str) -> None:
     model = _stateful(keeps)
