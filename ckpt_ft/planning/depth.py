@@ -73,6 +73,15 @@ def shorten(model: nn.Module, units: int) -> ShortenedRun | None:
     return ShortenedRun(count, [f"{name}.{number}".lstrip(".") for number in left], period)
 
 
+def shortened(workload: Workload, units: int) -> tuple[Workload, ShortenedRun] | None:
+    """A copy of the workload whose model has `units` units; None if it has no more, or real weights."""
+    if not all(parameter.is_meta for parameter in workload.model.parameters()):
+        return None
+    fewer = replace(workload, model=copy.deepcopy(workload.model))
+    run = shorten(fewer.model, units)
+    return None if run is None else (fewer, run)
+
+
 def _kinds(blocks: Iterable[nn.Module]) -> list[int]:
     """For each block, the number of the first one that is built like it."""
     described = [_described(block) for block in blocks]
@@ -129,13 +138,12 @@ class Shallow:
     @classmethod
     def of(cls, workload: Workload) -> Shallow | None:
         """None if the model has few or unlike blocks, or real weights."""
-        parameters = list(workload.model.parameters())
-        if not all(parameter.is_meta for parameter in parameters):
+        fewer = [found for units in UNITS if (found := shortened(workload, units)) is not None]
+        if len(fewer) < len(UNITS):
             return None
-        fewer = [replace(workload, model=copy.deepcopy(workload.model)) for _ in UNITS]
-        runs = [shorten(one.model, units) for one, units in zip(fewer, UNITS, strict=True)]
-        trained = all(parameter.requires_grad for parameter in parameters)
-        return cls([run for run in runs if run], fewer, trained) if all(runs) else None
+        trained = all(parameter.requires_grad for parameter in workload.model.parameters())
+        workloads, runs = zip(*fewer, strict=True)
+        return cls(runs, workloads, trained)
 
     def candidate(self, policy: str, batch: int, traces: Sequence[StepTrace]) -> Candidate:
         """The candidate of the deep model, from the traces of both copies."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Generic, TypeVar
 
 from ckpt_ft.memory.record.events import Op, Storage
 from ckpt_ft.memory.record.trace import StepTrace
 
 from .budget import Candidate, MemoryBudget, better, largest_fitting
+from .depth import UNITS, shortened, suits
 from .tracing import Tracer
 
 Value = TypeVar("Value", bound=tuple[int, ...])
@@ -82,10 +83,14 @@ class Growth:
                 self._ops.learn(*_op_keys(op), (*work, *op.shape))
 
     def knows(self, trace: StepTrace) -> bool:
-        """Whether the growth of all but 0.1 % of the bytes that `trace` (at `low`) allocates and moves is known."""
+        """Whether the growth of all but 0.1 % of the bytes that `trace` (at `low`) allocates and moves is known.
+
+        What the optimizer moves does not grow.
+        """
+        moving = [o for o in trace.ops if o.phase != "optimizer"]
         unknown = sum(s.nbytes for s in trace.storages if self._storages.get(*_storage_keys(s)) is None)
-        unmoved = sum(o.nbytes for o in trace.ops if self._ops.get(*_op_keys(o)) is None)
-        return unknown <= EXACT * trace.peak_allocated and unmoved <= EXACT * sum(o.nbytes for o in trace.ops)
+        unmoved = sum(o.nbytes for o in moving if self._ops.get(*_op_keys(o)) is None)
+        return unknown <= EXACT * trace.peak_allocated and unmoved <= EXACT * sum(o.nbytes for o in moving)
 
     def scale(self, trace: StepTrace, batch: int) -> StepTrace:
         """Returns `trace` (at `low`) scaled to `batch`; records of unknown growth keep their size."""
@@ -107,7 +112,9 @@ class Growth:
 
     def sizes(self, trace: StepTrace, batch: int) -> list[int]:
         """The bytes of each storage of `trace` (at `low`), scaled to `batch`."""
-        return [self.at(batch, *ends) if ends[0] != ends[1] else ends[0] for ends in self._grown(trace)]
+        grown = self._grown(trace)
+        scaled = {ends: self.at(batch, *ends) if ends[0] != ends[1] else ends[0] for ends in set(grown)}
+        return [scaled[ends] for ends in grown]
 
     def at(self, batch: int, low: int, high: int) -> int:
         """A figure at `batch` whose values at the batch sizes `low` and `high` are given."""
@@ -230,7 +237,8 @@ class Estimates:
     Attributes:
         batch: the only batch size to look at; None for all sizes up to `most`.
         tolerance: share of the largest batch that a search may miss, so that it ends after fewer traces.
-        few: traces the same model with fewer blocks, if the growth with the batch is to be learned from it.
+        few: traces the same model with fewer blocks, from which the growth with the batch is learned; by default one
+            with `UNITS[0]` units if the model has more.
         separate: whether each anchor has a session of its own, as final traces have, with the same reserved bytes. A
             search then also finds batch sizes that fit above one that does not.
         anchors: the trace of each policy at `batch`, or at `LOW`.
@@ -260,6 +268,14 @@ class Estimates:
     _peaks: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
     _floors: dict[tuple[str, int, int], int] = field(default_factory=dict)
 
+    @cached_property
+    def _few(self) -> Tracer:
+        """Traces the same model with fewer blocks if it has more; else the model itself."""
+        if self.few is not None or self.tracer.workload.compile:
+            return self.few or self.tracer
+        fewer = shortened(self.tracer.workload, UNITS[0])
+        return self.tracer if fewer is None else Tracer(fewer[0], report=self.tracer.report)
+
     def trace_candidates(self, policies: Iterable[str]) -> None:
         """Trace the anchors of `policies`, and a second point of policies whose growth with the batch is unknown."""
         if self.tracer.workload.compile:
@@ -276,7 +292,8 @@ class Estimates:
         while unsure := [policy for policy in unsure if not self.growth.knows(self.anchors[policy])]:
             ends = unsure[:: max(len(unsure) - 1, 1)] if self.tracer.parallel else unsure[:1]  # the least similar ones
             unsure = [policy for policy in unsure if policy not in ends]
-            smalls, larges = ((self.few or self.tracer).all([(policy, at) for policy in ends]) for at in (LOW, HIGH))
+            few = self._few if all(map(suits, ends)) else self.tracer
+            smalls, larges = (few.all([(policy, at) for policy in ends]) for at in (LOW, HIGH))
             for small, large in zip(smalls, larges, strict=True):
                 assert not isinstance(small, str), "its policy has an anchor"
                 assert not isinstance(large, str), "it was traced at LOW"
