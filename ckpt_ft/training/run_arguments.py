@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NoReturn
 
@@ -137,35 +137,48 @@ class _AsWritten(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
         return super()._get_help_string(action) if shown else action.help
 
 
-class _Help(argparse._HelpAction):
+class _Help(argparse.Action):
     """Prints our own flags, and of the hundred of TrainingArguments the `COMMON` ones."""
 
     def __call__(self, parser: Parser, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         kinds = [kind for kind in parser.dataclass_types if issubclass(kind, TrainingArguments)]
         foreign = {field.name for kind in kinds for field in fields(kind)}
-        for action in parser._actions:
+        for action in parser.flags.values():
             if action.dest in foreign and action.dest not in COMMON:
                 action.help = argparse.SUPPRESS
-        super().__call__(parser, *args, **kwargs)
+        parser.print_help()
+        parser.exit()
 
 
 class Parser(HfArgumentParser):
     """`HfArgumentParser` that raises `UserError` (one line, exit 2) and accepts no abbreviated flags."""
 
     def __init__(self, dataclass_types: Sequence[type], **kwargs: Any) -> None:
+        self.flags: dict[str, argparse.Action] = {}  # by their names, with underscores
+        self.add_argument: Any = self._noting(super().add_argument)
         super().__init__(
             dataclass_types, allow_abbrev=False, add_help=False, formatter_class=_AsWritten, usage="%(prog)s [flags]",
             **kwargs,
         )  # fmt: skip
         self.add_argument("--config", metavar="FILE.yaml", help="YAML file of flags; those on the command line win")
-        self.add_argument("-h", "--help", action=_Help, help="Show the flags that most runs need.")
+        self.add_argument("-h", "--help", action=_Help, nargs=0, help="Show the flags that most runs need.")
         self.add_argument("--help-all", action="help", help="Show every flag.")
 
-    @property
-    def flags(self) -> dict[str, argparse.Action]:
-        """All flags by their names, with underscores."""
-        named = {name[2:]: action for action in self._actions for name in action.option_strings if name[:2] == "--"}
-        return {name: action for name, action in named.items() if "-" not in name}
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> Any:
+        group = super().add_argument_group(*args, **kwargs)
+        group.add_argument = self._noting(group.add_argument)
+        return group
+
+    def _noting(self, add: Callable[..., argparse.Action]) -> Callable[..., argparse.Action]:
+        """`add_argument` of the parser or of a group, whose flags this parser then knows."""
+
+        def noted(*args: Any, **kwargs: Any) -> argparse.Action:
+            action = add(*args, **kwargs)
+            names = [name.removeprefix("--") for name in action.option_strings]
+            self.flags.update({name: action for name in names if "-" not in name})
+            return action
+
+        return noted
 
     def known(self, name: str) -> str:
         """Returns this parser's name for the flag `name`."""
