@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import gc
 import io
 import logging
 import os
@@ -127,9 +128,12 @@ def run(main: Callable[[], int | None]) -> None:
 
 def _end_progress_bars() -> None:
     """Closes progress bars, so that the next output on stderr starts on a new line."""
-    tqdm = sys.modules.get("tqdm")
-    for bar in list(tqdm.tqdm._instances) if tqdm else ():
-        bar.close()
+    if "tqdm" in sys.modules:
+        from tqdm import tqdm
+
+        for one in gc.get_objects():
+            if issubclass(type(one), tqdm):
+                one.close()
 
 
 def _is_foreseen(error: BaseException) -> bool:

@@ -356,7 +356,7 @@ def run_tasks(
     global _MESSAGES, _TASKS
     fork = multiprocessing.get_context("fork")
     messages, _TASKS = fork.SimpleQueue(), tasks
-    _MESSAGES = messages
+    _MESSAGES, others = messages, multiprocessing.active_children()
     with ProcessPoolExecutor(jobs, fork, _end_with_parent) as pool:
         running = {pool.submit(_run_task, number): number for number in range(len(tasks))}
         try:
@@ -366,7 +366,7 @@ def run_tasks(
                     tell(messages.get())
                 yield from ((running.pop(task), task.result()) for task in done)
         except BaseException:  # otherwise a process continues its task, and after Ctrl-C starts the next one
-            for process in list(pool._processes.values()):
+            for process in set(multiprocessing.active_children()).difference(others):
                 process.kill()
             raise
         finally:
