@@ -141,11 +141,13 @@ def cache_latents(
 
 def _digest(images: FramedImages, encoders: Encoders) -> str:
     digest = hashlib.blake2b(digest_size=12)
-    digest.update(f"{images.rows._fingerprint} {images.sizes} {encoders.identity} {_VERSION}".encode())
+    digest.update(f"{list(images.rows['text'])} {images.sizes} {encoders.identity} {_VERSION}".encode())
     for file in images.rows["image"]:
-        if file["bytes"] is None:  # a row with a path does not change with its file
+        if file["bytes"] is None:
             status = os.stat(file["path"])
             digest.update(f"{file['path']} {status.st_size} {status.st_mtime_ns}".encode())
+        else:
+            digest.update(file["bytes"])
     for tokenizer in encoders.tokenizers:
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
         del settings["truncation"], settings["padding"]  # those of the last call

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from diffusers import DiffusionPipeline
-from diffusers.training_utils import _collate_lora_metadata, cast_training_params
+from diffusers.training_utils import cast_training_params
 from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
@@ -148,13 +148,14 @@ def save_trained(model: Any, family: Family, output_dir: str | Path, lora: bool)
     if not lora:
         model.save_pretrained(Path(output_dir) / family.component)
         return
-    layers, components = {}, components_of(model, family.component)
-    for name, component in components.items():
+    layers: dict[str, Any] = {}
+    for name, component in components_of(model, family.component).items():
         weights = get_peft_model_state_dict(component, save_embedding_layers=False)
         if name != family.component:  # all tools read the names of a text encoder below `text_model`
             weights = {f"{_CLIP_PREFIX}{key.removeprefix(_CLIP_PREFIX)}": value for key, value in weights.items()}
         layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights) if family.old_lora_names else weights
-    family.pipeline_class.save_lora_weights(output_dir, **layers, **_collate_lora_metadata(components))
+        layers[f"{name}_lora_adapter_metadata"] = component.peft_config["default"].to_dict()
+    family.pipeline_class.save_lora_weights(output_dir, **layers)
 
 
 def save_result(model: Any, family: Family, vae: Any, args: PipelineArguments, output_dir: str) -> None:

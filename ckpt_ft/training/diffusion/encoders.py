@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from diffusers import BitsAndBytesConfig, DiffusionPipeline
-from diffusers.utils import deprecation_utils
 from torch import Tensor, nn
 
 from ckpt_ft.errors import UserError
@@ -102,12 +101,6 @@ def frozen_dtype(accelerator: Accelerator) -> torch.dtype:
     return MIXED_PRECISION.get(accelerator.mixed_precision) or torch.float32
 
 
-def dtype_argument(dtype: torch.dtype) -> dict[str, Any]:
-    """Returns `dtype` as an argument of diffusers' `from_pretrained`, whose name depends on the version."""
-    renamed = hasattr(deprecation_utils, "_TORCH_DTYPE_DEPRECATION_MESSAGE")
-    return {"dtype" if renamed else "torch_dtype": dtype}
-
-
 def load_part(cls: Any, args: PipelineArguments, subfolder: str, **kwargs: Any) -> Any:
     """Returns `cls.from_pretrained` of one part of the pipeline."""
     with library_reads(f"{pipeline_flag(args)}: no usable {subfolder}"):
@@ -141,7 +134,7 @@ def _load_text_parts(args: PipelineArguments, family: Family, dtype: torch.dtype
     with library_reads(f"{source}: no usable text_encoder or tokenizer"):
         pipeline = family.pipeline_class.from_pretrained(
             args.pretrained_model_name_or_path, revision=args.revision, variant=args.variant,
-            **dtype_argument(dtype), **absent, **parts,
+            dtype=dtype, **absent, **parts,
         )  # fmt: skip
         for name, part in pipeline.components.items():
             if name.startswith("text_encoder") and part is not None:
@@ -171,7 +164,7 @@ def load_denoiser(args: PipelineArguments, family: Family, dtype: torch.dtype) -
     """
     options: dict[str, Any] = {}
     if isinstance(args, TransformerArguments):
-        options = dtype_argument(dtype if args.adapts else torch.float32)
+        options["dtype"] = dtype if args.adapts else torch.float32
         if args.load_in_4bit:
             options["quantization_config"] = BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
