@@ -18,6 +18,7 @@ import torch
 from accelerate import ParallelismConfig, PartialState
 from peft import LoraConfig, PeftConfig, get_peft_model
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -191,7 +192,7 @@ def load_model(args: LanguageModelArguments, max_length: int = 0, mixed_precisio
     more = _divided(args, mixed_precision)
     if args.router_aux_loss_coef is not None:
         config = more["config"] = _config(args)
-        set_router_loss(config, args.router_aux_loss_coef, AutoModelForCausalLM._model_mapping[type(config)])
+        set_router_loss(config, args.router_aux_loss_coef, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     model = load_pretrained(args, AutoModelForCausalLM, max_length, **more)
     return with_adapters(model, args, task_type="CAUSAL_LM") if args.adapts else model
 
