@@ -28,12 +28,8 @@ world_of: torch.distributed.distributed_c10d()._world
 WORLD: torch.distributed.distributed_c10d()._world
 unregister_group: torch._C._distributed_c10d._unregister_process_group
 set_global_rank: torch._C._distributed_c10d._set_global_rank
-FakeStore: torch.testing._internal.distributed.fake_pg.FakeStore
 clear_sharding_cache: torch.distributed.tensor.debug._clear_sharding_prop_cache
     a trace makes process groups of its own, also in a distributed run, which keeps its groups
-all_gather: torch.distributed.ProcessGroup()._allgather_base
-reduce_scatter: torch.distributed.ProcessGroup()._reduce_scatter_base
-    the public functions have other names in each version
 flatten: torch.distributed.device_mesh.DeviceMesh()._flatten
     FSDP2 shards over two dimensions of a mesh as one
 fsdp_states: torch.distributed._composable_state._module_state_mapping

@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ckpt_ft.compat.distributed import WORLD, set_global_rank, unregister_group, world_of
 
+# torch 2.13 has new names for them, and warns of the old ones
+all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _UNUSED = count(1_000_000, 1_000_000)  # numbers for names of groups: C++ has its own list of names
 
 
@@ -28,7 +31,7 @@ def rank_of(*processes: int, rank: int = 0, names: tuple[str, ...] | None = ("dp
         rank: this process's rank; with uneven shards, rank 0 holds the most.
         names: names of the dimensions.
     """
-    from ckpt_ft.compat.distributed import FakeStore, clear_sharding_cache
+    from ckpt_ft.compat.distributed import clear_sharding_cache
 
     clear_sharding_cache()  # it keeps meshes, with their groups, and an equal mesh is answered from it
     # a trace in a distributed run has tables of process groups of its own
@@ -40,7 +43,7 @@ def rank_of(*processes: int, rank: int = 0, names: tuple[str, ...] | None = ("dp
     try:
         with patch.multiple(distributed_c10d, **own, **{WORLD: world}):
             world.group_count = next(_UNUSED)
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(processes))
+            dist.init_process_group("fake", rank=rank, world_size=math.prod(processes))
             names_of_groups = world.pg_names
             yield init_device_mesh("cpu", processes, mesh_dim_names=names)
     finally:

@@ -35,11 +35,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckpt_ft.compat.autograd import engine
-from ckpt_ft.compat.distributed import all_gather
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch
 
+from .group import all_gather
 from .streams import Streams
 
 
@@ -369,7 +369,7 @@ class Zero(ZeroOptimizer):
                 flat.part.copy_(flat.master)
         self.optimizer.param_groups = groups
         for flat in self.flats:
-            all_gather(self.group)(flat.buffer, flat.part)
+            all_gather(flat.buffer, flat.part, self.group, async_op=True)
 
     def _norm(self) -> Tensor:
         norms = []

@@ -40,12 +40,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckpt_ft.compat.autograd import graph_task
-from ckpt_ft.compat.distributed import all_gather, reduce_scatter
 from ckpt_ft.compat.modules import parameters_of
 from ckpt_ft.compat.patches import patched
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.spec.launch import Launch, ZeroOptions
 
+from .group import all_gather, reduce_scatter
 from .streams import Streams
 from .zero import ZeroOptimizer, joined, reduce_dtype
 
@@ -203,7 +203,7 @@ class AllGather:
         if len(shards) > 1:
             part = self.buffer.narrow(0, size * group.rank(), size)
             torch.cat(parts, out=part)
-        all_gather(group)(self.buffer, part)
+        all_gather(self.buffer, part, group, async_op=True)
 
     def complete(self) -> None:
         """Complete the gather: copy the parameters out of the buffer, unless there is only one."""
@@ -501,7 +501,7 @@ class Zero3(ZeroOptimizer):
                 flat = torch.cat([*gradients, torch.empty(padding, dtype=flat.dtype)])
             flat.div_(ranks)
             own = flat.narrow(0, sum(sizes) * self.group.rank(), sum(sizes))
-            reduce_scatter(self.group)(own, flat, dist.ReduceScatterOptions())
+            reduce_scatter(own, flat, group=self.group, async_op=True)
             for shard, reduced in zip(shards, own.split(sizes), strict=True):
                 total, reduced = self._gradient_of[shard], reduced.to(self._gradients.dtype)
                 if self.offloads:
