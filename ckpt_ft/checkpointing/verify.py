@@ -19,6 +19,8 @@ ranks train one model, they read the flags of a scheduled step together, and all
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointError
 
 from ckpt_ft.compat.autograd import engine, graph_task, top_hooks
-from ckpt_ft.compat.distributed import ZERO_GROUP, join_config, running_ddp
-from ckpt_ft.compat.modules import forward_pre_hooks
+from ckpt_ft.compat.distributed import join_config
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 
 from .arguments import leaves
@@ -290,13 +291,12 @@ class Verification:
         """
         if not self.active or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        ddp = running_ddp(DistributedDataParallel)
 
         def begins(grad: torch.Tensor | None, device: torch.device) -> None:  # None for an output that no loss uses
             task = graph_task()
             if task not in self._together:
                 self._together.add(task)  # queued twice, to run behind the callbacks of FSDP2 and DDP
-                _queue(lambda: _queue(lambda: self.read_flags(task, device, _groups(model, ddp))))
+                _queue(lambda: _queue(lambda: self.read_flags(task, device, _groups(model))))
 
         for leaf in leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
@@ -361,26 +361,25 @@ class Verification:
         return VerificationError("\n".join(lines), comparison.name, operator, differs)
 
 
-def _groups(model: nn.Module, ddp: DistributedDataParallel | None) -> list[dist.ProcessGroup]:
-    """The process groups of the ranks that train `model` together. `ddp` is the DDP module that called it, if any.
+def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The process groups of the ranks that train `model` together.
 
     Empty if this process trains it alone. Empty also for a part of what DDP wraps or of what DeepSpeed's engine of
     ZeRO-1 and ZeRO-2 runs: another rank may not use that part, and this one would wait for it. Empty for DDP with
     uneven inputs (`join`), where another rank may have ended.
     """
-    if ddp is None:
-        ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
-    if ddp is not None:
-        return [ddp.process_group] if model in (ddp, ddp.module) and not join_config(ddp).enable else []
+    engines = sys.modules.get("deepspeed.runtime.engine")
+    kinds = (DistributedDataParallel, *((engines.DeepSpeedEngine,) if engines else ()))
+    wrappers = [one for one in gc.get_objects() if issubclass(type(one), kinds) and model in (one, one.module)]
+    for one in wrappers:
+        if isinstance(one, DistributedDataParallel):
+            return [] if join_config(one).enable else [one.process_group]
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             return parameter.device_mesh.get_all_groups()
         if (group := getattr(parameter, "ds_process_group", None)) is not None:  # ZeRO-3
             return [group]
-        if (group := getattr(parameter, ZERO_GROUP, None)) is not None:  # ZeRO-1 and ZeRO-2
-            hooks = [getattr(hook, "__qualname__", "") for hook in forward_pre_hooks(model).values()]
-            return [group] if any(name.startswith("DeepSpeedEngine.") for name in hooks) else []
-    return []
+    return [engine.seq_data_parallel_group for engine in wrappers]  # ZeRO-1 and ZeRO-2
 
 
 def _failed_rank(failed: bool, device: torch.device | None, groups: Sequence[dist.ProcessGroup]) -> int:

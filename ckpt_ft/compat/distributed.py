@@ -17,13 +17,10 @@ fsdp_groups: torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._fsdp_p
 grouped_modules: torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._modules
 fsdp_precision: torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._mp_policy
     what FSDP2 gathers together, when it drops it, and the dtype of outputs
-running_ddp: torch.nn.parallel.DistributedDataParallel()._active_ddp_module
 join_config: torch.nn.parallel.DistributedDataParallel()._join_config
     the ranks that run a model, all of them at the end of the backward
 IGNORED_BY_DDP: torch.nn.parallel.DistributedDataParallel()._ddp_params_and_buffers_to_ignore
     DDP would broadcast weights that wait in host memory
-ZERO_GROUP: deepspeed.utils.tensor_fragment()._dp_group
-    the ranks of ZeRO-1 and ZeRO-2, at a parameter
 world_of: torch.distributed.distributed_c10d()._world
 WORLD: torch.distributed.distributed_c10d()._world
 unregister_group: torch._C._distributed_c10d._unregister_process_group

@@ -14,8 +14,6 @@ buffers_of: torch.nn.Module()._buffers
 PARAMETERS: torch.nn.Module()._parameters
 BUFFERS: torch.nn.Module()._buffers
     what a module holds, by name, at the speed of a dict, with what is None or there twice
-forward_pre_hooks: torch.nn.Module()._forward_pre_hooks
-    tells whether DeepSpeed's engine runs a module
 APPLY: torch.nn.Module()._apply
     `to` and `half` of a block whose weights are in host memory
 REPLICATE: torch.nn.Module()._replicate_for_data_parallel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
 
 import pytest
 import torch
@@ -172,18 +172,18 @@ def test_verify_flag_is_checked_when_parsed() -> None:
     assert ACCallback("full").session.settings.ac_verify == "first"
 
 
-def test_ranks_do_not_synchronise_on_a_submodule_of_a_deepspeed_engine() -> None:
-    """Under ZeRO-1 and ZeRO-2 another rank may skip a submodule; the engine's own hook is on the whole model."""
+def test_ranks_do_not_synchronise_on_a_submodule_of_a_deepspeed_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ZeRO-1 and ZeRO-2 another rank may skip a submodule."""
     from ckpt_ft.checkpointing.verify import _groups
 
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", sys.modules[__name__])
     part = torch.nn.Linear(1, 1)
-    group = part.weight._dp_group = object()  # type: ignore[attr-defined]
     whole = torch.nn.Sequential(part)
-    whole.register_forward_pre_hook(DeepSpeedEngine().hook())
-    assert _groups(part, None) == []
-    assert _groups(whole, None) == [group]
+    engine = DeepSpeedEngine(whole)
+    assert _groups(part) == []
+    assert _groups(whole) == [engine.seq_data_parallel_group]
 
 
 class DeepSpeedEngine:
-    def hook(self) -> Any:
-        return lambda module, args: None
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module, self.seq_data_parallel_group = module, object()
