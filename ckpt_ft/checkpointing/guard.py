@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_ft.compat.autograd import TransformType, hooks_are_off, transform_level, transforms
+from ckpt_ft.compat.autograd import TransformType, transform_level, transforms
 from ckpt_ft.compat.modules import REPLICATE
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
+from .dropped_tensors import same
 from .module_contents import has, modules_in
 from .standin import StandIn
 
@@ -66,8 +67,12 @@ class Guard(StandIn):
             )
         if self.refuses and any(map(_flag, self.flagged)):
             self._refuse(next(filter(_flag, self.flagged)))
-        if (self.refuses or self.policy.head) and (message := hooks_are_off()) is not None:
-            raise self._without_hooks(message)
+        if self.refuses or self.policy.head:
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(same, same):
+                    pass
+            except RuntimeError as error:
+                raise self._without_hooks(str(error)) from error
         verification.begin_step()
         try:
             output = self.forward(*args, **kwargs)

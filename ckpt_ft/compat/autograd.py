@@ -16,8 +16,6 @@ top_hooks: torch._C._autograd._top_saved_tensors_default_hooks
     autograd calls the innermost hooks only, so that they call the outer ones
 make_saved_tensor: torch._C._autograd._make_saved_tensor >=2.12
     saves a tensor as a node does; before, by a node of our own, which takes 20 us more
-hooks_are_off: torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-    says why autograd accepts no hooks here; None if it does
 current_node: torch._C._current_autograd_node
     the node that backward runs
 graph_task: torch._C._current_graph_task_id
