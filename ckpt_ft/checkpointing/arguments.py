@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from ckpt_ft.compat.autograd import any_autocast, forward_level
+from ckpt_ft.compat.autograd import forward_level
 from ckpt_ft.compat.tensors import FakeTensor
 from ckpt_ft.errors import UserError
 
-from .autocast import autocast_as, autocast_now
+from .autocast import any_autocast, autocast_as, autocast_now
 from .dropped_tensors import saved_tensor
 from .tensor_identity import is_array, is_wrapper, version_of
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
-
-from ckpt_ft.compat.autograd import any_autocast
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,16 @@ class AutocastState:
         return torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
 
 
+def any_autocast() -> bool:
+    """Whether autocast is on for the CPU or the accelerator."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(_accelerator())
+
+
+@cache
+def _accelerator() -> str:
+    return (torch.accelerator.current_accelerator() or torch.device("cpu")).type
+
+
 def autocast_now(device_type: str) -> tuple[AutocastState, ...]:
     """Return the states of a device and of the CPU; nothing if autocast is off everywhere."""
     if not any_autocast():
@@ -46,7 +55,7 @@ def autocast_as(states: tuple[AutocastState, ...]) -> Iterator[None]:
         for state in states:
             contexts.enter_context(state.context())
         if not states and any_autocast():
-            for kind in {"cpu", (torch.accelerator.current_accelerator() or torch.device("cpu")).type}:
+            for kind in {"cpu", _accelerator()}:
                 if torch.is_autocast_enabled(kind):
                     contexts.enter_context(torch.autocast(kind, enabled=False))
         yield

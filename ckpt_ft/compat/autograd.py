@@ -24,8 +24,6 @@ engine: torch.autograd.Variable._execution_engine queue_callback
     called at the end of the running backward
 input_metadata: torch.autograd.graph.Node()._input_metadata
     the dtype of the gradients of a graph
-any_autocast: torch._C._is_any_autocast_enabled
-    one call for all devices
 forward_level: torch.autograd.forward_ad()._current_level
     whether forward-mode AD runs
 transform_level: torch._C._functorch.maybe_current_level

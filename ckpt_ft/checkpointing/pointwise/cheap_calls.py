@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ckpt_ft.checkpointing.autocast import any_autocast
 from ckpt_ft.checkpointing.standin import StandIn
 from ckpt_ft.checkpointing.tensor_identity import is_dtensor, version_of
-from ckpt_ft.compat.autograd import any_autocast, transform_level
+from ckpt_ft.compat.autograd import transform_level
 from ckpt_ft.compat.modules import BUFFERS, PARAMETERS, buffers_of, parameters_of
 from ckpt_ft.compat.tensors import write_count
 

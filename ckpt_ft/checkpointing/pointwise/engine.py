@@ -27,7 +27,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from ckpt_ft.checkpointing import rng
-from ckpt_ft.checkpointing.autocast import autocast_as, autocast_now
+from ckpt_ft.checkpointing.autocast import any_autocast, autocast_as, autocast_now
 from ckpt_ft.checkpointing.tensor_identity import (
     View,
     counter_of,
@@ -39,7 +39,7 @@ from ckpt_ft.checkpointing.tensor_identity import (
     written_to,
 )
 from ckpt_ft.checkpointing.verify import TensorComparison, Verification
-from ckpt_ft.compat.autograd import any_autocast, pop_hooks, push_hooks, set_grad, top_hooks
+from ckpt_ft.compat.autograd import pop_hooks, push_hooks, set_grad, top_hooks
 from ckpt_ft.compat.tensors import write_count
 from ckpt_ft.errors import UserError
 
