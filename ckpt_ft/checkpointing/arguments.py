@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from ckpt_ft.compat.autograd import forward_level
 from ckpt_ft.compat.tensors import FakeTensor
 from ckpt_ft.errors import UserError
 
@@ -238,7 +237,7 @@ class Input:
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias for the second run, so that hooks registered on it do not act in the running backward."""
-    if not tensor.requires_grad or forward_level(forward_ad) >= 0:  # a detached tensor has no tangent
+    if not tensor.requires_grad or forward_ad.unpack_dual(tensor).tangent is not None:  # a detached tensor has none
         return tensor
     return tensor.detach().requires_grad_()
 

@@ -24,8 +24,6 @@ engine: torch.autograd.Variable._execution_engine queue_callback
     called at the end of the running backward
 input_metadata: torch.autograd.graph.Node()._input_metadata
     the dtype of the gradients of a graph
-forward_level: torch.autograd.forward_ad()._current_level
-    whether forward-mode AD runs
 transform_level: torch._C._functorch.maybe_current_level
 transforms: torch._C._functorch.get_interpreter_stack
 TransformType: torch._C._functorch.TransformType Vmap
