@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ckpt_ft.compat.autograd import reduction_of
 from ckpt_ft.compat.distributed import fsdp_groups, fsdp_precision, grouped_modules
 from ckpt_ft.compat.tensors import tree_map_only, write_count
 from ckpt_ft.errors import WorkFailed
@@ -153,9 +152,11 @@ def cross_entropy(
     All chunks run within one call of the output layer, so FSDP gathers its weight once. The hidden states are split,
     not sliced, because a split has one backward node, which writes their gradient once.
     """
-    if size_average is not None or reduce is not None:
-        reduction = reduction_of(size_average, reduce)  # issues F.cross_entropy's deprecation warning
     loss = partial(F.cross_entropy, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    if size_average is not None or reduce is not None:
+        return loss(
+            input.whole("cross_entropy with size_average or reduce"), target, size_average=size_average, reduce=reduce
+        )
     if reduction == "none" or target.ndim != 1:
         return loss(input.whole("cross_entropy without a sum"), target, reduction=reduction)
     projection, hidden = input.projection, input.positions()

@@ -28,8 +28,6 @@ transform_level: torch._C._functorch.maybe_current_level
 transforms: torch._C._functorch.get_interpreter_stack
 TransformType: torch._C._functorch.TransformType Vmap
     whether torch.func transforms the call, and torch.vmap is among the transforms
-reduction_of: torch.nn._reduction.legacy_get_string
-    the deprecated arguments of F.cross_entropy
 node_number: torch.autograd.graph.Node()._sequence_nr
 next_node_number: torch._C._autograd._get_sequence_nr
     the module in whose forward a node was made
