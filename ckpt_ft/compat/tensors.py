@@ -27,9 +27,6 @@ DynamicOutputShapeException: torch._subclasses.fake_tensor.DynamicOutputShapeExc
     name the operator that needs values of a fake tensor
 TorchDispatchMode: torch.utils._python_dispatch.TorchDispatchMode
     sees every operator below autograd
-mode_of: torch._C._get_dispatch_mode
-ModeKey: torch._C._TorchDispatchModeKey FAKE
-    whether a fake mode is active
 no_dispatch: torch._C._DisableTorchDispatch
 no_modes: torch.utils._python_dispatch._disable_current_modes
     operators that are not the step's; the second also for code that enters modes itself

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from ckpt_ft.compat.patches import patched
-from ckpt_ft.compat.tensors import FakeTensor, ModeKey, TorchDispatchMode, mode_of, storage_pointer
+from ckpt_ft.compat.tensors import FakeTensor, TorchDispatchMode, storage_pointer
 from ckpt_ft.memory.cost.op_work import Work, collective_bytes, group_of, is_collective, measure, tensors
 from ckpt_ft.policy import SWAPPED
 
@@ -261,7 +261,7 @@ class Tracker(TorchDispatchMode):
         if wraps(types):
             return NotImplemented  # a DTensor's ops on its shard are dispatched separately
         dispatcher, recorder, context = self.dispatcher, self.recorder, self.context
-        if not dispatcher.takes_fakes and mode_of(ModeKey.FAKE) is not None:
+        if not dispatcher.takes_fakes and isinstance(torch.empty(0), FakeTensor):
             return func(*args, **kwargs)  # DTensor computes shapes on its own fake tensors
         args, kwargs = dispatcher.prepare(func, args, kwargs)
         op = self._handled.get(id(func))  # its own hash is slow Python
