@@ -31,12 +31,7 @@ TransformType: torch._C._functorch.TransformType Vmap
 node_number: torch.autograd.graph.Node()._sequence_nr
 next_node_number: torch._C._autograd._get_sequence_nr
     the module in whose forward a node was made
-start_profiler: torch._C._autograd._enable_profiler_legacy
 stop_profiler: torch._C._autograd._disable_profiler_legacy
-profiler_runs: torch._C._autograd._profiler_enabled
-ProfilerConfig: torch._C._profiler.ProfilerConfig
-ProfilerState: torch._C._profiler.ProfilerState CPU
-ExperimentalConfig: torch._C._profiler._ExperimentalConfig
     allocations inside of a CPU kernel; torch.profiler sees the same, but takes milliseconds to start
 """,
 )

@@ -22,15 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler_legacy import profile
 
-from ckpt_ft.compat.autograd import (
-    ExperimentalConfig,
-    ProfilerConfig,
-    ProfilerState,
-    profiler_runs,
-    start_profiler,
-    stop_profiler,
-)
+from ckpt_ft.compat.autograd import stop_profiler
 from ckpt_ft.compat.tensors import no_modes, tree_map_only
 
 from .dispatch import After, Rule, call_key
@@ -50,8 +44,6 @@ KERNELS = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
-# CPU allocations only. The profiler behind torch.profiler sees the same, but takes milliseconds to start.
-_MEMORY = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, ExperimentalConfig())
 _LARGEST_MATMUL = 2**34  # multiplications: about a second
 _TRAINS = 15  # index of mkldnn_rnn_layer's argument `train`
 _known: dict[Any, int] = {}  # bytes, by call
@@ -119,9 +111,11 @@ def observed(call: Callable[[], Any]) -> tuple[Any, int]:
 
     The bytes are 0 inside a profiler of the user's, since profilers cannot be nested.
     """
-    if profiler_runs():
+    profiler = profile(profile_memory=True)
+    try:
+        profiler.__enter__()
+    except RuntimeError:
         return call(), 0
-    start_profiler(_MEMORY)
     try:
         out = call()
     finally:
