@@ -25,8 +25,6 @@ trace_rules: torch._dynamo.trace_rules add get_torch_obj_rule_map get_legacy_mod
 make_handlers: torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers
     the tables of torch's functions must not hold what a trace puts in their place, and leave the tracker out
 OptimizedModule: torch._dynamo.OptimizedModule
-eval_frame: torch._dynamo.eval_frame
-stance: torch._dynamo.eval_frame()._stance
     whether a module runs compiled
 DDPOptimizer: torch._dynamo.backends.distributed.DDPOptimizer compile_fn
     splits graphs at DDP's buckets

@@ -19,7 +19,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, is_tensor, nn
 
-from ckpt_ft.compat.compiler import stance
 from ckpt_ft.compat.modules import COMPILED_CALL, compiled_call
 from ckpt_ft.compat.patches import patched
 from ckpt_ft.compat.tensors import no_modes, tree_map_only
@@ -61,10 +60,17 @@ def compiling(model: nn.Module, what: str) -> Iterator[None]:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether the model or a module of it runs compiled."""
-    from ckpt_ft.compat.compiler import OptimizedModule, eval_frame
+    from ckpt_ft.compat.compiler import OptimizedModule
 
     known = any(compiled_call(m) is not None or isinstance(m, OptimizedModule) for m in model.modules())
-    return known and stance(eval_frame).stance != "force_eager"
+    return known and not _runs_eagerly()
+
+
+def _runs_eagerly() -> bool:
+    """Whether the user's stance is "force_eager"."""
+    stance: Any = torch.compiler.set_stance("force_eager")
+    with stance:  # sets the user's again
+        return bool(stance.prev.stance == "force_eager")
 
 
 class FoundCompiled(Exception):
@@ -78,15 +84,12 @@ def eager_steps() -> Iterator[None]:
     Raises:
         FoundCompiled: such a function ran, and nothing but this context made it run eagerly.
     """
-    from ckpt_ft.compat.compiler import eval_frame
-
     ran: set[bool] = set()
 
     def entered(callback: Any) -> None:  # by a function that would be compiled, or by one that is left out
         ran.add(callback not in (None, False))
 
-    eager = stance(eval_frame).stance == "force_eager"
-    watched = nullcontext() if eager else patched(compiled_frame=entered)
+    watched = nullcontext() if _runs_eagerly() else patched(compiled_frame=entered)
     with watched, torch.compiler.set_stance("force_eager"):
         yield
     if True in ran:
