@@ -21,8 +21,6 @@ EXPERTS: transformers.PreTrainedConfig()._experts_implementation
     the kernels of the Hub are not predicted
 mark_packed: transformers.quantizers.base._assign_is_quantized
     models such as Jamba use a packed layer in another way
-attach_causal: accelerate.big_modeling._attach_context_parallel_hooks
-    makes attention causal without a mask, as accelerate does under context parallelism
 DIVIDES_EXPERTS: transformers.integrations.moe()._is_expert_parallel
 parallel_plans: transformers.PreTrainedModel()._resolve_parallel_plans
     transformers divides weights and experts over ranks

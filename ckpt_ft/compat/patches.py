@@ -82,9 +82,6 @@ linear: torch.nn.functional.linear
     as DeepSpeed replaces it
 flex_device: torch.nn.attention.flex_attention._validate_device
     called first by flex_attention, which takes no fake tensors
-attentions: transformers.AttentionInterface._global_mapping
-masks: transformers.AttentionMaskInterface._global_mapping
-    kernels of flash and flex attention take no fake tensors
 trl_forward: trl.kernels.chunked_logprob._forward_kernel
 trl_backward: trl.kernels.chunked_logprob._backward_kernel
 trl_addmm: trl.kernels.chunked_logprob._addmm_fp32

@@ -63,13 +63,27 @@ def for_live_models() -> Iterator[None]:
         if flex is not None:
             stack.enter_context(patched(flex_device=_refuse_flex))
         if "transformers" in sys.modules:
-            from transformers import AttentionInterface
-            from transformers.masking_utils import flash_attention_mask
+            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-            names = [name for name in AttentionInterface() if "flash" in name or name == "flex_attention"]
-            masks = dict.fromkeys(names, flash_attention_mask)
-            stack.enter_context(patched(attentions=dict.fromkeys(names, attention), masks=masks))
+            names = [name for name in ALL_ATTENTION_FUNCTIONS if "flash" in name or name == "flex_attention"]
+            stack.enter_context(overridden(ALL_ATTENTION_FUNCTIONS, dict.fromkeys(names, attention)))
+            stack.enter_context(overridden(ALL_MASK_ATTENTION_FUNCTIONS, dict.fromkeys(names, flash_attention_mask)))
         yield
+
+
+@contextmanager
+def overridden(functions: Any, own: dict[str, Any]) -> Iterator[None]:
+    """Puts functions into one of transformers' tables, in place of those that are registered for all models."""
+    before = dict(functions)
+    functions.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del functions[name]
+            if name in before and functions.get(name) is not before[name]:
+                functions[name] = before[name]
 
 
 def _refuse_flex(*args: Any) -> None:

@@ -28,6 +28,7 @@ from ckpt_ft.compat.patches import patched, ring
 from ckpt_ft.compat.tensors import no_modes
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.launch import Launch
+from ckpt_ft.standins.flash_attention import overridden
 
 aten = torch.ops.aten
 _FLASH_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -58,6 +59,8 @@ def check(model: nn.Module, launch: Launch) -> None:
         problem = f"{heads} heads and {of_keys} key-value heads are no multiples of {launch.tp}"
     elif launch.by_transformers and hasattr(model, "peft_config"):
         problem = f"{'tensor' if launch.tp > 1 else 'expert'} parallelism of adapters is not predicted"
+    elif launch.by_transformers and not _divided_by_transformers():
+        problem = "needs transformers 5.23 or newer, which divides a model that it has loaded"
     elif launch.ep > 1 and not getattr(model, "ep_plan", None):
         problem = f"transformers has no expert-parallel plan for {type(model).__name__}"
     elif launch.ep > 1 and (experts := experts_of(model)) % launch.ep:
@@ -68,9 +71,25 @@ def check(model: nn.Module, launch: Launch) -> None:
         kind in ("linear_attention", "mamba") for kind in getattr(text, "layer_types", None) or ()
     ):
         problem = "layers that carry a state along the sequence: accelerate refuses them"
+    elif launch.cp > 1 and (windowed := _windowed(text)):
+        problem = f"context parallelism does not support attention layers of type {', '.join(windowed)}"
     if problem:
         other = {"attn_implementation": "sdpa"} if "attention" in problem and launch.cp * launch.sp > 1 else {}
         raise UserError(f"launch {split} {size}: {problem}", **other)
+
+
+def _divided_by_transformers() -> bool:
+    from ckpt_ft.compat.libraries import parallel_plans
+
+    return parallel_plans is not None
+
+
+def _windowed(config: Any) -> list[str]:
+    """The kinds of attention layers that do not see all earlier tokens."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # a model that has one kind of layers
+        kinds = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
+    return sorted({*kinds} - {"full_attention"})
 
 
 def experts_of(model: nn.Module) -> int:
@@ -121,17 +140,16 @@ def of_one_rank(batch: dict[str, Any], launch: Launch, attention: str | None = "
 
 
 def without_masks(model: nn.Module) -> None:
-    """Make attention causal without a mask, as accelerate does under context parallelism.
+    """Make attention causal without a mask, as accelerate does under context parallelism (big_modeling.py)."""
 
-    Raises:
-        UserError: accelerate refuses the model's kinds of attention.
-    """
-    from ckpt_ft.compat.libraries import attach_causal
+    def drop_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if "attention_mask" in kwargs:
+            kwargs.update(attention_mask=None, is_causal=True)
+        return args, kwargs
 
-    try:
-        attach_causal(model)
-    except ValueError as error:
-        raise UserError(f"launch cp: {str(error).split('.')[0]}") from error
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(drop_mask, with_kwargs=True, prepend=True)
 
 
 @contextmanager
@@ -268,11 +286,8 @@ def ulysses(mesh: DeviceMesh, implementation: str) -> Iterator[None]:
             context, weights = attention(module, query, key, value, None, *args, **kwargs)
         return own_tokens(context), weights
 
-    FUNCTIONS[implementation] = run  # in place of the one for all models, until it is deleted
-    try:
+    with overridden(FUNCTIONS, {implementation: run}):
         yield
-    finally:
-        del FUNCTIONS[implementation]
 
 
 _GROUPS = "num_key_value_groups"
