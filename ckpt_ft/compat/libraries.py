@@ -37,10 +37,6 @@ kept_strictly: transformers.PreTrainedModel()._keep_in_fp32_modules_strict
 prepare_inputs: transformers.Trainer()._prepare_inputs
 PREPARE_INPUTS: transformers.Trainer()._prepare_inputs
     batches that a trainer makes while it trains
-METRICS: trl.trainer.sft_trainer.SFTTrainer()._metrics
-    a prediction leaves what TRL's trainers collect as it is
-MODELS: accelerate.Accelerator()._models
-    an evaluation of a copied trainer is of another model
 logps_of: trl.trainer.grpo_trainer.GRPOTrainer()._get_per_token_logps_and_entropies
     log-probabilities of answers, between generation and training
 shared_state: accelerate.state.PartialState()._shared_state

@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from transformers.models.auto import modeling_auto
 
 from ckpt_ft.compat.distributed import local_tensor
-from ckpt_ft.compat.libraries import FROM_CONFIG, METRICS, attention_of, prepare_inputs
+from ckpt_ft.compat.libraries import FROM_CONFIG, attention_of, prepare_inputs
 from ckpt_ft.compat.patches import patched
+from ckpt_ft.compat.tensors import tree_map
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.fsdp2 import shard_again
 from ckpt_ft.memory.fake.faked_model import renew
@@ -211,13 +212,20 @@ def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
     return loss
 
 
+def shallow_copy(trainer: Trainer) -> Any:
+    """A copy with tables of its own, in which TRL's trainers collect metrics."""
+    copied: Any = copy.copy(trainer)
+    for name, table in vars(trainer).items():
+        if isinstance(table, dict):
+            setattr(copied, name, tree_map(lambda leaf: leaf, table))
+    return copied
+
+
 def loss_of(trainer: Trainer) -> TrainerLoss:
     """Returns the trainer's loss; calling it does not modify the trainer, for example TRL's collected metrics."""
 
     def compute_loss(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        copied: Any = copy.copy(trainer)
-        if hasattr(trainer, METRICS):  # TRL's trainers collect metrics there
-            setattr(copied, METRICS, copy.deepcopy(getattr(trainer, METRICS)))
+        copied = shallow_copy(trainer)
         if not isinstance(model, nn.Module):  # under autocast it is a function; a Trainer asks for the model's name
             copied.accelerator = copy.copy(trainer.accelerator)
             copied.accelerator.unwrap_model = lambda given, *_, **__: trainer.model if given is model else given

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ckpt_ft.checkpointing.kv_cache import given_cache
-from ckpt_ft.compat.libraries import METRICS, MODELS, PREPARE_INPUTS, logps_of, shared_state
+from ckpt_ft.compat.libraries import PREPARE_INPUTS, logps_of, shared_state
 from ckpt_ft.compat.patches import patched
 from ckpt_ft.compat.tensors import tree_map, tree_map_only
 from ckpt_ft.errors import UserError
@@ -33,6 +33,7 @@ from ckpt_ft.spec.training_spec import DataSpec
 from ckpt_ft.standins.quantised_layers import FrozenLinear, PackedLinear
 
 from .adapters import without_adapters
+from .from_trainer import shallow_copy
 from .workload import Batch, Step, Workload
 
 if TYPE_CHECKING:
@@ -127,11 +128,11 @@ def _empty(dtype: torch.dtype, shape: tuple[int, ...], rows: int) -> torch.Tenso
 
 def _copy_for_evaluation(trainer: Any, model: nn.Module, optimizer: Any, workload: Workload) -> Any:
     """A copy of the trainer that evaluates `model`, reports nothing, and leaves `trainer` as it is."""
-    copied = copy.copy(trainer)
+    copied = shallow_copy(trainer)
     for name in ("evaluation_loop", "compute_loss", "prediction_step"):
         vars(copied).pop(name, None)  # as a callback has wrapped it
     copied.args, copied.accelerator = copy.copy(trainer.args), copy.copy(trainer.accelerator)
-    setattr(copied.accelerator, MODELS, [model])
+    copied.accelerator.prepare = copied.accelerator.prepare_model = lambda given, *args, **kwargs: given
     copied.accelerator.unwrap_model = lambda given, *args, **kwargs: given
     copied.model = copied.model_wrapped = model
     copied.optimizer, copied.compute_metrics = optimizer, None  # metrics are computed on the host
@@ -143,8 +144,6 @@ def _copy_for_evaluation(trainer: Any, model: nn.Module, optimizer: Any, workloa
         return tree_map(lambda t: t.new_empty(processes * t.shape[0], *t.shape[1:]), tensors)
 
     copied.gather_function = gather if processes > 1 else lambda tensors, *args, **kwargs: tensors
-    if hasattr(trainer, METRICS):
-        setattr(copied, METRICS, copy.deepcopy(getattr(trainer, METRICS)))
     return copied
 
 
