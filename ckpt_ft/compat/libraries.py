@@ -28,8 +28,6 @@ kept_in_float32: transformers.PreTrainedModel()._keep_in_fp32_modules
     layers that are loaded in float32, and not packed
 TRL_KERNEL: trl.kernels.chunked_logprob()._forward_kernel
     TRL's fused head, which newer versions have
-cast_input: peft.tuners.tuners_utils.BaseTunerLayer()._cast_input_dtype
-    an adapter of int8 layers casts its input as PEFT's does
 FROM_CONFIG: transformers.PreTrainedModel()._from_config
     a model of a class that is not registered for an Auto class
 kept_strictly: transformers.PreTrainedModel()._keep_in_fp32_modules_strict

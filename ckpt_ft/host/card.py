@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from ckpt_ft.compat.card import lazy_call, lazy_init, record_history
+from ckpt_ft.compat.card import record_history
 from ckpt_ft.compat.tensors import FakeTensor, no_dispatch
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
@@ -102,7 +102,7 @@ def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams) -> None:
         "init", "set_device", "synchronize", "empty_cache", "ipc_collect", "manual_seed",
         "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all", "reset_peak_memory_stats",
         "reset_max_memory_allocated",
-        "reset_accumulated_memory_stats", "set_per_process_memory_fraction", lazy_init.__name__, lazy_call.__name__,
+        "reset_accumulated_memory_stats", "set_per_process_memory_fraction",
     )  # fmt: skip
     counted = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization")
     _replace(torch.cuda, **dict.fromkeys(quiet, nothing))

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import register_flop_formula
 
-from ckpt_ft.compat.libraries import cast_input, kept_in_float32
+from ckpt_ft.compat.libraries import kept_in_float32
 from ckpt_ft.errors import UserError
 
 
@@ -578,7 +578,7 @@ def _lora_around(linear: Any) -> Any:
             for name in [name for name in self.active_adapters if name in self.lora_A]:
                 down, up = self.lora_A[name], self.lora_B[name]
                 if dtype:
-                    x = cast_input(self)(x, down.weight.dtype)
+                    x = x.to(down.weight.dtype)
                 if name in self.lora_variant:
                     result = self.lora_variant[name].forward(self, active_adapter=name, x=x, result=result)
                     result = result.to(dtype) if dtype else result
