@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ckpt_ft.compat.autograd import graph_task
+from ckpt_ft.compat.compiler import uncompiled
 from ckpt_ft.compat.distributed import IGNORED_BY_DDP
 from ckpt_ft.compat.modules import APPLY, parameters_of
 from ckpt_ft.compat.tensors import (
@@ -347,6 +348,11 @@ def _note_copied(parameter: nn.Parameter) -> None:
     vars(parameter)[SWAPPED] = _written(parameter)
 
 
+@uncompiled  # dynamo of torch 2.11 fails where it traces a raise
+def _refuse_compiled() -> None:
+    raise UserError("policy 'swap' and torch.compile: compiled code cannot wait for weights; drop one of them")
+
+
 class SwappedBlock(StandIn):
     """Replaces the forward of a block whose weights are in host memory."""
 
@@ -376,7 +382,7 @@ class SwappedBlock(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            raise UserError("policy 'swap' and torch.compile: compiled code cannot wait for weights; drop one of them")
+            _refuse_compiled()
         swapper, number, grad = self.swapper, self.number, torch.is_grad_enabled()
         if swapper.running and swapper.thread != get_ident():
             raise UserError(
