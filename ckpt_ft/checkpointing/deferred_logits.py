@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ckpt_ft.compat.distributed import fsdp_groups, fsdp_precision, grouped_modules
+from ckpt_ft.compat.distributed import fsdp_group, fsdp_precision, grouped_modules
 from ckpt_ft.compat.tensors import tree_map_only, write_count
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.units import MIB
@@ -425,7 +425,8 @@ def _hooked(layer: nn.Module) -> str:
     An FSDP2 group with other modules is a reason, too, unless it stays gathered until backward, as accelerate sets
     it: FSDP2 does not gather the group again if only one of its modules is re-run.
     """
-    if _is_grouped(layer) and any(group.post_forward_mesh_info for group in fsdp_groups(_fsdp_state(layer))):
+    group = fsdp_group(_fsdp_state(layer)) if _is_grouped(layer) else None
+    if group is not None and group.post_forward_mesh_info:
         return "FSDP gathers it together with other modules, and drops it after forward"
     hook = hooked(layer.modules())
     return f"it has a hook ({hook})" if hook else ""

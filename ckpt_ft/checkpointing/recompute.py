@@ -43,7 +43,7 @@ class Checkpointed(StandIn):
         self.selection = selection
         self.state = ModuleState()
         self.inputs = Inputs(module)
-        self.keeps_cache = getattr(module, READS_CACHE, False)  # only reads it (transformers >= 5.23)
+        self.keeps_cache = getattr(module, READS_CACHE, False)  # only reads it
         self.dropped = DroppedCaches()
         self.calls = 0
         self.structures: set[Any] = set()  # of earlier calls: mode, kinds of arguments, what is trained

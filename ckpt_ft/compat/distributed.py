@@ -13,12 +13,12 @@ LOCAL_TENSOR: torch.distributed.tensor.DTensor()._local_tensor
     a DTensor's shard, to be read and replaced below autograd
 AsyncCollectiveTensor: torch.distributed._functional_collectives.AsyncCollectiveTensor
     a collective's result before it is waited for
-fsdp_groups: torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._fsdp_param_groups
+fsdp_group: torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._fsdp_param_group
 grouped_modules: torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._modules
 fsdp_precision: torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._mp_policy
     what FSDP2 gathers together, when it drops it, and the dtype of outputs
 join_config: torch.nn.parallel.DistributedDataParallel()._join_config
-    the ranks that run a model, all of them at the end of the backward
+    whether some ranks may end earlier than others
 IGNORED_BY_DDP: torch.nn.parallel.DistributedDataParallel()._ddp_params_and_buffers_to_ignore
     DDP would broadcast weights that wait in host memory
 world_of: torch.distributed.distributed_c10d()._world

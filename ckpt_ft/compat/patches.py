@@ -76,7 +76,7 @@ ring_kernels: torch.distributed.tensor.experimental._context_parallel._attention
     context parallelism with attention of the CPU
 redistribution_log: torch.distributed.tensor._redistribute.logger.disabled
     remarks on transformers' code
-exchange_tokens: transformers.distributed.expert_parallel.all_to_all_single_autograd
+exchange_tokens: transformers.distributed.expert_parallel.all_to_all_single_autograd >=5.22
     a fake tensor that waits at its first use loses its gradient
 linear: torch.nn.functional.linear
     as DeepSpeed replaces it

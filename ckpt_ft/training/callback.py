@@ -20,6 +20,7 @@ from accelerate.utils import send_to_device
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.compat.libraries import TRAIN_BATCH_SIZE
 from ckpt_ft.errors import UserError, never_fatal
 from ckpt_ft.policy import Policy
 from ckpt_ft.workloads.from_trainer import (
@@ -204,7 +205,7 @@ class ACCallback(TrainerCallback):
             session.use(fit(live_workload(trainer, flag), args, settings, args.device, launch))
             assert session.fitted is not None
             trainer.args = session.fitted.args
-            trainer._train_batch_size = trainer.args.train_batch_size
+            setattr(trainer, TRAIN_BATCH_SIZE, trainer.args.train_batch_size)
         _refuse_no_batch(trainer)
 
     def _without_own_checkpointing(self, args: Any) -> Any:

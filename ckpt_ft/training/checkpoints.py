@@ -50,6 +50,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
+from ckpt_ft.compat.libraries import LOAD_BEST, LOAD_WEIGHTS
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, one_line
 from ckpt_ft.files import flush, flush_tree, sweep, write
 from ckpt_ft.redact import redacted
@@ -525,14 +526,14 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
 def load_finished(trainer: Trainer) -> None:
     """Load the best weights if requested and save the model, as `trainer.train()` does at its end. For `Finished`."""
     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
-        trainer._load_best_model()
+        getattr(trainer, LOAD_BEST)()
     trainer.save_model()
 
 
 @contextmanager
 def published_names_loaded(trainer: Trainer) -> Iterator[None]:
     """Context manager: if names differ, `trainer` loads its checkpoints as `from_pretrained` does."""
-    own, own_best = trainer._load_from_checkpoint, trainer._load_best_model
+    own, own_best = getattr(trainer, LOAD_WEIGHTS), getattr(trainer, LOAD_BEST)
 
     def load(checkpoint: str, model: Any = None) -> None:
         if not _load_converted(trainer, checkpoint):
@@ -543,7 +544,7 @@ def published_names_loaded(trainer: Trainer) -> Iterator[None]:
         if best is None or not _load_converted(trainer, best):
             own_best()
 
-    with patch.object(trainer, "_load_from_checkpoint", load), patch.object(trainer, "_load_best_model", load_best):
+    with patch.object(trainer, LOAD_WEIGHTS, load), patch.object(trainer, LOAD_BEST, load_best):
         yield
 
 

@@ -23,7 +23,7 @@ from ckpt_ft.compat.distributed import (
     backward_prefetch,
     before_forward,
     forward_prefetch,
-    fsdp_groups,
+    fsdp_group,
     fsdp_param,
     fsdp_precision,
     fsdp_states,
@@ -131,7 +131,7 @@ class _Unit:
         self.options: dict[str, Any] = {"mp_policy": fsdp_precision(state), "reshard_after_forward": None}
         self.mesh: tuple[tuple[int, ...], tuple[str, ...] | None] | None = None
         self.parameters: list[tuple[nn.Module, str, Any]] = []  # module, name in it, placement
-        group = next(iter(fsdp_groups(state)), None)
+        group = fsdp_group(state)
         if group is None:  # its children have sharded all its parameters
             return
         if isinstance(group.offload_policy, CPUOffloadPolicy):
@@ -162,7 +162,8 @@ IN_HOST_MEMORY = CPUOffloadPolicy(pin_memory=False)  # fake tensors cannot be pi
 def offloaded_parameters(model: nn.Module) -> Iterator[Tensor]:
     """This rank's shards of parameters that FSDP2 keeps in host memory."""
     for module in model.modules():
-        for group in fsdp_groups(_state_of(module)) if isinstance(module, FSDPModule) else ():
+        group = fsdp_group(_state_of(module)) if isinstance(module, FSDPModule) else None
+        if group is not None:
             yield from (shard_of(parameter) for parameter in group.fsdp_params if parameter.offload_to_cpu)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_ft.compat.distributed import flatten
-from ckpt_ft.compat.libraries import attention_of, parallel_plans
+from ckpt_ft.compat.libraries import attention_of
 from ckpt_ft.compat.patches import patched
 from ckpt_ft.compat.tensors import no_modes
 from ckpt_ft.errors import UserError, one_line
@@ -136,6 +136,8 @@ def by_transformers(model: Any, launch: Launch, mesh: DeviceMesh, undo: ExitStac
     from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+    from ckpt_ft.compat.libraries import parallel_plans
+
     others = launch.processes // launch.tp
     config = DistributedConfig(
         tp_size=launch.tp, fsdp_size=others // launch.dp_replicate, dp_replicate_size=launch.dp_replicate,
@@ -144,7 +146,7 @@ def by_transformers(model: Any, launch: Launch, mesh: DeviceMesh, undo: ExitStac
     head = model.get_output_embeddings()
     if head is not None and head.weight is model.get_input_embeddings().weight:  # transformers ties them afterwards
         head.weight = nn.Parameter(head.weight.detach(), head.weight.requires_grad)
-    tp_plan, ep_plan, fsdp_plan = parallel_plans(model)(config)
+    tp_plan, ep_plan, fsdp_plan = parallel_plans(model, config)
     if launch.tp > 1:
         with _below_policies(model, undo):
             apply_tensor_parallelism(model, mesh["tp"], tp_plan)
