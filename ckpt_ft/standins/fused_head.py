@@ -11,7 +11,8 @@ nothing. The policy `head` leaves a model with TRL's loss as it is (checkpointin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +31,8 @@ def on_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         if kernels is not None and hasattr(kernels, TRL_KERNEL):
             own: dict[str, Any] = {
-                "trl_forward": _Launched(_fold),
-                "trl_backward": _Launched(_turn_into_gradient),
+                "trl_forward": defaultdict(lambda: _fold),  # `kernel[grid](...)` launches a Triton kernel
+                "trl_backward": defaultdict(lambda: _turn_into_gradient),
                 "trl_addmm": _addmm_fp32,
                 "trl_triton": SimpleNamespace(cdiv=lambda size, block: -(-size // block)),
                 "trl_kernels_run": lambda device: True,
@@ -40,16 +41,6 @@ def on_gpu() -> Iterator[None]:
             if users is not None:
                 stack.enter_context(patched(trl_uses_kernels=own["trl_kernels_run"]))
         yield
-
-
-class _Launched:
-    """A Triton kernel: `kernel[grid](...)` launches it."""
-
-    def __init__(self, launch: Callable[..., None]) -> None:
-        self.launch = launch
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self.launch
 
 
 def _fold(tile: Tensor, stride: int, targets: Tensor, statistic: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -269,22 +269,18 @@ class RotaryAttention(StandIn):
         return MethodType(_treated[function], self.module)(*args, **kwargs)
 
 
-class _Rotation:
-    """Runs `apply_rotary_pos_emb` as a cheap call if queries and keys are rebuilt anyway."""
+def _with_cheap_call(function: FunctionType) -> FunctionType:
+    """Return `function` that rotates by a cheap call if queries and keys are rebuilt anyway."""
+    rotate = function.__globals__[ROTATION]
+    call = CheapCall(rotate)
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        self.call = CheapCall(function)
-
-    def __call__(self, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+    def rotated(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
         running: Pass | None = local.running
         if running is None or not (running.is_free(query) and running.is_free(key)):
-            return self.function(query, key, *args, **kwargs)
-        return running.run(self.call, (query, key, *args), kwargs)
+            return rotate(query, key, *args, **kwargs)
+        return running.run(call, (query, key, *args), kwargs)
 
-
-def _with_cheap_call(function: FunctionType) -> FunctionType:
-    names = {**function.__globals__, ROTATION: _Rotation(function.__globals__[ROTATION])}
+    names = {**function.__globals__, ROTATION: rotated}
     treated = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     treated.__kwdefaults__ = function.__kwdefaults__
     return treated

@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,17 +158,8 @@ class DiscardedOutput(Discarded):
         self.source, self.index, self.view = source, index, view
 
 
-class PackedByOuterHooks:
-    """A tensor that was passed to saved-tensor hooks around the model (offload, `save_on_cpu`)."""
-
-    __slots__ = ("packed", "unpack")
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self.packed, self.unpack = packed, unpack
-
-    def get(self) -> torch.Tensor:
-        """Return the tensor from the outer unpack hook."""
-        return self.unpack(self.packed)
+# what the hooks keep of a saved tensor; a partial calls the hooks around the model (offload, `save_on_cpu`)
+Packed = Discarded | partial[torch.Tensor] | Versioned
 
 
 class Claim:
@@ -203,7 +195,7 @@ class Input:
 
     __slots__ = ("held", "requires_grad")
 
-    def __init__(self, held: Discarded | PackedByOuterHooks | Versioned, requires_grad: bool) -> None:
+    def __init__(self, held: Packed, requires_grad: bool) -> None:
         self.held, self.requires_grad = held, requires_grad
 
     def get(self) -> torch.Tensor:
@@ -299,11 +291,11 @@ def claim_on(tensor: torch.Tensor) -> Claim | None:
     return claim if claim is not None and claim.covers(tensor) else None
 
 
-def unpack(packed: Discarded | PackedByOuterHooks | Versioned) -> torch.Tensor:
+def unpack(packed: Packed) -> torch.Tensor:
     kind = type(packed)
+    if kind is partial:
+        return packed()  # type: ignore[operator]
     if kind is not tuple:
-        if kind is not PackedByOuterHooks and type(packed.source) is not CheapRun:  # type: ignore[union-attr]
-            return packed.source  # type: ignore[union-attr,return-value]
         return packed.get()  # type: ignore[union-attr]
     tensor, version = packed  # type: ignore[misc]
     if version_of(tensor) != version:
@@ -344,7 +336,7 @@ class Pass:
         # autograd calls only the innermost pair of hooks
         self.outer = top_hooks(False)
 
-    def pack(self, tensor: torch.Tensor) -> Discarded | PackedByOuterHooks | Versioned:
+    def pack(self, tensor: torch.Tensor) -> Packed:
         """The pack hook; it receives the tensor itself, including its `grad_fn`."""
         run = self.current
         if run is not None:
@@ -368,9 +360,9 @@ class Pass:
             return self._pack_by_outer_hooks(tensor)
         return _held(tensor)
 
-    def _pack_by_outer_hooks(self, tensor: torch.Tensor) -> PackedByOuterHooks:
+    def _pack_by_outer_hooks(self, tensor: torch.Tensor) -> partial[torch.Tensor]:
         pack, unpack = self.outer
-        return PackedByOuterHooks(pack(tensor), unpack)
+        return partial(unpack, pack(tensor))
 
     def is_free(self, tensor: torch.Tensor) -> bool:
         """Whether keeping `tensor` costs no memory: it can be rebuilt, or an autograd node saves it anyway."""
