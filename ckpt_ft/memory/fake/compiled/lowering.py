@@ -200,8 +200,7 @@ def compiled_steps(
     trace_rules.get_legacy_mod_inlinelist().add(__file__)  # the hooks of `unless_traced` do not break a graph
     dynamo_utils.counters.clear()
     with ExitStack() as stack:
-        torch.compiler.reset()  # what this process has compiled is no part of the trace, and the other way round
-        stack.callback(torch.compiler.reset)
+        stack.enter_context(_apart())
         stack.callback(forget)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of torch about itself
@@ -231,6 +230,29 @@ def compiled_steps(
             last = (getattr(error, "real_stack", None) or [None])[-1]  # the innermost function
             where = type(model).__name__ if last is None else f"{last.name} ({last.filename}:{last.lineno})"
             raise UserError(f"torch.compile cannot compile {where}: {one_line(inner, 200)}") from error
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Keeps what a trace compiles apart from what this process has compiled, which stays compiled."""
+    from ckpt_ft.compat.compiler import code_entries, convert_frame, eval_frame, next_region
+
+    set_region: Any = getattr(eval_frame, "set_eval_frame_isolate_recompiles_id", None)  # of newer versions of torch
+    known = (code() for code in convert_frame.input_codes.seen)
+    if set_region is None or not any(code_entries(code) for code in known if code):
+        torch.compiler.reset()
+        try:
+            yield
+        finally:
+            torch.compiler.reset()
+        return
+    region = next(next_region)
+    before = set_region(region)
+    try:
+        with patched(recompile_region=lambda other: set_region(region)):
+            yield
+    finally:
+        set_region(before)
 
 
 def _describe(made: list[CompiledGraph], tracker: Tracker) -> None:
