@@ -12,21 +12,24 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from test_trl_trainers import ROW, TOKENS
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     DataCollatorForLanguageModeling,
     HfArgumentParser,
     LlamaConfig,
+    MixtralConfig,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
     TrainingArguments,
 )
+from vision_language_configs import QWEN3
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.spec.flags import fields_of
@@ -70,6 +73,12 @@ FILES: dict[str, str] = {
     "pref_beta: 0.1\npref_loss: sigmoid\ncutoff_len: 24\nbf16: true\nper_device_train_batch_size: 2\n",
     "axolotl qlora": "adapter: qlora\nload_in_4bit: true\nlora_r: 8\nlora_target_linear: true\nsequence_len: 24\n"
     "micro_batch_size: 2\nbf16: auto\noptimizer: adamw_torch_fused\ngradient_checkpointing: true\n",
+    "axolotl experts": "adapter: qlora\nload_in_4bit: true\nlora_r: 8\nlora_target_modules: [q_proj, o_proj]\n"
+    "sequence_len: 24\nmicro_batch_size: 2\nbf16: auto\noptimizer: adamw_torch_fused\n",
+    "llama_factory vision": "stage: sft\nfinetuning_type: full\nfreeze_vision_tower: true\nimage_max_pixels: 262144\n"
+    "template: qwen3_vl_nothink\ncutoff_len: 24\nbf16: true\nper_device_train_batch_size: 1\n",
+    "axolotl reward": "reward_model: true\nnum_labels: 1\nsequence_len: 24\nmicro_batch_size: 2\nbf16: auto\n"
+    "optimizer: adamw_torch_fused\nattn_implementation: sdpa\ngradient_checkpointing: true\n",
     "axolotl unfrozen": "unfrozen_parameters: [lm_head.*, 'layers.[1-2].']\nsequence_len: 24\nmicro_batch_size: 2\n"
     "bf16: true\noptimizer: adamw_torch_fused\nattn_implementation: sdpa\n",
     "axolotl full": "sequence_len: 24\nmicro_batch_size: 2\nbf16: true\noptimizer: adafactor\nspecial_tokens: {a: b}\n"
@@ -77,12 +86,27 @@ FILES: dict[str, str] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+@pytest.fixture
+def config(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
     """A model whose logits are much larger than the scalars that a Trainer keeps."""
     folder = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
-    LlamaConfig(vocab_size=4000, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(folder)
+    if name == "llama_factory vision":
+        text = {**QWEN3["text_config"], **SIZES, "vocab_size": 4000, "head_dim": 16}  # type: ignore[dict-item]
+        text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [4, 2, 2]}
+        sight = {**QWEN3["vision_config"], "out_hidden_size": 64}  # type: ignore[dict-item]
+        qwen = {**QWEN3, "text_config": text, "vision_config": sight}
+        qwen["architectures"] = ["Qwen3VLForConditionalGeneration"]
+        (folder / "config.json").write_text(json.dumps(qwen))
+    elif name == "axolotl experts":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+        MixtralConfig(vocab_size=4000, architectures=["MixtralForCausalLM"], **SIZES, **experts).save_pretrained(
+            folder
+        )
+    else:
+        LlamaConfig(vocab_size=4000, architectures=["LlamaForCausalLM"], **SIZES).save_pretrained(folder)
     return folder
 
 
@@ -118,10 +142,11 @@ class FactoryDPO(trl.DPOTrainer):
 def started_model(content: Mapping[str, Any], kind: str, model: Path, out: Path) -> Any:
     """The model that a run starts from; in bitsandbytes' own 4-bit layers if the file asks for them."""
     config = AutoConfig.from_pretrained(model)
-    if kind == "reward":
+    if kind == "reward" or content.get("reward_model"):
         config.num_labels = 1
         return AutoModelForSequenceClassification.from_config(config)
-    started = AutoModelForCausalLM.from_config(config)
+    seeing = hasattr(config, "vision_config")
+    started = (AutoModelForImageTextToText if seeing else AutoModelForCausalLM).from_config(config)
     if not content.get("load_in_4bit"):
         return started
     pytest.importorskip("bitsandbytes")
@@ -149,36 +174,44 @@ def measured(content: Mapping[str, Any], kind: str, model: Path, out: Path, spec
     else:
         names = {"micro_batch_size": "per_device_train_batch_size", "optimizer": "optim"}
         plain = {names.get(name, name): value for name, value in plain.items()} | {"bf16": True}
-        of_pairs = (
-            {"max_length": TOKENS, "beta": content.get("pref_beta", 0.1)} if content.get("stage") == "dpo" else {}
-        )
+        of_pairs = {"max_length": TOKENS, "beta": content.get("pref_beta", 0.1)} if spec.trainer.trainer else {}
         plain |= of_pairs
-        cls = trl.DPOConfig if of_pairs else TrainingArguments if kind == "axolotl" else Seq2SeqTrainingArguments
+        cls = TrainingArguments if kind == "axolotl" else Seq2SeqTrainingArguments
+        if of_pairs:
+            cls = getattr(trl, f"{TRL_TRAINERS[spec.trainer.trainer]}Config")
         (args,) = HfArgumentParser((cls,)).parse_dict({**given, **plain, **QUIET}, allow_extra_keys=True)
         rank = content.get("lora_r") or content.get("lora_rank")
         adapts = "adapter" in content or content.get("finetuning_type") == "lora"
-        # Both load weights that are not trained in bf16; axolotl also those that are, but for embeddings, norms, head.
+        # Both load weights in bf16. LLaMA-Factory casts those that it trains to float32 if there are no adapters, and
+        # axolotl embeddings, norms and head. Before adapters it prepares packed models, and casts the same back.
         part_of_it = content.get("finetuning_type") == "freeze"
         if not content.get("load_in_4bit"):
-            started = started.to(torch.bfloat16 if adapts or part_of_it or kind == "axolotl" else torch.float32)
-        trained = content.get("unfrozen_parameters") or (["layers.[12]."] if part_of_it else [""])
+            started = started.to(torch.bfloat16)
+        elif kind == "axolotl":
+            started = prepare_model_for_kbit_training(started, use_gradient_checkpointing=False)
+        trained = content.get("unfrozen_parameters") or (["layers.[12]."] if part_of_it else ["^(?!.*visual)"])
         for name, parameter in started.named_parameters():
             parameter.requires_grad_(parameter.is_floating_point() and any(re.search(one, name) for one in trained))
-            if part_of_it and parameter.requires_grad:
+            if kind != "axolotl" and parameter.requires_grad and not adapts:
                 parameter.data = parameter.data.float()
-        if kind == "axolotl" and not adapts:
-            for part, layer in started.named_modules():
-                if "norm" in part or "embed" in part or part == "lm_head":
-                    layer.to(torch.float32)
+        for part, layer in started.named_modules() if kind == "axolotl" else ():
+            if "norm" in part or "embed" in part or part == "lm_head":
+                layer.to(torch.bfloat16 if adapts else torch.float32)
         if adapts:
             dropout = content.get("lora_dropout", 0.0)
-            started = get_peft_model(started, LoraConfig(r=rank, lora_dropout=dropout, target_modules="all-linear"))
+            targets = content.get("lora_target_modules", "all-linear")
+            started = get_peft_model(started, LoraConfig(r=rank, lora_dropout=dropout, target_modules=targets))
         more = {"data_collator": DataCollatorForLanguageModeling(_tokenizer(), mlm=False)}
         make, row = (Trainer if kind == "axolotl" else Seq2SeqTrainer), {"input_ids": [1] * TOKENS}
         if of_pairs:
-            started = started.get_base_model() if adapts else started
-            more = {"processing_class": _tokenizer(), "peft_config": LoraConfig(r=rank, target_modules="all-linear")}
-            make, row = FactoryDPO, ROW["dpo"]
+            more = {"processing_class": _tokenizer()}
+            if adapts:
+                started = started.get_base_model()
+                more["peft_config"] = LoraConfig(r=rank, target_modules="all-linear")
+            make, row = (
+                trl.RewardTrainer if spec.trainer.trainer == "reward" else FactoryDPO,
+                ROW[spec.trainer.trainer],
+            )
     rows = Dataset.from_list([row] * 2 * args.per_device_train_batch_size * args.gradient_accumulation_steps)
     trainer = make(started, args=args, train_dataset=rows, **more)
     ACCallback(spec.policy).attach(trainer)
