@@ -235,9 +235,8 @@ def compiled_steps(
 @contextmanager
 def _apart() -> Iterator[None]:
     """Keeps what a trace compiles apart from what this process has compiled, which stays compiled."""
-    from ckpt_ft.compat.compiler import code_entries, convert_frame, eval_frame, next_region
+    from ckpt_ft.compat.compiler import code_entries, convert_frame, next_region, set_region
 
-    set_region: Any = getattr(eval_frame, "set_eval_frame_isolate_recompiles_id", None)  # of newer versions of torch
     known = (code() for code in convert_frame.input_codes.seen)
     if set_region is None or not any(code_entries(code) for code in known if code):
         torch.compiler.reset()
