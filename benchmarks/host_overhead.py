@@ -2,13 +2,11 @@
 
     python benchmarks/host_overhead.py [--repeats 25] [--models llama qwen3 unet vit] [--json FILE]
     python benchmarks/host_overhead.py --verify
-    python benchmarks/host_overhead.py --verify --cards a100-80gb h100 rtx-4090    # predicted for GPUs, under `full`
 
 The host's time is that of forward and backward of models of 32 layers with tiny widths (for the U-Net: 32 resnet and
 transformer blocks), so that it is Python and dispatch. CPU time of the process is measured, which other processes
 hardly change; medians and ratios of medians are printed. Verification is timed in a Llama of 4 layers, 512 wide, on
-4 x 256 tokens; the fastest step counts. On a GPU the hashes read saved tensors twice, once in each run of a block, at
-the bandwidth of elementwise kernels.
+4 x 256 tokens; the fastest step counts.
 """
 
 from __future__ import annotations
@@ -34,15 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.pages import made_by, table
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError, run
-from ckpt_ft.memory.gpus import find_gpu
-from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.units import format_bytes
-from ckpt_ft.workloads.load import load
 
 Step = Callable[[nn.Module], torch.Tensor]
 KEEP = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten._scaled_dot_product")
 VERIFIED = ("full", "save:attention+matmul", "segments:2", "pointwise", "full,offload")
-OF_CARDS = (("Qwen/Qwen2.5-0.5B", 4, 1024), ("meta-llama/Llama-3.2-1B", 4, 1024), ("meta-llama/Llama-3.1-8B", 1, 4096))
 
 
 def language_model(kind: str, layers: int, shape: tuple[int, int] = (1, 8), **more: int) -> tuple[nn.Module, Step]:
@@ -153,25 +146,10 @@ def measure_verified(policy: str, repeats: int, device: str = "cpu") -> dict[str
     return {v: min(found) for v, found in timed(build, variants, repeats, device, warmup=1, kernels=True).items()}  # type: ignore[arg-type]
 
 
-def predict_verified(name: str, batch: int, length: int, card: str) -> tuple[int, float, float]:
-    """Returns the bytes that a plain step saves, the seconds of the step under `full`, and those of the hashes."""
-    gpu = find_gpu(card)
-    spec = TrainingSpec.of(name, dtype="bfloat16", seq_length=length, attn_implementation="flash_attention_2")
-    workload = load(spec, gpu)
-    saved = sum(workload.trace(batch).module_activations().values())
-    apply_policy(workload.model, "full")
-    return saved, workload.trace(batch).seconds, 2 * saved / (gpu.bandwidth * gpu.bandwidth_efficiency)
-
-
-def verification(cards: list[str], repeats: int) -> None:
-    """Prints what verification costs: predicted for `cards`, or measured here."""
-    for name, batch, length in OF_CARDS if cards else ():
-        for card in cards:
-            saved, step, more = predict_verified(name, batch, length, card)
-            print(f"| {name}, {batch} x {length} | {card} | {format_bytes(saved)} | {step:.3f} | {more / step:+.1%} |")
-    if not cards:
-        print("| policy | step, s | verified, s | more |\n|---|---|---|---|")
-    for policy in () if cards else VERIFIED:
+def verification(repeats: int) -> None:
+    """Prints what verification costs here."""
+    print("| policy | step, s | verified, s | more |\n|---|---|---|---|")
+    for policy in VERIFIED:
         never, always = measure_verified(policy, repeats).values()
         print(f"| {policy} | {never:.2f} | {always:.2f} | {always / never - 1:+.0%} |", flush=True)
 
@@ -189,14 +167,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--json", type=Path, help="also write the medians and where they were measured")
     parser.add_argument("--verify", action="store_true", help="the cost of verification instead")
-    parser.add_argument("--cards", nargs="*", default=[], help="with --verify: predict it for these")
     args = parser.parse_args()
     if unknown := set(args.models) - set(MODELS):
         raise UserError(f"--models: no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     if args.verify:
-        return verification(args.cards, args.repeats or 4)
+        return verification(args.repeats or 4)
     print(made_by())
     results, repeats = {}, args.repeats or 25
     for name in args.models:

@@ -52,6 +52,12 @@ def speed(trace: StepTrace, row: Settings) -> float:
     return row["seq_length"] * row.get("batch_size", 1) / trace.seconds
 
 
+def hashed(trace: StepTrace, plain: StepTrace, row: Settings) -> float:
+    """Share of a step's seconds that hashes take: elementwise kernels that read twice what a plain step saves."""
+    gpu = find_gpu(row["device"])
+    return 2 * kept(plain) / (gpu.bandwidth * gpu.bandwidth_efficiency) / trace.seconds
+
+
 # column -> (trace of the row, of the first row of the section, settings of the row) -> its cell
 COLUMNS: dict[str, Callable[[StepTrace, StepTrace, Settings], str]] = {
     "peak GiB": lambda trace, first, row: f"{trace.peak_allocated / GIB:.2f}",
@@ -63,6 +69,7 @@ COLUMNS: dict[str, Callable[[StepTrace, StepTrace, Settings], str]] = {
     "ms": lambda trace, first, row: f"{trace.seconds * 1e3:.0f}",
     "s": lambda trace, first, row: f"{trace.seconds:.0f}",
     "time": lambda trace, first, row: f"{trace.seconds / first.seconds - 1:+.0%}",
+    "verified": lambda trace, first, row: f"{hashed(trace, first, row):+.1%}" if row["policy"] != "none" else "",
     "tokens/s/GPU": lambda trace, first, row: f"{speed(trace, row):,.0f}",
     "tokens/s": lambda trace, first, row: f"{speed(trace, row) * row.get('launch', {}).get('processes', 1):,.0f}",
 }
