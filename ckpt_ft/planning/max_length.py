@@ -25,11 +25,12 @@ from ckpt_ft.workloads.workload import Step, Workload, or_loop
 
 from .batch_size import Trial, find_max_batch_size
 from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
+from .depth import UNITS, shortened, suits
 from .launches import OF_LONG, Extended, Launches, search_shared, split_by_sharing
 from .plan import searching
 from .scaled_traces import HIGH, Estimates
 from .search import trace_final_batches
-from .tracing import Report, run_tasks
+from .tracing import Report, Tracer, run_tasks
 
 GRANULARITY = 256  # tokens
 LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "full,head,offload,tile:16")
@@ -202,7 +203,11 @@ def predict_max_length(
         else:
             room = room_of(workload.launch)
             most_pieces = limited_by_phases(pieces, room, most_pieces)
-            estimates = Estimates(tracer, room, _TARGET, most=most_pieces, tolerance=_TOLERANCE, separate=True)
+            shallow = None if workload.compile or not all(map(suits, policies)) else shortened(pieces, UNITS[0])
+            estimates = Estimates(
+                tracer, room, _TARGET, most=most_pieces, tolerance=_TOLERANCE, separate=True,
+                few=Tracer(shallow[0], report=say) if shallow else None,
+            )  # fmt: skip
             candidates, rejected = _settled(estimates, policies, jobs, on_fit), dict(estimates.rejected)
         if not estimates.anchors:
             raise UserError("no policy suits the model: " + "; ".join(rejected.values()))

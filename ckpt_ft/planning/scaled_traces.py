@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Generic, TypeVar
 
 from ckpt_ft.memory.record.events import Op, Storage
 from ckpt_ft.memory.record.trace import StepTrace
 
 from .budget import Candidate, MemoryBudget, better, largest_fitting
-from .depth import UNITS, shortened, suits
 from .tracing import Tracer
 
 Value = TypeVar("Value", bound=tuple[int, ...])
@@ -237,8 +236,7 @@ class Estimates:
     Attributes:
         batch: the only batch size to look at; None for all sizes up to `most`.
         tolerance: share of the largest batch that a search may miss, so that it ends after fewer traces.
-        few: traces the same model with fewer blocks, from which the growth with the batch is learned; by default one
-            with `UNITS[0]` units if the model has more.
+        few: traces the same model with fewer blocks, if the growth with the batch is to be learned from it.
         separate: whether each anchor has a session of its own, as final traces have, with the same reserved bytes. A
             search then also finds batch sizes that fit above one that does not.
         anchors: the trace of each policy at `batch`, or at `LOW`.
@@ -268,14 +266,6 @@ class Estimates:
     _peaks: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
     _floors: dict[tuple[str, int, int], int] = field(default_factory=dict)
 
-    @cached_property
-    def _few(self) -> Tracer:
-        """Traces the same model with fewer blocks if it has more; else the model itself."""
-        if self.few is not None or self.tracer.workload.compile:
-            return self.few or self.tracer
-        fewer = shortened(self.tracer.workload, UNITS[0])
-        return self.tracer if fewer is None else Tracer(fewer[0], report=self.tracer.report)
-
     def trace_candidates(self, policies: Iterable[str]) -> None:
         """Trace the anchors of `policies`, and a second point of policies whose growth with the batch is unknown."""
         if self.tracer.workload.compile:
@@ -292,8 +282,7 @@ class Estimates:
         while unsure := [policy for policy in unsure if not self.growth.knows(self.anchors[policy])]:
             ends = unsure[:: max(len(unsure) - 1, 1)] if self.tracer.parallel else unsure[:1]  # the least similar ones
             unsure = [policy for policy in unsure if policy not in ends]
-            few = self._few if all(map(suits, ends)) else self.tracer
-            smalls, larges = (few.all([(policy, at) for policy in ends]) for at in (LOW, HIGH))
+            smalls, larges = ((self.few or self.tracer).all([(policy, at) for policy in ends]) for at in (LOW, HIGH))
             for small, large in zip(smalls, larges, strict=True):
                 assert not isinstance(small, str), "its policy has an anchor"
                 assert not isinstance(large, str), "it was traced at LOW"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ckpt_ft.planning.budget import Candidate, memory_budget
 from ckpt_ft.planning.estimate import estimate
 from ckpt_ft.planning.max_length import GRANULARITY, by_length, find_max_length, predict_max_length
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.planning.scaled_traces import Estimates
+from ckpt_ft.planning.scaled_traces import HIGH, Estimates
 from ckpt_ft.planning.tracing import Tracer
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.launch import Launch
@@ -63,6 +64,17 @@ def test_predicted_length_is_the_longest_that_fits(config: str) -> None:
         assert one.peak_reserved <= found.room.limit
         # Reserved bytes come in segments, so a few hundred more tokens can reserve as much or less.
         assert _peak(config, policy, round(1.1 * one.length), 3) > found.room.limit
+
+
+def test_model_with_four_blocks_shows_how_a_deep_one_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**_SIZES, "num_hidden_layers": 8, "model_type": "llama"}))
+    workload = load(TrainingSpec.of(str(path), dtype="bfloat16", lora_r=4), "t4")
+    search = partial(predict_max_length, workload, ("none", "full,head"), "2GiB", margin="0")
+    found = search()
+    assert min(one.length for one in found.ladder) > HIGH * GRANULARITY  # extrapolated
+    monkeypatch.setattr("ckpt_ft.planning.max_length.shortened", lambda workload, units: None)
+    assert found.ladder == search().ladder
 
 
 @pytest.mark.parametrize("kind", ["eager", "a mask of a sliding window"])
