@@ -13,7 +13,6 @@ import json
 import os
 import random
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +45,6 @@ _SHOWN = 3  # bad images named in an error
 UNDECODABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # errors of Pillow's decoders
 _REPEATED = re.compile(r"(\d{1,4})_(.+)")  # a folder of kohya's scripts: repeats of its images, and their caption
 _ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for a quarter turn
-_GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 _SOURCES = ("instance_data_dir", "dataset_name", "train_data_dir")
 
 
@@ -87,44 +85,39 @@ def undecoded(rows: Dataset) -> Dataset:
 
 
 def readable(rows: Dataset, source: str, *, skip: bool) -> Dataset:
-    """Returns the rows whose undecoded `image` can be read; prints the others, and what is converted to RGB."""
-    found = [_inspect(image, row) for row, image in enumerate(rows["image"])]
-    problems = list(dict.fromkeys(problem for problem, _ in found if problem))  # an image may be several rows
-    kinds = Counter(kind for problem, kind in found if kind)
+    """Returns the rows whose undecoded `image` can be read; prints the others."""
+    found = [_problem(image, row) for row, image in enumerate(rows["image"])]
+    problems = list(dict.fromkeys(filter(None, found)))  # an image may be several rows
     if problems and not skip:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         named = "; ".join(problems[:_SHOWN])
         raise UserError(f"{source}: {named}{more}; repair them, or leave them out with --skip_bad_images")
     for problem in problems:
         print(f"skipped: {problem}", flush=True)
-    if kinds:
-        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        print(f"{source}: {sum(kinds.values())} of {len(rows)} images are converted to RGB ({counts})", flush=True)
-    kept = [row for row, (problem, _) in enumerate(found) if problem is None]
+    kept = [row for row, problem in enumerate(found) if problem is None]
     if not kept:
         raise UserError(f"{source}: no readable image is left" if problems else f"{source}: there is no image in it")
     return rows.select(kept) if problems else rows
 
 
-def _inspect(image: Mapping[str, Any] | None, row: int) -> tuple[str | None, str]:
-    """Returns why the image cannot be used (None if it can), and its kind if it is not RGB."""
+def _problem(image: Mapping[str, Any] | None, row: int) -> str | None:
+    """Returns why the image cannot be used; None if it can."""
     if image is None or (image["bytes"] is None and not image["path"]):
-        return f"row {row + 1} has no image", ""
+        return f"row {row + 1} has no image"
     name = image["path"] or f"the image of row {row + 1}"
     try:
         if not (len(image["bytes"]) if image["bytes"] is not None else Path(image["path"]).stat().st_size):
-            return f"{name} is empty (0 bytes)", ""
+            return f"{name} is empty (0 bytes)"
         with _opened(image) as opened:
-            kind = _kind(opened)
             if row < DECODED:
                 to_rgb(opened)
     except FileNotFoundError:
-        return f"{name} does not exist", ""
+        return f"{name} does not exist"
     except UnidentifiedImageError:
-        return f"{name} is no image that Pillow can read", ""
+        return f"{name} is no image that Pillow can read"
     except UNDECODABLE as error:
-        return f"{name} cannot be read ({one_line(error)})", ""
-    return None, kind
+        return f"{name} cannot be read ({one_line(error)})"
+    return None
 
 
 def open_image(image: Mapping[str, Any]) -> Image.Image:
@@ -161,13 +154,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def _opened(image: Mapping[str, Any]) -> Image.Image:
     return Image.open(image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"]))
-
-
-def _kind(image: Image.Image) -> str:
-    """Describes an image that is not RGB; "" for RGB."""
-    if image.has_transparency_data:
-        return "with transparency, now over white"
-    return "of one channel" if image.mode in _GREY else "" if image.mode == "RGB" else f"of mode {image.mode}"
 
 
 @dataclass
