@@ -330,6 +330,7 @@ LEFT_OUT = {  # the content of a file -> what its answer is without
     AXOLOTL + "adapter: lora\noptimizer: dion": "optimizer dion: the adapters' states are predicted as AdamW's",
     DIFFUSERS + "offload_ema: true": "offload_ema: the moving average is predicted on the device",
     M + "template: qwen\nfinetuning_type: freeze\nuse_llama_pro: true": "use_llama_pro: the last blocks are predicted",
+    M + "template: qwen\nuse_apollo: true\nfinetuning_type: full\napollo_rank: 16": "apollo_rank: gradients are",
     M + "template: qwen\nuse_unsloth: true\nuse_v1_kernels: true": "use_unsloth, use_v1_kernels: fused kernels: fewer",
 }
 
