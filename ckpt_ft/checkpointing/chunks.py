@@ -50,6 +50,7 @@ class InChunks(Checkpointed):
             return [forward(*chunk) for chunk, _ in prepared]
         outputs, before = [], ""
         for first, call in calls:
+            first.contents = self.state.contents(self.module, ())  # the chunk before may have set up a layer
             outputs.append(call())
             written = first.state.written()
             if before and written:
