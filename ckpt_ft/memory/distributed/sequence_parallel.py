@@ -60,7 +60,7 @@ def check(model: nn.Module, launch: Launch) -> None:
     elif launch.by_transformers and hasattr(model, "peft_config"):
         problem = f"{'tensor' if launch.tp > 1 else 'expert'} parallelism of adapters is not predicted"
     elif launch.by_transformers and not _divided_by_transformers():
-        problem = "needs transformers 5.23 or newer, which divides a model that it has loaded"
+        problem = "tensor and expert parallelism need transformers 5.23 or newer"
     elif launch.ep > 1 and not getattr(model, "ep_plan", None):
         problem = f"transformers has no expert-parallel plan for {type(model).__name__}"
     elif launch.ep > 1 and (experts := experts_of(model)) % launch.ep:
@@ -174,7 +174,7 @@ def ring_attention(mesh: DeviceMesh, rotation: str) -> Iterator[None]:
     with patched(ring=checked), rings_on_cpu(), ExitStack() as stack:
         with no_modes():
             sharing.__enter__()
-        stack.push(sharing)
+        stack.callback(sharing.__exit__, None, None, None)  # torch 2.11 would not restore attention after an error
         try:
             yield
         except RuntimeError as error:

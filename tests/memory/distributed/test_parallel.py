@@ -11,6 +11,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 from two_ranks import workload
+from versions import is_older
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.collectives import bus_bandwidth
@@ -26,6 +27,8 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.workload import Workload
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
+OLD = is_older("transformers", "5.23")  # which divides no model that is loaded already
+BY_TRANSFORMERS = pytest.mark.skipif(OLD, reason="needs transformers 5.23")
 LAYERS, HIDDEN, TOKENS, FLOAT = 3, 64, 64, 4  # the model of two_ranks.py, with 4 heads of 16 and 2 key heads
 
 
@@ -103,11 +106,25 @@ def test_models_and_batches_that_the_libraries_refuse() -> None:
         (Launch("fsdp2", 2, cp=2), "eager", "Trainer takes context parallelism with sdpa attention only; set attn_"),
         (Launch("zero3", 8, sp=8), "sdpa", "4 heads and 2 key-value heads: DeepSpeed needs multiples of 8"),
         (Launch("ddp", 4, tp=4), "sdpa", "4 heads and 2 key-value heads are no multiples of 4"),
+        *([(Launch("ddp", 2, tp=2), "sdpa", "expert parallelism need transformers 5.23")] if OLD else []),
         (Launch("fsdp2", 3, cp=3), "sdpa", "sequences of 64 tokens; give a multiple of 6"),
     ):
         asked.model.set_attn_implementation(attention)
         with pytest.raises(UserError, match=message):
             replace(asked, launch=launch).trace(1)
+    asked.model.set_attn_implementation("sdpa")
+    ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(TOKENS)[None] % 32}
+    for launch in (Launch("fsdp2", 2, cp=2), Launch("zero3", 2, sp=2)):
+        with pytest.raises(UserError, match="packed rows need a mask, and masks are dropped where ranks share"):
+            replace(asked, launch=launch, make_batch=lambda *_: batch).trace(1)
+    asked.model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    with pytest.raises(UserError, match="does not support attention layers of type"):
+        replace(asked, launch=Launch("fsdp2", 2, cp=2)).trace(1)
+
+
+@BY_TRANSFORMERS
+def test_models_that_transformers_does_not_divide() -> None:
     for kind, ranks, message in (
         ("llama", 2, "transformers has no expert-parallel plan for LlamaForCausalLM"),
         ("experts", 3, "4 experts are no multiple of 3"),
@@ -125,15 +142,6 @@ def test_models_and_batches_that_the_libraries_refuse() -> None:
     )
     with pytest.raises(UserError, match="does not take weights that are divided over GPUs, so it is not predicted"):
         divided.trace(1)
-    asked.model.set_attn_implementation("sdpa")
-    ids = torch.zeros(1, TOKENS, dtype=torch.long)
-    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(TOKENS)[None] % 32}
-    for launch in (Launch("fsdp2", 2, cp=2), Launch("zero3", 2, sp=2)):
-        with pytest.raises(UserError, match="packed rows need a mask, and masks are dropped where ranks share"):
-            replace(asked, launch=launch, make_batch=lambda *_: batch).trace(1)
-    asked.model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
-    with pytest.raises(UserError, match="does not support attention layers of type"):
-        replace(asked, launch=Launch("fsdp2", 2, cp=2)).trace(1)
 
 
 def sent(trace: StepTrace, phase: str, group: tuple[int, int], *names: str) -> int:
@@ -145,10 +153,10 @@ def sent(trace: StepTrace, phase: str, group: tuple[int, int], *names: str) -> i
 @pytest.mark.parametrize(
     ("launch", "kind"),
     [
-        (Launch("ddp", 2, tp=2), "llama"),
-        (Launch("fsdp2", 4, cp=2, tp=2), "llama"),
+        pytest.param(Launch("ddp", 2, tp=2), "llama", marks=BY_TRANSFORMERS),
+        pytest.param(Launch("fsdp2", 4, cp=2, tp=2), "llama", marks=BY_TRANSFORMERS),
         (Launch("zero1", 2, sp=2), "llama"),
-        (Launch("fsdp2", 2, ep=2), "experts"),
+        pytest.param(Launch("fsdp2", 2, ep=2), "experts", marks=BY_TRANSFORMERS),
     ],
     ids=str,
 )
@@ -176,6 +184,9 @@ def test_bytes_sent_per_layer() -> None:
     for phase in ("forward", "backward"):
         assert sent(heads, phase, (2, 1), "alltoall") == LAYERS * exchanged
 
+
+@BY_TRANSFORMERS
+def test_bytes_sent_per_layer_that_transformers_divides() -> None:
     apart = workload(Launch("fsdp2", 4, ep=2), "none", "experts", 1).trace(1)
     routed = TOKENS * 2 * HIDDEN * FLOAT // 2  # two experts per token, half of them on the other rank
     for phase in ("forward", "backward"):  # to the experts and back
