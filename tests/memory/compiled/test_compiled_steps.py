@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile
 from trace_models import adamw, language_model, training_step, vit
+from versions import is_older
 
 from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.errors import UserError
@@ -617,6 +618,7 @@ def test_peak_and_buffers_are_those_of_bitsandbytes(what: str, policy: str) -> N
     assert predicted == pytest.approx(recorded, rel=0.02)
 
 
+@pytest.mark.skipif(is_older("accelerate", "1.15"), reason="a copy calls the original model's forward")
 @pytest.mark.parametrize("policy", ["full", "every:2,pointwise"])
 def test_a_policy_leaves_regions_compiled_that_accelerate_compiles_in_a_copy_of_the_model(policy: str) -> None:
     def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:

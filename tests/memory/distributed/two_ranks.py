@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from versions import is_older
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.distributed.wrap import library_patches, separate_meshes, share
@@ -36,12 +37,14 @@ PROCESSES = 2
 # DDP rebuilds its buckets after the first step; the minimum over the other steps is what the step itself needs
 STEPS = 6
 FEW = "fsdp2 kept", "fsdp2 accumulated", "fsdp2 uneven LoRA", "ddp head", "cp", "tp", "ep"
+OLD = is_older("transformers", "5.23")  # which divides no model that is loaded already
 Case = tuple[str, Launch, str, str, int]
 
 
 def cases(few: bool = False) -> list[Case]:
     """Returns the cases: name, launch, policy, kind of model, micro-batches."""
-    return [case for case in _all() if not few or case[0] in FEW]
+    found = [case for case in _all() if not few or case[0] in FEW]
+    return [case for case in found if not (OLD and case[1].by_transformers)]
 
 
 def _all() -> Iterator[Case]:
@@ -273,6 +276,7 @@ def main(out: str, few: str = "") -> None:
     policies = {"cp": ("full,tile:4",) if few else ("none", "full,tile:4"), "tp": ("full,head,tile:4",)}
     if few:
         del shared["cp alltoall"]
+    shared = {name: launch for name, launch in shared.items() if not (OLD and launch.by_transformers)}
     for name, launch in shared.items():
         for policy in policies.get(name, ("full",)):
             assert (far := gradient_error(launch, policy, "experts" if name == "ep" else "llama")) < 1e-6, (

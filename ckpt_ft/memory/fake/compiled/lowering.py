@@ -48,9 +48,9 @@ def compiling(model: nn.Module, what: str) -> Iterator[None]:
     if what == "whole":
         model.compile()
     elif what == "regional":
-        from accelerate.utils.other import compile_regions_fsdp2
+        from accelerate.utils import compile_regions_deepspeed  # in place, as for FSDP2 in newer versions
 
-        compile_regions_fsdp2(model)
+        compile_regions_deepspeed(model)
     try:
         yield
     finally:
