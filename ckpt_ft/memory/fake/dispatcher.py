@@ -8,7 +8,7 @@ arguments' shapes, strides and dtypes, and on the default dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -34,7 +34,8 @@ _CHANGES_SHAPE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::lift
 
 
 _LARGEST = 100_000  # cached calls for one kind of device, about 100 MB
-_Calls = dict[Any, tuple[Any, Any]]  # key -> recipe, and the `more` of `keep`
+_Recipe = Callable[[Fakes, tuple[Any, ...]], Any]  # makes a result from the arguments
+_Calls = dict[Any, tuple[_Recipe, Work]]  # by `call_key`
 # By compute capability and whether fp32 may be rounded, for each op. Shared, as a plan traces one model many times.
 _shared: dict[tuple[int, bool, bool], dict[Any, _Calls]] = {}
 
@@ -44,53 +45,20 @@ def forget() -> None:
     _shared.clear()
 
 
-class Memo:
-    """Results of fake ops by op and arguments, shared by all traces for one compute capability (0: the CPU)."""
-
-    def __init__(self, fakes: Fakes, arch: int) -> None:
-        self.fakes = fakes
-        rounds = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        self._known = _shared.setdefault((arch, *rounds), {})
-        if sum(map(len, self._known.values())) > _LARGEST:
-            self._known.clear()
-
-    def of(self, func: Any) -> Remembered | None:
-        """The cached calls of one op; None if its result depends on more than shapes."""
-        schema = schema_of(func)
-        into_given = any(argument.is_out for argument in schema.arguments)  # `out=` is no new tensor
-        if into_given or schema.name in _CHANGES_SHAPE or torch.Tag.inplace_view in func.tags:
-            return None
-        return Remembered(self.fakes, self._known.setdefault(func, {}))
+def _known_calls(arch: int) -> dict[Any, _Calls]:
+    """The cached calls for a compute capability (0: the CPU), by op."""
+    rounds = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    known = _shared.setdefault((arch, *rounds), {})
+    if sum(map(len, known.values())) > _LARGEST:
+        known.clear()
+    return known
 
 
-class Remembered:
-    def __init__(self, fakes: Fakes, known: _Calls) -> None:
-        self._fakes, self._known = fakes, known
-
-    def get(self, key: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
-        """New results like those of a cached call, and the `more` that was kept with it; None if the call is new."""
-        known = self._known.get(key)
-        if known is None:
-            return None
-        return self._make(known[0], args), known[1]
-
-    def keep(self, key: Any, args: tuple[Any, ...], out: Any, more: Any) -> None:
-        """Cache how to make `out` again; does nothing if the result depends on more than shapes."""
-        with suppress(Uncacheable):
-            self._known[key] = _recipe(out, args, _homes(args)), more
-
-    def _make(self, recipe: Any, args: tuple[Any, ...]) -> Any:
-        kind = recipe[0]
-        if kind == "tensor":
-            _, source, shape, stride, offset, dtype = recipe
-            if source is None:
-                return self._fakes.new(shape, stride, dtype)
-            return self._fakes.view(args[source], shape, stride, offset, dtype)
-        if kind == "argument":
-            return args[recipe[1]]
-        if kind == "sequence":
-            return recipe[1]([self._make(item, args) for item in recipe[2]])
-        return recipe[1]
+def _depends_on_shapes(func: Any) -> bool:
+    """Whether the result of an op depends on nothing but the shapes of its arguments."""
+    schema = schema_of(func)
+    into_given = any(argument.is_out for argument in schema.arguments)  # `out=` is no new tensor
+    return not (into_given or schema.name in _CHANGES_SHAPE or torch.Tag.inplace_view in func.tags)
 
 
 def _homes(args: tuple[Any, ...]) -> dict[int, int | None]:
@@ -107,11 +75,17 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else ()
 
 
-def _recipe(out: Any, args: tuple[Any, ...], homes: dict[int, int | None]) -> Any:
+def _recipe(out: Any, args: tuple[Any, ...], homes: dict[int, int | None]) -> _Recipe:
+    """Returns how to make the result of a call once more.
+
+    Raises:
+        Uncacheable: it depends on more than shapes.
+    """
     if out is None or type(out) is int:  # attention returns lengths of sequences besides its output
-        return "plain", out
+        return lambda fakes, args: out
     if isinstance(out, (tuple, list)):
-        return "sequence", type(out), [_recipe(item, args, homes) for item in out]
+        kind, parts = type(out), [_recipe(item, args, homes) for item in out]
+        return lambda fakes, args: kind([part(fakes, args) for part in parts])
     if (
         type(out) is not FakeTensor
         or out.constant is not None
@@ -119,19 +93,21 @@ def _recipe(out: Any, args: tuple[Any, ...], homes: dict[int, int | None]) -> An
         or out.layout is not torch.strided
     ):
         raise Uncacheable
-    storage = out.untyped_storage()
+    storage, shape, stride, offset, dtype = (
+        out.untyped_storage(), out.shape, out.stride(), int(out.storage_offset()), out.dtype,
+    )  # fmt: skip
     if storage_pointer(storage) in homes:
         at = homes[storage_pointer(storage)]
         if at is None:
             raise Uncacheable
         same = next((place for place in range(at, len(args)) if args[place] is out), None)
         if same is not None:
-            return "argument", same
-        return "tensor", at, out.shape, out.stride(), out.storage_offset(), out.dtype
-    span = 1 + sum((n - 1) * step for n, step in zip(out.shape, out.stride(), strict=True)) if out.numel() else 0
-    if out.storage_offset() or storage.nbytes() != span * out.itemsize or out.is_conj() or out.is_neg():
+            return lambda fakes, args: args[same]
+        return lambda fakes, args: fakes.view(args[at], shape, stride, offset, dtype)
+    span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if out.numel() else 0
+    if offset or storage.nbytes() != span * out.itemsize or out.is_conj() or out.is_neg():
         raise Uncacheable
-    return "tensor", None, out.shape, out.stride(), 0, out.dtype
+    return lambda fakes, args: fakes.new(shape, stride, dtype)
 
 
 aten = torch.ops.aten
@@ -170,7 +146,7 @@ class FakeOps(RealOps):
         if gpu:
             rules, self._after = cuda.RULES, cuda.extra_allocations(capability)
         self._rules: dict[Any, Rule] = {**fake_kernels.RULES, **self._by_data.answers, **rules}
-        self._memo = Memo(fakes, capability)
+        self._known = _known_calls(capability)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
 
     def prepare(
@@ -191,7 +167,7 @@ class FakeOps(RealOps):
             return Handling(str(func), lambda func, args, kwargs: args[0].fake_device, silent=True)
         op = super().handling(func)
         op.answered = func in self._by_data.answers
-        op.calls = None if op.answered else self._memo.of(func)
+        op.calls = None if op.answered or not _depends_on_shapes(func) else self._known.setdefault(func, {})
         op.observe = self._by_data.observers.get(func)
         op.on_host = cuda.ON_HOST.get(func) if self.gpu else None
         return op
@@ -204,11 +180,14 @@ class FakeOps(RealOps):
             out, work = super().call(op, func, args, kwargs)
             return out, Work() if self.recorder.all_on_host(args) else work
         key = None if op.calls is None else call_key(args, kwargs)
-        known = None if op.calls is None or key is None else op.calls.get(key, args)
-        if known is None:
+        found = None if key is None else op.calls.get(key)
+        if found is not None:
+            known = found[0](self.fakes, args), found[1]
+        else:
             known = super().call(op, func, args, kwargs)
-            if op.calls is not None and key is not None:
-                op.calls.keep(key, args, *known)
+            with suppress(Uncacheable):
+                if key is not None:
+                    op.calls[key] = _recipe(known[0], args, _homes(args)), known[1]
         recorder = self.recorder
         out, work = known
         if func is _COPY and recorder.is_on_host(args[0]) != recorder.is_on_host(args[1]):

@@ -44,7 +44,7 @@ class Handling:
         after: called once its results are recorded.
         collective: it is one of torch.distributed's.
         silent: it has no tensors and does no work, like record_function: it is not recorded.
-        calls: earlier calls on fake tensors (`Remembered`); None where results depend on more than shapes.
+        calls: earlier calls on fake tensors, by `call_key`; None where results depend on more than shapes.
         answered: on fake tensors values.py or data_dependent_ops.py computes it.
         observe: called with what data_dependent_ops.py learns of a call: its arguments and its result.
         on_host: returns which of its results are on the host.
