@@ -401,7 +401,9 @@ def test_notes_and_lines_of_what_a_file_leaves_to_its_library(tmp_path: Path) ->
     images = {"model_name_or_path": "m", "template": "q", "image_max_pixels": 9, "freeze_vision_tower": False}
     read = read_training_file("run.yaml", content=images)
     assert read.flags["train_towers"] == "both"
-    assert read.left_out == ("image_max_pixels: rows of text are predicted; --images adds images and their encoder",)
+    assert read.left_out == (
+        "image_max_pixels: rows of text are predicted; --images and --max-pixels add images and their encoder",
+    )
 
 
 def test_trainer_and_freezing_are_without_packing(tmp_path: Path) -> None:
