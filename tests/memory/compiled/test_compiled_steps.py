@@ -468,7 +468,9 @@ def test_blocks_compiled_under_fsdp2() -> None:
         traces.append(trace_step(model, step, make_optimizer=adamw, device="h100", launch=launch, warmup_steps=0))
     sent = [[op.name for op in trace.ops if op.wire] for trace in traces]
     assert sent[1] == sent[0]
-    assert sent[1].count("c10d._allgather_base_.default") == 9  # the head is not released before its backward
+    # accelerate gathers embedding and head apart since 1.14; the head is not released before its backward
+    gathers = 8 if is_older("accelerate", "1.14") else 9
+    assert sent[1].count("c10d._allgather_base_.default") == gathers
     trace = traces[1]
     assert any("compiled: 2 graphs" in note for note in trace.notes)
     backward = [op.name for op in trace.ops if op.phase == "backward"]
