@@ -159,7 +159,6 @@ class FirstRun:
         self.proof: SavedTensorProof | None = None
         if comparison is not None:
             self.proof = SavedTensorProof(comparison)
-            self.parameters = [(comparison.saved(p, name), p) for name, p in self.state.parameters()]
             self.proof.enter_first_run()
         self.keeping.__enter__()
 
@@ -171,6 +170,8 @@ class FirstRun:
             return
         self.random = self.random.moved(self.drawn())
         self.state.end()
+        if self.comparison is not None:  # not before: bitsandbytes casts a bias once, in its first forward
+            self.parameters = [(self.comparison.saved(p, name), p) for name, p in self.state.parameters()]
         self.ended = True
 
 

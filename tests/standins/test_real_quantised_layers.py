@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from recipe_scripts import history, load_recipe
 from torch import nn
 from trace_models import adamw, peak_of_a_second_step, training_step
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TorchAoConfig,
+)
 
+from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.parity import check_parity
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record import cpu_kernels
@@ -72,6 +80,40 @@ def test_policies_keep_the_numbers_over_packed_layers(kind: str, tmp_path: Path)
     for policy in SAME + swap + (() if exact else REORDERED):
         parity = check_parity(model, BATCH, policy)
         assert parity.ok, parity
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2", "modules:attention"])
+def test_bias_that_bitsandbytes_casts_in_its_first_forward_is_no_difference(policy: str, tmp_path: Path) -> None:
+    """PEFT's preparation for k-bit training leaves biases in float32; the first forward of their layers casts them."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=96, use_cache=False, **sizes)).save_pretrained(tmp_path)  # type: ignore[arg-type]
+
+    def losses(policy: str) -> list[float]:
+        live = Qwen2ForCausalLM.from_pretrained(tmp_path, quantization_config=nf4(torch.bfloat16))
+        torch.manual_seed(0)
+        base = prepare_model_for_kbit_training(live, use_gradient_checkpointing=False)
+        model: Any = get_peft_model(base, LoraConfig(**LORA)).train()  # type: ignore[arg-type]
+        bias = live.model.layers[0].self_attn.q_proj.bias
+        assert bias.dtype == torch.float32
+        apply_policy(model, policy, verify="first")
+        optimizer, found = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1), []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**BATCH).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        assert bias.dtype == torch.bfloat16
+        return found
+
+    assert losses(policy) == losses("none")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
