@@ -26,6 +26,7 @@ from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.dispatch import Handling, wraps
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.memory.rules.fake_kernels import of_values
 
 aten = torch.ops.aten
 # Ops on tensors of the card that also take tensors of the host.
@@ -93,7 +94,7 @@ class ScriptOps(FakeOps):
             return type(value)(map(self.faked, value)) if isinstance(value, (tuple, list)) else value
         fake = self._met.get(id(value))
         if fake is None:
-            fake = self.fakes.mode.from_tensor(value) if value.device == CPU else self.fakes.like(value)
+            fake = self.fakes.of(value)
             self.values.keep(fake, value)
             self._met[id(value)] = fake
             fake.__dict__["_ckpt_ft_real"] = value
@@ -130,11 +131,10 @@ class ScriptOps(FakeOps):
         try:
             with self.fakes.mode:
                 given = self.faked(args)
-                if (
-                    func is aten._to_copy.default
-                ):  # the fake kernel returns its argument: to it, the device is the same
+                if func is aten._to_copy.default:  # the fake kernel returns its argument: the device is the same
                     layout = plain.get("memory_format") or torch.preserve_format
-                    out = torch.empty_like(given[0], dtype=plain.get("dtype"), memory_format=layout)
+                    kind = {"dtype": plain.get("dtype"), "memory_format": layout}
+                    out = of_values(aten.empty_like.default, given, kind)
                 else:
                     out = func(*given, **plain)
                 self.values.follow(func, given, plain, out)

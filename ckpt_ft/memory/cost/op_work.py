@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ckpt_ft.compat.distributed import world_of
 from ckpt_ft.compat.tensors import OpOverload, schema_of
+from ckpt_ft.memory.record.dispatch import plain
 
 from .kernels import ACROSS, CAST, DIRECT, EXACT, INDEXED, STRIDED, TF32, UNEVEN, WINDOW, WINOGRAD, Shape
 
@@ -105,13 +106,15 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     nbytes = sum(map(footprint, moved)) + sum(map(footprint, written))
     if _adds_sparse(func, args):
         nbytes = _ADDED_SPARSE * args[0].numel() * 4
+    dtype = "" if main is None else str(main.dtype)[6:]
+    if any(tensor.layout is not torch.strided for tensor in read):
+        return Work(0, nbytes, dtype, _kernels(func, args))  # a sparse matrix: few of the products of its shape
     flops = 0 if rule.flops is None else int(rule.flops(*args, **kwargs, out_val=out))
     causal = _position(func, "is_causal") if flops else None
     if causal is not None and args[causal : causal + 1] == (True,):
         flops //= 2  # the formula counts the masked half, which is not computed
     if flops and main is not None and main.is_complex():
         flops *= 4
-    dtype = "" if main is None else str(main.dtype)[6:]
     if flops and dtype == "float32" and _rounds_to_tf32(func):
         dtype = TF32
     return Work(flops, nbytes, dtype, _kernels(func, args), shape_of(func, args, out))
@@ -148,6 +151,8 @@ def _rounds_to_tf32(func: OpOverload) -> bool:
 
 def footprint(tensor: Tensor) -> int:
     """Bytes that a tensor occupies in memory; an expanded dimension counts once."""
+    if tensor.layout is not torch.strided:
+        return sum(map(footprint, plain(tensor)))
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else min(size, 1)

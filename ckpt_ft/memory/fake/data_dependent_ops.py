@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes, storage_pointer
+from ckpt_ft.memory.rules.fake_kernels import coalesced
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.recorder import Recorder
@@ -72,6 +73,7 @@ class DataDependentOps:
             aten.repeat_interleave.Tensor: self._repeat_interleave,
             aten._unique2.default: self._unique,
             aten.unique_consecutive.default: self._unique,
+            aten._coalesce.default: self._coalesce,
             aten._ctc_loss.Tensor: self._ctc_loss,
             aten._pack_padded_sequence.default: self._pack_padded_sequence,
         }
@@ -244,6 +246,10 @@ class DataDependentOps:
         values = args[0].flatten()
         indices = torch.empty(values.numel(), dtype=torch.int64, device="cpu")
         return torch.empty_like(values), indices, torch.empty_like(indices)
+
+    def _coalesce(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        self.recorder.note("the indices of a sparse tensor are taken to be all different: the worst case")
+        return coalesced(args[0])
 
     def _pack_padded_sequence(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The tokens of all rows, and how many rows each step has: a tensor of the host, which LSTMs read."""

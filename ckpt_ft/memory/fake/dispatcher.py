@@ -219,7 +219,7 @@ class FakeOps(RealOps):
         if isinstance(value, Tensor) and type(value) is not FakeTensor:
             known = self._fakes.get(id(value))
             if known is None:
-                fake = self.fakes.mode.from_tensor(value) if value.device == CPU else self.fakes.like(value)
+                fake = self.fakes.of(value)
                 self.values.keep(fake, value)
                 known = self._fakes[id(value)] = value, fake
             return known[1]

@@ -32,6 +32,8 @@ from ckpt_ft.compat.tensors import (
     no_dispatch,
     storage_pointer,
 )
+from ckpt_ft.memory.record.dispatch import plain as parts_of
+from ckpt_ft.memory.rules.fake_kernels import sparse_like
 
 from .values import attach, holds_sizes
 
@@ -62,11 +64,28 @@ class Fakes:
             meta.set_(of.untyped_storage(), offset, shape, stride)
             return self._of(meta)
 
-    def like(self, tensor: Tensor) -> FakeTensor:
-        """A fake tensor of the same shape, strides and dtype."""
-        return self.new(tensor.shape, tensor.stride(), tensor.dtype)
+    def of(self, tensor: Tensor) -> Tensor:
+        """A fake tensor in place of a real one, which may be a view."""
+        plain = tensor.device == CPU and tensor.layout is torch.strided
+        return self.mode.from_tensor(tensor) if plain else self.like(tensor)
 
-    def parameter(self, like: Tensor) -> FakeTensor:
+    def like(self, tensor: Tensor) -> Tensor:
+        """A fake tensor of the same shape, strides and dtype, or of the same sparse parts."""
+        if tensor.layout is torch.strided:
+            return self.new(tensor.shape, tensor.stride(), tensor.dtype)
+        parts = [self.like(part) for part in parts_of(tensor)]
+        for part, real in zip(parts, parts_of(tensor), strict=True):
+            part.untyped_storage().resize_(
+                real.untyped_storage().nbytes()
+            )  # of a coalesced tensor, it has room for more
+        if tensor.layout is not torch.sparse_coo:  # PyTorch makes no fake of a view of one
+            with no_dispatch():
+                meta = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device=_META)
+            tensor = self._of(meta)
+        with self.mode:
+            return sparse_like(tensor, *parts)
+
+    def parameter(self, like: Tensor) -> Tensor:
         """A fake parameter like another."""
         fake = self.like(like)
         fake.requires_grad_(like.requires_grad)

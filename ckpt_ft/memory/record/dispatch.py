@@ -62,6 +62,14 @@ class Handling:
 
 
 _is_wrapper = cache(is_wrapper_type)
+PARTS = "_ckpt_ft_parts"  # in the attributes of a fake tensor that has lost them
+_aten = torch.ops.aten
+_ROWS = _aten.crow_indices, _aten.col_indices, _aten.values
+_COLUMNS = _aten.ccol_indices, _aten.row_indices, _aten.values
+_PARTS = {  # of tensors that are not strided; those of other libraries' layouts are not known
+    torch.sparse_coo: (_aten._indices, _aten._values),
+    torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS, torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS,
+}  # fmt: skip
 
 
 def wraps(types: Sequence[type]) -> bool:
@@ -78,11 +86,13 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
             if isinstance(part, torch.Tensor):  # DTensor names its mesh too
                 yield from plain(part)
-    elif tensor.is_sparse:
-        with no_dispatch():  # no op of the step
-            yield from (torch.ops.aten._indices(tensor), torch.ops.aten._values(tensor))
-    else:
+    elif tensor.layout is torch.strided:
         yield tensor
+    elif PARTS in vars(tensor):
+        yield from vars(tensor)[PARTS]
+    else:
+        with no_dispatch():  # no op of the step
+            yield from [part(tensor) for part in _PARTS.get(tensor.layout, ())]
 
 
 @cache
@@ -165,7 +175,7 @@ def _describe(values: Any, parts: list[Any]) -> None:
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            if value.constant is not None or value.is_sparse:
+            if value.constant is not None or value.layout is not torch.strided:
                 raise Uncacheable
             parts += (value.shape, value.stride(), value.dtype, value.storage_offset())
         elif kind is list or kind is tuple:

@@ -34,6 +34,11 @@ def _host_bytes(nbytes: int, kind: str) -> int:
     return 1 << (nbytes - 1).bit_length() if kind == "pinned" else nbytes
 
 
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor, or of the first part of a sparse one."""
+    return (tensor if tensor.layout is torch.strided else next(plain(tensor))).untyped_storage()
+
+
 class Position(NamedTuple):
     """The length of each list of a record."""
 
@@ -207,11 +212,12 @@ class Recorder:
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Leave a tensor out of the record, because it is a number on the host."""
-        self._hold(tensor.untyped_storage(), -1)
+        for part in plain(tensor):
+            self._hold(part.untyped_storage(), -1)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in host memory, where kernels do not reach it, or ignored."""
-        seen = self.live.get(storage_pointer(tensor.untyped_storage()))
+        seen = self.live.get(storage_pointer(_storage(tensor)))
         return seen is not None and (seen.index < 0 or self.storages[seen.index].host_kind in ("pinned", "pageable"))
 
     def all_on_host(self, values: Any) -> bool:
@@ -222,7 +228,7 @@ class Recorder:
         numbers = 0  # on the device
         numbers_of_host = sizable = False
         for tensor in tensors(values):
-            if tensor.layout is torch.strided and self.is_on_host(tensor):
+            if self.is_on_host(tensor):
                 sizable, numbers_of_host = sizable or tensor.dim() > 0, True
             elif tensor.dim():
                 return False
@@ -237,7 +243,7 @@ class Recorder:
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
         """Index of the tensor's storage in the record, None if it is not followed."""
-        seen = self.live.get(storage_pointer(tensor.untyped_storage()))
+        seen = self.live.get(storage_pointer(_storage(tensor)))
         return None if seen is None or seen.index < 0 else seen.index
 
     def follow(
@@ -253,9 +259,8 @@ class Recorder:
             on_host: the kind of host memory that it is in.
         """
         if tensor.layout is not torch.strided:
-            if tensor.is_sparse:
-                for part in plain(tensor):
-                    self.follow(part, category, op, module, resident)
+            for part in plain(tensor):
+                self.follow(part, category, op, module, resident, on_host)
             return
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()

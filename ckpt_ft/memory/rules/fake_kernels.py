@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_ft.compat.tensors import suggest_memory_format
-from ckpt_ft.memory.record.dispatch import Rule
+from ckpt_ft.compat.tensors import no_dispatch, suggest_memory_format
+from ckpt_ft.memory.record.dispatch import PARTS, Rule, plain
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -66,32 +66,50 @@ def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     return torch.empty(shape, dtype=kwargs.get("out_dtype") or a.dtype, device=_CPU)
 
 
+def sparse_like(tensor: Tensor, *parts: Tensor) -> Tensor:
+    """A fake sparse tensor like another, of these parts; PyTorch's fakes of compressed rows or columns lose theirs."""
+    *indices, values = parts
+    if tensor.layout is torch.sparse_coo:
+        with no_dispatch():
+            dims, coalesced = (tensor.sparse_dim(), tensor.dense_dim()), tensor.is_coalesced()
+        kind = {"dtype": values.dtype, "layout": tensor.layout, "device": _CPU}
+        made = aten._sparse_coo_tensor_with_dims_and_tensors(*dims, tensor.shape, *indices, values, **kind)
+        return aten._coalesced_(made, coalesced)
+    made = aten._to_copy(tensor, dtype=values.dtype)
+    vars(made)[PARTS] = parts
+    return made
+
+
+def of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Of a sparse tensor, the fake kernel returns one without elements. [ATen/native/sparse/SparseTensor.cpp]"""
+    if args[0].layout is torch.strided:
+        return func(*args, **kwargs)
+    *indices, values = plain(args[0])
+    return sparse_like(args[0], *map(torch.clone, indices), func(values, *args[1:], **kwargs))
+
+
+def transposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A sparse matrix of coordinates is copied. [ATen/native/TensorShape.cpp, transpose]"""
+    out: Tensor = func(*args, **kwargs)
+    return sparse_like(out, *map(torch.clone, plain(args[0]))) if out.layout is torch.sparse_coo else out
+
+
 def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The fake kernel loses the number of elements of the mask. [ATen/native/sparse/SparseTensor.cpp]"""
-    dense, mask = args[:2]
-    return _sparse_like(mask, aten._indices(mask).clone(), torch.empty_like(aten._values(mask), dtype=dense.dtype))
+    *indices, values = plain(args[1])
+    return sparse_like(args[1], *map(torch.clone, indices), torch.empty_like(values, dtype=args[0].dtype))
 
 
-def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def coalesced(tensor: Tensor) -> Tensor:
     """The fake kernel returns no elements, the real one has room for all. [ATen/native/sparse/SparseTensor.cpp]"""
-    tensor = args[0]
-    if aten._nnz(tensor) > 1:
-        tensor = _sparse_like(tensor, torch.empty_like(aten._indices(tensor)), torch.empty_like(aten._values(tensor)))
-    return aten._coalesced_(tensor, True)
+    made = tensor if aten._nnz(tensor) < 2 else sparse_like(tensor, *map(torch.empty_like, plain(tensor)))
+    return aten._coalesced_(made, True)
 
 
 def sparse_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """PyTorch has no fake kernel for it. [ATen/native/sparse/SparseTensorMath.cpp]"""
     _, sparse, dense = args
     return dense.new_empty(sparse.shape[0], dense.shape[1])
-
-
-def _sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    dims, kind = (tensor.sparse_dim(), tensor.dense_dim()), {"dtype": values.dtype, "layout": tensor.layout}
-    made: Tensor = aten._sparse_coo_tensor_with_dims_and_tensors(
-        *dims, tensor.shape, indices, values, **kind, device=_CPU
-    )
-    return made
 
 
 def reduced_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -114,7 +132,8 @@ RULES: dict[Any, Rule] = {
     aten.native_group_norm_backward.default: partial(gradient, lambda grad, args: as_dtype(grad, args[1].dtype)),
     aten._grouped_mm.default: grouped_mm,
     aten.sparse_mask.default: sparse_mask,
-    aten._coalesce.default: coalesce,
+    **dict.fromkeys((aten.clone.default, aten.neg.default, aten._to_copy.default), of_values),
+    **dict.fromkeys((aten.t.default, aten.transpose.int), transposed),
     aten._sparse_addmm.default: sparse_addmm,
     aten.mse_loss.default: reduced_loss,
     aten.smooth_l1_loss.default: reduced_loss,
