@@ -143,16 +143,17 @@ def _estimates(script: Script, card: GPU | None, answers: Sequence[Answer]) -> I
             if number == 0:
                 raise UserError(answer.error)
             continue
-        sizes = [next(iter(batch.values()), (1,)) for batch in answer.batches] or [(1,)]
+        batches = answer.batches or [{}]  # the step is of another model
+        sizes = [next(iter(batch.values()), (1,)) for batch in batches]
         largest = max(sizes, key=lambda size: size[:2])
-        given = "; ".join(f"{name} {'x'.join(map(str, size))}" for name, size in answer.batches[0].items())
+        given = "; ".join(f"{name} {'x'.join(map(str, size))}" for name, size in batches[0].items())
         looked = f"step {answer.step} of the {answer.steps} looked at is the highest: {given}"
         yield replace(
             of_trace(answer.trace, card, None, card.memory if card else None),
             model=f"{Path(script.name).name}: {answer.model}",
             policy=answer.policy or "as the script has it",
             batch_size=largest[0] if largest else 1,
-            accumulation=len(answer.batches) or 1,
+            accumulation=len(batches),
             notes=[looked, *answer.trace.notes],
         )
 

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from weakref import finalize
 
 import numpy
 import torch
 from torch import Tensor, nn
 
 from ckpt_ft.compat.card import record_history
-from ckpt_ft.compat.tensors import FakeTensor, no_dispatch
+from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
 
@@ -39,7 +40,10 @@ def show_tensors(tracker: ScriptTracker) -> None:
             tracker.recorder.note(_UNKNOWN)
             with no_dispatch():
                 known = torch.ones(tensor.shape, dtype=tensor.dtype)
-        return known.float().numpy() if known.dtype is torch.bfloat16 else known.numpy()
+        with no_modes():
+            array = known.float().numpy() if known.dtype is torch.bfloat16 else known.numpy()
+        finalize(array, id, tensor)  # an array keeps the memory of its tensor
+        return array
 
     def formatted(tensor: Tensor, spec: str) -> str:
         plain = type(tensor) is FakeTensor and tensor.dim() == 0

@@ -46,7 +46,7 @@ from .longest import longest_first
 from .ops import ScriptOps, ScriptTracker
 from .script import AS_IT_IS, OUTPUT, Answer, Question, random_states, set_random_states
 from .training_loop import TrainingLoop, before_saving, modules_alive, whole_model
-from .weightless import load_no_weights
+from .weightless import load_no_weights, when_imported
 
 _EAGER = "torch.compile is left out: the answer is that of the eager step"
 
@@ -292,7 +292,10 @@ def _where(error: BaseException, name: str) -> str:
 
 
 def _leave_out(note: Callable[[str], None], longest: bool) -> None:
-    """Leave out torch.compile, inference mode, processes that load data, and with `longest` the order of the rows."""
+    """Leave out torch.compile, inference mode, processes that load data, and with `longest` the order of the rows.
+
+    Also the graph that a SummaryWriter draws of a model: it runs the model under torch.jit, which takes no fakes.
+    """
 
     def compile(model: Any = None, **kwargs: Any) -> Any:
         note(_EAGER)
@@ -306,6 +309,12 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
         guard.prev = torch.is_grad_enabled()
         torch.set_grad_enabled(not guard.mode)
 
+    def draw_no_graph() -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        SummaryWriter.add_graph = lambda *args, **kwargs: None  # type: ignore[method-assign]
+
+    when_imported("torch.utils.tensorboard.writer", draw_no_graph)
     loaders: Any = torch.utils.data.DataLoader
     loader, iterate = loaders.__init__, loaders.__iter__
     in_workers = WeakSet[Any]()
@@ -329,10 +338,10 @@ def _apart(batches: Iterator[Any]) -> Iterator[Any]:
     """Batches that workers make: outside of this process, so that they draw no random numbers of it."""
     end = object()
     while True:
-        states = random_states()
-        with no_modes(), torch.random.fork_rng(devices=[]):
+        with no_modes():
+            states = random_states()
             batch = next(batches, end)
-        set_random_states(states)
+            set_random_states(states)
         if batch is end:
             return
         yield batch

@@ -29,7 +29,7 @@ from .kept_files import KEPT, put_back
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.trace import StepTrace
 
-RandomStates = tuple[Any, Any]
+RandomStates = tuple[Any, Any, Any]  # of Python, NumPy and torch
 AS_IT_IS = ""  # the policy of a script that is left as it is
 OTHERWISE = ("pointwise", "save:attention", "full", "full,head", "full,head,offload")
 OUTPUT = "output"  # the file of what the script prints
@@ -97,14 +97,25 @@ class Script:
 
 
 def random_states() -> RandomStates:
-    """The states of Python's and NumPy's random numbers: other ones in each process, where torch's begin the same."""
-    return random.getstate(), numpy.random.get_state()
+    """The states of the random numbers of a process's host: without a seed, other ones in each process."""
+    import torch
+
+    return random.getstate(), numpy.random.get_state(), torch.get_rng_state()
 
 
-def set_random_states(states: RandomStates) -> None:
-    """Draw from here on what a process draws whose `random_states` these were."""
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])
+def set_random_states(states: RandomStates | None) -> None:
+    """Draw from here on what a process draws whose `random_states` these were; if None, the numbers of seed 0."""
+    import torch
+
+    if states is None:
+        random.seed(0)
+        numpy.random.seed(0)
+        torch.manual_seed(0)
+        return
+    of_python, of_numpy, of_torch = states
+    random.setstate(of_python)
+    numpy.random.set_state(of_numpy)
+    torch.set_rng_state(of_torch)
 
 
 @dataclass(frozen=True)
@@ -145,7 +156,7 @@ class Question:
     capacity: int | None = None
     otherwise: tuple[str, ...] = ()
     longest: bool = False
-    randomness: RandomStates = (random.Random(0).getstate(), numpy.random.RandomState(0).get_state())
+    randomness: RandomStates | None = None
 
 
 def ask(question: Question) -> list[Answer]:

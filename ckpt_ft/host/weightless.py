@@ -43,12 +43,15 @@ def load_no_weights(put: Put) -> None:
     """
     with suppress(ImportError):  # a package that is missing, or broken on this machine, is none of the script's
         _patch_transformers(put)
-    sys.meta_path.insert(0, _WhenImported("diffusers.models.modeling_utils", lambda: _patch_diffusers(put)))
+    when_imported("diffusers.models.modeling_utils", lambda: _patch_diffusers(put))
+
+
+def when_imported(name: str, call: Callable[[], None]) -> None:
+    """Call `call` when the script imports a module, after it: few scripts need one that takes long to import."""
+    sys.meta_path.insert(0, _WhenImported(name, call))
 
 
 class _WhenImported(MetaPathFinder):
-    """Calls `call` when the script imports a module, after it: few scripts need one that takes long to import."""
-
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self.name, self.call = name, call
 

@@ -129,6 +129,85 @@ def test_optimizers_that_step_in_hooks_of_their_weights(tmp_path: Path) -> None:
     assert peak(answer) == live(script)
 
 
+def test_sparse_gradients_keep_their_rows(tmp_path: Path) -> None:
+    """SparseAdam makes tensors of the rows that the step has read, which fakes of sparse tensors forget."""
+    script = written(
+        tmp_path,
+        "import torch\nmodel = torch.nn.Embedding(5000, 64, sparse=True)\n"
+        "optimizer = torch.optim.SparseAdam(model.parameters())\n"
+        "for _ in range(3):\n"
+        "    model(torch.randperm(5000)[:2048]).square().mean().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n",
+    )
+    (answer,) = dry(script)
+    assert peak(answer) == live(script)
+    assert "the indices of a sparse tensor are taken to be all different: the worst case" in answer.trace.notes
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_the_sparse_matrix_of_a_graph(tmp_path: Path, layout: str) -> None:
+    script = written(
+        tmp_path,
+        "import torch\nplaces = torch.randint(0, 4000, (2, 1 << 20))\n"
+        "values = torch.ones(1 << 20)\n"
+        "graph = torch.sparse_coo_tensor(places, values, (4000, 4000), check_invariants=True).coalesce()\n"
+        f"graph = graph.to_sparse_{layout}() if {layout != 'coo'} else graph\n"
+        "where = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+        "model, graph = torch.nn.Linear(8, 8).to(where), graph.to(where)\n"
+        "assert graph.device.type == where\n"
+        "rows, optimizer = torch.ones(4000, 8).to(where), torch.optim.Adam(model.parameters())\n"
+        "for _ in range(3):\n"
+        "    torch.sparse.mm(graph, model(rows)).sum().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n",
+    )
+    (answer,) = dry(script)
+    assert peak(answer) == live(script)
+    (on_card,) = dry(script, device="t4")
+    assert 8 << 20 < peak(on_card) - peak(answer) < 20 << 20  # workspaces of cuBLAS
+
+
+def test_torch_without_a_seed(tmp_path: Path) -> None:
+    """Each process begins elsewhere; a dry run, at the same place each time."""
+    script = written(
+        tmp_path,
+        "import torch\nmodel = torch.nn.Linear(64, 64)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "rows = torch.ones(int(torch.randint(16, 1 << 16, ())), 64)\n"
+        "for _ in range(3):\n    model(rows).sum().backward()\n    optimizer.step()\n",
+    )
+    (answer,) = dry(script)
+    assert peak(answer) == live(script)
+
+
+def test_what_a_script_reads_for_its_plots_is_not_of_the_step(tmp_path: Path) -> None:
+    script = written(
+        tmp_path,
+        "import torch\nmodel = torch.nn.Linear(64, 64)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "rows = torch.ones(4096, 64)\n"
+        "for _ in range(3):\n"
+        "    out = model(rows)\n    out.square().mean().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n    plotted = out.argmax(1).numpy()\n",
+    )
+    (answer,) = dry(script)
+    assert peak(answer) == live(script)
+
+
+def test_a_graph_for_tensorboard_is_not_drawn(tmp_path: Path) -> None:
+    script = written(
+        tmp_path,
+        "import torch\nfrom torch.utils.tensorboard import SummaryWriter\n"
+        "where = 'cuda' if torch.cuda.is_available() else 'cpu'\nmodel = torch.nn.Linear(64, 64).to(where)\n"
+        f"writer = SummaryWriter({str(tmp_path / 'log')!r})\nwriter.add_graph(model, torch.ones(2, 64).to(where))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(3):\n"
+        "    model(torch.ones(256, 64).to(where)).sum().backward()\n"
+        "    optimizer.step()\n    writer.add_scalar('a', 1)\n",
+    )
+    for device in ("", "t4"):
+        (answer,) = dry(script, device=device)
+        assert peak(answer) > 2 * 256 * 64 * 4
+    assert not (tmp_path / "log").exists()
+
+
 def test_packed_rows_of_an_lstm(tmp_path: Path) -> None:
     """Their lengths are known, so that each step packs, the second one with the states of Adam."""
     script = written(
@@ -275,6 +354,21 @@ def test_the_command(tmp_path: Path) -> None:
     found = json.loads(ran.stdout)
     assert found["model"] == "by_hand.py: Linear"
     assert found["headroom"] > 10 << 30
+
+
+def test_several_models_with_an_optimizer_each(tmp_path: Path) -> None:
+    """The step that is the highest does not call the first model."""
+    script = written(
+        tmp_path,
+        "import torch\nmodels = [torch.nn.Linear(64, width) for width in (8, 4096)]\n"
+        "optimizers = [torch.optim.Adam(model.parameters()) for model in models]\n"
+        "for _ in range(3):\n"
+        "    for model, optimizer in zip(models, optimizers):\n"
+        "        model(torch.ones(256, 64)).sum().backward()\n        optimizer.step()\n",
+    )
+    ran = CliRunner().invoke(app, ["dry-run", "--device", "cpu", "--json", script])
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["peak_allocated"] > 4 * 4 * 64 * 4096
 
 
 def test_packages_that_cannot_be_imported_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
