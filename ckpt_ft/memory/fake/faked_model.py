@@ -73,11 +73,10 @@ class Fakes:
         """A fake tensor of the same shape, strides and dtype, or of the same sparse parts."""
         if tensor.layout is torch.strided:
             return self.new(tensor.shape, tensor.stride(), tensor.dtype)
-        parts = [self.like(part) for part in parts_of(tensor)]
-        for part, real in zip(parts, parts_of(tensor), strict=True):
-            part.untyped_storage().resize_(
-                real.untyped_storage().nbytes()
-            )  # of a coalesced tensor, it has room for more
+        parts = []
+        for part in parts_of(tensor):
+            room = self.new((part.untyped_storage().nbytes(),), (1,), torch.uint8)  # a coalesced tensor has more room
+            parts.append(self.view(room, part.shape, part.stride(), int(part.storage_offset()), part.dtype))
         if tensor.layout is not torch.sparse_coo:  # PyTorch makes no fake of a view of one
             with no_dispatch():
                 meta = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device=_META)
