@@ -100,7 +100,7 @@ def random_states() -> RandomStates:
     """The states of the random numbers of a process's host: without a seed, other ones in each process."""
     import torch
 
-    return random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    return random.getstate(), numpy.random.get_state(), torch.get_rng_state().numpy()
 
 
 def set_random_states(states: RandomStates | None) -> None:
@@ -115,7 +115,7 @@ def set_random_states(states: RandomStates | None) -> None:
     of_python, of_numpy, of_torch = states
     random.setstate(of_python)
     numpy.random.set_state(of_numpy)
-    torch.set_rng_state(of_torch)
+    torch.set_rng_state(torch.from_numpy(of_torch))
 
 
 @dataclass(frozen=True)

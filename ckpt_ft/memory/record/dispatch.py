@@ -63,11 +63,11 @@ class Handling:
 
 _is_wrapper = cache(is_wrapper_type)
 PARTS = "_ckpt_ft_parts"  # in the attributes of a fake tensor that has lost them
-_aten = torch.ops.aten
-_ROWS = _aten.crow_indices, _aten.col_indices, _aten.values
-_COLUMNS = _aten.ccol_indices, _aten.row_indices, _aten.values
+aten = torch.ops.aten
+_ROWS = aten.crow_indices, aten.col_indices, aten.values
+_COLUMNS = aten.ccol_indices, aten.row_indices, aten.values
 _PARTS = {  # of tensors that are not strided; those of other libraries' layouts are not known
-    torch.sparse_coo: (_aten._indices, _aten._values),
+    torch.sparse_coo: (aten._indices, aten._values),
     torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS, torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS,
 }  # fmt: skip
 
