@@ -95,7 +95,7 @@ newest:
 	{ echo "# Made by \`make newest\` on Python $$($(PYTHON) -c 'import platform; print(platform.python_version())')."; \
 		$(ENV_newest)/bin/python -m pip freeze --exclude-editable; } > constraints-newest.txt
 	git --no-pager diff --unified=0 constraints-newest.txt
-	-$(ENV_newest)/bin/python -m pytest -q --tb=line tests/test_compat.py
+	-$(ENV_newest)/bin/python -m pytest -q --tb=short --noconftest tests/test_compat.py
 	$(MAKE) test VERSIONS=newest
 
 clean:
