@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -31,14 +30,13 @@ class AutocastState:
         return torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
 
 
+_ACCELERATOR = torch.accelerator.current_accelerator() or torch.device("cpu")
+_KINDS = dict.fromkeys(("cpu", "cuda", _ACCELERATOR.type))  # a dry run shows a script a GPU that torch does not have
+
+
 def any_autocast() -> bool:
-    """Whether autocast is on for the CPU or the accelerator."""
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(_accelerator())
-
-
-@cache
-def _accelerator() -> str:
-    return (torch.accelerator.current_accelerator() or torch.device("cpu")).type
+    """Whether autocast is on for any device."""
+    return any(map(torch.is_autocast_enabled, _KINDS))
 
 
 def autocast_now(device_type: str) -> tuple[AutocastState, ...]:
@@ -55,7 +53,7 @@ def autocast_as(states: tuple[AutocastState, ...]) -> Iterator[None]:
         for state in states:
             contexts.enter_context(state.context())
         if not states and any_autocast():
-            for kind in {"cpu", _accelerator()}:
+            for kind in _KINDS:
                 if torch.is_autocast_enabled(kind):
                     contexts.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -20,6 +20,7 @@ from ckpt_ft.compat.tensors import (
     is_traceable_wrapper_subclass,
     no_dispatch,
     no_torch_functions,
+    without_fakes,
 )
 
 from .tensor_identity import as_stored
@@ -64,8 +65,11 @@ class WithoutInterception:
 
 def can_hash() -> bool:
     """Whether bits and flags can be read here: not under a fake mode and not while a CUDA graph is captured."""
-    if torch.compiler.is_compiling() or isinstance(torch.empty(0), FakeTensor):
+    if torch.compiler.is_compiling():
         return False
+    with without_fakes() as mode:
+        if mode is not None:
+            return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 

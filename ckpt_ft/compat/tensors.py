@@ -27,6 +27,8 @@ DynamicOutputShapeException: torch._subclasses.fake_tensor.DynamicOutputShapeExc
     name the operator that needs values of a fake tensor
 TorchDispatchMode: torch.utils._python_dispatch.TorchDispatchMode
     sees every operator below autograd
+without_fakes: torch._subclasses.fake_tensor.unset_fake_temporarily
+    returns the fake mode that is active, without an operator
 no_dispatch: torch._C._DisableTorchDispatch
 no_modes: torch.utils._python_dispatch._disable_current_modes
     operators that are not the step's; the second also for code that enters modes itself
@@ -55,8 +57,6 @@ swap_contents: torch._C._swap_tensor_impl
     turns a tensor into a fake in place; `torch.utils.swap_tensors` refuses tensors with weak references
 make_subclass: torch.Tensor._make_subclass
     makes a fake tensor in a third of the time of its constructor
-is_wrapper_type: torch.utils._python_dispatch.is_traceable_wrapper_subclass_type
-    as above, for the class
 storage_pointer: torch.UntypedStorage()._cdata
     tells storages apart; the object in Python may be a new one, at the address of a former one
 storage_uses: torch._C._storage_Use_Count

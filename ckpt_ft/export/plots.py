@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.files import write
@@ -119,9 +118,12 @@ def _import_matplotlib() -> None:
     """
     if "matplotlib" in sys.modules:
         return
-    with patch.dict(os.environ):
-        asked = os.environ.pop("MPLBACKEND", None)
+    asked = os.environ.pop("MPLBACKEND", None)
+    try:
         import matplotlib
+    finally:
+        if asked:
+            os.environ["MPLBACKEND"] = asked
     if asked:
         with contextlib.suppress(ValueError):
             matplotlib.rcParams["backend"] = asked

@@ -124,7 +124,7 @@ def small_model(kind: str) -> Any:
 
 @pytest.mark.parametrize(("kind", "policy"), [("vit", "modules:mlp"), ("swin", "stages"), ("convnext", "stages:3+4")])
 def test_model_families_on_class_folders(
-    recipe: ModuleType, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, policy: str
+    recipe: ModuleType, folder: Path, tmp_path: Path, kind: str, policy: str
 ) -> None:
     needs("AutoImageProcessor")
     small_model(kind).save_pretrained(tmp_path / "model")
@@ -132,9 +132,6 @@ def test_model_families_on_class_folders(
     flags = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(folder), "--ac_policy", policy]
     flags += ["--test_split_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "2"]
     out = train(recipe, tmp_path / "out", *flags)
-    said = capsys.readouterr().out
-    assert "1 of one channel" in said
-    assert "1 with transparency, now over white" in said
     model = AutoModelForImageClassification.from_pretrained(out)
     assert model.config.id2label == {0: "class 0", 1: "class 1", 2: "class 2"}
     assert AutoImageProcessor.from_pretrained(out).size["height"] == 32

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ckpt_ft.compat.distributed import world_of
-from ckpt_ft.compat.tensors import OpOverload, schema_of
-from ckpt_ft.memory.record.dispatch import plain
+from ckpt_ft.compat.tensors import OpOverload, is_traceable_wrapper_subclass, no_dispatch, schema_of
 
 from .kernels import ACROSS, CAST, DIRECT, EXACT, INDEXED, STRIDED, TF32, UNEVEN, WINDOW, WINOGRAD, Shape
 
@@ -256,6 +255,30 @@ def tensors(values: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
+PARTS = "_ckpt_ft_parts"  # in the attributes of a fake tensor that has lost them
+_ROWS = aten.crow_indices, aten.col_indices, aten.values
+_COLUMNS = aten.ccol_indices, aten.row_indices, aten.values
+_PARTS = {  # of tensors that are not strided; those of other libraries' layouts are not known
+    torch.sparse_coo: (aten._indices, aten._values),
+    torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS, torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS,
+}  # fmt: skip
+
+
+def plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that lie in memory: a DTensor's shard, a wrapper's parts, a sparse tensor's indices and values."""
+    if is_traceable_wrapper_subclass(tensor):
+        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(part, Tensor):  # DTensor names its mesh too
+                yield from plain(part)
+    elif tensor.layout is torch.strided:
+        yield tensor
+    elif PARTS in vars(tensor):
+        yield from vars(tensor)[PARTS]
+    else:
+        with no_dispatch():  # no op of the step
+            yield from [part(tensor) for part in _PARTS.get(tensor.layout, ())]
+
+
 @cache
 def _position(func: OpOverload, name: str) -> int | None:
     """The position of the argument `name` of an op; None if it has no such argument."""
@@ -435,8 +458,8 @@ def _as_matmul(given: Tensor, weight: Tensor, result: Tensor, how: tuple[Any, ..
     pixels, channels = (given, weight.shape[1]) if transposed else (result, weight.shape[0] // groups)
     window = prod(weight.shape[2:])
     terms = (given.shape[1] // groups if transposed else weight.shape[1]) * window
-    plain = groups == 1 and not transposed and all(step == 1 for step in (*stride, *dilation))
-    flag = WINOGRAD if plain and tuple(weight.shape[2:]) == (3, 3) else 0
+    is_plain = groups == 1 and not transposed and all(step == 1 for step in (*stride, *dilation))
+    flag = WINOGRAD if is_plain and tuple(weight.shape[2:]) == (3, 3) else 0
     if any(image.shape[1] * image.itemsize % VECTOR for image in (given, result)):
         flag += UNEVEN
     last = _channels_last(given)

@@ -32,7 +32,7 @@ from ckpt_ft.compat.tensors import (
     no_dispatch,
     storage_pointer,
 )
-from ckpt_ft.memory.record.dispatch import plain as parts_of
+from ckpt_ft.memory.cost.op_work import plain as parts_of
 from ckpt_ft.memory.rules.fake_kernels import sparse_like
 
 from .values import attach, holds_sizes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,9 +20,6 @@ from ckpt_ft.compat.tensors import (
     FakeTensor,
     OpOverload,
     TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-    is_wrapper_type,
-    no_dispatch,
     no_modes,
 )
 
@@ -61,15 +58,8 @@ class Handling:
     on_host: Callable[[tuple[Any, ...]], tuple[int, ...]] | None = None
 
 
-_is_wrapper = cache(is_wrapper_type)
-PARTS = "_ckpt_ft_parts"  # in the attributes of a fake tensor that has lost them
+_is_wrapper = cache(lambda kind: hasattr(kind, "__tensor_flatten__"))
 aten = torch.ops.aten
-_ROWS = aten.crow_indices, aten.col_indices, aten.values
-_COLUMNS = aten.ccol_indices, aten.row_indices, aten.values
-_PARTS = {  # of tensors that are not strided; those of other libraries' layouts are not known
-    torch.sparse_coo: (aten._indices, aten._values),
-    torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS, torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS,
-}  # fmt: skip
 
 
 def wraps(types: Sequence[type]) -> bool:
@@ -78,21 +68,6 @@ def wraps(types: Sequence[type]) -> bool:
         if _is_wrapper(kind):
             return True
     return False
-
-
-def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that lie in memory: a DTensor's shard, a wrapper's parts, a sparse tensor's indices and values."""
-    if is_traceable_wrapper_subclass(tensor):
-        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
-            if isinstance(part, torch.Tensor):  # DTensor names its mesh too
-                yield from plain(part)
-    elif tensor.layout is torch.strided:
-        yield tensor
-    elif PARTS in vars(tensor):
-        yield from vars(tensor)[PARTS]
-    else:
-        with no_dispatch():  # no op of the step
-            yield from [part(tensor) for part in _PARTS.get(tensor.layout, ())]
 
 
 @cache

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_ft.compat.tensors import storage_pointer
-from ckpt_ft.memory.cost.op_work import Work, tensors
+from ckpt_ft.memory.cost.op_work import Work, plain, tensors
 from ckpt_ft.memory.cost.schedule import HOST
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.units import format_bytes
 
-from .dispatch import plain
 from .events import EMPTIED, Item, Op, Storage
 from .step_context import StepContext
 from .trace import StepTrace

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ckpt_ft.compat.tensors import no_dispatch, suggest_memory_format
-from ckpt_ft.memory.record.dispatch import PARTS, Rule, plain
+from ckpt_ft.memory.cost.op_work import PARTS, plain
+from ckpt_ft.memory.record.dispatch import Rule
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
