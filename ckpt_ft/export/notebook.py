@@ -10,7 +10,6 @@ from ckpt_ft.tables import Table
 from ckpt_ft.units import format_bytes
 
 from .holders import holders_table
-from .plots import step_svg
 from .timeline import Timeline
 
 if TYPE_CHECKING:
@@ -47,4 +46,4 @@ def step_html(trace: StepTrace) -> str:
     reserved = "" if trace.device == "cpu" else f", {format_bytes(trace.peak_reserved)} reserved"
     peak = f"peak {format_bytes(trace.peak_allocated)} allocated{reserved}"
     held = table_html(holders_table(trace.grouped_holders(6), trace.peak_allocated))
-    return fragment(f"A step on {trace.device}, {trace.source}: {peak}", step_svg(Timeline.from_trace(trace)), held)
+    return fragment(f"A step on {trace.device}, {trace.source}: {peak}", Timeline.from_trace(trace, 400).svg(), held)

@@ -1,4 +1,4 @@
-"""Draws memory over a step as PNG, SVG or PDF, and as SVG inside a page or a notebook.
+"""Draws memory over a step as PNG, SVG or PDF.
 
 This is the only module that imports matplotlib. It uses the object interface and an Agg canvas, so it needs no
 display, changes no global state and ignores $MPLBACKEND. A file is written whole or not at all.
@@ -7,9 +7,7 @@ display, changes no global state and ignores $MPLBACKEND. A file is written whol
 from __future__ import annotations
 
 import contextlib
-import html
 import importlib.util
-import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,20 +36,6 @@ def draw_step(path: str | Path, timeline: Timeline, title: str = "") -> Path:
     Raises:
         UserError: matplotlib is not installed, or the suffix is another one.
     """
-    return _save(_drawn(timeline, title), path)
-
-
-def step_svg(timeline: Timeline) -> str:
-    """The same picture as SVG for a page or a notebook; "" without matplotlib, or if nothing was allocated."""
-    if not (available() and timeline.peak_bytes):
-        return ""
-    drawn = io.StringIO()
-    _drawn(timeline, "").savefig(drawn, format="svg")
-    label = html.escape(f"Memory over the step, {timeline.source}: peak {format_bytes(timeline.peak_bytes)}")
-    return f"<svg role='img' aria-label='{label}' style='max-width:100%'{drawn.getvalue().partition('<svg')[2]}"
-
-
-def _drawn(timeline: Timeline, title: str) -> Figure:
     figure, axes = _figure()
     moments, peak = timeline.moments, timeline.peak_bytes
     unit, name = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
@@ -70,7 +54,7 @@ def _drawn(timeline: Timeline, title: str) -> Figure:
     _label_peak(axes, timeline.peak, peak / unit, lines, right)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(reverse=True, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    return figure
+    return _save(figure, path)
 
 
 def _mark_phase(axes: Axes, phase: str, begin: int, end: int, last: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.tables import DASH, Table, code_span, markdown_table, print_table
@@ -10,7 +11,6 @@ from ckpt_ft.units import format_bytes, format_change
 
 from .holders import holders_table
 from .page import STEP_TITLE, Figure, Page, Section
-from .plots import step_svg
 from .timeline import CATEGORY_COLOURS, PHASES
 
 if TYPE_CHECKING:
@@ -127,12 +127,13 @@ def _run(report: MemoryReport) -> dict[str, Any]:
 
 
 def report_page(report: MemoryReport, step: dict[str, Any] | None) -> Page:
-    """The page of a report. `step`: every allocation of the step; None shows a picture instead."""
+    """The page of a report. `step`: every allocation of the step; None shows the timeline instead."""
     sections = [Section("figures", "", _figures(report)), Section("run", "The run", _run(report))]
     if step is not None:
         sections.append(Section("step", f"{STEP_TITLE}, {step['source']}", step))
     elif report.timeline is not None:
-        sections.append(Section("picture", f"{STEP_TITLE}, {report.timeline.source}", step_svg(report.timeline)))
+        timeline = {**asdict(report.timeline), "svg": report.timeline.svg(1230, 440)}
+        sections.append(Section("timeline", f"{STEP_TITLE}, {report.timeline.source}", timeline))
     sections.append(Section("tables", "The report", list(tables(report))))
     made = _made_by(report, report.provenance.get("command", ""))
     model = report.provenance.get("model") or ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 from sample_traces import HOSTILE, layered
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.export.plots import step_svg
 from ckpt_ft.export.timeline import CATEGORY_COLOURS, Timeline
 from ckpt_ft.export.trace_json import OP_COLUMNS, STORAGE_COLUMNS
 from ckpt_ft.memory.measure.report import MemoryReport
@@ -29,7 +29,8 @@ SMALL = Timeline(
 )
 
 
-def test_peak_is_the_largest_sum_and_phases_end_where_the_next_begins() -> None:
+def test_layers_are_stacked() -> None:
+    assert list(SMALL.layers()) == [("parameters", [0, 0, 0], [4, 4, 4]), ("activations", [4, 4, 4], [4, 7, 5])]
     assert SMALL.peak_bytes == 7
     assert list(SMALL.phases()) == [("forward", 0, 2), ("backward", 2, 3)]
 
@@ -39,16 +40,20 @@ def test_shortened_timeline_keeps_the_peak() -> None:
     for points in (7, 1500):
         timeline = Timeline.from_trace(trace, points)
         assert timeline.peak_bytes == trace.peak_allocated
-        assert max(map(sum, zip(*timeline.series.values(), strict=True))) == trace.peak_allocated
+        *_, (_, _, top) = timeline.layers()
+        assert max(top) == trace.peak_allocated
         assert len(timeline.moments) <= points
 
 
-def test_picture_in_a_page_names_its_source_and_draws_each_category() -> None:
-    svg = step_svg(SMALL)
-    assert svg.startswith("<svg role='img' aria-label='Memory over the step, measured: peak 7 B'")
-    colours = [CATEGORY_COLOURS[name][0] for name in ("parameters", "activations")]
-    assert all(f"fill: {colour}" in svg for colour in colours)
-    assert svg.count("<svg") == 1
+def test_svg_draws_each_layer_to_scale() -> None:
+    svg = SMALL.svg(180, 130)  # 100 wide and 100 high within the margins
+    polygons = re.findall(r"<polygon points='([^']+)'[^>]*><title>(\w+)", svg)
+    assert [name for _, name in polygons] == ["parameters", "activations"]
+    corners = [tuple(map(float, corner.split(","))) for corner in polygons[1][0].split()]
+    high = 1.1 * 7
+    assert corners[1] == (70 + round(100 * 2 / 3, 1), round(122 - 100 * 7 / high, 1))  # x of moment 2, y of 7 bytes
+    assert corners[-1] == (70, round(122 - 100 * 4 / high, 1))
+    assert "aria-label='Memory over the step, measured: peak 7 B'" in svg
 
 
 @pytest.mark.parametrize(
@@ -66,13 +71,13 @@ def test_damaged_timeline_of_a_report_is_refused(damage: dict[str, Any], tmp_pat
         MemoryReport.from_json(path)
 
 
-def test_texts_of_a_picture_are_escaped() -> None:
-    svg = step_svg(dataclasses.replace(SMALL, source=HOSTILE, marks=[(0, HOSTILE * 2)]))
+def test_texts_of_an_svg_are_escaped() -> None:
+    svg = dataclasses.replace(SMALL, source=HOSTILE, marks=[(0, HOSTILE * 2)]).svg(2000, 100)
     assert HOSTILE not in svg
     assert html.escape(HOSTILE) in svg
 
 
-def test_trace_without_events_is_shown() -> None:
+def test_trace_without_events_has_a_chart() -> None:
     trace = StepTrace("cpu", [], [])
     assert "peak 0 B" in trace._repr_html_()
 

@@ -1,6 +1,6 @@
 // The page: its header, then the view of each section.
 
-const VIEWS = { figures: figuresView, run: runView, step: stepView, picture: pictureView, tables: tablesView };
+const VIEWS = { figures: figuresView, run: runView, step: stepView, timeline: timelineView, tables: tablesView };
 
 function figuresView(section) {
   const figures = section.data.map(({ label, value, note }) => el("div", { class: "figure" },

@@ -276,7 +276,7 @@ class MemoryReport:
         return report_page(self, self.step).write(path)
 
     def _repr_html_(self) -> str:
-        step = [] if self.timeline is None else [plots.step_svg(self.timeline)]
+        step = [] if self.timeline is None else [self.timeline.svg()]
         return fragment(
             f"Memory: {headline(self)}", *step, *map(table_html, tables(self)), *map(paragraph, lines(self))
         )
