@@ -583,7 +583,7 @@ def test_treated_modules_are_described() -> None:
     model, _ = build("llama")
     rows = {row.module: (row.count, row.dropped, row.kept) for row in treat(model).rows}
     assert rows == {
-        "LlamaMLP": (2, "products and residual sums", "their operands"),
+        "LlamaMLP": (2, "gated product", "gate and up projections"),
         "LlamaRMSNorm": (5, "output", "input"),
         "SiLUActivation": (2, "output", "input"),
     }

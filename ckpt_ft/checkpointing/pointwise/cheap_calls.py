@@ -3,8 +3,10 @@
 Stand-ins of these kinds replace `module.forward`; install.py selects the kind for each module:
 
 - `ModuleCall`: runs a norm, an activation or a dropout as one cheap call;
-- `Products`: for a module whose own forward multiplies an activation with its gate (gated MLPs, GEGLU of diffusers)
-  or adds a residual after a BatchNorm (a ResNet block); each of these operators becomes a cheap call;
+- `GatedProduct`: runs the activation and product of a gated MLP in its most common form as one cheap call, which takes
+  less time of the host and keeps less than two;
+- `Products`: for a module whose own forward multiplies an activation with its gate (other gated MLPs, GEGLU of
+  diffusers) or adds a residual after a BatchNorm (a ResNet block); each of these operators becomes a cheap call;
 - `CastInput`: for a linear or convolution layer; drops autocast's half-precision copies of its input and weight;
 - `ModelWithHooks` (in install.py): replaces the forward of the whole model and sets the saved-tensor hooks.
 """
@@ -27,7 +29,7 @@ from ckpt_ft.checkpointing.autocast import any_autocast
 from ckpt_ft.checkpointing.standin import StandIn
 from ckpt_ft.checkpointing.tensor_identity import is_dtensor, version_of
 from ckpt_ft.compat.autograd import transform_level
-from ckpt_ft.compat.modules import BUFFERS, PARAMETERS, buffers_of, parameters_of
+from ckpt_ft.compat.modules import BUFFERS, PARAMETERS, buffers_of, children_of, parameters_of
 from ckpt_ft.compat.tensors import write_count
 
 from .engine import CheapCall, Pass, Versioned, claim_on
@@ -209,6 +211,31 @@ _OPERATORS: dict[Callable[..., Any], tuple[CheapCall, int, Callable[..., bool]]]
     F.gelu: (CheapCall(F.gelu), 1, _activation_gains),
     F.silu: (CheapCall(F.silu), 1, _activation_gains),
 }
+
+
+class GatedProduct(StandIn):
+    """A gated MLP with forward `down(activation(gate(x)) * up(x))`; drops the product and keeps gate and up."""
+
+    def __init__(self, module: nn.Module, names: tuple[str, str, str, str]) -> None:
+        super().__init__(module)
+        self.down, self.activation, self.gate, self.up = names
+        (self.argument,) = inspect.signature(module.forward).parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        running = running_pass()
+        if running is None or len(args) + len(kwargs) != 1 or not (args or self.argument in kwargs):
+            return self.forward(*args, **kwargs)
+        value = args[0] if args else kwargs[self.argument]
+        layers = children_of(self.module)
+        gate, up = layers[self.gate](value), layers[self.up](value)
+        return layers[self.down](running.run(_GATE, (layers[self.activation], gate, up), {}))
+
+
+def _gate(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return activation(gate) * up
+
+
+_GATE = CheapCall(_gate)
 
 
 class _Mode(TorchFunctionMode):

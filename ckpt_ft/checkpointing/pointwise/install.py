@@ -11,7 +11,7 @@ import dis
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -21,12 +21,14 @@ from torch import nn
 
 from ckpt_ft.checkpointing.module_contents import modules_in
 from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated
+from ckpt_ft.compat.modules import children_of
 from ckpt_ft.errors import UserError
 
 from .cheap_calls import (
     DROPOUTS,
     ROTATION,
     CastInput,
+    GatedProduct,
     ModuleCall,
     Products,
     RotaryAttention,
@@ -39,6 +41,10 @@ _ACTIVATION_FILES = ("torch.nn.modules.activation", "transformers.activations", 
 _NOT_ELEMENTWISE = (nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.RReLU)
 _DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|poisson|(normal|uniform|exponential)_$", re.IGNORECASE)
 _NORM_CLASS = re.compile(r"(RMS|Layer|Group|Batch|Instance)Norm")
+# matches a forward that is only down(activation(gate(x)) * up(x)); each model has its own names
+_GATED = re.compile(
+    r"(?:(\w+) = |return )self\.(\w+)\(self\.(\w+)\(self\.(\w+)\((\w+)\)\) \* self\.(\w+)\(\5\)\)(?: return \1)?"
+)
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
@@ -101,6 +107,27 @@ def is_rotary_attention(module: nn.Module) -> bool:
         and callable(function.__globals__.get(ROTATION))
         and any(is_norm(child) for child in module.children())
     )
+
+
+def gated_names(module: nn.Module) -> tuple[str, str, str, str] | None:
+    """Return the names (down, activation, gate, up) if the forward's source is that of a `GatedProduct`."""
+    if "forward" in module.__dict__ or not any(is_activation(child) for child in module.children()):
+        return None
+    names = _gated(type(module).forward)
+    if names is None or not all(isinstance(children_of(module).get(name), nn.Module) for name in names):
+        return None
+    return names if is_activation(children_of(module)[names[1]]) else None
+
+
+@cache
+def _gated(forward: Callable[..., Any]) -> tuple[str, str, str, str] | None:
+    try:
+        source = inspect.getsource(forward)
+    except (OSError, TypeError):
+        return None
+    _, _, body = source.partition(":\n")
+    found = _GATED.fullmatch(" ".join(body.split()))
+    return found and found.group(2, 3, 4, 6)  # type: ignore[return-value]
 
 
 def has_products(module: nn.Module) -> bool:
@@ -173,6 +200,8 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
         if is_norm(module) or is_activation(module) or is_dropout(module):
             stand_in = ModuleCall(module, model)
             dropped, kept = "output", "input"
+        elif (names := gated_names(module)) is not None:
+            stand_in, dropped, kept = GatedProduct(module, names), "gated product", "gate and up projections"
         elif is_rotary_attention(module):
             stand_in, dropped, kept = RotaryAttention(module), "rotated queries and keys", "their norms' inputs"
         elif has_products(module):
