@@ -215,21 +215,6 @@ def mismatch(checkpoint: str) -> str:
     )
 
 
-def check_same_kind(output_dir: str, lora: bool) -> None:
-    """Raises UserError when `output_dir` holds the weights of a full run and this one trains adapters, or the reverse.
-
-    With both in one folder, the old adapter would be loaded onto the new weights.
-    """
-    theirs, ours = ("a whole model", "LoRA") if lora else ("LoRA adapters", "all weights")
-    for place in (Path(output_dir), *checkpoints(output_dir)):
-        for name in MODEL_FILES if lora else ADAPTER_FILES:
-            if os.path.isfile(place / name):
-                raise UserError(
-                    f"--output_dir {output_dir} holds {theirs} of an earlier run ({place / name}) and this one trains "
-                    f"{ours}: the folder would be loaded as a mixture; give another directory, or move that one away"
-                )
-
-
 class RunDirectory:
     """The directory that a run writes to and resumes from; it belongs to one run and one process at a time.
 
@@ -257,11 +242,9 @@ class RunDirectory:
             )
         if overwrite:
             return
-        check_same_kind(output_dir, lora)
         if self.checkpoint is None:
             self._refuse_used_directory()
             return
-        check_same_kind(self.checkpoint, lora)
         manifest = read_manifest(Path(self.checkpoint))
         assert manifest is not None
         self.run = manifest.run

@@ -274,8 +274,18 @@ def test_failed_first_step_is_one_line_and_later_ones_keep_their_traceback(
         train(llm, tmp_path / "two", *QUIET)
 
 
-def test_checkpoint_of_another_lora_rank_is_refused(llm: ModuleType, tmp_path: Path) -> None:
-    out = train(llm, tmp_path / "out", *QUIET, "--use_peft", "--lora_r", "2", "--max_steps", "2")
-    flags = ["--use_peft", "--lora_r", "4", "--max_steps", "3", "--resume_from_checkpoint", "latest"]
+@pytest.mark.parametrize(
+    ("written_with", "resumed_with"),
+    [
+        (["--use_peft", "--lora_r", "2"], ["--use_peft", "--lora_r", "4"]),
+        (["--use_peft"], []),
+        ([], ["--use_peft"]),
+    ],
+)
+def test_checkpoint_of_other_adapters_is_refused(
+    llm: ModuleType, tmp_path: Path, written_with: list[str], resumed_with: list[str]
+) -> None:
+    out = train(llm, tmp_path / "out", *QUIET, *written_with, "--max_steps", "2")
+    flags = [*resumed_with, "--max_steps", "3", "--resume_from_checkpoint", "latest"]
     with pytest.raises(UserError, match="does not fit this run; resume with the flags that it was written with"):
         train(llm, out, *QUIET, *flags)

@@ -15,7 +15,6 @@ import torch
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.training.checkpoints import (
     RunDirectory,
-    check_same_kind,
     last_complete_checkpoint,
     resume_path,
     write_manifest,
@@ -188,26 +187,6 @@ def test_output_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--output_dir is empty; give a directory"):  # which is no current directory
         RunDirectory("", lora=False)
     assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.parametrize("place", [".", "checkpoint-2"])
-@pytest.mark.parametrize(
-    ("file", "lora", "says"),
-    [
-        ("adapter_config.json", True, "LoRA adapters of an earlier run"),
-        ("pytorch_lora_weights.safetensors", True, "LoRA adapters of an earlier run"),
-        ("config.json", False, "a whole model of an earlier run"),
-        ("model_index.json", False, "a whole model of an earlier run"),
-    ],
-)
-def test_lora_and_full_runs_share_no_directory(tmp_path: Path, place: str, file: str, lora: bool, says: str) -> None:
-    check_same_kind(str(tmp_path / "new"), lora)
-    (tmp_path / place).mkdir(exist_ok=True)
-    (tmp_path / place / file).write_text("{}")
-    check_same_kind(str(tmp_path), lora)  # the same kind as the earlier run
-    with pytest.raises(UserError, match=f"holds {says} .*give another directory") as error:
-        check_same_kind(str(tmp_path), not lora)
-    assert "\n" not in str(error.value)
 
 
 def test_dangling_checkpoint_symlink_is_deleted(tmp_path: Path) -> None:
