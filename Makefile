@@ -65,14 +65,12 @@ wheel: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# The files of a Hugging Face Space that serves `ckpt-ft app`, with answers that took up to MINUTES to make; again, it goes on.
-# The Space gets the versions that the answers were made with.
-MINUTES ?= 60
+# The files of a Hugging Face Space that serves `ckpt-ft app`.
+# The Space gets the versions that are installed here.
 space: $(STAMP)
 	rm -rf out/space/ckpt_ft out/space/recipes
 	mkdir -p out/space
 	cp -R space/. ckpt_ft recipes out/space/  # recipes: for the commands that an answer names
-	cd out/space && CKPT_FT_CACHE=cache OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m ckpt_ft.cli app --fill $(MINUTES)
 	find out/space -name __pycache__ -prune -exec rm -rf {} +
 	$(BIN)/python -c 'from ckpt_ft.planning.results import versions; \
 		print(*(f"{name}=={version}" for name, version in versions().items() if name != "ckpt_ft"), sep="\n")' \

@@ -3,18 +3,11 @@
 A visitor's question becomes a `ckpt-ft` command, which runs in a process of its own, in an empty directory,
 with limits on its time and memory, and without the server's tokens. It reads the model's configuration, never its code
 or weights. So an answer here is the answer of the command line, and its errors are the same single lines.
-
-`ckpt-ft app --fill MINUTES` answers what is asked most before anybody asks, and puts the answers into the cache, from
-where they are shown at once. Their keys have a digest of this package and the libraries' versions, so an answer that
-other code made is never found.
 """
 
 from __future__ import annotations
 
-import gzip
 import html
-import itertools
-import json
 import os
 import re
 import signal
@@ -24,8 +17,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -37,9 +29,6 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPUS, find_gpu
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.defaults import LORA_R, SEQ_LENGTH
-from ckpt_ft.validation import library_reads, read_json
-
-from .answer_cache import AnswerCache
 
 QUESTIONS = {  # the command, and the fields of `Question` that it reads
     "Does it fit?": ("estimate", ("model", "cards", "method", "policy", "tokens", "batch", "gpus")),
@@ -52,8 +41,6 @@ METHODS = {"full": [], "LoRA": ["--lora", str(LORA_R)], "QLoRA": ["--lora", str(
 POLICIES = ("auto", "none", "pointwise", "pointwise,head", "full", "full,head", "save:attention+matmul")
 MOST_TOKENS, MOST_BATCH, MOST_GPUS, MOST_CARDS = 131_072, 64, 8, 6
 LIMIT = 300  # seconds of an answer
-_FILLED = "rtx-4090", "rtx-3090", "a100-80gb", "h100", "t4"  # the cards of `--fill`, in its order
-_FAMILIES = "language", "diffusion", "vision_language"  # their models first
 _MEMORY = 12 * 2**30  # bytes of address space of each process that answers
 _REMEMBERED = 64  # answers; a page has some hundred KB
 _VISITS, _WINDOW = 12, 300.0  # questions of a visitor in that many seconds
@@ -153,52 +140,6 @@ class Answer:
         return "\n\n".join(_COMMAND.findall(self.text))
 
 
-def kept_answer(words: list[str]) -> AnswerCache[Answer]:
-    """The place in the cache of the answer to these words; `fill` puts it there."""
-
-    def read(content: bytes, name: str) -> Answer:
-        with library_reads(name):
-            return read_json(Answer, gzip.decompress(content), name, "an answer")
-
-    cache = AnswerCache("answer", {"words": words}, read)
-    cache.path = cache.path.with_suffix(".json.gz")
-    return cache
-
-
-def fill(minutes: float) -> tuple[int, int]:
-    """Answer in advance, for up to that many minutes, what the page asks about each known model with one click.
-
-    Goes on where an earlier call ended, and deletes the answers that other code made.
-
-    Returns:
-        How many answers there are, and how many there may be.
-    """
-    from ckpt_ft.workloads.model_config import known_models
-
-    known = sorted(known_models().values(), key=lambda model: (*_FAMILIES, model.family).index(model.family))
-    combined = itertools.product(_FILLED, ("LoRA", "QLoRA", "full"), known)
-    questions = [Question("Does it fit?", model.name, (card,), method) for card, method, model in combined]
-    caches = {tuple(question.words()): kept_answer(question.words()) for question in questions}
-    folder = next(iter(caches.values())).path.parent
-    wanted = {cache.path for cache in caches.values()}
-    for stale in set(folder.glob("*.gz")) - wanted:
-        stale.unlink()
-    end = time.monotonic() + 60 * minutes
-    for words, cache in caches.items():
-        if cache.path.is_file() or time.monotonic() >= end:
-            continue
-        try:
-            *_, found = run([*words])
-            assert isinstance(found, Answer)
-        except UserError as error:  # there are no 4-bit layers in a ResNet, for example
-            print(f"{' '.join(words)}: {error}", flush=True)
-            continue
-        packed = gzip.compress(json.dumps(asdict(found)).encode())
-        cache.put(partial(Path.write_bytes, data=packed))
-        print(f"{' '.join(words)}: {found.verdict}", flush=True)
-    return len(list(folder.glob("*.gz"))), len(caches)
-
-
 @dataclass
 class Visitors:
     """Answers questions, each once, and keeps a visitor from asking more than `_VISITS` in `_WINDOW` seconds."""
@@ -215,7 +156,7 @@ class Visitors:
             UserError: too many questions, or the command's own line.
         """
         key = tuple(words)
-        found = self.answers.get(key) or kept_answer(words).get()
+        found = self.answers.get(key)
         if found is None:
             self._count(visitor)
             while not self.running.acquire(timeout=1):
@@ -445,18 +386,6 @@ def app(
     host: Annotated[str, typer.Option("--host", help="the address to serve; 0.0.0.0 for every one")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 7860,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="open it in a browser")] = True,
-    minutes: Annotated[
-        float,
-        typer.Option("--fill", min=0, help="instead of serving, answer what is asked most, for so many minutes"),
-    ] = 0,
 ) -> None:
-    """Serve a page that answers these questions in a browser. It needs gradio: pip install 'ckpt_ft[app]'.
-
-    With --fill it puts answers about the known models into the cache instead, which the page shows at once. A later
-    call goes on where it ended; a new version of the package or of PyTorch begins anew.
-    """
-    if minutes:
-        done, total = fill(minutes)
-        print(f"{done} of {total} answers are in the cache")
-    else:
-        launch(host, port, browser)
+    """Serve a page that answers these questions in a browser. It needs gradio: pip install 'ckpt_ft[app]'."""
+    launch(host, port, browser)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ import pytest
 from ckpt_ft.cli import app
 from ckpt_ft.cli.app import Answer, Question, Visitors, run
 from ckpt_ft.errors import UserError
-from ckpt_ft.planning import results
-from ckpt_ft.workloads import model_config
 
 ROOT = Path(__file__).parents[2]
 STEP, PLAN, LONGEST, CARDS, CARD = app.QUESTIONS
@@ -104,45 +101,6 @@ def test_answers_are_cached_and_questions_are_limited_per_visitor(monkeypatch: p
         list(visitors.answer(["more"], "one"))
     assert list(visitors.answer(["more"], "another"))[-1] == Answer("more")
     assert len(ran) == app._VISITS + 1
-
-
-def test_precomputed_answers_are_shown_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CKPT_FT_CACHE", str(tmp_path))
-    ran: list[str] = []
-
-    def answer(words: list[str], limit: float = 0) -> Iterator[Answer]:
-        ran.append(" ".join(words))
-        if "gpt2" in words[1]:
-            raise UserError("this cannot be answered")
-        yield Answer("fits, \u00bd", f"<p>{words[1]}</p>" * 1000)
-
-    monkeypatch.setattr(app, "run", answer)
-    monkeypatch.setattr(app, "_FILLED", ("t4",))
-    names = "openai-community/gpt2", "google/gemma-2b", "stabilityai/stable-diffusion-2-1", "microsoft/resnet-50"
-    known = {name: model_config.known_models()[name] for name in reversed(names)}
-    monkeypatch.setattr(model_config, "known_models", lambda: known)
-    assert app.fill(0) == (0, 12)
-    clock = iter(range(1000))  # the clock advances by one second per call
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    assert app.fill(5 / 60) == (3, 12)
-    assert [words.split()[1] for words in ran] == [names[1], names[0], *names[2:]]  # language models first
-    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
-    assert app.fill(1) == (9, 12)
-    assert len(ran) == len(set(ran)) + 1 == 13  # the second call continues; the failed question is asked again
-
-    visitors, words = Visitors(), ran[0].split()
-    with visitors.running:  # another visitor's question is running
-        assert list(visitors.answer(words, "one")) == [Answer("fits, \u00bd", f"<p>{words[1]}</p>" * 1000)]
-    assert visitors.visits == {}
-    kept = app.kept_answer(words).path
-    assert kept.stat().st_size < 400
-    for wrong in (b"", b"no", kept.read_bytes()[:-9]):
-        kept.write_bytes(wrong)
-        assert app.kept_answer(words).get() is None
-    monkeypatch.setattr(results, "source_digest", lambda: "other code")
-    assert app.kept_answer(ran[1].split()).get() is None
-    assert app.fill(0) == (0, 12)
-    assert list(kept.parent.iterdir()) == []
 
 
 def test_space_requirements_equal_the_package_dependencies() -> None:
