@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt_ft.errors import NothingFits, UserError, WorkFailed, did_you_mean
+from ckpt_ft.errors import NothingFits, UserError, WorkFailed
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import write
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.planning.methods import offloaded
 from ckpt_ft.spec.command import can_train, recipe_of, training_command
-from ckpt_ft.spec.flags import Edit
 from ckpt_ft.spec.training_spec import MOST, TrainingSpec
-from ckpt_ft.tables import DASH, Table, print_table
-from ckpt_ft.units import format_at_least, format_bytes, format_change, format_number, whole_number
+from ckpt_ft.tables import print_table
+from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
 
 from .answer_cache import AnswerCache, question_of
 from .console import progress, stdout
@@ -34,15 +33,6 @@ Margin = Annotated[
 MaxBatchSize = Annotated[
     int, typer.Option("--max-batch-size", min=1, help="the largest micro-batch that is considered")
 ]
-
-# What `plan --try` plans for, besides: for each name, edits of the spec and what each needs.
-TRIED: dict[str, tuple[tuple[Edit, str], ...]] = {
-    "kernels": (
-        (Edit({"use_liger_kernel": True}), "liger-kernel"),
-        (Edit({"cut_cross_entropy": True}), "cut-cross-entropy[transformers] of github.com/apple/ml-cross-entropy"),
-    ),
-    "compile": ((Edit({"compile": "regional"}), "a C compiler, for Triton"),),
-}
 
 
 @takes_spec("policy")
@@ -65,22 +55,11 @@ def plan(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="plan again instead of reading the answer from the cache")
     ] = False,
-    tried: Annotated[
-        str,
-        typer.Option("--try", help="also plan with these, and print what each gains: kernels (fused ones), compile"),
-    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Find the policy and batch size that are fastest within a memory budget, and what holds the peak."""
     from ckpt_ft.planning.results import Plan, PlanRequest
 
-    for name in tried.split(",") if tried else ():
-        if name not in TRIED:
-            raise UserError(
-                f"--try {name}: nothing to try by that name{did_you_mean(name, TRIED)} ({', '.join(TRIED)})"
-            )
-    if tried and as_json:
-        raise UserError(f"--try {tried} and --json: its answer is in words; leave one of them out")
     batch = None if batch_size in (None, "auto") else whole_number(str(batch_size)) or 0
     if batch == 0:
         raise UserError(f"--batch-size {batch_size}: give a whole number of at least 1, or auto")
@@ -100,8 +79,7 @@ def plan(
     cache = AnswerCache("plan", question, Plan.from_json)
     found = None if fresh or html else cache.get()
     away = offloaded(spec)
-    flags = " ".join(away.words(spec)) if away else ""
-    kept = f"nothing fits with the optimizer on the card: this is with {flags}"
+    kept = f"nothing fits with the optimizer on the card: this is with {' '.join(away.words(spec))}" if away else ""
     if found is None:
         try:
             found = _make(spec, asked, jobs, lengths, images, html)
@@ -115,27 +93,8 @@ def plan(
         print(found.to_json())
     else:
         print_plan(found)
-    plans, specs = {"": found}, {"": spec}
-    others = [edit for name in tried.split(",") if tried for edit in TRIED[name]]
-    if spec.host.host_memory and away is not None and not as_json and kept not in found.notes:
-        others.append((away, "torchao"))
-    for edit, needs in others:
-        flags = " ".join(edit.words(spec))
-        try:
-            if flags:
-                specs[flags] = edit.of(spec)
-                plans[flags] = _make(specs[flags], asked, jobs, lengths, images, "")
-                best = plans[flags].best
-                gain = best.samples_per_second / found.best.samples_per_second - 1
-                held = f"{best.policy} at batch {best.batch}, {format_bytes(best.reserved)} reserved"
-                print(f"with {flags} (needs {needs}): {held}, {format_change(gain)} speed")
-        except UserError as refused:
-            print(f"with {flags}: {refused}")
-    if len(plans) > 1:
-        print_table(_frontier_of(plans), stdout())
-    for flags, made in plans.items() if not as_json else ():
-        if command := _command(made, specs[flags], dataset):
-            print(f"train it{f' with {flags}' if flags else ''}: {command}")
+        if command := _command(found, away.of(spec) if away and kept in found.notes else spec, dataset):
+            print(f"train it: {command}")
     if output:
         write(output, found.to_json())
 
@@ -270,19 +229,6 @@ def _on_fewer(plan: Plan) -> str:
     how = f"{fewest.launch.sharing}, " if fewest.launch else ""
     speed = f"{format_number(fewest.samples_per_second)} {plan.speed}"
     return f"fits on {on}: {how}{fewest.policy} at batch {fewest.batch}, {format_bytes(fewest.reserved)}, {speed}"
-
-
-def _frontier_of(plans: dict[str, Plan]) -> Table:
-    """The candidates of all plans, by the flags that each plan adds, that no other one beats in bytes and speed."""
-    from ckpt_ft.planning.budget import frontier
-
-    of = {id(candidate): flags or DASH for flags, plan in plans.items() for candidate in plan.candidates}
-    rows = [
-        (of[id(one)], one.policy, str(one.batch), format_bytes(one.reserved), format_number(one.samples_per_second))
-        for one in frontier(one for plan in plans.values() for one in plan.candidates)
-    ]
-    header = ("with", "policy", "batch", "reserved", plans[""].speed)
-    return Table("No other is faster in fewer bytes", header, rows, text=(0, 1))
 
 
 def print_plan(plan: Plan) -> None:
