@@ -16,7 +16,7 @@ from ckpt_ft.planning.methods import offloaded
 from ckpt_ft.spec.command import can_train, recipe_of, training_command
 from ckpt_ft.spec.training_spec import MOST, TrainingSpec
 from ckpt_ft.tables import print_table
-from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
+from ckpt_ft.units import format_at_least, format_bytes, whole_number
 
 from .answer_cache import AnswerCache, question_of
 from .console import progress, stdout
@@ -220,24 +220,11 @@ def _make(
     return found
 
 
-def _on_fewer(plan: Plan) -> str:
-    """The leanest candidate that fits on fewer GPUs, in words."""
-    fewest = plan.fewest
-    if fewest is None:
-        return "no policy fits on fewer GPUs"
-    on = fewest.launch.processes if fewest.launch else 1
-    how = f"{fewest.launch.sharing}, " if fewest.launch else ""
-    speed = f"{format_number(fewest.samples_per_second)} {plan.speed}"
-    return f"fits on {on}: {how}{fewest.policy} at batch {fewest.batch}, {format_bytes(fewest.reserved)}, {speed}"
-
-
 def print_plan(plan: Plan) -> None:
     """Prints the candidates, the pick and the reason for it, what holds its peak, and what else would lower it."""
     console = stdout()
     console.print(f"pick: {plan.why}\n", markup=False)
     print_table(plan.candidates_table, console)
-    if plan.best.launch is not None and plan.best.launch.processes > 1:
-        console.print(_on_fewer(plan), markup=False)
     if plan.data:
         console.print(plan.data, markup=False)
     for note in plan.notes:

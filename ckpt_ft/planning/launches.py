@@ -1,4 +1,4 @@
-"""The search over several launches of one workload: the best launch, policy and batch, and the fewest GPUs that work.
+"""The search over several launches of one workload: the best launch, policy and batch.
 
 A trace of one process is cheaper than one under a launch, and a policy changes both in the same way. So policies are
 explored in one process. What a launch changes is learned from one candidate, probably the best one, that is traced
@@ -29,7 +29,6 @@ from .search import ends, pick_first, search, timed, trace_final_batches
 from .tracing import Tracer, trace_all
 
 Room = Callable[[Launch | None], MemoryBudget]  # the budget of a process under a launch; None for a single process
-_SLACK = 1.05  # an estimate over the limit by up to this factor may still fit
 _SHOWN = 3  # candidates of the best launch
 LONG = 2**17  # tokens of a sequence from which on most launches do not fit; looking before takes longer than it saves
 SHARDED = ("parameters", "gradients", "optimizer")
@@ -373,40 +372,3 @@ class Launches:
     def smallest(self) -> Estimates:
         """The launch that needs the fewest bytes."""
         return min(self.under, key=lambda estimates: estimates.smallest().reserved)
-
-    def fewest(self, pick: Candidate) -> Candidate | None:
-        """A candidate on the fewest GPUs that suffice; None if `pick` needs no more.
-
-        Shards grow as the number of GPUs falls. A launch that shards nothing fits on one GPU if it fits at all.
-        """
-        assert pick.launch is not None
-        known = [*self.first, pick.policy]
-        alone = self._best(self.alone, known)
-        if alone is not None:
-            trace_final_batches([(self.alone, alone)])
-            alone = self._best(self.alone, known)
-        if alone is not None:
-            return alone
-        estimates = self.smallest()
-        launch = estimates.tracer.workload.launch
-        assert launch is not None
-        if launch.ranks_of_a_sample > 1:
-            return None
-        lean = estimates.smallest()
-        for gpus in (n for n in range(2, pick.launch.processes) if pick.launch.processes % n == 0):
-            machines = max(1, gpus * launch.machines // launch.processes)
-            split = gcd(launch.ep, gpus // machines)
-            fewer = self._under(replace(launch, processes=gpus, machines=machines, ep=split))
-            trace = fewer.tracer.trace(lean.policy, lean.batch) if self._might_fit(estimates, lean, gpus) else ""
-            if isinstance(trace, StepTrace):
-                candidate = Candidate.of(lean.policy, lean.batch, trace, fewer.tracer.workload.accumulation)
-                if fewer.room.fits(candidate):
-                    return candidate
-        return None
-
-    def _might_fit(self, estimates: Estimates, lean: Candidate, gpus: int) -> bool:
-        """Whether the candidate `lean` may fit on `gpus` GPUs if only the sharded bytes grow."""
-        trace = estimates.tracer.trace_of(lean.policy, lean.batch)
-        assert trace.launch is not None
-        sharded = sum(trace.at_peak[category] for category in SHARDED)
-        return trace.peak_reserved + sharded * (trace.launch.processes / gpus - 1) <= _SLACK * estimates.room.limit

@@ -99,7 +99,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
         return memory_budget(asked.budget, gpu, asked.margin, launch, asked.host_memory)
 
     limits = asked.target, asked.batch_size, asked.max_batch_size
-    fewest, report = None, tracer.report
+    report = tracer.report
 
     def on_fit(one: Candidate) -> None:
         under = f" with {one.launch.sharing}" if one.launch else ""
@@ -113,7 +113,6 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
         found = [] if long and several.never_fits() else several.search(asked.chosen)
         if found:
             estimates = several.of(found[0].launch)
-            fewest = several.fewest(found[0])
         else:
             shared, refused = search_shared(tracer, sharing, room_of, *limits, policies=policies, on_fit=on_fit)
             several.rejected |= refused
@@ -141,7 +140,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
     best = estimates.tracer.trace_of(found[0].policy, found[0].batch)
     fixes = advise(estimates.tracer, found[0], best, asked.batch_size is not None)
     made = _made(estimates, found, best)
-    return replace(made, fixes=fixes, rejected=rejected, fewest=fewest), best
+    return replace(made, fixes=fixes, rejected=rejected), best
 
 
 def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan:

@@ -263,7 +263,6 @@ class Plan:
         kind, tokens: the kind of workload, such as "causal-lm", and the tokens of a sequence; 0 for none.
         data: the lengths of the dataset's rows in words; "" if all batches are alike.
         notes: assumptions of the traces, one sentence each.
-        fewest: with several launches, the candidate on the fewest GPUs, if that is fewer than the launches have.
         versions: the versions of the packages that made it.
     """
 
@@ -280,7 +279,6 @@ class Plan:
     tokens: int = 0
     data: str = ""
     notes: list[str] = field(default_factory=list)
-    fewest: Candidate | None = None
     versions: dict[str, str] = field(default_factory=versions)
 
     def __repr__(self) -> str:

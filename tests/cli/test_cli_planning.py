@@ -199,7 +199,6 @@ def test_plan_chooses_the_launch_and_prints_its_command(
     words = ["plan", config, "--device", "h100", "--seq-length", "32", "--batch-size", "2", "--gpus", "16", "--bf16"]
     assert run_cli(monkeypatch, *words, "--jobs", "1", "--launch", "fsdp2") == 0
     shown = capsys.readouterr().out
-    assert "fits on 1: none at batch 2" in shown
     launch = Launch("fsdp2", 16, 2, "bf16")
     words = " ".join(launch_words(replace(launch, reshard_after_forward="reshard_after_forward true" in shown)))
     assert f'accelerate launch -q {words} --machine_rank RANK --main_process_ip HOST "$(ckpt-ft recipe' in shown
