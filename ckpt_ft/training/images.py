@@ -9,7 +9,6 @@ the row. The flags are named as in diffusers' scripts.
 from __future__ import annotations
 
 import io
-import json
 import os
 import random
 import re
@@ -37,7 +36,6 @@ from ckpt_ft.training.flags import (
     load_split,
 )
 from ckpt_ft.training.samples.drawings import COMBINATIONS, drawn_shapes
-from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.sample_sizes import AUTO, Size, read_buckets
 
 DECODED = 5_000  # images that are decoded completely before training; of later ones only the header is read
@@ -106,13 +104,9 @@ def _problem(image: Mapping[str, Any] | None, row: int) -> str | None:
         return f"row {row + 1} has no image"
     name = image["path"] or f"the image of row {row + 1}"
     try:
-        if not (len(image["bytes"]) if image["bytes"] is not None else Path(image["path"]).stat().st_size):
-            return f"{name} is empty (0 bytes)"
         with _opened(image) as opened:
             if row < DECODED:
                 to_rgb(opened)
-    except FileNotFoundError:
-        return f"{name} does not exist"
     except UnidentifiedImageError:
         return f"{name} is no image that Pillow can read"
     except UNDECODABLE as error:
@@ -221,9 +215,9 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     if args.instance_data_dir is not None:
         rows, source = _load_subject(args.instance_data_dir, args.instance_prompt), args.instance_data_dir
     elif args.dataset_name is not None:
-        rows, source = _load_hub(args), args.dataset_name
+        rows, source = _load_columns("--dataset_name", args.dataset_name, args), args.dataset_name
     elif args.train_data_dir is not None:
-        rows, source = _load_folder(args.train_data_dir, args.caption_column), args.train_data_dir
+        rows, source = _load_folder(Path(args.train_data_dir), args), args.train_data_dir
     else:
         count = min(args.max_train_samples or COMBINATIONS, COMBINATIONS)
         return undecoded(drawn_shapes(count, resolution).select_columns(["image", "text"]))
@@ -247,39 +241,19 @@ def _load_subject(directory: str, prompt: str | None) -> Dataset:
     return Dataset.from_dict({"image": list(map(str, images)), "text": [prompt] * len(images)})
 
 
-def _load_hub(args: ImageArguments) -> Dataset:
-    name = str(args.dataset_name)
-    rows = load_split(name, args.dataset_config_name, "train")
+def _load_columns(flag: str, name: str, args: ImageArguments) -> Dataset:
+    rows = load_split(name, args.dataset_config_name, "train", flag)
     columns = ("image_column", args.image_column, "image"), ("caption_column", args.caption_column, "text")
     return named_columns(rows, name, *columns)
 
 
-def _load_folder(directory: str, caption_column: str) -> Dataset:
-    """Reads the layout of datasets' "imagefolder", or of kohya's scripts."""
-    folder = Path(directory)
+def _load_folder(folder: Path, args: ImageArguments) -> Dataset:
+    """Reads the layout of datasets' "imagefolder", whose files must lie inside of it, or of kohya's scripts."""
     if not folder.is_dir():
-        raise UserError(f"--train_data_dir {directory}: no such directory")
-    listing = next(
-        (path for path in (folder / "metadata.jsonl", folder / "train" / "metadata.jsonl") if path.is_file()), None
-    )
-    if listing is None:
-        return _load_text_files(folder, caption_column)
-    paths, captions = [], []
-    for number, line in enumerate(listing.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        place = f"{listing} line {number}"
-        with library_reads(f"{place} is not JSON with texts for 'file_name' and '{caption_column}'"):
-            entry = json.loads(line)
-            name, caption = entry["file_name"], entry[caption_column]
-            (name + caption).encode()  # half of a surrogate pair is not text
-        path = str(listing.parent / name)
-        # A downloaded dataset must not name private files. Links are allowed: the Hub's cache is made of them.
-        if "\0" in path or not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder)):
-            raise UserError(f"{place} names {path!r}, which lies outside of {folder}; its images are inside of it")
-        paths.append(path)
-        captions.append(caption)
-    return Dataset.from_dict({"image": paths, "text": captions})
+        raise UserError(f"--train_data_dir {folder}: no such directory")
+    if any(folder.rglob("metadata.jsonl")):
+        return _load_columns("--train_data_dir", str(folder), args)
+    return _load_text_files(folder, args.caption_column)
 
 
 def _load_text_files(folder: Path, caption_column: str) -> Dataset:

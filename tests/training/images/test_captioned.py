@@ -92,29 +92,23 @@ def test_columns_of_a_dataset_are_mapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ([*GOOD, "{oops"], "metadata.jsonl line 3 is not JSON"),
-        ([GOOD[0], {"text": "red"}], "line 2 is not JSON with .*: KeyError: 'file_name'"),
-        ([GOOD[0], {"file_name": "1.png"}], "line 2 is not JSON with .*: KeyError: 'text'"),
+        ([*GOOD, "{oops"], "--train_data_dir .*: JSON parse error"),
+        ([GOOD[0], {"text": "red"}], "row 2 has no image"),
+        ([GOOD[0], {"file_name": "1.png"}], "row 2 of 2 has no caption"),
         ([GOOD[0], {"file_name": "1.png", "text": " "}], "row 2 of 2 has no caption"),
-        ([GOOD[0], {"file_name": "7.png", "text": "x"}], r"7\.png does not exist.*--skip_bad_images"),
-        ([], "there is no image in it"),
-        ([GOOD[0], {"file_name": "../0.png", "text": "x"}], "line 2 names .* which lies outside of"),
-        ([{"file_name": "/etc/passwd", "text": "x"}], "line 1 names '/etc/passwd', which lies outside of"),
-        ([{"file_name": "a\0b", "text": "x"}], "line 1 names .* which lies outside of"),
-        (['{"file_name": ' + "[" * 100_000], "line 1 is not JSON"),
-        (["9" * 5000], "line 1 is not JSON"),
+        ([{"file_name": "1.png", "says": "red"}], "--caption_column text: .* no such column; it has image, says"),
+        ([GOOD[0], {"file_name": "7.png", "text": "x"}], r"7\.png cannot be read \(.*No such file.*--skip_bad_images"),
+        ([], "--train_data_dir .*: "),
+        ([GOOD[0], {"file_name": "../0.png", "text": "x"}], "Invalid metadata file_name '../0.png'"),
+        ([{"file_name": "/etc/passwd", "text": "x"}], "Invalid metadata file_name '/etc/passwd'"),
+        ([{"file_name": "a\0b", "text": "x"}], "cannot be read"),
+        (['{"file_name": ' + "[" * 100_000], "--train_data_dir .*: "),
     ],
 )
 def test_invalid_metadata_is_refused(tmp_path: Path, entries: list[Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=words) as refused:
         load_captioned(ImageArguments(train_data_dir=str(folder(tmp_path / "a", entries))), 32)
-
-
-def test_metadata_in_latin_1_is_refused(tmp_path: Path) -> None:
-    path = folder(tmp_path / "a", GOOD)
-    (path / "metadata.jsonl").write_bytes('{"file_name": "0.png", "text": "caf\u00e9"}'.encode("latin-1"))
-    with pytest.raises(UserError, match="line 1 is not JSON .*UnicodeDecodeError"):
-        load_captioned(ImageArguments(train_data_dir=str(path)), 32)
+    assert "\n" not in str(refused.value)
 
 
 def test_bad_images_are_named_or_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +117,7 @@ def test_bad_images_are_named_or_skipped(tmp_path: Path, capsys: pytest.CaptureF
     whole = (path / "0.png").read_bytes()
     for name, content in zip(names, (b"", b"not an image", whole[: len(whole) // 2]), strict=True):
         (path / name).write_bytes(content)
-    with pytest.raises(UserError, match=r"empty\.png is empty.*text\.png is no image.*cut\.png cannot be read"):
+    with pytest.raises(UserError, match=r"empty\.png is no image.*text\.png is no image.*cut\.png cannot be read"):
         load_captioned(ImageArguments(train_data_dir=str(path)), 32)
     rows = load_captioned(ImageArguments(train_data_dir=str(path), skip_bad_images=True), 32)
     assert len(rows) == 2
@@ -143,7 +137,7 @@ def test_kohya_folders_set_repeats_and_prompts(tmp_path: Path, capsys: pytest.Ca
     assert "2 images of '3_sks dog', each 3 times in an epoch" in capsys.readouterr().out
     (tmp_path / "3_sks dog" / "1.png").write_bytes(b"")
     assert len(load_captioned(args, 8)) == 5
-    assert capsys.readouterr().out.count("1.png is empty") == 1
+    assert capsys.readouterr().out.count("1.png is no image") == 1
     (tmp_path / "2024" / "0.txt").unlink()
     with pytest.raises(UserError, match="0.png has no caption"):
         load_captioned(args, 8)
