@@ -25,19 +25,19 @@ from ckpt_ft.workloads.workload import Step, Workload, or_loop
 
 from .batch_size import Trial, find_max_batch_size
 from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
-from .depth import UNITS, shortened, suits
+from .depth import Shallow, suits
 from .launches import OF_LONG, Extended, Launches, search_shared, split_by_sharing
 from .plan import searching
-from .scaled_traces import HIGH, Estimates
+from .scaled_traces import HIGH, LOW, Estimates
 from .search import trace_final_batches
-from .tracing import Report, Tracer, run_tasks
+from .tracing import Report, Tracer, trace_all
 
 GRANULARITY = 256  # tokens
 LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "full,head,offload,tile:16")
 OF_SEVERAL_GPUS = LADDER[3:]
 _TARGET = "effective_batch"
 _EXTENDED = "figures are extended from models with fewer blocks; `ckpt-ft estimate --launch` traces the whole model"
-_TOLERANCE = 0.01  # reserved bytes do not grow evenly with the length: within it, a longer one may or may not fit
+_TOLERANCE = 0.02  # reserved bytes do not grow evenly with the length: within it, a longer one may or may not fit
 
 
 @dataclass(frozen=True)
@@ -200,61 +200,74 @@ def predict_max_length(
                 candidates = several.search([str(Policy.parse(policy)) for policy in of_several])
                 estimates = several.of(candidates[0].launch) if candidates else several.smallest()
                 rejected = {**rejected, **estimates.rejected, **several.rejected}
+            whole = estimates
         else:
             room = room_of(workload.launch)
             most_pieces = limited_by_phases(pieces, room, most_pieces)
-            shallow = None if workload.compile or not all(map(suits, policies)) else shortened(pieces, UNITS[0])
-            estimates = Estimates(
-                tracer, room, _TARGET, most=most_pieces, tolerance=_TOLERANCE, separate=True,
-                few=Tracer(shallow[0], report=say) if shallow else None,
-            )  # fmt: skip
-            candidates, rejected = _settled(estimates, policies, jobs, on_fit), dict(estimates.rejected)
+            estimates, whole = _estimates(tracer, room, most_pieces, policies, jobs, say)
+            candidates, rejected = _proved(estimates, whole, on_fit), dict(estimates.rejected)
         if not estimates.anchors:
             raise UserError("no policy suits the model: " + "; ".join(rejected.values()))
         if not candidates:
             smallest = estimates.smallest().policy
-            estimates.tracer.trace(smallest, 1)
-            needed = estimates.room.needs(estimates.estimate(smallest, 1))
+            whole.tracer.trace(smallest, 1)
+            needed = estimates.room.needs(whole.estimate(smallest, 1))
             return MaxLength(
                 0, 0, batch_size, estimates.room, rejected=rejected, needed=needed, granularity=granularity
             )
-        best = estimates.tracer.trace_of(candidates[0].policy, candidates[0].batch)
-        traced = estimates.tracer.traced
+        best = whole.tracer.trace_of(candidates[0].policy, candidates[0].batch)
+        traced = whole.tracer.traced
     ladder = [
         LongestSequence.of(one, granularity, batch_size, not launches and (one.policy, one.batch) not in traced)
         for one in candidates
     ]
     length = ladder[0].length
-    holders, notes = ([], [_EXTENDED]) if isinstance(estimates, Extended) else (best.grouped_holders(8), [])
+    holders, notes = ([], [_EXTENDED]) if isinstance(whole, Extended) else (best.grouped_holders(8), [])
     return MaxLength(
         length, length, batch_size, estimates.room, ladder, holders, rejected, 0, granularity, [*best.notes, *notes]
     )
 
 
-def _settled(
-    estimates: Estimates,
-    policies: Sequence[str],
-    jobs: int,
-    on_fit: Callable[[Candidate], None],
-) -> list[Candidate]:
-    """The candidate of every policy that fits, the longest first: traced at its own length; others are scaled.
+def _estimates(
+    tracer: Tracer, room: MemoryBudget, most: int, policies: Sequence[str], jobs: int, report: Report
+) -> tuple[Estimates, Estimates]:
+    """Estimates of `policies`, and others that trace the whole model at the lengths that are found.
+
+    The first come from copies with fewer blocks if the policies treat all blocks alike; else they are the second, too.
+    """
+    whole = estimates = Estimates(tracer, room, _TARGET, most=most, tolerance=_TOLERANCE, separate=True)
+    alike = not tracer.workload.compile and all(map(suits, policies))
+    if alike and (shallow := Shallow.of(tracer.workload, proved=True)):
+        copies = [Tracer(one, jobs, report) for one in shallow.workloads]
+        with copies[0], copies[1]:
+            trace_all([(copy, [(policy, LOW) for policy in policies]) for copy in copies], alone=True)
+            estimates = Extended(
+                copies[1], room, _TARGET, most=most, tolerance=_TOLERANCE, few=copies[0], shallow=shallow
+            )
+            estimates.trace_candidates(policies)
+        whole = replace(whole, growth=estimates.growth, anchors=estimates.anchors)
+    estimates.trace_candidates(policies)
+    tracer.end_processes()  # one trace after another from now on
+    return estimates, whole
+
+
+def _proved(estimates: Estimates, whole: Estimates, on_fit: Callable[[Candidate], None]) -> list[Candidate]:
+    """The candidate of every policy that fits, the longest first: traced at its own length by `whole`.
 
     on_fit: called with each traced candidate that fits.
     """
-    estimates.trace_candidates(policies)
-    tracer = estimates.tracer
-    tracer.end_processes()  # those of `run_tasks` begin with the traces so far
-    searched = [one for one in reversed(estimates.anchors) if one not in estimates.bests]  # the slow ones first
-    tasks = [partial(lambda policy, tell: estimates.best(policy), policy) for policy in searched]
-    for number, found in run_tasks(tasks, jobs):
-        estimates.bests[searched[number]] = found
+    found = {one.policy: one for one in estimates.candidates()}
     proved: set[str] = set()
-    while candidates := sorted(estimates.candidates(), key=better(_TARGET), reverse=True):
-        if candidates[0].policy in proved:
-            break
-        proved.add(candidates[0].policy)
-        trace_final_batches([(estimates, candidates[0])], on_fit)
-    return candidates
+    while found:
+        order = sorted(found.values(), key=better(_TARGET), reverse=True)
+        if order[0].policy in proved:
+            return order
+        proved.add(first := order[0].policy)
+        trace_final_batches([(whole, order[0])], on_fit)
+        del found[first]
+        if (one := whole.best(first)) is not None:
+            found[first] = one
+    return []
 
 
 def by_length(workload: Workload, batch_size: int, most: int = MOST) -> tuple[Workload, int, int]:

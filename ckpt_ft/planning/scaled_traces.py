@@ -9,10 +9,11 @@ batch size.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Generic, TypeVar
 
 from ckpt_ft.memory.record.events import Op, Storage
@@ -28,19 +29,18 @@ _STAYS = ("parameters", "buffers", "gradients", "optimizer", "workspace")
 
 
 class _Table(Generic[Value]):
-    """Values of records at the batch size `high`, by a fine key, or by a coarse key if the fine one is new."""
+    """Values of records at the batch size `high`, by the first key that is known, from the finest to the coarsest."""
 
     def __init__(self) -> None:
-        self._fine: dict[Hashable, Value | None] = {}
-        self._coarse: dict[Hashable, Value | None] = {}
+        self._values: dict[Hashable, Value | None] = {}
 
-    def learn(self, fine: Hashable, coarse: Hashable, value: Value) -> None:
-        for table, key in ((self._fine, fine), (self._coarse, coarse)):
-            if table.setdefault(key, value) != value:
-                table[key] = _AMBIGUOUS
+    def learn(self, keys: Sequence[Hashable], value: Value) -> None:
+        for key in keys:
+            if self._values.setdefault(key, value) != value:
+                self._values[key] = _AMBIGUOUS
 
-    def get(self, fine: Hashable, coarse: Hashable) -> Value | None:
-        return self._fine[fine] if fine in self._fine else self._coarse.get(coarse)
+    def get(self, keys: Sequence[Hashable]) -> Value | None:
+        return next((self._values[key] for key in keys if key in self._values), None)
 
 
 class Growth:
@@ -67,19 +67,19 @@ class Growth:
         self._sizes, self._costs = {}, {}
         for one, other in _paired(_measured(small), _measured(large), lambda s: (s.module, s.phase, s.op)):
             for before, after in zip(one, other if len(one) == len(other) else one, strict=True):
-                self._storages.learn(*_storage_keys(before), (after.nbytes,))
+                self._storages.learn(_storage_keys(before), (after.nbytes,))
         for storage in small.storages:
-            if self._storages.get(*_storage_keys(storage)) is None and storage.category in _STAYS:
-                self._storages.learn(*_storage_keys(storage), (storage.nbytes,))
+            if self._storages.get(_storage_keys(storage)) is None and storage.category in _STAYS:
+                self._storages.learn(_storage_keys(storage), (storage.nbytes,))
         for ones, others in _paired(small.ops, large.ops, lambda o: (o.module, o.phase, o.name)):
             if len(ones) == len(others):
                 for op, grown in zip(ones, others, strict=True):
-                    self._ops.learn(*_op_keys(op), _figures(grown))
+                    self._ops.learn(_op_keys(op), _figures(grown))
                 continue
             more = self.high / self.low  # the chunks are as long as the batch, however many they are
             for op in ones:
                 work = int(op.flops * more), int(op.nbytes * more), round(op.kernels * more)
-                self._ops.learn(*_op_keys(op), (*work, *op.shape))
+                self._ops.learn(_op_keys(op), (*work, *op.shape))
 
     def knows(self, trace: StepTrace) -> bool:
         """Whether the growth of all but 0.1 % of the bytes that `trace` (at `low`) allocates and moves is known.
@@ -87,8 +87,8 @@ class Growth:
         What the optimizer moves does not grow.
         """
         moving = [o for o in trace.ops if o.phase != "optimizer"]
-        unknown = sum(s.nbytes for s in trace.storages if self._storages.get(*_storage_keys(s)) is None)
-        unmoved = sum(o.nbytes for o in moving if self._ops.get(*_op_keys(o)) is None)
+        unknown = sum(s.nbytes for s in trace.storages if self._storages.get(_storage_keys(s)) is None)
+        unmoved = sum(o.nbytes for o in moving if self._ops.get(_op_keys(o)) is None)
         return unknown <= EXACT * trace.peak_allocated and unmoved <= EXACT * sum(o.nbytes for o in moving)
 
     def scale(self, trace: StepTrace, batch: int) -> StepTrace:
@@ -135,15 +135,15 @@ class Growth:
         grown = dict(zip(map(id, anchor.storages), self._grown(anchor), strict=True))
         for ones, others in _paired(_measured(anchor), _measured(trace), lambda s: (s.module, s.phase, s.op)):
             for one, other in zip(ones, others, strict=True) if len(ones) == len(others) else ():
-                table.learn(*_storage_keys(other), grown[id(one)])
-        found = (table.get(*_storage_keys(s)) for s in trace.storages)
+                table.learn(_storage_keys(other), grown[id(one)])
+        found = (table.get(_storage_keys(s)) for s in trace.storages)
         return [ends if ends and ends[0] != ends[1] else None for ends in found]
 
     def _grown(self, trace: StepTrace) -> list[tuple[int, int]]:
         """For each storage of `trace` (at `low`) its bytes at `low` and `high`."""
         records = trace.storages
         if id(records) not in self._sizes:
-            sizes = [(s.nbytes, (self._storages.get(*_storage_keys(s)) or (s.nbytes,))[0]) for s in records]
+            sizes = [(s.nbytes, (self._storages.get(_storage_keys(s)) or (s.nbytes,))[0]) for s in records]
             self._sizes[id(records)] = records, sizes
         return self._sizes[id(records)][1]
 
@@ -151,7 +151,7 @@ class Growth:
         """For each op of `trace` (at `low`) its figures at `high`; () if they do not grow."""
         records = trace.ops
         if id(records) not in self._costs:
-            grown = [(_figures(o), self._ops.get(*_op_keys(o)) or ()) for o in records]
+            grown = [(_figures(o), self._ops.get(_op_keys(o)) or ()) for o in records]
             dearer = [at_high if len(at_high) == len(was) and at_high != was else () for was, at_high in grown]
             self._costs[id(records)] = records, dearer
         return self._costs[id(records)][1]
@@ -184,8 +184,14 @@ def _measured(trace: StepTrace) -> list[Storage]:
     return [s for index, s in enumerate(trace.storages) if index in made or not s.op]
 
 
-def _storage_keys(s: Storage) -> tuple[Hashable, Hashable]:
-    return (s.op, s.module, s.nbytes), (s.op, s.nbytes)
+@cache
+def _of_any_block(module: str) -> str:
+    """A module's name without the numbers of blocks, of which a model with fewer blocks does not have all."""
+    return re.sub(r"\d+", "*", module)
+
+
+def _storage_keys(s: Storage) -> tuple[Hashable, ...]:
+    return (s.op, s.module, s.nbytes), (s.op, _of_any_block(s.module), s.nbytes, "*"), (s.op, s.nbytes)
 
 
 def _figures(o: Op) -> tuple[int, ...]:
@@ -193,10 +199,10 @@ def _figures(o: Op) -> tuple[int, ...]:
     return o.flops, o.nbytes, o.kernels, *o.shape
 
 
-def _op_keys(o: Op) -> tuple[Hashable, Hashable]:
+def _op_keys(o: Op) -> tuple[Hashable, ...]:
     """Keys include the shape: a weight's gradient has the flops and bytes of forward, but grows along another side."""
     figures = o.flops, o.nbytes, o.dtype, o.shape
-    return (o.name, o.module, *figures), (o.name, *figures)
+    return (o.name, o.module, *figures), (o.name, _of_any_block(o.module), *figures, "*"), (o.name, *figures)
 
 
 # Policies that a plan of a compiled step leaves out. Inductor fuses what `pointwise` rebuilds, the next two do nothing

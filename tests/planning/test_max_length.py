@@ -66,15 +66,21 @@ def test_predicted_length_is_the_longest_that_fits(config: str) -> None:
         assert _peak(config, policy, round(1.1 * one.length), 3) > found.room.limit
 
 
-def test_model_with_four_blocks_shows_how_a_deep_one_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_copies_with_fewer_blocks_find_the_lengths_of_a_deep_model(
+    lora_r: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**_SIZES, "num_hidden_layers": 8, "model_type": "llama"}))
-    workload = load(TrainingSpec.of(str(path), dtype="bfloat16", lora_r=4), "t4")
+    path.write_text(json.dumps({**_SIZES, "num_hidden_layers": 12, "model_type": "llama"}))
+    workload = load(TrainingSpec.of(str(path), dtype="bfloat16", lora_r=lora_r), "t4")
     search = partial(predict_max_length, workload, ("none", "full,head"), "2GiB", margin="0")
     found = search()
     assert min(one.length for one in found.ladder) > HIGH * GRANULARITY  # extrapolated
-    monkeypatch.setattr("ckpt_ft.planning.max_length.shortened", lambda workload, units: None)
-    assert found.ladder == search().ladder
+    monkeypatch.setattr("ckpt_ft.planning.max_length.Shallow.of", lambda *args, **kwargs: None)
+    for one, whole in zip(found.ladder, search().ladder, strict=True):
+        assert (one.policy, one.scaled) == (whole.policy, whole.scaled)
+        assert one.length == pytest.approx(whole.length, rel=0.05 if one.scaled else 0.02)
+        assert one.seconds / one.length == pytest.approx(whole.seconds / whole.length, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["eager", "a mask of a sliding window"])
