@@ -33,7 +33,6 @@ FROM_CONFIG: transformers.PreTrainedModel()._from_config
 kept_strictly: transformers.PreTrainedModel()._keep_in_fp32_modules_strict
     as above, also in bfloat16
 prepare_inputs: transformers.Trainer()._prepare_inputs
-PREPARE_INPUTS: transformers.Trainer()._prepare_inputs
     batches that a trainer makes while it trains
 LOAD_WEIGHTS: transformers.Trainer()._load_from_checkpoint
 LOAD_BEST: transformers.Trainer()._load_best_model

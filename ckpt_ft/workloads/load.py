@@ -101,7 +101,7 @@ def load(
         workload = replace(workload, make_batch=batches(workload.model), notes=())
     phases = workload.phases
     if spec.data.eval_batch_size and "evaluation" not in phases:
-        phases = phases | {"evaluation": evaluation_of(spec.data, workload.model)}
+        phases = phases | {"evaluation": evaluation_of(spec.data)}
     return replace(
         workload,
         compute_loss=_with_clear_errors(workload.compute_loss, adapters_of(spec)),

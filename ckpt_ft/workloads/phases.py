@@ -8,25 +8,21 @@ the device: predictions, or a KV cache. Loading and saving follow rules (`outsid
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock, patch
 
-import numpy as np
 import torch
 from torch import nn
 
 from ckpt_ft.checkpointing.kv_cache import given_cache
-from ckpt_ft.compat.libraries import PREPARE_INPUTS, logps_of, shared_state
+from ckpt_ft.compat.libraries import logps_of, shared_state
 from ckpt_ft.compat.patches import patched
-from ckpt_ft.compat.tensors import tree_map, tree_map_only
+from ckpt_ft.compat.tensors import tree_leaves
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.spec.training_spec import DataSpec
@@ -89,114 +85,6 @@ def _micro_batches_per_generation(trainer: Any) -> int:
     return int(trainer.args.steps_per_generation * trainer.num_iterations)
 
 
-def _traced_batches(sizes: list[int], every: int | None) -> tuple[list[int], set[int]]:
-    """The sizes of the batches to trace, and the numbers of those on which the model runs.
-
-    All batches but the last are alike. Two chunks of `every` batches are traced: on a CPU the predictions of the first
-    are alive during the second. The model runs on the first and last two batches of a chunk; for the others only
-    predictions are allocated, and without `every` their neighbours are merged.
-    """
-    if every and every < len(sizes):
-        traced = sizes[: 2 * every]
-        return traced, {0, every - 2, every - 1, len(traced) - 2, len(traced) - 1}
-    merged = [sum(sizes[1:-2])] if len(sizes) > 3 else []
-    traced = [sizes[0], *merged, *sizes[1:][-2:]]
-    return traced, {*range(len(traced))} - ({1} if merged else set())
-
-
-def _prediction_step(own: Callable[..., Any], traced: list[int], runs: set[int]) -> Callable[..., Any]:
-    """`Trainer.prediction_step`; for batches that are not in `runs`, it allocates what the model would return."""
-    like: Any = (None, None, None)
-    left = enumerate(traced)
-
-    def predicts(*args: Any, **kwargs: Any) -> Any:
-        nonlocal like
-        place, rows = next(left)
-        if place not in runs:
-            return tree_map_only(partial, lambda empty: empty(rows), like)
-        out = own(*args, **kwargs)
-        like = tree_map_only(torch.Tensor, lambda t: partial(_empty, t.dtype, t.shape), out)
-        return out
-
-    return predicts
-
-
-def _empty(dtype: torch.dtype, shape: tuple[int, ...], rows: int) -> torch.Tensor:
-    """A tensor of zeros of `shape`, for a batch of as many rows."""
-    return torch.zeros((rows, *shape[1:]) if shape else (), dtype=dtype)
-
-
-def _copy_for_evaluation(trainer: Any, model: nn.Module, optimizer: Any, workload: Workload) -> Any:
-    """A copy of the trainer that evaluates `model`, reports nothing, and leaves `trainer` as it is."""
-    copied = shallow_copy(trainer)
-    for name in ("evaluation_loop", "compute_loss", "prediction_step"):
-        vars(copied).pop(name, None)  # as a callback has wrapped it
-    copied.args, copied.accelerator = copy.copy(trainer.args), copy.copy(trainer.accelerator)
-    copied.accelerator.prepare = copied.accelerator.prepare_model = lambda given, *args, **kwargs: given
-    copied.accelerator.unwrap_model = lambda given, *args, **kwargs: given
-    copied.model = copied.model_wrapped = model
-    copied.optimizer, copied.compute_metrics = optimizer, None  # metrics are computed on the host
-    copied.callback_handler = SimpleNamespace(on_prediction_step=lambda args, state, control: control)
-    setattr(copied, PREPARE_INPUTS, dict)
-    processes = 1 if workload.launch is None else workload.launch.processes
-
-    def gather(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        return tree_map(lambda t: t.new_empty(processes * t.shape[0], *t.shape[1:]), tensors)
-
-    copied.gather_function = gather if processes > 1 else lambda tensors, *args, **kwargs: tensors
-    return copied
-
-
-def _loader(workload: Workload, sizes: list[int]) -> Iterator[Batch]:
-    """Batches as a data loader yields them: the next one is already on the device."""
-
-    def made(rows: int) -> Batch:
-        batch = workload.make_batch(min(rows, sizes[0]), None)
-        return (
-            batch if rows <= sizes[0] else tree_map_only(torch.Tensor, lambda t: _empty(t.dtype, t.shape, rows), batch)
-        )
-
-    ahead = made(sizes[0])
-    for rows in (*sizes[1:], None):
-        batch = ahead
-        if rows is not None:
-            ahead = made(rows)
-            tree_map_only(torch.Tensor, torch.Tensor.detach, ahead)  # a trace counts a tensor from its first use on
-        yield batch
-
-
-@contextmanager
-def _valueless_predictions(on_cpu: bool) -> Iterator[None]:
-    """Makes transformers' containers of predictions work without values.
-
-    on_cpu: whether the step runs on a CPU, where a NumPy array shares the memory of its tensor until it is
-        concatenated.
-    """
-    from transformers import trainer as module
-
-    class Kept(module.EvalLoopContainer):
-        tensors: Any
-        arrays: Any
-
-        def to_cpu_and_numpy(self) -> None:
-            if self.tensors is None:
-                return
-            if on_cpu and (self.arrays is None or not self.do_nested_concat):
-                arrays = tree_map(lambda t: t.float() if t.dtype == torch.bfloat16 else t, self.tensors)
-                self.arrays = [*(self.arrays or []), arrays]
-            elif on_cpu:
-                self.arrays = []
-            self.tensors = None
-
-        def get_arrays(self) -> Any:
-            self.to_cpu_and_numpy()
-            self.arrays = None
-            return np.zeros(1)
-
-    with patch.object(module, "EvalLoopContainer", Kept):
-        yield
-
-
 def generation(
     trainer: Any,
     sizes: Callable[[Workload, int], tuple[int, int, int]],
@@ -229,7 +117,7 @@ def generation(
                     ids = torch.ones(sequences, prompt, dtype=torch.long)
                     mask = torch.ones_like(ids)
                     generate(model, trainer.generation_config, answer, input_ids=ids, attention_mask=mask)
-                _score(_copy_for_evaluation(trainer, model, optimizer, workload), model, sequences, prompt, answer)
+                _score(shallow_copy(trainer), model, sequences, prompt, answer)
 
         return step
 
@@ -302,55 +190,55 @@ def _fill(cache: Any, tokens: int) -> None:
                     layer.cumulative_length = tokens
 
 
-def evaluation_of(data: DataSpec, model: Any, trainer: Any = None, states: Any = None) -> Phase:
-    """The evaluation that a spec describes: of the loss, or with the logits of `data.eval_samples` rows.
-
-    Without `eval_accumulation_steps`, predictions of all batches are kept on the device, and each batch concatenates
-    them anew, padded to the longest (`EvalLoopContainer` in transformers/trainer_pt_utils.py).
-
-    trainer: TRL's trainer of the step, and accelerate's `states` of it; None for transformers' own.
-    """
-    rows, samples = data.eval_batch_size, data.eval_samples
-    if not samples:
-        return partial(_loss_of, rows)
-    states = {} if states is None else states
-    options: dict[str, Any] = {"per_device_eval_batch_size": rows}
-    options["eval_accumulation_steps"] = data.eval_accumulation_steps or None
-    with separate_accelerate_state(states), tempfile.TemporaryDirectory() as folder:
-        if trainer is None:
-            from transformers import Trainer, TrainingArguments
-            from transformers.utils import find_labels
-
-            trainer = Trainer(nn.Linear(1, 1), TrainingArguments(folder, use_cpu=True, report_to="none"))
-            trainer.label_names = find_labels(type(without_adapters(model)))
-        else:
-            trainer = copy.copy(trainer)
-        trainer.args = dataclasses.replace(trainer.args, **options)
-    full, rest = divmod(samples, rows)
-    traced, runs = _traced_batches([rows] * full + [rest] * bool(rest), trainer.args.eval_accumulation_steps)
-
-    def phase(workload: Workload, samples: int) -> Step:
-        def step(model: nn.Module, optimizer: Any) -> None:
-            copied = _copy_for_evaluation(trainer, model, optimizer, workload)
-            copied.prediction_step = _prediction_step(partial(type(trainer).prediction_step, copied), traced, runs)
-            forward, kept = workload.in_precision(model.forward), _valueless_predictions(workload.device == "cpu")
-            with separate_accelerate_state(states), patch.object(model, "forward", forward), kept:
-                type(trainer).evaluation_loop(copied, _loader(workload, traced), "Evaluation", False)
-            model.train()
-
-        return step
-
-    return phase
+def evaluation_of(data: DataSpec) -> Phase:
+    """The evaluation that a spec describes: of the loss, or one that keeps the logits of `data.eval_samples` rows."""
+    return partial(_with_logits if data.eval_samples else _loss_of, data)
 
 
-def _loss_of(rows: int, workload: Workload, samples: int) -> Step:
+def _loss_of(data: DataSpec, workload: Workload, samples: int) -> Step:
     """An evaluation of the loss alone, whose batches leave no tensors behind."""
-    batch = workload.make_batch(rows, None)
+    batch = workload.make_batch(data.eval_batch_size, None)
 
     def step(model: nn.Module, optimizer: Any) -> None:
         model.eval()
         with torch.no_grad():
             workload.loss_of(model, batch).detach().mean()
+
+    return step
+
+
+def _with_logits(data: DataSpec, workload: Workload, samples: int) -> Step:
+    """An evaluation as a Trainer with `compute_metrics` makes it: outputs and labels stay on the device.
+
+    Each batch concatenates them anew (`EvalLoopContainer` in transformers/trainer_pt_utils.py), so the last one before
+    they go to the host has the peak. The model runs on the first batch and on that one; what the batches in between
+    leave is allocated.
+    """
+    from transformers.utils import find_labels
+
+    rows, model = data.eval_batch_size, without_adapters(workload.model)
+    kept = min(data.eval_samples, rows * (data.eval_accumulation_steps or data.eval_samples))
+    last = (kept - 1) % rows + 1
+    batches = [workload.make_batch(size, None) for size in ([rows, last] if kept > rows else [last])]
+    left_out = {"loss", *getattr(model.config, "keys_to_ignore_at_inference", ())}
+    processes = 1 if workload.launch is None else workload.launch.processes
+
+    def predicted(model: Any, batch: Batch) -> list[torch.Tensor]:
+        outputs = workload.in_precision(model)(**batch)
+        found = [value for name, value in outputs.items() if name not in left_out]
+        found += [batch[name] for name in find_labels(type(without_adapters(model))) if name in batch]
+        tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        return [torch.cat([tensor] * processes) for tensor in tensors] if processes > 1 else tensors
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        model.eval()
+        with torch.no_grad():
+            before = predicted(model, batches[0])
+            if len(batches) > 1:
+                before = [tensor.new_empty(processes * (kept - last), *tensor.shape[1:]) for tensor in before]
+                new = predicted(model, batches[1])
+                before = [torch.cat(both) for both in zip(before, new, strict=True)]
+        model.train()
 
     return step
 

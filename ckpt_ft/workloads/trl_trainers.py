@@ -51,6 +51,8 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
             f"trainer {spec.trainer.trainer} trains {' and '.join(trained)}; of {spec.model.name}, {workload.kind} is"
             " estimated"
         )
+    if spec.data.eval_samples:
+        raise UserError("eval samples: of an evaluation by TRL's trainers only the loss is predicted; leave it out")
     require_package("trl", f"--trainer {spec.trainer.trainer}")
     states: dict[Any, dict[str, Any]] = {}
     asked = f"--trainer {spec.trainer.trainer}: TRL refuses these settings"
@@ -74,7 +76,7 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
     online = spec.trainer.trainer in ONLINE
     phases = {"generation": _generation(trainer, spec, states)} if online else {}
     if spec.data.eval_batch_size and not online:
-        phases["evaluation"] = evaluation_of(spec.data, trainer.model, trainer, states)
+        phases["evaluation"] = evaluation_of(spec.data)
     return replace(
         workload,
         model=trainer.model,
