@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 
-def make_tiny_transformer(kind: str, decoder_steps: int = 0, heads: int = 1, layers: int = 1) -> DiffusionPipeline:
+def make_tiny_transformer(kind: str, vae_steps: int = 0, heads: int = 1, layers: int = 1) -> DiffusionPipeline:
     """Returns a transformer's pipeline for `RESOLUTION` pixels, the same on each call; keeps the random state.
 
     Args:
         kind: flux, flux2, sd3, qwen or sana.
-        decoder_steps: training steps of the VAE of flux and sd3; 0 leaves it random.
+        vae_steps: training steps of the VAE of flux and sd3; 0 leaves it random.
         heads: attention heads of the transformer, each 32 wide.
         layers: double-stream blocks, beside twice as many single-stream ones; half the blocks if there is one kind.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return KINDS[kind](decoder_steps, heads, layers)
+        return KINDS[kind](vae_steps, heads, layers)
 
 
 def flow_scheduler(shift: float) -> Any:
@@ -48,19 +48,19 @@ def flow_scheduler(shift: float) -> Any:
     return FlowMatchEulerDiscreteScheduler(shift=shift)
 
 
-def shapes_vae(decoder_steps: int) -> torch.nn.Module:
+def shapes_vae(vae_steps: int) -> torch.nn.Module:
     """Returns `tiny_vae` with the shift that transformer pipelines read."""
-    vae = tiny_vae(decoder_steps)
+    vae = tiny_vae(vae_steps)
     vae.register_to_config(shift_factor=0.0)
     return vae
 
 
-def _sd3(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
+def _sd3(vae_steps: int, heads: int, layers: int) -> DiffusionPipeline:
     from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
     return StableDiffusion3Pipeline(
         scheduler=flow_scheduler(shift=3.0),
-        vae=shapes_vae(decoder_steps),
+        vae=shapes_vae(vae_steps),
         text_encoder=tiny_clip("CLIPTextModelWithProjection"),
         tokenizer=tiny_tokenizer(),
         text_encoder_2=tiny_clip("CLIPTextModelWithProjection"),
@@ -76,7 +76,7 @@ def _sd3(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
     )  # fmt: skip
 
 
-def _flux2(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
+def _flux2(vae_steps: int, heads: int, layers: int) -> DiffusionPipeline:
     from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline, Flux2Transformer2DModel
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -104,7 +104,7 @@ def _flux2(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
     )  # fmt: skip
 
 
-def _qwen(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
+def _qwen(vae_steps: int, heads: int, layers: int) -> DiffusionPipeline:
     from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -133,7 +133,7 @@ def _qwen(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
     )  # fmt: skip
 
 
-def _sana(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
+def _sana(vae_steps: int, heads: int, layers: int) -> DiffusionPipeline:
     from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
     from transformers import Gemma2Config, Gemma2Model
 

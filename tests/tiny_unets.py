@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 
-def make_tiny_pipeline(kind: str, decoder_steps: int = 0, widths: tuple[int, ...] = (64, 96)) -> DiffusionPipeline:
+def make_tiny_pipeline(kind: str, vae_steps: int = 0, widths: tuple[int, ...] = (64, 96)) -> DiffusionPipeline:
     """Returns a pipeline for `RESOLUTION` pixels, the same on each call; keeps the random state.
 
     Args:
         kind: "sd1" (predicts noise), "sd2" (predicts velocity) or "sdxl" (two text encoders, pooled embedding, sizes).
-        decoder_steps: training steps of the VAE's decoder; 0 leaves it random.
+        vae_steps: training steps of the VAE; 0 leaves it random.
         widths: channels of the U-Net's levels.
     """
     from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
@@ -32,7 +32,7 @@ def make_tiny_pipeline(kind: str, decoder_steps: int = 0, widths: tuple[int, ...
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts: dict[str, Any] = {
-            "vae": tiny_vae(decoder_steps),
+            "vae": tiny_vae(vae_steps),
             "text_encoder": tiny_clip("CLIPTextModel"),
             "tokenizer": tiny_tokenizer(),
             "scheduler": diffusion_scheduler("v_prediction" if kind == "sd2" else "epsilon"),
