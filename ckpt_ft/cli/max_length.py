@@ -89,9 +89,10 @@ def max_length(
 
 def _ladder(spec: TrainingSpec, found: MaxLength, device: str) -> Table:
     """One row per policy: how long, at what memory and speed."""
+    by_launch = bool(spec.launch.launches) or len({one.launch for one in found.ladder}) > 1
     rows = [
         (
-            *([one.launch.sharing if one.launch else ""] if spec.launch.launches else []),
+            *([one.launch.sharing if one.launch else ""] if by_launch else []),
             one.policy,
             f"{'~' * one.scaled}{one.length:,}",
             format_bytes(one.peak_allocated),
@@ -106,5 +107,5 @@ def _ladder(spec: TrainingSpec, found: MaxLength, device: str) -> Table:
     several = spec.launch.launches or ([spec.launch.launch] if spec.launch.launch else [])
     on = f"{several[0].processes} x {device}" if several and several[0] else device
     title = f"{spec.title} on {on}: longest at batch {found.batch_size}"
-    words = (0, 1) if spec.launch.launches else (0,)
-    return Table(title, (*(["launch"] if spec.launch.launches else []), *header), rows, words)
+    words = (0, 1) if by_launch else (0,)
+    return Table(title, (*(["launch"] if by_launch else []), *header), rows, words)

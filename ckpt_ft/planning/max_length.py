@@ -37,6 +37,7 @@ LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "f
 OF_SEVERAL_GPUS = LADDER[3:]
 _TARGET = "effective_batch"
 _EXTENDED = "figures are extended from models with fewer blocks; `ckpt-ft estimate --launch` traces the whole model"
+_RING = "the last row is a launch in which the GPUs share each sequence: --cp"
 _TOLERANCE = 0.02  # reserved bytes do not grow evenly with the length: within it, a longer one may or may not fit
 
 
@@ -80,7 +81,8 @@ class MaxLength:
         predicted: the longest sequence whose predicted bytes fit.
         batch_size: sequences of a micro-batch.
         room: the memory budget.
-        ladder: the longest sequence of every policy that fits, the longest first.
+        ladder: the longest sequence of every policy that fits, the longest first; under FSDP2 that of context
+            parallelism is the last one, if it is longer.
         holders: what holds the peak of the first of them; empty if its figures are extended.
         rejected: policies and launches that do not suit the model, each with the reason.
         needed: if nothing fits, the smallest budget that works for `granularity` tokens; else 0.
@@ -174,6 +176,7 @@ def predict_max_length(
     of_several = OF_SEVERAL_GPUS if tuple(policies) == LADDER else policies
     policies = [str(Policy.parse(policy)) for policy in policies]
     longest = 0
+    in_a_ring: list[Candidate] = []
 
     def say(line: str) -> None:
         if report is not None:
@@ -206,6 +209,14 @@ def predict_max_length(
             most_pieces = limited_by_phases(pieces, room, most_pieces)
             estimates, whole = _estimates(tracer, room, most_pieces, policies, jobs, say)
             candidates, rejected = _proved(estimates, whole, on_fit), dict(estimates.rejected)
+            ring = _in_a_ring(workload.launch)
+            if candidates and ring is not None:
+                of_long = OF_LONG if of_several is OF_SEVERAL_GPUS else policies
+                shared, unsuited = search_shared(
+                    tracer, [ring], room_of, _TARGET, None, most // granularity, _TOLERANCE, of_long, on_fit=on_fit
+                )
+                rejected |= unsuited
+                in_a_ring = [one for _, each in shared for one in each if one.batch > candidates[0].batch][:1]
         if not estimates.anchors:
             raise UserError("no policy suits the model: " + "; ".join(rejected.values()))
         if not candidates:
@@ -222,10 +233,20 @@ def predict_max_length(
         for one in candidates
     ]
     length = ladder[0].length
+    ladder += [LongestSequence.of(one, granularity, batch_size) for one in in_a_ring]
     holders, notes = ([], [_EXTENDED]) if isinstance(whole, Extended) else (best.grouped_holders(8), [])
+    notes += [_RING] if in_a_ring else []
     return MaxLength(
         length, length, batch_size, estimates.room, ladder, holders, rejected, 0, granularity, [*best.notes, *notes]
     )
+
+
+def _in_a_ring(launch: Launch | None) -> Launch | None:
+    """FSDP2's `launch`, where the GPUs of a machine share each sequence as well; None if they cannot."""
+    here = launch.processes // launch.machines if launch else 1
+    if launch is None or launch.strategy != "fsdp2" or here == 1 or launch.mesh.keys() != {"dp_shard"}:
+        return None
+    return replace(launch, cp=here) if launch.ep == 1 else None
 
 
 def _estimates(

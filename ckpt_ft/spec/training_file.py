@@ -83,6 +83,11 @@ _STEPS: dict[str, tuple[str, dict[str, Any], str]] = {
     "rm": ("reward", {}, "a classifier is answered: LLaMA-Factory's value head also computes the vocabulary's logits"),
     "grpo": ("grpo", {}, ""),
     "gdpo": ("grpo", {}, "answered as GRPO: rewards are scaled one by one, which takes no memory"),
+    "ebft": (
+        "grpo",
+        {},
+        "answered as GRPO: without adapters a frozen copy of the model, which makes its features, comes on top",
+    ),
     "ppo": ("rloo", {}, "answered as RLOO: the value head and the weights of the reward model come on top"),
 }
 _PROMPT, _COMPLETION = 512, 256  # tokens in TRL's rollouts if a file gives one of them
@@ -265,6 +270,7 @@ class _Entries:
             "encode_each_step": self.diffusion and self._encodes_each_step(),
             **precision,
             "optimizer": self._optimizer(),
+            **self._projected(),
             **self._adapter(),
             **self._launch(),
             **self._sizes(),
@@ -419,6 +425,17 @@ class _Entries:
             )
         self.leave_out(f"optimizer {named}", "the adapters' states are predicted as AdamW's")
         return "adamw_fused"
+
+    def _projected(self) -> dict[str, Any]:
+        """The linear layers whose gradients GaLore or APOLLO projects, and to which rank."""
+        name = next((name for name in ("galore", "apollo") if self.get(f"use_{name}")), "")
+        targets = _joined(self.get(f"{name}_target") if name else self.get("optim_target_modules"))
+        if name and targets in ("", "all"):
+            targets = "(?!.*lm_head).*"
+        return {
+            "optim_target_modules": targets,
+            "optim_rank": (self.get(f"{name}_rank") or 16) if name else None,
+        }
 
     def _adapted(self) -> bool:
         """Whether the file asks for adapters."""

@@ -366,6 +366,10 @@ class OptimizerSpec(Part):
         rule="a norm, or 0 for no clipping",
         write="{:g}".format,
     )
+    optim_target_modules: str = setting(
+        "", "GaLore and APOLLO: linear layers whose gradients are projected, by names or patterns; default: all"
+    )
+    optim_rank: Count = setting(128, "GaLore and APOLLO: the rank that gradients are projected to")
     ema: bool = setting(False, "a moving average of the trained weights, in float32 on the device")
 
 

@@ -153,7 +153,7 @@ def _own(p: Tensor) -> Tensor:
 
 
 def _tensors(
-    kind: str, p: Tensor, whole: bool, group: Sequence[Tensor]
+    kind: str, p: Tensor, whole: bool, group: Sequence[Tensor], rank: int = RANK
 ) -> Iterator[tuple[Sequence[int], torch.dtype]]:
     """Shapes and dtypes of the tensors of `kind` for the parameter `p`; `whole` in place of 8-bit states."""
     shape, n = p.shape, p.numel()
@@ -187,14 +187,14 @@ def _tensors(
     elif kind == "rows":
         yield shape[:1] if len(shape) > 1 else (), p.dtype
     elif kind in ("low", "lowf", "basis", "random", "randomf", "side", "other", "diag"):
-        yield from _projected(kind, p)
+        yield from _projected(kind, p, rank)
 
 
-def _projected(kind: str, p: Tensor) -> Iterator[tuple[Sequence[int], torch.dtype]]:
+def _projected(kind: str, p: Tensor, rank: int) -> Iterator[tuple[Sequence[int], torch.dtype]]:
     """As `_tensors`, for a matrix whose gradient is projected along its shorter axis."""
     tall = p.shape[0] >= p.shape[1]
     long, short = max(p.shape), min(p.shape)
-    rank = min(RANK, short)
+    rank = min(rank, short)
     if kind in ("low", "lowf"):
         yield (long, rank) if tall else (rank, long), p.dtype if kind == "low" else torch.float32
     elif kind == "diag":
@@ -215,15 +215,25 @@ class Tabulated(torch.optim.Optimizer):
         model: its trainable parameters are updated; a matrix of a linear layer is projected if the layout projects.
         layout: a row of `LAYOUTS`.
         on_cpu: whether the CPU's kernels run.
+        targets: names or patterns of the linear layers whose gradients are projected; None for all.
+        rank: the rank that they are projected to.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, on_cpu: bool = False) -> None:
-        self.layout, self.on_cpu = layout, on_cpu
-        kinds = {id(module.weight): type(module) for module in model.modules() if isinstance(module, nn.Linear)}
+    def __init__(
+        self, model: nn.Module, layout: Layout, on_cpu: bool = False, targets: list[str] | None = None,
+        rank: int = RANK,
+    ) -> None:  # fmt: skip
+        from transformers.trainer_utils import check_target_module_exists
+
+        self.layout, self.on_cpu, self.rank = layout, on_cpu, rank
+        linear = {
+            id(module.weight) for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and (targets is None or check_target_module_exists(targets, name))
+        }  # fmt: skip
         embeddings = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
         self.whole = {id(weight) for weight in embeddings} if layout.whole_embeddings else set()
         trainable = [p for p in model.parameters() if p.requires_grad]
-        self.low = {id(p) for p in trainable if id(p) in kinds} if layout.low_states else set()
+        self.low = {id(p) for p in trainable if id(p) in linear} if layout.low_states else set()
         groups = [[p for p in trainable if (id(p) in self.low) is low] for low in (False, True)]
         super().__init__([{"params": group} for group in groups if group], {"lr": 1e-4})
         self.lr = 1e-4
@@ -276,10 +286,10 @@ class Tabulated(torch.optim.Optimizer):
         if not state:
             kept = self.layout.cpu_states if self.on_cpu else None
             kinds = (self.layout.low_states if low else self.layout.states if kept is None else kept).split()
-            small = torch.empty(next(iter(_projected("low", p)))[0], device="meta") if low else p
+            small = torch.empty(next(iter(_projected("low", p, self.rank)))[0], device="meta") if low else p
             for number, kind in enumerate(kinds):
                 like = small if kind in ("q", "2q", "row", "col") else p
-                for part, (shape, dtype) in enumerate(_tensors(kind, like, whole, ())):
+                for part, (shape, dtype) in enumerate(_tensors(kind, like, whole, (), self.rank)):
                     state[f"{kind}{number}.{part}"] = made = torch.zeros(shape, dtype=dtype, device=p.device)
                     if self.layout.paged and not part and p.numel() >= PAGED:
                         made.is_paged = True  # type: ignore[attr-defined]  # bitsandbytes' mark, which a trace reads
@@ -294,7 +304,7 @@ class Tabulated(torch.optim.Optimizer):
             if assigns:
                 held[name] = [
                     torch.zeros(shape, dtype=dtype, device=p.device)
-                    for shape, dtype in _tensors(kind, _own(p), False, group)
+                    for shape, dtype in _tensors(kind, _own(p), False, group, self.rank)
                 ]
             elif name == "grad" and p.dtype in _HALF:
                 p.grad = None

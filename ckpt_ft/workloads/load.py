@@ -102,11 +102,14 @@ def load(
     phases = workload.phases
     if spec.data.eval_batch_size and "evaluation" not in phases:
         phases = phases | {"evaluation": evaluation_of(spec.data)}
+    projection = spec.optimizer.optim_target_modules, spec.optimizer.optim_rank
     return replace(
         workload,
         compute_loss=_with_clear_errors(workload.compute_loss, adapters_of(spec)),
         name=_with_missing_kernels(named.title, workload.model) if gpu else named.title,
-        make_optimizer=optimizer_maker(spec.optimizer.name, spec.optimizer.ema, workload.model, str(device)),
+        make_optimizer=optimizer_maker(
+            spec.optimizer.name, spec.optimizer.ema, workload.model, str(device), *projection
+        ),
         device=device,
         autocast=MIXED_PRECISION[spec.precision.mixed_precision],
         accumulation=spec.data.accumulation,
@@ -125,7 +128,7 @@ def load(
             ),
             *notes_on(spec, config),
             *([_CASTS] if spec.precision.mixed_precision == "fp8" and not spec.kernels.compile else []),
-            *notes_on_optimizer(spec.optimizer.name),
+            *notes_on_optimizer(spec.optimizer.name, *projection),
             *([gpu.note] if gpu and gpu.note else []),
         ),
     )

@@ -18,7 +18,7 @@ _EMA_DECAY = 0.9999  # default of EMAModel
 
 
 def optimizer_maker(
-    name: str, ema: bool = False, model: nn.Module | None = None, device: str = ""
+    name: str, ema: bool = False, model: nn.Module | None = None, device: str = "", targets: str = "", rank: int = RANK
 ) -> Callable[[nn.Module], Any] | None:
     """Returns a function that creates the optimizer `name` for a model's trainable parameters; None for "none".
 
@@ -26,23 +26,28 @@ def optimizer_maker(
         ema: whether a moving average of the weights is updated after each step.
         model: the model with its weights, for Prodigy, which keeps no copy of parameters that are initially zero.
         device: the device of the trace.
+        targets: names or patterns of the linear layers whose gradients GaLore and APOLLO project, with commas; "" for
+            all.
+        rank: the rank that they project to.
 
     Raises:
         UserError: its package is not installed.
     """
     if name == "none":
         return None
-    make: Callable[[nn.Module], Any] = partial(make_optimizer, name=name, on_cpu=device == "cpu")
+    make: Callable[[nn.Module], Any] = partial(
+        make_optimizer, name=name, on_cpu=device == "cpu", targets=targets, rank=rank
+    )
     if name == "prodigy":
         require_package("prodigyopt", "the optimizer prodigy")
         make = partial(_prodigy, zeros=frozenset() if model is None else _zeros(model))
     return (lambda model: Averaged(make(model))) if ema else make
 
 
-def make_optimizer(model: nn.Module, name: str, on_cpu: bool = False) -> Any:
-    """Creates the optimizer `name` for the trainable parameters of `model`."""
+def make_optimizer(model: nn.Module, name: str, on_cpu: bool = False, targets: str = "", rank: int = RANK) -> Any:
+    """Creates the optimizer `name` for the trainable parameters of `model`; options as in `optimizer_maker`."""
     if name in LAYOUTS:
-        return Tabulated(model, LAYOUTS[name], on_cpu)
+        return Tabulated(model, LAYOUTS[name], on_cpu, targets.split(",") if targets else None, rank)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if name.startswith("ao_adamw_offload") and not on_cpu:
         return HostAdamW(trainable, frees=name.endswith("gradients"))
@@ -61,10 +66,11 @@ def make_optimizer(model: nn.Module, name: str, on_cpu: bool = False) -> Any:
     return torch.optim.AdamW(trainable, lr=1e-4, fused=None if name == "adamw" else True)
 
 
-def notes_on(name: str) -> tuple[str, ...]:
+def notes_on(name: str, targets: str = "", rank: int = RANK) -> tuple[str, ...]:
     """Assumptions about an optimizer that users may not expect, one sentence each."""
     if name.startswith(("galore", "apollo")):
-        return (f"{name}: the gradients of all linear layers are projected, to rank {RANK} as in transformers",)
+        of = f"the linear layers {targets}" if targets else "all linear layers"
+        return (f"{name}: the gradients of {of} are projected, to rank {rank}, in a step that renews the projections",)
     if name.startswith("paged_"):
         left = "allocated and reserved leave them out; what the card has no room for moves to it and back in a step"
         return (f"{name}: states of large parameters are in managed memory: {left}",)

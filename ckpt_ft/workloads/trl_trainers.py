@@ -101,15 +101,14 @@ def _loss_of_logits(trainer: Any, model: Forward, batch: Batch) -> torch.Tensor:
         ids = batch[f"{kind}input_ids"]
         logits = model(input_ids=ids, attention_mask=batch[f"{kind}attention_mask"], use_cache=False).logits.float()
         each = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-        scores = (each * batch[f"{kind}completion_mask"][:, 1:]).sum(-1)
-        return (logits.clone() if "label" in batch else logits), scores  # KTO sorts them by their label
+        return logits, (each * batch[f"{kind}completion_mask"][:, 1:]).sum(-1)
 
     def all_scored(model: Forward) -> tuple[torch.Tensor, torch.Tensor]:
         logits, scores = scored(model)
         if "KL_input_ids" in batch:
             with torch.no_grad():
                 scored(model, "KL_")
-        return logits, scores
+        return (logits.clone() if "label" in batch else logits), scores  # KTO sorts them by their label
 
     logits, scores = all_scored(model)
     if not trainer.precompute_ref_logps:

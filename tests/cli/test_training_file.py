@@ -301,8 +301,8 @@ def test_launch_settings_in_a_file_are_read(tmp_path: Path) -> None:
         (M + "max_length: 8\nload_in_4bit: true", "", "4-bit weights cannot be trained themselves"),
         (M + "finetuning_type: prefix", "", "finetuning_type prefix is not modelled (lora, full, freeze, oft)"),
         (M + "stage: mcts\ntemplate: qwen", "", "mcts: it is another algorithm than those that are predicted (sft, "),
-        (AXOLOTL + "rl: ebft", "", "ebft: it is another algorithm than those that are predicted (sft, pt, dpo"),
-        (M + "template: qwen\nmixture_of_depths: convert", "", "mixture_of_depths: convert: it makes another model"),
+        (AXOLOTL + "rl: rlvr", "", "rlvr: it is another algorithm than those that are predicted (sft, pt, dpo"),
+        (AXOLOTL + "rl: ebft\nebft: {mode: strided}", "", "ebft.mode: strided: it is another algorithm"),
         (M + "template: qwen\ntensor_model_parallel_size: 4", "", "Megatron is another trainer"),
         (AXOLOTL + "adapter: llama-adapter", "", "adapter llama-adapter is not modelled (lora, qlora)"),
         ("- a", "", "expected 'flag: value' lines, found list"),
@@ -330,7 +330,8 @@ LEFT_OUT = {  # the content of a file -> what its answer is without
     AXOLOTL + "adapter: lora\noptimizer: dion": "optimizer dion: the adapters' states are predicted as AdamW's",
     DIFFUSERS + "offload_ema: true": "offload_ema: the moving average is predicted on the device",
     M + "template: qwen\nfinetuning_type: freeze\nuse_llama_pro: true": "use_llama_pro: the last blocks are predicted",
-    M + "template: qwen\nuse_apollo: true\nfinetuning_type: full\napollo_rank: 16": "apollo_rank: gradients are",
+    M + "template: qwen\nmixture_of_depths: convert": "mixture_of_depths: every second block is predicted with all",
+    AXOLOTL + "rl: ebft\nebft: {mode: structured, feature_layers: [0.5]}": "rl: answered as GRPO: without adapters",
     M + "template: qwen\nuse_unsloth: true\nuse_v1_kernels: true": "use_unsloth, use_v1_kernels: fused kernels: fewer",
 }
 
@@ -367,7 +368,11 @@ STEPS = {  # the content of a file -> parts of its command line
     M + "template: q\nstage: dpo\nbf16: true": "--trainer dpo --float32-logits",
     M + "template: q\nfinetuning_type: full\nbf16: true\nuse_badam: true": "--freeze '!first:1'",
     M + "template: q\nfinetuning_type: full\nbf16: true\nuse_galore: true\ngalore_layerwise: true": (
-        "--optimizer galore_adamw_layerwise"
+        "--optimizer galore_adamw_layerwise --optim-target-modules '(?!.*lm_head).*' --optim-rank 16"
+    ),
+    M + "max_length: 9\noptim: apollo_adamw\noptim_target_modules: [attn, mlp]": "--optim-target-modules attn,mlp",
+    M + "template: q\nfinetuning_type: full\nuse_apollo: true\napollo_target: mlp\napollo_rank: 8\nbf16: true": (
+        "--optimizer apollo_adamw --optim-target-modules mlp --optim-rank 8"
     ),
     M + "template: q\nfinetuning_type: oft\nbf16: true\nlora_target: all\noft_block_size: 16": (
         """--peft-config '{"peft_type": "OFT", "oft_block_size": 16, "target_modules": "all-linear"}'"""

@@ -219,6 +219,18 @@ def test_every_row_of_the_table_is_tested() -> None:
     assert {name.removesuffix("_layerwise") for name in LAYOUTS} == tested
 
 
+def test_layers_outside_of_the_targets_keep_whole_states() -> None:
+    """As in LLaMA-Factory, which projects no head, and by names as transformers matches them."""
+    layers = nn.ModuleDict({name: nn.Linear(512, 256, bias=False) for name in ("q_proj", "lm_head")})
+    of_rank_16 = 4 * (256 * 256 + 2 * 16 * 512)
+    for targets, projected in {"": 2, "(?!.*lm_head).*": 1, "q_,head": 2, "mlp": 0}.items():
+        optimizer = make_optimizer(layers, "galore_adamw", targets=targets, rank=16)
+        for layer in layers.values():
+            layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()
+        assert states(optimizer) == projected * of_rank_16 + (2 - projected) * 8 * N
+
+
 def test_lomo_has_neither_states_nor_all_gradients() -> None:
     """Weights are updated in backward, so that gradients are freed early."""
     adam, lomo = predicted("adamw"), predicted("lomo")

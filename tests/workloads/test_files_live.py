@@ -71,6 +71,8 @@ FILES: dict[str, str] = {
     "cutoff_len: 24\nbf16: true\nper_device_train_batch_size: 2\n",
     "llama_factory dpo": "stage: dpo\nfinetuning_type: lora\nlora_rank: 8\nlora_target: all\ntemplate: qwen\n"
     "pref_beta: 0.1\npref_loss: sigmoid\ncutoff_len: 24\nbf16: true\nper_device_train_batch_size: 2\n",
+    "llama_factory kto": "stage: kto\nfinetuning_type: lora\nlora_rank: 8\nlora_target: all\ntemplate: qwen\n"
+    "pref_beta: 0.1\ncutoff_len: 24\nbf16: true\nper_device_train_batch_size: 2\n",
     "axolotl qlora": "adapter: qlora\nload_in_4bit: true\nlora_r: 8\nlora_target_linear: true\nsequence_len: 24\n"
     "micro_batch_size: 2\nbf16: auto\noptimizer: adamw_torch_fused\ngradient_checkpointing: true\n",
     "axolotl experts": "adapter: qlora\nload_in_4bit: true\nlora_r: 8\nlora_target_modules: [q_proj, o_proj]\n"
@@ -119,21 +121,45 @@ def predicted(content: Mapping[str, Any], kind: str, rows: int) -> tuple[int, Tr
     return workload.trace(rows).peak_allocated, spec
 
 
+def log_probabilities(model: Any, batch: Mapping[str, Any], kind: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """As LLaMA-Factory's trainers of preferences compute them (get_batch_logps of train/trainer_utils.py)."""
+    ids, mask = batch[f"{kind}input_ids"], batch[f"{kind}attention_mask"]
+    logits = model(input_ids=ids, attention_mask=mask, return_dict=True, use_cache=False).logits.to(torch.float32)
+    labels, answers = ids[:, 1:].clone(), batch[f"{kind}completion_mask"][:, 1:] != 0
+    labels[~answers] = 0
+    each = torch.gather(logits[:, :-1, :].log_softmax(-1), dim=2, index=labels.unsqueeze(2)).squeeze(2)
+    return (each * answers).sum(-1), logits
+
+
+class FactoryKTO(trl.KTOTrainer):
+    """The loss of LLaMA-Factory's CustomKTOTrainer (train/kto/trainer.py), written as its source has it."""
+
+    def sorted_by_label(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        scores, logits = log_probabilities(model, batch)
+        with torch.no_grad():
+            mismatched = log_probabilities(model, batch, "KL_")[0]
+        wanted = torch.as_tensor(batch["label"], dtype=torch.bool)
+        return scores[wanted], scores[~wanted], mismatched, logits[wanted], logits[~wanted]
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
+        chosen, rejected, mismatched, *logits = self.sorted_by_label(model, inputs)
+        with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
+            before = self.sorted_by_label(model, inputs)
+        divergence = (mismatched - before[2]).mean().clamp(min=0).detach()
+        gains = 1 - torch.sigmoid(self.beta * (chosen - before[0] - divergence))
+        losses = torch.cat((gains, 1 - torch.sigmoid(self.beta * (divergence - rejected + before[1]))), 0)
+        for each in logits:
+            each.nansum().item()
+        return losses.nanmean()
+
+
 class FactoryDPO(trl.DPOTrainer):
     """The loss of LLaMA-Factory's CustomDPOTrainer (train/dpo/trainer.py), written as its source has it."""
 
-    def log_probabilities(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        logits = model(input_ids=ids, attention_mask=mask, return_dict=True, use_cache=False).logits.to(torch.float32)
-        labels, answers = ids[:, 1:].clone(), batch["completion_mask"][:, 1:] != 0
-        labels[~answers] = 0
-        each = torch.gather(logits[:, :-1, :].log_softmax(-1), dim=2, index=labels.unsqueeze(2)).squeeze(2)
-        return (each * answers).sum(-1), logits
-
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
-        policy, logits = self.log_probabilities(model, inputs)
+        policy, logits = log_probabilities(model, inputs)
         with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
-            reference = self.log_probabilities(model, inputs)[0]
+            reference = log_probabilities(model, inputs)[0]
         chosen, rejected = (policy - reference).chunk(2)
         logits.mean().item()
         return -torch.nn.functional.logsigmoid(self.beta * (chosen - rejected)).mean()
@@ -209,7 +235,7 @@ def measured(content: Mapping[str, Any], kind: str, model: Path, out: Path, spec
                 started = started.get_base_model()
                 more["peft_config"] = LoraConfig(r=rank, target_modules="all-linear")
             make, row = (
-                trl.RewardTrainer if spec.trainer.trainer == "reward" else FactoryDPO,
+                {"reward": trl.RewardTrainer, "kto": FactoryKTO}.get(spec.trainer.trainer, FactoryDPO),
                 ROW[spec.trainer.trainer],
             )
     rows = Dataset.from_list([row] * 2 * args.per_device_train_batch_size * args.gradient_accumulation_steps)
