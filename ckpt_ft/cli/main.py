@@ -29,8 +29,9 @@ from ckpt_ft.workloads.model_config import find_model
 from . import app as browser
 from . import catalogue, dry_run, estimate, max_length, planning, policies, recipe, where
 from . import run as script_run
-from .named import is_card, phrase, unpacked
+from .named import unpacked
 from .params import GroupedCommand, words_in_our_names
+from .words import FILES, hear
 
 
 class _Commands(TyperGroup):
@@ -91,26 +92,41 @@ def _main() -> int:
 
 
 def _with_command(words: Sequence[str]) -> Sequence[str]:
-    """`words` with their command: what names a model or a training file is `estimate`'s.
+    """`words` with their command: that which they ask for, or `estimate` of a model and `where` of a card.
 
     Raises:
-        UserError: the first word is neither.
+        UserError: they name neither.
     """
     word = words[0] if words else ""
     if (dashed := word.replace("_", "-")) in _commands().commands:
         return [dashed, *words[1:]]
     if not word or word.startswith("-"):
         return words
-    if is_card(said := " ".join(words)) and not Path(said).exists():
-        print(f"note: ckpt-ft where --device {shlex.quote(said)}", file=sys.stderr)
-        return ["where", "--device", said]
-    is_file = Path(word).exists() or Path(word).suffix in (".py", ".yaml", ".yml", ".json", ".toml", ".gguf")
-    said = phrase(words)[0]
-    if is_file or find_model(said) or unpacked(said):
-        print(f"note: ckpt-ft estimate {shlex.quote(said)}", file=sys.stderr)
-        return ["estimate", *words]
-    close = did_you_mean(word, _commands().commands)
-    raise UserError(f"no command '{word}'{close} ({_GUIDE})")
+    if word.endswith(".py"):
+        return _noted(["dry-run", *words])
+    count = next((at for at, one in enumerate(words) if one.startswith("-")), len(words))
+    heard, options = hear(words[:count]), words[count:]
+    known = bool(heard.model) and (
+        Path(heard.model).exists()
+        or Path(heard.model).suffix in FILES
+        or bool(find_model(heard.model) or unpacked(heard.model))
+    )
+    named = known or bool({"--model", "--config"} & {one.partition("=")[0] for one in options})
+    if named or (not heard.model and ("device" in heard.flags or options)):
+        command = heard.command or ("estimate" if named else "where")
+        model = [heard.model] if known else []
+        return _noted([command, *model, *heard.options(), *heard.rest, *options])
+    meant = f"'{heard.model}'" if heard.flags or heard.command else ""
+    if meant and heard.model:
+        raise UserError(
+            f"no known model is called {meant}; `ckpt-ft models` lists them, others need a Hub id or a file"
+        )
+    raise UserError(f"no command '{word}'{did_you_mean(word, _commands().commands)} ({_GUIDE})")
+
+
+def _noted(words: list[str]) -> list[str]:
+    print(f"note: ckpt-ft {shlex.join(words)}", file=sys.stderr)
+    return words
 
 
 _GUIDE = (

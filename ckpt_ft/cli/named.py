@@ -7,26 +7,25 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.memory.gpus import find_gpu
-from ckpt_ft.spec.defaults import LORA_R, TRAINERS
 from ckpt_ft.spec.peft_file import ADAPTER_CONFIG
 from ckpt_ft.spec.settings import KINDS
 from ckpt_ft.spec.trainer import kind_of
 from ckpt_ft.spec.training_file import MODELS, read_yaml
-from ckpt_ft.workloads.model_config import find_model, hub_answers, hub_id, names
+from ckpt_ft.workloads.model_config import find_model, hub_answers, hub_id
+
+from .words import TUNED, WORDS, alike, hear
 
 SAVED_ARGUMENTS = "training_args.bin"  # of a Trainer's output directory
 _MADE = ("mixed_precision", "distributed_state", "deepspeed_plugin", "hf_deepspeed_config")  # from the others
 # Ends of names of copies of a model: how their weights are packed.
 _PACKED = re.compile(
-    r"[-_.](?:(?P<whole>bf16|fp16|dequantized)|(?P<eight>fp8(?:-dynamic)?|int8|8bit|w8a8|q8_0)"
+    r"[-_.](?:(?P<whole>bf16|fp16|dequantized|finetuned[-_].*)|(?P<eight>fp8(?:-dynamic)?|int8|8bit|w8a8|q8_0)"
     r"|(?:unsloth-)?(?:bnb-|mlx-)?(?:4bit|nf4|awq|gptq|aqlm|gguf|hqq|exl2|int4|nvfp4|mxfp4|w4a16|i?q[2-6](?:_\w+)?)"
     r"(?:[-_](?:\d+bit|int[48]|\d+x\d+|marlin|quantized[.\w]*))*)$",
     re.IGNORECASE,
@@ -158,7 +157,7 @@ def packed_copy(name: str) -> Named | None:
     if name.count("/") == 1 and (name.endswith(f"/{base}") or not model) and hub_answers():
         return None  # the Hub has its configuration
     if not model and base != name:
-        model = alike([word for word in _WORDS.findall(base.lower()) if word not in _TUNED])
+        model = alike([word for word in WORDS.findall(base.lower()) if word not in TUNED])
     if not model:
         return None
     packed = {"load_in_4bit": True, "double_quant": True} if bits == 4 else {"load_in_8bit": True} if bits else {}
@@ -179,87 +178,15 @@ def spoken(name: str) -> Named | None:
     Raises:
         UserError: a method without a model.
     """
-    bits = _BITS.search(name.lower())
-    said = _WORDS.findall(re.sub(r"\bsd(?=\s*(\d|xl))", "stable diffusion ", _BITS.sub(" ", name.lower())))
-    words = [word for word in said if word not in {*_SAID, *_FILLERS}]
-    flags = {flag: value for word in said for flag, value in _SAID.get(word, {}).items()}
-    if bits:
-        flags["load_in_8bit" if bits["eight"] else "load_in_4bit"] = True
-    model = find_model(hub_id(" ".join(words)))
-    found = model.name if model else alike(words)
-    if found:
-        return Named(found, flags=flags, notes=(f"{name} is answered as {found}",))
-    if flags:
+    for text in dict.fromkeys((name, re.sub(r"[_:-]+", " ", name))):  # 8-bit is a word, Qwen3-Embedding-0.6B are three
+        heard = hear(text.split())
+        said = re.sub(r"\bsd\s*(?=\d|xl)", "stable diffusion ", heard.model.lower())
+        model = find_model(hub_id(said))
+        if found := model.name if model else alike(WORDS.findall(said)):
+            return Named(found, flags=heard.flags, notes=(f"{name} is answered as {found}",))
+    if heard.flags and not heard.model:
         raise UserError(f"'{name}': name a model too, one of `ckpt-ft models`: 'Qwen3-0.6B {name}'")
     return None
-
-
-def phrase(words: Sequence[str]) -> list[str]:
-    """Returns a command line whose words before its first option are one MODEL: `llama 3 8b on a 4090`, say.
-
-    A card that is named behind `on` or `with`, or alone, is that of --device.
-    """
-    count = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
-    said, rest = " ".join(words[:count]), list(words[count:])
-    if count == 0 or "/" in said or Path(words[0]).exists():
-        return list(words)
-    if is_card(said):
-        return ["--device", said, *rest]
-    parts = _ON.fullmatch(said)
-    if parts and is_card(parts["card"]):
-        several = re.sub(r"(?i:two|dual)\s", "2x ", parts["count"] or "")
-        return [parts["model"], "--device", several + parts["card"], *rest]
-    return [said, *rest]
-
-
-def is_card(name: str) -> bool:
-    """Whether that is a card and no model: "4090" or "24GB"."""
-    with suppress(UserError):
-        return not find_model(name) and bool(find_gpu(name))
-    return False
-
-
-def alike(words: Sequence[str]) -> str:
-    """The known model with all of `words` in its name, in order, and the fewest others; "" if there is none."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for known, model in names().items() if words else ():
-        own = _WORDS.findall(re.sub(r"(\d)-(?=\d$)", r"\1.", known.rpartition("/")[2].lower()))  # v1-5
-        rest = iter(own)
-        if all(any(f"{have}.".startswith(f"{word}.") for have in rest) for word in words):
-            newer = sum(word not in own for word in words)  # llama 3 is 3.1, too
-            found[known] = newer, model.family != "language", len(own), len(known)
-    return min(found, key=found.__getitem__, default="")
-
-
-_ON = re.compile(
-    r"(?P<model>.+?)\s+(?:on|with|in)\s+(?:(?:an?|my|one|the)\s+)?(?P<count>\d+\s*x\s*|two\s|dual\s)?"
-    r"(?P<card>.+?)(?:\s+card|\s+gpu)?s?",
-    re.IGNORECASE,
-)
-_TUNED = {"instruct", "chat", "base"}  # of the same shapes
-_FILLERS = {
-    "model",
-    "with",
-    "dreambooth",
-    "full",
-    "fine",
-    "tune",
-    "tuning",
-    "finetune",
-    "finetuning",
-    "train",
-    "training",
-}
-_WORDS = re.compile(r"\d+(?:\.\d+)?[bm]?|[a-z]+")
-_BITS = re.compile(r"\b(?:(?P<eight>8-?bits?|int8)|4-?bits?|int4|nf4|gguf|awq|gptq|q[2-6](?:_\w+)?)\b")
-_SAID: dict[str, dict[str, Any]] = {
-    "lora": {"lora_r": LORA_R},
-    "qlora": {"lora_r": LORA_R, "load_in_4bit": True},
-    **{name: {"trainer": name} for name in TRAINERS},
-    **{name: {"task": "embedding"} for name in ("embedding", "embeddings", "embedder")},
-    **{name: {"task": "reranker"} for name in ("reranker", "reranking")},
-    **{name: {"task": "text-classification"} for name in ("classifier", "classification")},
-}
 
 
 class _Plain:

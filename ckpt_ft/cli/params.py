@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +29,8 @@ from ckpt_ft.spec.training_file import read_training_file, read_typed
 from ckpt_ft.spec.training_spec import DTYPES, TrainingSpec
 from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id
 
-from .named import Named, contents, named, phrase, unpacked
+from .named import Named, contents, named, unpacked
+from .words import hear
 
 Command = Callable[..., None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -293,16 +295,42 @@ def require_applicable(spec: TrainingSpec) -> None:
 _PEOPLE_SAY = {
     **dict.fromkeys(("gpus", "num_gpus", "n_gpu", "n_gpus", "ngpu", "nproc_per_node", "num_processes"), "processes"),
     **dict.fromkeys(("context", "context_length", "ctx", "length", "seq_len", "seqlen", "max_len"), "seq-length"),
-    **dict.fromkeys(("batch", "bs"), "batch-size"),
+    **dict.fromkeys(("batch", "bs", "batchsize"), "batch-size"),
     **dict.fromkeys(("memory", "gpu_memory", "device_memory"), "device"),
-    "model": "model_name_or_path", "precision": "dtype", "cpu_offload": "offload=all",
+    **dict.fromkeys(("strategy", "accelerate_config", "distributed"), "launch"),
+    "model": "model_name_or_path", "precision": "dtype", "cpu_offload": "offload=all", "labels": "num-labels",
     "4bit": "load-in-4bit", "8bit": "load-in-8bit",
     **{name: f"trainer={name}" for name in TRAINERS},
 }  # fmt: skip
+# Options whose value says which of ours is meant: value -> ours, with {} for the value. "" is an option without one.
+_METHODS = {r"q-?lora": "--qlora", r"lora|peft|true|": "--lora", r"full|none|false": ""}
+_PACKINGS = {r".*4.*|awq|gptq|gguf|true|": "--load-in-4bit", r".*8.*": "--load-in-8bit", r"none|false|16|32": ""}
+_NOTHING = {"true|": ""}
+_BY_VALUE: dict[str, Mapping[str, str | None]] = {
+    **dict.fromkeys(("peft", "method", "adapter_type", "fine_tuning", "finetune"), _METHODS),
+    **dict.fromkeys(("bits", "quant", "quantize", "quantization"), _PACKINGS),
+    **dict.fromkeys(("unet", "train_unet", "dreambooth", "full"), _NOTHING),
+    "zero": {"[123]": "--launch=zero{}"}, "classifier": {"true|": "--task=text-classification"},
+    "ddp": {"true|": "--launch=ddp"},
+    "fsdp": {r"(full_shard|hybrid_shard|auto_wrap|true|[12]|\s)*": "--launch=fsdp2", ".*(shard|load|false).*": None},
+    "deepspeed": {"true|": "--launch=zero3", "[123]": "--launch=zero{}", ".*": "--launch={}"},
+    "stage": {"rm": "--trainer=reward", "sft|pt": ""} | {name: f"--trainer={name}" for name in TRAINERS},
+    "task": {name: f"--trainer={name}" for name in TRAINERS},
+}  # fmt: skip
+_CHOSEN = {
+    "--batch-size": "max-batch",
+    "--seq-length": "max-length",
+    "--policy": "plan",
+}  # auto or max -> who finds it
+_CARDS = ("--device", "--gpu", "--card", "--vram")
+_WITH_MODEL = ("estimate", *_CHOSEN.values())
 
 
 def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[str, bool]]) -> list[str]:
     """Returns a command line in which other libraries' flags, as a Trainer's command has them, are ours.
+
+    The words that are no options say the model, and may say the card, the method and more (cli/words.py). A question
+    about a card without a model is that of `where`; `--batch-size auto`, say, is answered by `max-batch`.
 
     Args:
         words: the words after `ckpt-ft`.
@@ -314,37 +342,73 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
     own = switches(words[0]) if words else {}
     if not own:
         return list(words)
-    kept, given, ignored, batch_size = [words[0]], {}, [], ""
-    rest = phrase(words[1:])
+    command, kept, said, ignored = words[0], list[str](), list[str](), list[str]()
+    given, values = dict[str, Any](), dict[str, str]()
+    rest = list(words[1:])
     while rest:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         plain, option = name.replace("-", "_"), f"--{typed_as(name)}"
-        if word.startswith("--") and option not in own and plain in _PEOPLE_SAY:
-            rest.insert(0, f"--{_PEOPLE_SAY[plain]}{equals}{value}")
+        if not word.startswith("--") or word == "--":
+            (kept if word.startswith("-") else said).append(word)
             continue
-        follows = bool(rest) and not rest[0].startswith("--")
-        if word.startswith("--") and own.get(option) and follows and rest[0].lower() in ("true", "false"):
+        follows = bool(rest) and not equals and not rest[0].startswith("--")
+        meant = _by_value(plain, [value] if equals else [*rest[:follows], ""])
+        if meant is not None and (option not in own or plain == "task"):
+            ours, text = meant
+            rest = [*ours, *rest[bool(text) and not equals :]]
+        elif option not in own and plain in _PEOPLE_SAY:
+            rest.insert(0, f"--{_PEOPLE_SAY[plain]}{equals}{value}")
+        elif own.get(option) and follows and rest[0].lower() in ("true", "false"):
             kept += [word] if rest.pop(0).lower() == "true" else []  # as HfArgumentParser reads switches
-        elif not word.startswith("--") or option in (*own, "--help", "--help-all") or word == "--":
+        elif option in ("--help", "--help-all") or own.get(option):
             kept.append(word)
+        elif option in own:
             if word == "--lora" and not (rest and re.match(r"-?[\d.]", rest[0])):
-                kept.append(str(LORA_R))  # the rank of the recipes
-            said = value if equals else rest[0] if rest else ""
-            ignored += said.split(",") if option == "--ignore" else []
-            batch_size = said if option == "--batch-size" else batch_size
+                rest.insert(0, str(LORA_R))  # the rank of the recipes
+            value = _tokens_of(option, value if equals else rest.pop(0) if rest else "")
+            if command == "estimate" and option in _CHOSEN and value in ("auto", "max", "largest", "longest"):
+                command = _CHOSEN[option]
+                continue
+            kept += [f"--{name}={value}"] if equals else [word, *filter(None, [value])]
+            values[option] = value
+            ignored += value.split(",") if option == "--ignore" else []
         elif plain == "qlora":
             kept += ["--lora", str(LORA_R), "--load-in-4bit"]
         elif entry_of(plain, TYPED) is None:
             known = [*own, *(f"--{name}" for name in known_names(TYPED))]
             raise UserError(f"No such option: --{name}{did_you_mean(f'--{name}', known)}")
         else:
-            given[plain] = value if equals else rest.pop(0) if follows else True
+            given[plain] = _tokens_of(plain, value if equals else rest.pop(0)) if equals or follows else True
     left_out: dict[str, str] | None = None if "--strict" in words else {}
-    found = read_typed(given, batch_size, ignored, left_out) if given else {}
+    found = read_typed(given, values.get("--batch-size", ""), ignored, left_out) if given else {}
     if left_out:
         print(f"not modelled: {'; '.join(lines_of(left_out))}", file=sys.stderr)
     model = found.pop("model", "")
     for name, value in found.items():
         kept += [f"--{typed_as(name)}"] if value is True else [f"--{typed_as(name)}={value}"]
-    return [*kept, *([model] if model else [])]
+    heard = hear(said)
+    command = heard.command if command == "estimate" and heard.command else command
+    line = [command, *filter(None, [heard.model]), *heard.options(), *kept, *heard.rest, *filter(None, [model])]
+    device = next((values[name] for name in _CARDS if name in values), heard.flags.get("device", ""))
+    if device and command in _WITH_MODEL and not (heard.model or model or "--config" in values):
+        line = ["where", "--device", device]
+    if line[0] != words[0]:
+        print(f"note: ckpt-ft {shlex.join(line)}", file=sys.stderr)
+    return line
+
+
+def _by_value(option: str, values: Sequence[str]) -> tuple[list[str], str] | None:
+    """What an option says in our words with the first of `values` that it takes, and that value; None if unknown."""
+    for value in values:
+        for pattern, ours in _BY_VALUE.get(option, {}).items():
+            if re.fullmatch(pattern, value, re.IGNORECASE):
+                return None if ours is None else (list(filter(None, [ours.format(value)])), value)
+    return None
+
+
+def _tokens_of(option: str, value: str) -> str:
+    """The value of an option, with 8192 for 8k tokens."""
+    if not re.search("len|ctx|context|tokens", option):
+        return value
+    return re.sub(r"\b(\d+)k\b", lambda found: str(int(found[1]) * 1024), value, flags=re.IGNORECASE)

@@ -208,7 +208,7 @@ _BESIDE = re.compile(
     r"\b(?:with|free|google|colab|kaggle|lambda|runpod|vast(?:\.ai)?|aws|gcp|azure)\b",
     re.IGNORECASE,
 )
-_OTHER = re.compile(r"apple|m[1-9]\b|mps|tpu|xpu|arc\b|gaudi|npu|ascend", re.IGNORECASE)
+_OTHER = re.compile(r"apple\b|m[1-9](?:max|pro|ultra)?\b|mps|tpu|xpu|arc\b|gaudi|npu|ascend", re.IGNORECASE)
 _NEAR = 0.12  # share by which a card's own size differs from the one that it is sold with, mostly a T4's
 _OF_SIZE = "rtx-4090"  # has the kernels of most cards
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # NVIDIA, Tegra, WSL, AMD
@@ -329,12 +329,17 @@ def find_gpu(name: str) -> GPU:
         nearest = min(sizes, key=lambda card: abs(asked / sizes[card] - 1))
         near = abs(asked / sizes[nearest] - 1) < _NEAR
         return GPUS[nearest] if near else _resized(GPUS[nearest], f"{size[1]} {size[2]}iB")
-    if _OTHER.match(name.strip()):
+    if is_other(name):
         raise UserError(f"--device {name}: only cards that run CUDA or ROCm are predicted (`ckpt-ft gpus` lists them)")
     close = dict.fromkeys(known[match] for match in difflib.get_close_matches(plain, known, n=3, cutoff=0.7))
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     other = "for another card: --device 24GB, or 'rtx-4090 48GB', a similar one with its own memory"
     raise UserError(f"no GPU '{name}'{hint} (`ckpt-ft gpus` lists them; {other})")
+
+
+def is_other(name: str) -> bool:
+    """Whether `name` is a chip that runs neither CUDA nor ROCm."""
+    return bool(_OTHER.match(name.strip()))
 
 
 def _resized(card: GPU, size: str) -> GPU:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Interval
 
@@ -39,17 +39,24 @@ Count = Annotated[int, Interval(ge=1, le=MOST)]
 CountOrNone = Annotated[int, Interval(ge=0, le=MOST)]  # 0 for none
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = ("float32", "bfloat16", "float16")
-_HUB_TASKS = {  # names of the Hub, of auto classes and of PEFT -> ours
+Task = Literal[
+    "", "causal-lm", "masked-lm", "seq2seq", "text-classification", "token-classification",
+    "question-answering", "embedding", "reranker", "speech", "audio-classification",
+    "image-classification", "image-segmentation", "image-text-to-text", "contrastive",
+]  # fmt: skip
+TASK_NAMES: tuple[str, ...] = get_args(Task)[1:]
+HUB_TASKS = {  # names of the Hub, of auto classes and of PEFT -> ours
     **dict.fromkeys(("text-generation", "clm"), "causal-lm"),
     **dict.fromkeys(("fill-mask", "mlm"), "masked-lm"),
     **dict.fromkeys(("sequence-classification", "seq-cls", "sentiment-analysis"), "text-classification"),
-    **dict.fromkeys(("ner", "token-cls"), "token-classification"),
+    **dict.fromkeys(("sentiment", "classification", "classifier", "classify"), "text-classification"),
+    **dict.fromkeys(("ner", "token-cls", "named-entity-recognition"), "token-classification"),
     **dict.fromkeys(("qa", "question-ans"), "question-answering"),
-    **dict.fromkeys(("sentence-similarity", "feature-extraction", "embeddings"), "embedding"),
-    **dict.fromkeys(("text-ranking", "reranking", "cross-encoder"), "reranker"),
+    **dict.fromkeys(("sentence-similarity", "feature-extraction", "embeddings", "embedder"), "embedding"),
+    **dict.fromkeys(("text-ranking", "reranking", "cross-encoder", "rerank"), "reranker"),
     **dict.fromkeys(("seq-2-seq-lm", "text2text-generation", "summarization", "translation"), "seq2seq"),
-    **dict.fromkeys(("automatic-speech-recognition", "asr", "speech-recognition"), "speech"),
-    "semantic-segmentation": "image-segmentation",
+    **dict.fromkeys(("automatic-speech-recognition", "asr", "speech-recognition", "speech-to-text"), "speech"),
+    **dict.fromkeys(("semantic-segmentation", "segmentation"), "image-segmentation"),
     **dict.fromkeys(("visual-question-answering", "vqa", "image-to-text"), "image-text-to-text"),
     "zero-shot-image-classification": "contrastive",
 }
@@ -62,26 +69,10 @@ class ModelSpec(Part):
     """The model to train, and which of its parts."""
 
     name: str = setting("", "Hub id, local directory or config file", key="model", flag=None)
-    task: Literal[
-        "",
-        "causal-lm",
-        "masked-lm",
-        "seq2seq",
-        "text-classification",
-        "token-classification",
-        "question-answering",
-        "embedding",
-        "reranker",
-        "speech",
-        "audio-classification",
-        "image-classification",
-        "image-segmentation",
-        "image-text-to-text",
-        "contrastive",
-    ] = setting(
+    task: Task = setting(
         "",
         "causal-lm, text-classification, embedding, ...; default: as the model's `architectures` say",
-        read=lambda text: _HUB_TASKS.get(text.lower().replace("_", "-"), text.lower()),
+        read=lambda text: HUB_TASKS.get(name := text.lower().replace("_", "-"), name),
     )
     num_labels: CountOrNone = setting(
         0, "labels of a classifier; 0 for as many as its configuration has", rule="a number, or 0 for the model's own"

@@ -104,7 +104,7 @@ def test_flag_is_read_under_every_name(row: str) -> None:
         ("estimate m --lora_target_modules q_proj,v_proj", "estimate m --lora_target_modules q_proj,v_proj"),
         ("estimate m --eval_strategy steps --batch-size 8", "estimate m --batch-size 8 --eval-batch-size=8"),
         ("estimate m --eval_strategy no --do_eval False", "estimate m"),
-        ("estimate --lora m", "estimate --lora 16 m"),
+        ("estimate --lora m", "estimate m --lora 16"),
         ("estimate m --lora --fp16", "estimate m --lora 16 --fp16"),
         ("estimate m --lora 8", "estimate m --lora 8"),
         ("where m --method lora", "where m --method lora"),
@@ -125,7 +125,7 @@ def test_command_line_of_a_trainer_is_translated(typed: str, ours: str) -> None:
             "torch_compile_backend: eager: a step is compiled by Inductor",
         ),
         ("estimate m --learning_rat 1", "No such option: --learning_rat; did you mean '--learning_rate'?"),
-        ("estimate m --deepspeed zero.json", "--deepspeed: give --launch fsdp2, zero2 or zero3 with --processes"),
+        ("estimate m --fsdp no_shard", "--fsdp: give --launch fsdp2, zero2 or zero3 with --processes"),
     ],
 )
 def test_unsupported_trainer_flag_is_refused(typed: str, says: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_ft.cli import main as cli
-from ckpt_ft.cli.named import named, phrase, unpacked
+from ckpt_ft.cli.named import named, unpacked
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.training_file import read_training_file
@@ -44,26 +43,6 @@ def test_packed_copy_is_its_model(
     assert found.model == model
     assert flags.items() <= found.flags.items()
     assert found.notes[0].startswith(f"{name} is answered as {model}")
-
-
-@pytest.mark.parametrize(
-    ("words", "read"),
-    [
-        ("llama 3 8b --lora", ["llama 3 8b", "--lora"]),
-        ("'llama 3 8b on a 4090'", ["llama 3 8b", "--device", "4090"]),
-        ("qwen3 8b qlora on 12 GB --policy full", ["qwen3 8b qlora", "--device", "12 GB", "--policy", "full"]),
-        ("llama 3 8b on 2x 3090s", ["llama 3 8b", "--device", "2x 3090"]),
-        ("llama 3 8b on two 4090s", ["llama 3 8b", "--device", "2x 4090"]),
-        ("qwen3-8b qlora on a 12gb card", ["qwen3-8b qlora", "--device", "12gb"]),
-        ("llama 3 8b with lora", ["llama 3 8b with lora"]),
-        ("Qwen/Qwen3-8B 4", ["Qwen/Qwen3-8B", "4"]),
-        ("--device t4 gpt2", ["--device", "t4", "gpt2"]),
-        ("RTX 3060 12GB --method LoRA", ["--device", "RTX 3060 12GB", "--method", "LoRA"]),
-        ("8GB", ["--device", "8GB"]),
-    ],
-)
-def test_words_before_the_first_option_are_one_model(words: str, read: list[str]) -> None:
-    assert phrase(shlex.split(words)) == read
 
 
 @pytest.mark.parametrize(

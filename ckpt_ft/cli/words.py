@@ -1,0 +1,182 @@
+"""What people type in place of a command line: `llama 8b qlora on two 4090s`, `longest context qwen3 4b 12gb`.
+
+`hear` reads such words in any order: what is asked for, a card, a method, a task, a length, a launch. What remains is
+the model, which `alike` finds among the known ones by a family and a size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import find_gpu, is_other
+from ckpt_ft.spec.defaults import LORA_R, TRAINERS
+from ckpt_ft.spec.training_spec import HUB_TASKS, TASK_NAMES
+from ckpt_ft.workloads.model_config import find_model, names
+
+FILES = (".py", ".yaml", ".yml", ".json", ".toml", ".gguf")  # ends of the names of files that stand for a model
+WORDS = re.compile(r"\d+(?:\.\d+)?[bm]?|[a-z]+")
+TUNED = {"instruct", "chat", "base"}  # of the same shapes
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What words ask for.
+
+    Attributes:
+        command: that answers them; "" if they do not say.
+        model: the words that name the model, or its file; "" for none.
+        flags: values of our flags that the words say, by the flags' names.
+        rest: words that are not understood beside a model that is named whole.
+    """
+
+    command: str
+    model: str
+    flags: Mapping[str, Any]
+    rest: tuple[str, ...] = ()
+
+    def options(self) -> list[str]:
+        """Returns the flags as a command line has them."""
+        return [
+            f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}" for name, value in self.flags.items()
+        ]
+
+
+_GAP = r"[\s_-]*"
+_MOST = rf"(?:max(?:imum|imal)?|largest|biggest|highest|longest|find){_GAP}(?:max{_GAP})?"
+_LENGTH = r"(?:context|seq(?:uence)?s?|len(?:gth)?s?|tokens?|ctx|window)"
+_LENGTHS = rf"{_LENGTH}(?:{_GAP}{_LENGTH})*"
+_NUMBER = r"(\d+k?)"
+_PACKED = r"(?:4-?bits?|int4|nf4|gguf|awq|gptq|q[2-6](?:_\w+)?)"
+_ASKED = {  # what is asked for -> the command that answers it
+    rf"{_MOST}(?:micro{_GAP})?batch(?:es)?(?:{_GAP}sizes?)?|^batch(?:{_GAP}size)?(?!{_GAP}size|\s*\d)": "max-batch",
+    rf"{_MOST}{_LENGTHS}|how\s+long\s+(?:\w+\s+){{0,2}}{_LENGTHS}|^{_LENGTHS}(?!\s*\d|\s+cl)": "max-length",
+    r"(?:(?:best|which|what|fastest|compare|choose)\s+)?polic(?:y|ies)|optimi[sz]e|fastest|plan": "plan",
+    r"(?:which|what|best|cheapest)\s+(?:gpus?|cards?)|where|dollars": "where",
+}
+_SAID: dict[str, dict[str, Any]] = {  # what is said -> flags; {} is the number in it
+    rf"(?:max{_GAP})?{_LENGTHS}\s*(?:of\s+)?{_NUMBER}": {"seq_length": "{}"},
+    rf"{_NUMBER}\s*{_LENGTHS}": {"seq_length": "{}"},
+    rf"(?:batch(?:{_GAP}size)?|bs)\s*(?:of\s+)?{_NUMBER}": {"batch_size": "{}"},
+    rf"res(?:olution)?\s*{_NUMBER}": {"resolution": "{}"},
+    r"(\d+)x?\s+(?:gpus|cards)": {"processes": "{}"},
+    rf"(?:deepspeed\s+)?zero{_GAP}(?:stage\s*)?([123])": {"launch": "zero{}"},
+    r"fsdp\s*[12]?": {"launch": "fsdp2"},
+    r"ddp": {"launch": "ddp"},
+    r"deepspeed": {"launch": "zero3"},
+    rf"(?:gradient|activation){_GAP}checkpointing": {"policy": "full"},
+    rf"q{_GAP}lora": {"lora_r": LORA_R, "load_in_4bit": True},
+    r"lora": {"lora_r": LORA_R},
+    r"8-?bits?|int8": {"load_in_8bit": True},
+    rf"{_PACKED}(?:\s+{_PACKED})*": {"load_in_4bit": True},
+    **{name: {"trainer": name} for name in TRAINERS},
+}
+_TASKS = {
+    name.replace("-", r"[\s_-]"): HUB_TASKS.get(name, name)
+    for name in sorted((*HUB_TASKS, *TASK_NAMES), key=len, reverse=True)
+}
+_COUNTS = {"two": 2, "dual": 2, "both": 2, "three": 3, "four": 4, "quad": 4, "eight": 8}
+_FILLERS = frozenset("""
+    a an and any at batch be best by can card cards context cost costs could did do does dreambooth estimate
+    fast faster fine finetune finetuned finetuning fit fits for full good gpu gpus graphics how i if in is it
+    largest length long longest many max maximum memory method methods model models much my need needs of on one
+    or please possible price quantized ram recommend run runs sequence single size slow slower speed suggest
+    takes than that the this time to train trainable training trains tune tuning under unet use using vram
+    weights what when which will with without would
+""".split())  # noqa: SIM905  # fmt: skip
+_MOST_WORDS = 6  # in the name of a card
+
+
+def hear(words: Sequence[str]) -> Heard:
+    """Returns what `words` ask for; they may be quoted together or apart.
+
+    Raises:
+        UserError: the card that they name is of a kind that is not predicted.
+    """
+    whole = next((word for word in words if "/" in word or Path(word).suffix in FILES or Path(word).exists()), "")
+    said = " ".join(word for word in words if word != whole).replace("?", "").strip()
+    if find_model(said):
+        return Heard("", said, {})
+    said = re.sub(rf"\b({'|'.join(_COUNTS)})\s+", lambda n: f"{_COUNTS[n[1].lower()]}x ", said, flags=re.IGNORECASE)
+    flags: dict[str, Any] = {}
+    command = ""
+    for pattern, asked in _ASKED.items():
+        found, said = _cut(pattern, said)
+        command = command or (asked if found else "")
+    for pattern, says in _SAID.items():
+        found, said = _cut(pattern, said)
+        if found:
+            number = _tokens(next(filter(None, found.groups()), ""))
+            values = {name: str(to).format(number) if isinstance(to, str) else to for name, to in says.items()}
+            flags = {name: int(to) if to == str(number) else to for name, to in values.items()} | flags
+    said, device = _card(said)
+    flags |= {"device": device} if device else {}
+    generic = False
+    for pattern, task in _TASKS.items():
+        found, said = _cut(pattern, said)
+        if found and "task" not in flags:
+            flags["task"], generic = task, found[0].lower().startswith("classif")
+    left = [word for word in said.split() if word.lower().replace("-", "") not in _FILLERS]
+    if whole:
+        return Heard(command, whole, flags, tuple(left))
+    model = " ".join(left)
+    if is_other(model):
+        find_gpu(model)  # raises
+    if generic and (known := find_model(alike(WORDS.findall(model.lower())))) and known.family == "vision":
+        del flags["task"]  # a classifier of images is one
+    return Heard(command, model, flags)
+
+
+def _cut(pattern: str, said: str) -> tuple[re.Match[str] | None, str]:
+    """Looks for whole words; returns what is found, and `said` without it."""
+    found = re.search(rf"(?<!\S)(?:{pattern})(?!\S)", said, re.IGNORECASE)
+    return found, said if found is None else f"{said[: found.start()]} {said[found.end() :]}".strip()
+
+
+def _tokens(number: str) -> int:
+    """A number of tokens: 8k is 8192."""
+    return int(number[:-1]) * 1024 if number.endswith(("k", "K")) else int(number or 0)
+
+
+def _card(said: str) -> tuple[str, str]:
+    """Returns `said` without the card that it names, and that card, with the number of them: "2x 4090"."""
+    words = re.sub(r"(?<!\S)(\d{1,2})\s*x\s*(?=\S)", r"\1x ", said, flags=re.IGNORECASE).split()
+    for length in range(min(_MOST_WORDS, len(words)), 0, -1):
+        for at in range(len(words) - length + 1):
+            span, before, after = " ".join(words[at : at + length]), words[:at], words[at + length :]
+            plural = not is_card(span) and span[-1] in "sS"
+            name = span[:-1] if plural else span
+            if words[at].lower() in _FILLERS or not is_card(name):
+                continue
+            times = re.fullmatch(r"(\d{1,2})x" if not plural else r"(\d{1,2})x?", before[-1] if before else "")
+            behind = None if times else re.fullmatch(r"x(\d{1,2})", after[0] if after else "")
+            count = times or behind
+            kept = [*(before[:-1] if times else before), *(after[1:] if behind else after)]
+            return " ".join(kept), f"{count[1]}x {name}" if count else name
+    return " ".join(words), ""
+
+
+def is_card(name: str) -> bool:
+    """Whether that is a card and no model: "4090" or "24GB", but not "3" or "135m"."""
+    with suppress(UserError):
+        if find_model(name) or re.search(r"\dm\b", name, re.IGNORECASE):
+            return False
+        return not (find_gpu(name).name.startswith("a card of") and re.fullmatch(r"[\d.]+", name))
+    return False
+
+
+def alike(words: Sequence[str]) -> str:
+    """The known model with all of `words` in its name, in order, and the fewest others; "" if there is none."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for known, model in names().items() if words else ():
+        own = WORDS.findall(re.sub(r"(\d)-(?=\d$)", r"\1.", known.rpartition("/")[2].lower()))  # v1-5
+        rest = iter(own)
+        if all(any(f"{have}.".startswith(f"{word}.") for have in rest) for word in words):
+            newer = sum(word not in own for word in words)  # llama 3 is 3.1, too
+            found[known] = newer, model.family != "language", len(own), len(known)
+    return min(found, key=found.__getitem__, default="")

@@ -1,0 +1,132 @@
+"""Command lines as people type them, without the tool's own vocabulary."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+
+from ckpt_ft.cli import main as cli
+from ckpt_ft.cli.params import words_in_our_names
+from ckpt_ft.cli.words import hear
+from ckpt_ft.errors import UserError
+
+LORA, QLORA = {"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}
+
+
+@pytest.mark.parametrize(
+    ("typed", "command", "model", "flags"),
+    [
+        ("llama 8b lora 24gb", "", "llama 8b", {**LORA, "device": "24gb"}),
+        ("can qwen2.5 7b fit on 24 GB?", "", "qwen2.5 7b", {"device": "24 GB"}),
+        ("qwen3 8b qlora on a 12gb card", "", "qwen3 8b", {**QLORA, "device": "12gb"}),
+        ("llama3.1:8b qlora 3060", "", "llama3.1:8b", {**QLORA, "device": "3060"}),
+        ("qwen3 8b q4_k_m gguf", "", "qwen3 8b", {"load_in_4bit": True}),
+        ("llama 3 8b 8-bit dpo", "", "llama 3 8b", {"load_in_8bit": True, "trainer": "dpo"}),
+        ("meta-llama/Llama-3.1-8B qlora 4090", "", "meta-llama/Llama-3.1-8B", {**QLORA, "device": "4090"}),
+        ("A100-SXM4-40GB llama 8b", "", "llama 8b", {"device": "A100-SXM4-40GB"}),
+        ("full fine-tuning sd 1.5 rtx 4070 ti super", "", "sd 1.5", {"device": "rtx 4070 ti super"}),
+        ("llama 8b full finetune two 4090s", "", "llama 8b", {"device": "2x 4090"}),
+        ("llama 8b 8xh100 fsdp", "", "llama 8b", {"device": "8x h100", "launch": "fsdp2"}),
+        ("gpt2 T4 x2", "", "gpt2", {"device": "2x T4"}),
+        ("llama 3 8b on 2 gpus with ddp", "", "llama 3 8b", {"processes": 2, "launch": "ddp"}),
+        (
+            "llama 8b 8 h100s zero 3 seq len 4k batch 4", "", "llama 8b",
+            {"device": "8x h100", "launch": "zero3", "seq_length": 4096, "batch_size": 4},
+        ),
+        ("phi 4 4090", "", "phi 4", {"device": "4090"}),  # the 4 is the model's
+        ("smollm2 135m t4", "", "smollm2 135m", {"device": "t4"}),  # no card of 135 MB
+        ("bge m3", "", "bge m3", {}),  # no Apple M3
+        ("bert classifier t4", "", "bert", {"device": "t4", "task": "text-classification"}),
+        ("bert token classification", "", "bert", {"task": "token-classification"}),
+        ("vit classifier", "", "vit", {}),  # a classifier already, of images
+        ("gpt2, llama 8b", "", "gpt2, llama 8b", {}),
+        ("Qwen3-0.6B gradient checkpointing", "", "Qwen3-0.6B", {"policy": "full"}),
+        ("largest batch size bert t4", "max-batch", "bert", {"device": "t4"}),
+        ("max-batch-size gpt2", "max-batch", "gpt2", {}),
+        ("batch gpt2", "max-batch", "gpt2", {}),
+        ("longest context qwen3-0.6b 3060", "max-length", "qwen3-0.6b", {"device": "3060"}),
+        ("max-context Qwen3-0.6B", "max-length", "Qwen3-0.6B", {}),
+        ("max-seq-len Qwen3-0.6B", "max-length", "Qwen3-0.6B", {}),
+        ("context length gpt2", "max-length", "gpt2", {}),
+        ("how long can my sequence be with gpt2 on 12gb", "max-length", "gpt2", {"device": "12gb"}),
+        ("sequence classification bert", "", "bert", {"task": "text-classification"}),
+        ("which policy gpt2 t4", "plan", "gpt2", {"device": "t4"}),
+        ("which gpu for llama 8b", "where", "llama 8b", {}),
+        ("which model can I fine-tune on a 3060", "", "", {"device": "3060"}),
+        ("what can I train with 24 GB of VRAM?", "", "", {"device": "24 GB"}),
+    ],
+)  # fmt: skip
+def test_words_in_any_order(typed: str, command: str, model: str, flags: dict[str, Any]) -> None:
+    heard = hear(typed.split())
+    assert (heard.command, heard.model, heard.flags) == (command, model, flags)
+    assert hear([typed]) == heard or "/" in typed  # quoted together
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("llama 8b lora 24gb", "estimate 'llama 8b' --lora-r=16 --device=24gb"),
+        ("max-context gpt2 --gpu t4", "max-length gpt2 --gpu t4"),
+        ("3060", "where --device=3060"),
+        ("recommend --gpu 4090", "where --gpu 4090"),
+        ("what fits --config my.yaml", "estimate --config my.yaml"),
+        ("train.py --learning_rate 1", "dry-run train.py --learning_rate 1"),
+        ("max_batch gpt2", "max-batch gpt2"),
+    ],
+)
+def test_words_without_a_command_have_one(typed: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._with_command(typed.split()) == shlex.split(ours)
+    if not typed.startswith("max_batch"):
+        assert capsys.readouterr().err == f"note: ckpt-ft {ours}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("estimat gpt2", "no command 'estimat'; did you mean 'estimate'"),
+        ("llama 99b lora", "no known model is called 'llama 99b'"),
+        ("where m2 max", "only cards that run CUDA or ROCm"),
+    ],
+)
+def test_words_that_name_nothing_are_refused(typed: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        words_in_our_names(cli._with_command(typed.split()), cli._switches)
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("estimate llama 8b --lora --gpu 4090", "estimate 'llama 8b' --lora 16 --gpu 4090"),
+        ("estimate --lora llama 8b", "estimate 'llama 8b' --lora 16"),
+        ("estimate m --method qlora", "estimate m --lora 16 --load-in-4bit"),
+        ("estimate m --peft lora", "estimate m --lora 16"),
+        ("estimate m --full", "estimate m"),
+        ("where m --method full", "where m --method full"),
+        ("estimate m --quantization nf4", "estimate m --load-in-4bit"),
+        ("estimate m --quantization int8", "estimate m --load-in-8bit"),
+        ("estimate m --bits 4", "estimate m --load-in-4bit"),
+        ("estimate m --ddp --gpus 2", "estimate m --launch=ddp --processes 2"),
+        ("estimate m --fsdp 'full_shard auto_wrap' --gpus 2", "estimate m --launch=fsdp2 --processes 2"),
+        ("estimate --fsdp m", "estimate m --launch=fsdp2"),
+        ("estimate m --deepspeed zero2", "estimate m --launch=zero2"),
+        ("estimate m --deepspeed ds.json", "estimate m --launch=ds.json"),
+        ("estimate m --zero 3", "estimate m --launch=zero3"),
+        ("estimate m --task dpo", "estimate m --trainer=dpo"),
+        ("estimate m --task ner", "estimate m --task ner"),
+        ("estimate m --context 8k", "estimate m --seq-length 8192"),
+        ("where m --seq-length 4k,8k", "where m --seq-length 4096,8192"),
+        ("estimate m --max_length=2k", "estimate m --max_length=2048"),
+        ("estimate m --batch-size auto --gpu t4", "max-batch m --gpu t4"),
+        ("estimate m --seq-length max", "max-length m"),
+        ("estimate m --policy auto --gpu t4", "plan m --gpu t4"),
+        ("estimate longest context gpt2", "max-length gpt2"),
+        ("estimate --gpu 3060 --lora", "where --device 3060"),
+        ("plan 4090", "where --device 4090"),
+        ("max-length --config f.yaml --gpu t4", "max-length --config f.yaml --gpu t4"),
+        ("where 2x3090", "where '--device=2x 3090'"),
+    ],
+)
+def test_options_that_people_type(typed: str, ours: str) -> None:
+    assert words_in_our_names(shlex.split(typed), cli._switches) == shlex.split(ours)
