@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_ft.compat.libraries import ATTENTION
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import expandable_segments
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins.float8 import to_float8
-from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import adapters_of, notes_on, with_quantisation_of
 from ckpt_ft.workloads.model_config import read_config
@@ -88,8 +86,6 @@ def load(
         device = gpu = replace(gpu, context=gpu.context + int(share * gpu.memory))
     when = "while it generates alone" if sleeps else "counted with the CUDA context"
     _check_samples(name, workload, spec, own_rows=batches is not None)
-    if gpu is not None:
-        _check_scores(workload, spec, gpu)
     if lengths is not None and spec.data.images:
         raise UserError("a dataset's lengths and images in every row: leave one of them out")
     if lengths is not None and workload.kind not in _OF_ROWS:
@@ -180,23 +176,6 @@ def _kernels_of(module: str) -> tuple[str, ...]:
     source = inspect.getsource(sys.modules[module])
     old = ["mamba_ssm"] if "is_mamba_ssm_available" in source else []  # before transformers 5.20
     return tuple({*old, *(name.replace("-", "_") for name in _FALLBACK.findall(source))})
-
-
-def _check_scores(workload: Workload, spec: TrainingSpec, gpu: GPU) -> None:
-    """Raises UserError if eager attention's scores of one row in one layer are more than the memory of `gpu`."""
-    model: Any = workload.model
-    config: Any = getattr(model, "config", None)
-    if getattr(config, ATTENTION, None) != "eager":
-        return
-    launch, tokens = spec.launch.launch, workload.shape.get("seq_length", 0)
-    heads = getattr(config.get_text_config(), "num_attention_heads", 0) // (launch.tp * launch.sp if launch else 1)
-    scores = heads * tokens**2 * model.dtype.itemsize
-    if scores > gpu.memory:
-        raise UserError(
-            f"attention 'eager' keeps {heads} heads x {tokens:,} x {tokens:,} scores, {format_bytes(scores)} for one "
-            f"row in one layer, and {gpu.name} has {format_bytes(gpu.memory)}; set attn_implementation to sdpa or "
-            "flash_attention_2"
-        )
 
 
 def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: bool) -> None:

@@ -19,11 +19,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ckpt_ft.errors import one_line
-from ckpt_ft.files import write
-from ckpt_ft.training.models import adapter_of, kind_of, sort_names
+from ckpt_ft.training.models import adapter_of, sort_names
 from ckpt_ft.validation import library_reads
-from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion_models import ATTENTION_PROJECTIONS, TextAndUNet, add_text_adapters
 
 from .arguments import PipelineArguments
@@ -166,8 +163,6 @@ def save_result(model: Any, family: Family, vae: Any, args: PipelineArguments, o
     """
     if args.adapts:
         save_trained(model, family, output_dir, lora=True)
-        if without_adapters(model) is not model:
-            _write_card(family.component, args, output_dir)
         return
     try:
         pipeline = DiffusionPipeline.from_pretrained(
@@ -189,29 +184,3 @@ def set_prediction_type(scheduler: Any, args: PipelineArguments) -> None:
     prediction_type = getattr(args, "prediction_type", None)
     if prediction_type is not None:
         scheduler.register_to_config(prediction_type=prediction_type)
-
-
-def _write_card(component: str, args: PipelineArguments, output_dir: str) -> None:
-    """Writes README.md for an adapter in PEFT's own files: the lines that load it."""
-    base, place, kind = args.pretrained_model_name_or_path, Path(output_dir), str(kind_of(args.peft_config))
-    named = "" if base is None or Path(base).exists() else f"base_model: {one_line(base)}\n"
-    lines = f"""---
-library_name: peft
-{named}tags:
-- diffusers
-- {kind.lower()}
----
-
-# {kind} of the {component} of {base}
-
-```python
-from diffusers import DiffusionPipeline
-from peft import PeftModel
-
-pipe = DiffusionPipeline.from_pretrained("{base}")
-PeftModel.from_pretrained(pipe.{component}, "{place}")  # in place: the pipeline draws with it
-```
-
-`.merge_and_unload()` at the end of the last line merges it.
-"""
-    write(place / "README.md", lines)
