@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +17,6 @@ from ckpt_ft.planning.methods import named_method
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
-from ckpt_ft.validation import load_entries
 
 from .console import progress, stdout
 from .params import AsJson, Html, takes_spec
@@ -48,7 +46,7 @@ def where(
     gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="the largest number of one card")] = _MOST_GPUS,
     price: Annotated[
         list[str] | None,
-        typer.Option("--price", help="dollars an hour: rtx-4090=0.4,h100=2.5, or a YAML file of card: dollars"),
+        typer.Option("--price", help="dollars an hour, e.g. rtx-4090=0.4,h100=2.5"),
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=0, max=256, help="processes that trace; 0 for one per core")] = 0,
     html: Html = "",
@@ -176,24 +174,17 @@ def print_places(tables: Sequence[Table], found: Places) -> None:
 
 
 def read_prices(given: Sequence[str]) -> dict[str, float]:
-    """Dollars an hour by the card's name, from words such as "h100=2.5,l4=0.7" and from YAML files.
+    """Dollars an hour by the card's name, from words such as "h100=2.5,l4=0.7".
 
     Raises:
         UserError: an unknown card, or something that is no price.
     """
     found: dict[str, float] = {}
-    for text in given:
-        pairs: Mapping[str, Any]
-        if "=" in text:
-            pairs = {card: dollars for card, _, dollars in (pair.partition("=") for pair in text.split(","))}
-        elif Path(text).is_file():
-            pairs = load_entries(text, f"--price {text}", "lines 'card: dollars an hour'")
-        else:
-            raise UserError(f"--price {text}: neither card=dollars nor a file; write --price rtx-4090=0.4,h100=2.5")
-        for card, dollars in pairs.items():
-            if not re.fullmatch(r"\d+(\.\d+)?", str(dollars).strip()):
-                raise UserError(f"--price {card}={dollars}: give dollars an hour, as in --price rtx-4090=0.4")
-            found[find_gpu(str(card).strip()).name] = float(dollars)
+    for pair in (pair for text in given for pair in text.split(",")):
+        card, _, dollars = pair.partition("=")
+        if not re.fullmatch(r"\d+(\.\d+)?", dollars.strip()):
+            raise UserError(f"--price {pair}: give dollars an hour, as in --price rtx-4090=0.4,h100=2.5")
+        found[find_gpu(card.strip()).name] = float(dollars)
     return found
 
 

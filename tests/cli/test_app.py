@@ -61,7 +61,6 @@ def test_question_becomes_a_command(question: Question, words: str) -> None:
         ({"tokens": 10**9}, "tokens 1000000000: give 1 to 131072"),
         ({"batch": 0}, "batch 0: give 1 to 64"),
         ({"asked": "recipe"}, "choose from the lists"),
-        ({"asked": CARDS, "prices": "/etc/passwd"}, "prices '/etc/passwd': give dollars an hour"),
     ],
 )
 def test_disallowed_question_is_one_line(changes: dict[str, Any], said: str) -> None:
