@@ -194,10 +194,6 @@ class LoopArguments:
         check_offloaded(self.offload_optimizer, other.replace("--optimizer adamw", ""), *step)
         if self.optimizer == "prodigy":
             require_package("prodigyopt", "--optimizer prodigy")
-            if not self.learning_rate:
-                raise UserError("--learning_rate 0: Prodigy has no such rate; give 1, which it scales itself")
-            if not self.adam_epsilon:
-                raise UserError("--adam_epsilon 0: Prodigy divides by what begins at 0; give 1e-8")
             if self.learning_rate < _LOW_PRODIGY_RATE:
                 logger.warning("--learning_rate %s with prodigy, which finds its rate: 1 is usual", self.learning_rate)
 

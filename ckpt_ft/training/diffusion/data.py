@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -21,13 +20,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
-from ckpt_ft.errors import WorkFailed, one_line
+from ckpt_ft.errors import WorkFailed
 from ckpt_ft.files import cache_root, write
 from ckpt_ft.training.images import (
     ImageArguments,
@@ -40,8 +38,6 @@ from ckpt_ft.workloads.sample_sizes import Size, nearest, sizes_of
 
 from .arguments import LoopArguments
 from .encoders import Encoders
-
-logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 Key = tuple[int, int]  # epoch, index
@@ -96,17 +92,6 @@ class CachedLatents(TorchDataset[Row]):
     def file(self, index: int) -> Path:
         return self.directory / f"{index:07}.safetensors"
 
-    def holds(self, index: int) -> bool:
-        """Whether the file of a row is there and can be used; warns of one that is damaged."""
-        file = self.file(index)
-        try:
-            with safe_open(file, framework="pt"):
-                return True
-        except (SafetensorError, OSError) as error:
-            if file.exists():
-                logger.warning("%s is made again: %s", file, one_line(error))
-            return False
-
 
 def cache_latents(
     images: FramedImages, encoders: Encoders, root: Path, batch_size: int, rank: int = 0, ranks: int = 1
@@ -114,8 +99,8 @@ def cache_latents(
     """Encodes the images that are not yet in the cache under `root`; this rank every `ranks`-th batch of one bucket.
 
     The latents are a safetensors file for each image, in a directory named by a digest of everything that they depend
-    on: images, framing, tokenizers, encoders. The batch of a damaged file is made again, with a warning. With several
-    processes, `accelerator.wait_for_everyone()` must follow before the latents are read.
+    on: images, framing, tokenizers, encoders. With several processes,
+    `accelerator.wait_for_everyone()` must follow before the latents are read.
 
     Raises:
         WorkFailed: the VAE's output is not finite.
@@ -124,7 +109,7 @@ def cache_latents(
     cached = CachedLatents(root / _digest(images, encoders), images)
     batches = [rows[at : at + batch_size] for rows in images.buckets for at in range(0, len(rows), batch_size)]
     for rows in batches[rank::ranks]:
-        if all(cached.holds(row) for row in rows):
+        if all(cached.file(row).exists() for row in rows):
             continue
         encoded = encoders.encode(torch.utils.data.default_collate([images[0, row] for row in rows]))
         if not encoded["moments"].isfinite().all():

@@ -142,19 +142,6 @@ def test_loader_processes_return_the_same_batches(encoders: Encoders, tmp_path: 
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("size", [0, 0.5])
-def test_damaged_cached_file_is_encoded_again_with_a_warning(
-    encoders: Encoders, tmp_path: Path, caplog: pytest.LogCaptureFixture, size: float
-) -> None:
-    images = framed(4)
-    file = cache_latents(images, encoders, tmp_path, batch_size=4).file(2)
-    whole = file.read_bytes()
-    file.write_bytes(whole[: int(len(whole) * size)])
-    cache_latents(images, encoders, tmp_path, batch_size=4)
-    assert [record.message.startswith(f"{file} is made again: ") for record in caplog.records] == [True]
-    assert file.read_bytes() == whole
-
-
 def test_invalid_latents_are_not_cached(encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = encoders.encode
 

@@ -91,7 +91,3 @@ def test_invalid_optimizer_flags_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: object())
     with pytest.raises(UserError, match="--use_8bit_adam is AdamW, --optimizer adafactor is not: give one of them"):
         LoopArguments(optimizer="adafactor", use_8bit_adam=True)
-    with pytest.raises(UserError, match="--learning_rate 0: Prodigy has no such rate"):
-        LoopArguments(optimizer="prodigy", learning_rate=0.0)
-    with pytest.raises(UserError, match="--adam_epsilon 0: Prodigy divides by what begins at 0"):
-        LoopArguments(optimizer="prodigy", learning_rate=1.0, adam_epsilon=0.0)
