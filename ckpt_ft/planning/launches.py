@@ -9,7 +9,7 @@ shown was traced under its own launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
@@ -26,7 +26,7 @@ from .budget import Candidate, MemoryBudget, better, limited_by_phases
 from .depth import Shallow, suits
 from .scaled_traces import LOW, Estimates, Latest, host_bytes, with_sizes
 from .search import ends, pick_first, search, timed, trace_final_batches
-from .tracing import Tracer, trace_all
+from .tracing import Key, Traced, Tracer, trace_all
 
 Room = Callable[[Launch | None], MemoryBudget]  # the budget of a process under a launch; None for a single process
 _SHOWN = 3  # candidates of the best launch
@@ -81,18 +81,14 @@ def search_shared(
             beside, room = tracer.under(launch), room_of(launch)
             limits = room, target, batch, limited_by_phases(beside.workload, room, most, batch), tolerance
             estimates = Estimates(beside, *limits)
-            if all(map(suits, policies)) and (shallow := Shallow.of(beside.workload)):
-                few, more = (Tracer(one, report=lambda line: tracer.report(line)) for one in shallow.workloads)
-                estimates = Extended(more, *limits, few=few, shallow=shallow)
-            settled = []
-            for policy in [leader.policy] if leader else policies:
-                estimates.trace_candidates([policy])
-                one = estimates.best(policy) if policy in estimates.anchors else None
-                if one is None or (leader is not None and key(one) <= key(leader)):
-                    continue
-                trace_final_batches([(estimates, one)], on_fit)
-                if (one := estimates.best(policy)) is not None:
-                    settled.append(one)
+            with ExitStack() as processes:
+                if all(map(suits, policies)) and (shallow := Shallow.of(beside.workload)):
+                    few, more = (processes.enter_context(tracer.of(one)) for one in shallow.workloads)
+                    estimates = Extended(more, *limits, few=few, shallow=shallow)
+                estimates.trace_candidates([leader.policy] if leader else policies)
+                likely = [one for one in estimates.candidates() if leader is None or key(one) > key(leader)]
+                trace_final_batches([(estimates, best) for best in likely], on_fit)
+            settled = [best for one in likely if (best := estimates.best(one.policy)) is not None]
             found.append((estimates, sorted(settled, key=key, reverse=True)))
         except UserError as error:
             rejected[str(launch)] = str(error)
@@ -198,9 +194,16 @@ class Extended(Estimates):
     shallow: Shallow = field(kw_only=True)
     resized: dict[str, list[Latest]] = field(default_factory=dict, kw_only=True)  # both models' latest traces
 
+    @property
+    def tracers(self) -> list[Tracer]:
+        return [tracer for tracer in (self.few, self.tracer) if tracer is not None]
+
+    def _trace(self, wanted: list[Key]) -> list[Traced]:
+        return trace_all([(tracer, wanted) for tracer in self.tracers], alone=True)[-1]
+
     def _both(self, policy: str, batch: int) -> list[StepTrace]:
         """The traces of both models."""
-        return [tracer.trace_of(policy, batch) for tracer in (self.few, self.tracer) if tracer is not None]
+        return [tracer.trace_of(policy, batch) for tracer in self.tracers]
 
     def estimate(self, policy: str, batch: int) -> Candidate:
         if (policy, batch) in self.tracer.traced:

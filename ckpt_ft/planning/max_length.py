@@ -28,9 +28,9 @@ from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_b
 from .depth import Shallow, suits
 from .launches import OF_LONG, Extended, Launches, search_shared, split_by_sharing
 from .plan import searching
-from .scaled_traces import HIGH, LOW, Estimates
+from .scaled_traces import HIGH, Estimates
 from .search import trace_final_batches
-from .tracing import Report, Tracer, trace_all
+from .tracing import Report, Tracer
 
 GRANULARITY = 256  # tokens
 LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "full,head,offload,tile:16")
@@ -207,7 +207,7 @@ def predict_max_length(
         else:
             room = room_of(workload.launch)
             most_pieces = limited_by_phases(pieces, room, most_pieces)
-            estimates, whole = _estimates(tracer, room, most_pieces, policies, jobs, say)
+            estimates, whole = _estimates(tracer, room, most_pieces, policies)
             candidates, rejected = _proved(estimates, whole, on_fit), dict(estimates.rejected)
             ring = _in_a_ring(workload.launch)
             if candidates and ring is not None:
@@ -249,9 +249,7 @@ def _in_a_ring(launch: Launch | None) -> Launch | None:
     return replace(launch, cp=here) if launch.ep == 1 else None
 
 
-def _estimates(
-    tracer: Tracer, room: MemoryBudget, most: int, policies: Sequence[str], jobs: int, report: Report
-) -> tuple[Estimates, Estimates]:
+def _estimates(tracer: Tracer, room: MemoryBudget, most: int, policies: Sequence[str]) -> tuple[Estimates, Estimates]:
     """Estimates of `policies`, and others that trace the whole model at the lengths that are found.
 
     The first come from copies with fewer blocks if the policies treat all blocks alike; else they are the second, too.
@@ -259,12 +257,8 @@ def _estimates(
     whole = estimates = Estimates(tracer, room, _TARGET, most=most, tolerance=_TOLERANCE, separate=True)
     alike = not tracer.workload.compile and all(map(suits, policies))
     if alike and (shallow := Shallow.of(tracer.workload, proved=True)):
-        copies = [Tracer(one, jobs, report) for one in shallow.workloads]
-        with copies[0], copies[1]:
-            trace_all([(copy, [(policy, LOW) for policy in policies]) for copy in copies], alone=True)
-            estimates = Extended(
-                copies[1], room, _TARGET, most=most, tolerance=_TOLERANCE, few=copies[0], shallow=shallow
-            )
+        with tracer.of(shallow.workloads[0]) as few, tracer.of(shallow.workloads[1]) as more:
+            estimates = Extended(more, room, _TARGET, most=most, tolerance=_TOLERANCE, few=few, shallow=shallow)
             estimates.trace_candidates(policies)
         whole = replace(whole, growth=estimates.growth, anchors=estimates.anchors)
     estimates.trace_candidates(policies)

@@ -20,7 +20,7 @@ from ckpt_ft.memory.record.events import Op, Storage
 from ckpt_ft.memory.record.trace import StepTrace
 
 from .budget import Candidate, MemoryBudget, better, largest_fitting
-from .tracing import Tracer
+from .tracing import Key, Traced, Tracer
 
 Value = TypeVar("Value", bound=tuple[int, ...])
 _AMBIGUOUS = None
@@ -278,8 +278,7 @@ class Estimates:
             policies = [policy for policy in policies if not any(term in policy for term in _IDLE_COMPILED)]
         fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
         at = self.batch or LOW
-        traced = self.tracer.all([(policy, at) for policy in fresh], self.separate)
-        for policy, trace in zip(fresh, traced, strict=True):
+        for policy, trace in zip(fresh, self._trace([(policy, at) for policy in fresh]), strict=True):
             if isinstance(trace, str):
                 self.rejected[policy] = trace
             else:
@@ -293,6 +292,14 @@ class Estimates:
                 assert not isinstance(small, str), "its policy has an anchor"
                 assert not isinstance(large, str), "it was traced at LOW"
                 self.growth.learn(small, large)
+
+    def _trace(self, wanted: list[Key]) -> list[Traced]:
+        return self.tracer.all(wanted, self.separate)
+
+    @property
+    def tracers(self) -> list[Tracer]:
+        """Those that trace the final batch sizes."""
+        return [self.tracer]
 
     def estimate(self, policy: str, batch: int) -> Candidate:
         """The candidate of `policy` at `batch`: from its trace if there is one, else scaled from the anchor."""

@@ -316,7 +316,8 @@ def trace_final_batches(
     """
     wanted = [(estimates, candidate.policy, candidate.batch) for estimates, candidate in estimated]
     while wanted:
-        trace_all([(estimates.tracer, [(policy, batch)]) for estimates, policy, batch in wanted], alone=True)
+        asked = [(tracer, (policy, batch)) for estimates, policy, batch in wanted for tracer in estimates.tracers]
+        trace_all([(tracer, [key]) for tracer, key in asked], alone=True)
         for estimates, policy, batch in wanted:
             if estimates.room.fits(one := estimates.estimate(policy, batch)):
                 on_fit(one)

@@ -217,6 +217,10 @@ class Tracer:
         other.workload, other.traced, other._alone = replace(self.workload, launch=launch), {}, set()
         return other
 
+    def of(self, workload: Workload) -> Tracer:
+        """A tracer of another workload, with as many processes of its own."""
+        return Tracer(workload, self._jobs, lambda line: self.report(line))
+
     def all(self, wanted: Iterable[Key], alone: bool = False) -> list[Traced]:
         """A trace for each (policy, batch), in order.
 
