@@ -99,7 +99,8 @@ def _with_command(words: Sequence[str]) -> Sequence[str]:
     """
     word = words[0] if words else ""
     if (dashed := word.replace("_", "-")) in _commands().commands:
-        return [dashed, *words[1:]]
+        card = hear(words[1:]).flags.get("device") if dashed == "models" else ""
+        return _noted(["where", "--device", card]) if card else [dashed, *words[1:]]
     if not word or word.startswith("-"):
         return words
     if word.endswith(".py"):

@@ -142,6 +142,10 @@ def takes_spec(
                 if "lora_r" in taken and not adapts and (flags.get("load_in_4bit") or flags.get("load_in_8bit")):
                     flags, adapts = {**flags, "lora_r": LORA_R}, True
                     _print_notes((f"packed weights are frozen: LoRA of rank {LORA_R} trains; --lora changes it",))
+                if flags.get("num_labels") and not flags.get("task"):
+                    from ckpt_ft.workloads.load import task_with_labels
+
+                    flags = {**flags, "task": task_with_labels(hub_id(model))}
                 if flags.get("dtype") == "auto":
                     flags = {**flags, "dtype": checkpoint_dtype(hub_id(model))}
                 elif "dtype" in taken and not (config or _PRECISION & flags.keys()):

@@ -17,7 +17,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import find_gpu, is_other
 from ckpt_ft.spec.defaults import LORA_R, TRAINERS
 from ckpt_ft.spec.training_spec import HUB_TASKS, TASK_NAMES
-from ckpt_ft.workloads.model_config import find_model, names
+from ckpt_ft.workloads.model_config import find_model, known_models, names
 
 FILES = (".py", ".yaml", ".yml", ".json", ".toml", ".gguf")  # ends of the names of files that stand for a model
 WORDS = re.compile(r"\d+(?:\.\d+)?[bm]?|[a-z]+")
@@ -54,8 +54,9 @@ _LENGTHS = rf"{_LENGTH}(?:{_GAP}{_LENGTH})*"
 _NUMBER = r"(\d+k?)"
 _PACKED = r"(?:4-?bits?|int4|nf4|gguf|awq|gptq|q[2-6](?:_\w+)?)"
 _ASKED = {  # what is asked for -> the command that answers it
-    rf"{_MOST}(?:micro{_GAP})?batch(?:es)?(?:{_GAP}sizes?)?|^batch(?:{_GAP}size)?(?!{_GAP}size|\s*\d)": "max-batch",
-    rf"{_MOST}{_LENGTHS}|how\s+long\s+(?:\w+\s+){{0,2}}{_LENGTHS}|^{_LENGTHS}(?!\s*\d|\s+cl)": "max-length",
+    rf"(?:{_MOST}|(?:what|which|how\s+(?:big|large)(?:\s+of)?)\s+(?:an?\s+)?)"
+    rf"(?:micro{_GAP})?batch(?:es)?(?:{_GAP}sizes?)?|^batch(?:{_GAP}size)?(?!{_GAP}size|\s*\d)": "max-batch",
+    rf"(?:{_MOST}|(?:what|which|how\s+\w+)\s+(?:\w+\s+){{0,2}}){_LENGTHS}|^{_LENGTHS}(?!\s*\d|\s+cl)": "max-length",
     r"(?:(?:best|which|what|fastest|compare|choose)\s+)?polic(?:y|ies)|optimi[sz]e|fastest|plan": "plan",
     r"(?:which|what|best|cheapest)\s+(?:gpus?|cards?)|where|dollars": "where",
 }
@@ -82,12 +83,15 @@ _TASKS = {
 }
 _COUNTS = {"two": 2, "dual": 2, "both": 2, "three": 3, "four": 4, "quad": 4, "eight": 8}
 _FILLERS = frozenset("""
-    a an and any at batch be best by can card cards context cost costs could did do does dreambooth estimate
-    fast faster fine finetune finetuned finetuning fit fits for full good gpu gpus graphics how i if in is it
-    largest length long longest many max maximum memory method methods model models much my need needs of on one
-    or please possible price quantized ram recommend run runs sequence single size slow slower speed suggest
-    takes than that the this time to train trainable training trains tune tuning under unet use using vram
-    weights what when which will with without would
+    a about ai am an and any are at batch be been best big both by can card cards choose context cost costs
+    could currently day days desktop did do does dreambooth enough estimate fast faster fine finetune finetuned
+    finetuning fit fits for from full get give good gpu gpus graphics had happens has have hour hours how i if
+    in is it just largest length llm llms long longer longest make many max maximum me memory method methods
+    minute minutes model models more most much my need needs new now of on one only or our own per pick please
+    possible pretrain pretrained pretraining price quantized ram recommend run runs scratch second seconds
+    sequence should show single size slow slower some speed step steps still suggest take takes tell than that
+    the there they think this time to train trainable training trains tune tuning under unet us use using versus
+    vram vs want was way we weights what when which will with without work works would you your
 """.split())  # noqa: SIM905  # fmt: skip
 _MOST_WORDS = 6  # in the name of a card
 
@@ -145,13 +149,13 @@ def _tokens(number: str) -> int:
 
 def _card(said: str) -> tuple[str, str]:
     """Returns `said` without the card that it names, and that card, with the number of them: "2x 4090"."""
-    words = re.sub(r"(?<!\S)(\d{1,2})\s*x\s*(?=\S)", r"\1x ", said, flags=re.IGNORECASE).split()
+    words = re.sub(r"(?<!\S)(\d{1,2})\s*x\s*(?=\S)(?!\d+b)", r"\1x ", said, flags=re.IGNORECASE).split()
     for length in range(min(_MOST_WORDS, len(words)), 0, -1):
         for at in range(len(words) - length + 1):
             span, before, after = " ".join(words[at : at + length]), words[:at], words[at + length :]
             plural = not is_card(span) and span[-1] in "sS"
             name = span[:-1] if plural else span
-            if words[at].lower() in _FILLERS or not is_card(name):
+            if {words[at].lower(), words[at + length - 1].lower()} & _FILLERS or not is_card(name):
                 continue
             times = re.fullmatch(r"(\d{1,2})x" if not plural else r"(\d{1,2})x?", before[-1] if before else "")
             behind = None if times else re.fullmatch(r"x(\d{1,2})", after[0] if after else "")
@@ -171,12 +175,16 @@ def is_card(name: str) -> bool:
 
 
 def alike(words: Sequence[str]) -> str:
-    """The known model with all of `words` in its name, in order, and the fewest others; "" if there is none."""
+    """The known model with all of `words` in its name, in order, and the fewest others; "" if there is none.
+
+    Of several such models it is the first of its file: the one that most people mean.
+    """
+    order = {name: at for at, name in enumerate(known_models())}
     found: dict[str, tuple[Any, ...]] = {}
     for known, model in names().items() if words else ():
         own = WORDS.findall(re.sub(r"(\d)-(?=\d$)", r"\1.", known.rpartition("/")[2].lower()))  # v1-5
         rest = iter(own)
         if all(any(f"{have}.".startswith(f"{word}.") for have in rest) for word in words):
             newer = sum(word not in own for word in words)  # llama 3 is 3.1, too
-            found[known] = newer, model.family != "language", len(own), len(known)
+            found[known] = newer, model.family != "language", len(own), order[model.name], len(known)
     return min(found, key=found.__getitem__, default="")

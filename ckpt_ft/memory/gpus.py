@@ -310,6 +310,8 @@ def find_gpu(name: str) -> GPU:
     known, plain = _names(), _plain(name)
     if plain in known:
         return GPUS[known[plain]]
+    if name == HERE and (own := gpu_of(HERE)):
+        return own
     name = _BESIDE.sub(" ", f"{name}GB" if name.isdecimal() else name).strip()
     size = _SIZE.search(name)
     if size is not None and size[0] == name:

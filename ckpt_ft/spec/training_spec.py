@@ -53,6 +53,7 @@ HUB_TASKS = {  # names of the Hub, of auto classes and of PEFT -> ours
     **dict.fromkeys(("ner", "token-cls", "named-entity-recognition"), "token-classification"),
     **dict.fromkeys(("qa", "question-ans"), "question-answering"),
     **dict.fromkeys(("sentence-similarity", "feature-extraction", "embeddings", "embedder"), "embedding"),
+    **dict.fromkeys(("sentence-transformer", "sentence-transformers"), "embedding"),
     **dict.fromkeys(("text-ranking", "reranking", "cross-encoder", "rerank"), "reranker"),
     **dict.fromkeys(("seq-2-seq-lm", "text2text-generation", "summarization", "translation"), "seq2seq"),
     **dict.fromkeys(("automatic-speech-recognition", "asr", "speech-recognition", "speech-to-text"), "speech"),

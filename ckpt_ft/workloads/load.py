@@ -145,6 +145,12 @@ def with_task(spec: TrainingSpec) -> TrainingSpec:
     return spec.edit(task=class_and_task(spec.model.name, config, spec.model.task)[1].name)
 
 
+def task_with_labels(name: str) -> str:
+    """Returns the task that the model `name` is trained on where it has labels: its own, or to classify text."""
+    own = with_task(TrainingSpec.of(name)).model.task
+    return "text-classification" if own in ("masked-lm", "causal-lm", "embedding") else own
+
+
 def _with_clear_errors(loss: Loss, adapters: str) -> Loss:
     """`loss` with one-line errors: a model that was built from a configuration alone may fail in its first forward."""
 

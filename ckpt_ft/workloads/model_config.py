@@ -200,12 +200,11 @@ def _from_hub(name: str) -> dict[str, Any]:
             continue
     close = difflib.get_close_matches(name, names(), n=1, cutoff=0.7)
     meant = f"did you mean '{close[0]}'? " if close else ""
-    hint = f"{meant}`ckpt-ft models` lists those that are known without it"
-    if offline:
-        hint += (
-            f"; for any other, give a file: of `hf download {name} config.json --local-dir .` where the Hub answers, "
-            "or your own with a model_type of transformers and sizes"
-        )
+    hint = f"{meant}`ckpt-ft models` lists the models that need no Hub"
+    if offline and name.count("/") == 1 and not name.startswith("."):
+        hint += f"; for this one give its config.json (`hf download {name} config.json --local-dir .` fetches it)"
+    elif offline:
+        hint += "; for any other, give the directory or the config.json of a model"
     raise UserError(f"no model '{name}': no such file or directory, and {reason}; {hint}")
 
 

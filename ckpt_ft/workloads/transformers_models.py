@@ -336,7 +336,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     if seen is not None:
         shape |= {"images": spec.data.images, "image_tokens": seen.image_tokens}
     if kind.__name__ not in (config.get("architectures") or [kind.__name__]):
-        said = (*said, f"a backbone alone has no loss: {kind.__name__} is trained")
+        said = (*said, f"{kind.__name__} is trained: the checkpoint has another head, or none")
     if others:
         heads = ", ".join(other for other in others if other not in ("causal-lm", "masked-lm", "text-classification"))
         said = (*said, f"trained on masked tokens; --task text-classification for a classifier (or {heads})")
@@ -413,6 +413,9 @@ def class_and_task(name: str, config: Mapping[str, Any], asked: str = "") -> tup
     alone = task.loss_fields and found.main_input_name != "input_ids"  # a backbone for images or sound
     if alone and class_for(kind) != named:
         return class_and_task(name, {"model_type": kind})
+    scores = len(config.get("id2label") or ()) == 1 and task.name == "text-classification"
+    if scores and "masked-lm" in tasks_of(kind):  # sentence-transformers' CrossEncoder
+        return found, tasks_of(kind)["reranker"]
     return found, task
 
 

@@ -55,7 +55,8 @@ def test_directory_and_file_have_the_dtype_that_transformers_loads(
 
 def test_unknown_model_without_the_hub_says_how_to_give_it() -> None:
     with pytest.raises(
-        UserError, match="no model 'some/new-model': .* the Hub cannot be reached; .*`hf download some/n"
+        UserError,
+        match="no model 'some/new-model': .* the Hub cannot be reached; .*its config.json .`hf download some/n",
     ):
         read_config("some/new-model")
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from ckpt_ft.cli import main as cli
+from ckpt_ft.cli.named import unpacked
 from ckpt_ft.cli.params import words_in_our_names
 from ckpt_ft.cli.words import hear
 from ckpt_ft.errors import UserError
+from ckpt_ft.workloads.load import task_with_labels
 
 LORA, QLORA = {"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}
 
@@ -54,6 +56,10 @@ LORA, QLORA = {"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}
         ("sequence classification bert", "", "bert", {"task": "text-classification"}),
         ("which policy gpt2 t4", "plan", "gpt2", {"device": "t4"}),
         ("which gpu for llama 8b", "where", "llama 8b", {}),
+        ("what batch size can I use for gpt2 on a 3060", "max-batch", "gpt2", {"device": "3060"}),
+        ("mixtral 8x7b qlora h100", "", "mixtral 8x7b", {**QLORA, "device": "h100"}),
+        ("best llm for 16gb gpu", "", "", {"device": "16gb"}),
+        ("how many tokens can I train with gpt2 on t4", "max-length", "gpt2", {"device": "t4"}),
         ("which model can I fine-tune on a 3060", "", "", {"device": "3060"}),
         ("what can I train with 24 GB of VRAM?", "", "", {"device": "24 GB"}),
     ],
@@ -130,3 +136,33 @@ def test_words_that_name_nothing_are_refused(typed: str, says: str) -> None:
 )
 def test_options_that_people_type(typed: str, ours: str) -> None:
     assert words_in_our_names(shlex.split(typed), cli._switches) == shlex.split(ours)
+
+
+@pytest.mark.parametrize(
+    ("said", "model"),
+    [
+        ("bert", "bert-base-uncased"),
+        ("bert large", "bert-large-uncased"),
+        ("bert base cased", "bert-base-cased"),
+        ("mixtral 8x7b", "mistralai/Mixtral-8x7B-v0.1"),
+        ("distilbert-base-uncased-finetuned-sst-2-english", "distilbert-base-uncased"),
+        ("minilm", "sentence-transformers/all-MiniLM-L6-v2"),
+    ],
+)
+def test_models_by_what_people_call_them(said: str, model: str) -> None:
+    found = unpacked(said)
+    assert found is not None
+    assert found.model == model
+
+
+def test_number_of_labels_makes_a_classifier() -> None:
+    assert task_with_labels("bert-base-uncased") == "text-classification"
+    assert task_with_labels("google/vit-base-patch16-224") == "image-classification"
+    assert task_with_labels("BAAI/bge-reranker-base") == "reranker"  # one label: a cross-encoder
+    assert task_with_labels("t5-small") == "seq2seq"
+
+
+def test_models_of_a_card_are_those_that_it_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._with_command(["models", "rtx", "3060"]) == ["where", "--device", "rtx 3060"]
+    assert cli._with_command(["models", "llama"]) == ["models", "llama"]
+    assert capsys.readouterr().err == "note: ckpt-ft where --device 'rtx 3060'\n"
