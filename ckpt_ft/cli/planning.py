@@ -24,7 +24,6 @@ from .params import ONE_LAUNCH, AsJson, Html, takes_spec, writable
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.results import Plan, PlanRequest
-    from ckpt_ft.training.vision_language import DatasetRows
     from ckpt_ft.workloads.sample_sizes import Lengths
 
 Margin = Annotated[
@@ -67,14 +66,12 @@ def plan(
         spec.host.budget, batch, max_batch_size, target, margin or None,
         host_memory=spec.host.host_memory,
     )  # fmt: skip
-    images = _images(dataset, spec) if dataset else None
-    lengths = images.lengths if images else _lengths(dataset, spec) if dataset else None
+    lengths = _lengths(dataset, spec) if dataset else None
     question = {
         **question_of(spec),
         "gpu": gpu_of(spec.host.device),
         "asked": vars(asked),
         "lengths": vars(lengths) if lengths else None,
-        "pixels": images.pixels if images else None,
     }
     cache = AnswerCache("plan", question, Plan.from_json)
     found = None if fresh or html else cache.get()
@@ -82,11 +79,11 @@ def plan(
     kept = f"nothing fits with the optimizer on the card: this is with {' '.join(away.words(spec))}" if away else ""
     if found is None:
         try:
-            found = _make(spec, asked, jobs, lengths, images, html)
+            found = _make(spec, asked, jobs, lengths, html)
         except NothingFits:
             if away is None:
                 raise
-            found = _make(away.of(spec), asked, jobs, lengths, images, html)
+            found = _make(away.of(spec), asked, jobs, lengths, html)
             found = replace(found, notes=[kept, *found.notes])
         cache.put(found.to_json())
     if as_json:
@@ -180,25 +177,11 @@ def _lengths(dataset: str, spec: TrainingSpec) -> Lengths:
         return dataset_lengths(dataset, spec.model.name, spec.data.tokens)
 
 
-def _images(dataset: str, spec: TrainingSpec) -> DatasetRows | None:
-    """Returns the dataset's rows if they have images and the model takes images; None otherwise."""
-    from ckpt_ft.workloads.model_config import read_config
-
-    if "vision_config" not in read_config(spec.model.name):
-        return None
-    from ckpt_ft.training.vision_language import rows_with_images
-
-    with progress(f"looking through the images of {dataset}"):
-        sizes = spec.data.tokens, spec.data.max_pixels, spec.data.longest_side
-        return rows_with_images(dataset, spec.model.name, *sizes)
-
-
 def _make(
     spec: TrainingSpec,
     asked: PlanRequest,
     jobs: int,
     lengths: Lengths | None,
-    images: DatasetRows | None,
     html: str,
 ) -> Plan:
     from ckpt_ft.export.plan_page import plan_page
@@ -211,7 +194,7 @@ def _make(
     launch = launches[0] if launches else spec.launch.launch
     memory_budget(asked.budget, gpu, asked.margin, launch)  # a bad budget is reported before anything is built
     with progress(f"building {spec.model.name} from its config") as say:
-        workload = load(spec, gpu or "cpu", lengths, images.batches if images else None)
+        workload = load(spec, gpu or "cpu", lengths)
         if launches and not {"--launch", "--tp", "--cp", "--sp", "--ep", "--dp-replicate"} & set(spec.launch.asked):
             launches = tuple(with_experts(launches, workload.model))
         found, best = traced_plan(workload, replace(asked, launches=launches), jobs, say)

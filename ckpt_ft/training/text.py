@@ -220,6 +220,11 @@ def dataset_lengths(dataset: str, model: str, max_length: int) -> Lengths:
     """
     args = DataArguments(dataset_name=dataset, max_length=max_length)
     rows, _ = load_rows(args, evaluate=False, seed=0)
+    if {"images", "image"} & set(rows.column_names):
+        raise UserError(
+            f"--dataset {dataset}: its rows have images, and only text has lengths; `ckpt-ft dry-run --rows all` of "
+            "the script that trains on them, such as recipes/vlm.py, looks at the largest ones"
+        )
     if "input_ids" not in rows.column_names:
         source = str(Path(model).parent) if Path(model).is_file() else model  # a config file lies beside its tokenizer
         try:

@@ -12,13 +12,11 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from datasets import Dataset, Features, List, Value
-from torch import nn
 from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 from transformers.models.auto.video_processing_auto import AutoVideoProcessor
@@ -33,7 +31,6 @@ from ckpt_ft.training.conversations import (
     VisionLanguageArguments,
     conversation,
     image_files_digest,
-    load_conversations,
 )
 from ckpt_ft.training.flags import flag
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
@@ -41,16 +38,12 @@ from ckpt_ft.training.text import (
     IGNORED,
     PadCollator,
     chat_segments,
-    load_rows,
     row_number,
     warn_of_cut_rows,
 )
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import TrainedTowers, without_adapters
 from ckpt_ft.workloads.images import choose_size
-from ckpt_ft.workloads.model_config import read_config
-from ckpt_ft.workloads.sample_sizes import Lengths, rows_by_length
-from ckpt_ft.workloads.workload import MakeBatch
 
 TOKENS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")  # one value per token
 TOKEN_TYPES = TOKENS[3:]  # mark image tokens; some models take them
@@ -318,56 +311,6 @@ def patch_size(config: Mapping[str, Any]) -> int:
     """Returns the pixels of the shorter side of a vision model's patch; 1 if the configuration does not say."""
     patch = (config.get("vision_config") or {}).get("patch_size") or 1
     return min(patch) if isinstance(patch, (list, tuple)) else int(patch)
-
-
-@dataclass(frozen=True)
-class DatasetRows:
-    """A dataset as recipes/vlm.py encodes it, for the planner."""
-
-    encoded: Dataset
-    pad_token_id: int
-
-    @property
-    def lengths(self) -> Lengths:
-        lengths = rows_by_length(self.encoded)[1]
-        assert lengths is not None, "encoded rows have tokens"
-        return lengths
-
-    @property
-    def pixels(self) -> list[int]:
-        """The number of values in the images of each row."""
-        return list(self.encoded.with_format(None)["pixels"])
-
-    def batches(self, model: nn.Module) -> MakeBatch:
-        """Returns a function (samples, length) -> a batch whose longest row has that length (None: the longest)."""
-        collate = collator_of(model, self.pad_token_id)
-        rows_of = rows_by_length(self.encoded)[0]
-        return lambda samples, length: collate(rows_of(samples, length))
-
-
-def rows_with_images(
-    dataset: str, model: str, max_length: int, max_pixels: int | None = None, longest_side: int | None = None
-) -> DatasetRows | None:
-    """Returns the rows of `dataset` as the processor of `model` encodes them; None if they have no images.
-
-    Args:
-        model: a vision-language model.
-        max_pixels, longest_side: image size; None or 0 for the processor's own.
-    """
-    smallest = patch_size(read_config(model))
-    data = VisionLanguageArguments(
-        dataset_name=dataset, max_length=max_length, max_pixels=max_pixels or None, longest_side=longest_side or None
-    )
-    if not {"images", "image"} & set(load_rows(data, evaluate=False, seed=0)[0].column_names):
-        return None
-    source = str(Path(model).parent) if Path(model).is_file() else model  # a config file lies beside its processor
-    try:
-        rows, _, folder = load_conversations(data, evaluate=False, seed=0)
-        processor: Any = load_processor(VisionLanguageModelArguments(model_name_or_path=source), data)
-        encoded = encode_conversations(rows, processor, ImageLoader(folder, smallest), data)
-        return DatasetRows(encoded, processor.tokenizer.pad_token_id)
-    except UserError as error:
-        raise UserError(f"--dataset {dataset}: {error}") from error
 
 
 class _VideoSettings(BaseVideoProcessor):

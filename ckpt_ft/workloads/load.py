@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -32,7 +32,7 @@ from .optimizers import optimizer_maker
 from .phases import evaluation_of
 from .sample_sizes import Lengths
 from .trl_trainers import trainer_step, vllm_share
-from .workload import MIXED_PRECISION, Batch, Forward, Loss, MakeBatch, Workload
+from .workload import MIXED_PRECISION, Batch, Forward, Loss, Workload
 
 _OF_ROWS = ("causal-lm", "masked-lm", "image-text-to-text")  # tasks whose rows may have lengths of their own
 _CASTS = "without torch.compile each cast to 8 bits is several kernels; --compile regional fuses them"
@@ -43,14 +43,12 @@ def load(
     spec: TrainingSpec,
     device: str | GPU | None = None,
     lengths: Lengths | None = None,
-    batches: Callable[[nn.Module], MakeBatch] | None = None,
 ) -> Workload:
     """Returns the workload of the model that `spec` names: a Hub id, a local directory or a config file.
 
     Args:
         device: the device to predict for; None for the spec's.
         lengths: lengths of a dataset's rows; without them every row has the spec's number of tokens.
-        batches: returns a maker of batches from the dataset's own rows; without it, rows are text of those lengths.
 
     Raises:
         UserError: an unknown model or kind of model, or a spec that does not match the model.
@@ -85,16 +83,13 @@ def load(
     if gpu and share and not sleeps:  # as the CUDA context, it leaves the step less of the card
         device = gpu = replace(gpu, context=gpu.context + int(share * gpu.memory))
     when = "while it generates alone" if sleeps else "counted with the CUDA context"
-    _check_samples(name, workload, spec, own_rows=batches is not None)
+    _check_samples(name, workload, spec)
     if lengths is not None and spec.data.images:
         raise UserError("a dataset's lengths and images in every row: leave one of them out")
     if lengths is not None and workload.kind not in _OF_ROWS:
         raise UserError(
             f"a dataset's lengths: the batches of {name}, of kind '{workload.kind}', are all alike; leave it out"
         )
-    if batches is not None:
-        # The notes are about batches of text, which are not used.
-        workload = replace(workload, make_batch=batches(workload.model), notes=())
     phases = workload.phases
     if spec.data.eval_batch_size and "evaluation" not in phases:
         phases = phases | {"evaluation": evaluation_of(spec.data)}
@@ -184,11 +179,8 @@ def _kernels_of(module: str) -> tuple[str, ...]:
     return tuple({*old, *(name.replace("-", "_") for name in _FALLBACK.findall(source))})
 
 
-def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: bool) -> None:
-    """Raises UserError if `spec` sets sizes that the samples of `workload` do not have.
-
-    own_rows: whether the batches are rows of a dataset.
-    """
+def _check_samples(name: str, workload: Workload, spec: TrainingSpec) -> None:
+    """Raises UserError if `spec` sets sizes that the samples of `workload` do not have."""
     held = f"the batches of {name}, of kind '{workload.kind}', hold no"
     for asked, size, given, what in (
         ("seq_length", "seq_length", f"sequence length {spec.data.seq_length}", "sequences"),
@@ -201,7 +193,7 @@ def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: 
         if spec.get(asked) and size not in workload.shape:
             raise UserError(f"{given}: {held} {what}")
     for budget in ("max_pixels", "longest_side"):
-        if (given := spec.get(budget)) and not spec.data.images and not own_rows:
+        if (given := spec.get(budget)) and not spec.data.images:
             raise UserError(
                 f"{budget.replace('_', ' ')} {given}: it applies to images; give their number too, such as --images 1"
             )

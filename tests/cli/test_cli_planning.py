@@ -167,7 +167,7 @@ def test_dataset_decides_the_lengths(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"image": "a.png"}, "its rows have no length: the dataset has the columns image; expected .* or give 'input"),
+        ({"image": "a.png"}, "its rows have images, and only text has lengths; `ckpt-ft dry-run --rows all`"),
         ({"text": "of what"}, "its rows have no length: model .*: no tokenizer can be loaded"),
         ({"input_ids": 7}, "the dataset's 'input_ids' are Value.*; expected a list of tokens in each row"),
         ({"input_ids": []}, "its 'input_ids' are empty; expected a list of tokens"),

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.training.conversations import ImageLoader, VisionLanguageArguments, load_conversations
 from ckpt_ft.training.samples.language import make_questions
-from ckpt_ft.training.vision_language import patch_size, rows_with_images
-from ckpt_ft.workloads.load import load
+from ckpt_ft.training.vision_language import (
+    ImageCollator,
+    VisionLanguageModelArguments,
+    encode_conversations,
+    load_processor,
+    patch_size,
+)
 from ckpt_ft.workloads.model_config import read_config
+from ckpt_ft.workloads.sample_sizes import rows_by_length
 
 
 @pytest.fixture(scope="module")
@@ -20,38 +27,33 @@ def model(_caches: None) -> str:
     return make_questions(48)[0]
 
 
-def write(folder: Path, *rows: tuple[int, str]) -> str:
-    """Writes a file of rows, each given as (width of the image, question)."""
+def encoded(folder: Path, model: str, *rows: tuple[int, str]) -> Any:
+    """Returns the collator's batch of (samples, length), from rows of an image (its width) and a question."""
     lines = []
     for at, (width, question) in enumerate(rows):
         Image.new("RGB", (width, 48)).save(folder / f"{at}.png")
         turns = [{"role": "user", "content": f"<image>{question}"}, {"role": "assistant", "content": "red"}]
         lines.append(json.dumps({"messages": turns, "images": [f"{at}.png"]}) + "\n")
-    file = folder / "rows.jsonl"
-    file.write_text("".join(lines))
-    return str(file)
+    (folder / "rows.jsonl").write_text("".join(lines))
+    args = VisionLanguageArguments(dataset_name=str(folder / "rows.jsonl"), max_length=512)
+    train, _, images = load_conversations(args, evaluate=False, seed=0)
+    processor: Any = load_processor(VisionLanguageModelArguments(model_name_or_path=model), args)
+    return encode_conversations(train, processor, ImageLoader(images), args)
 
 
 def test_largest_batch_has_the_longest_row_and_largest_images(model: str, tmp_path: Path) -> None:
     words = "why " * 60
-    rows = rows_with_images(write(tmp_path, (48, "a?"), (96, "a?"), (48, words), (48, "a?")), model, 512)
-    assert rows is not None
-    workload = load(TrainingSpec.of(model), "cpu", rows.lengths, rows.batches)
-    assert rows.pixels[1] > rows.pixels[0] == rows.pixels[2]
-    worst = workload.make_batch(3, rows.lengths.longest)
-    assert worst["input_ids"].shape == (3, rows.lengths.longest)
+    rows = encoded(tmp_path, model, (48, "a?"), (96, "a?"), (48, words), (48, "a?"))
+    chosen, lengths = rows_by_length(rows)
+    assert lengths is not None
+    pixels = rows.with_format(None)["pixels"]
+    assert pixels[1] > pixels[0] == pixels[2]
+    collate = ImageCollator(0, ())
+    worst = collate(chosen(3, None))
+    assert worst["input_ids"].shape == (3, lengths.longest)
     assert worst["image_sizes"].tolist() == [[48, 48], [48, 96], [48, 96]]  # (height, width)
-    usual = workload.make_batch(3, rows.lengths.tokens[0])
+    usual = collate(chosen(3, lengths.tokens[0]))
     assert usual["image_sizes"].tolist() == [[48, 48]] * 3
-    shorter = workload.trace_of([workload.step(3, rows.lengths.tokens[0])] * 2)
-    assert workload.trace(3).peak_allocated > shorter.peak_allocated
-    assert workload.notes == ()  # no note about images that are not traced
-
-
-def test_text_only_dataset_has_no_image_rows(model: str, tmp_path: Path) -> None:
-    file = tmp_path / "text.jsonl"
-    file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
-    assert rows_with_images(str(file), model, 512) is None
 
 
 def test_patch_size_is_a_number_or_a_pair(model: str) -> None:
