@@ -24,7 +24,6 @@ from ckpt_ft.units import format_bytes
 from .answer_cache import AnswerCache, question_of
 from .console import progress, stdout
 from .params import ONE_LAUNCH, AsJson, Html, cards_of, takes_spec, writable
-from .recipe import ready_made
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -243,8 +242,6 @@ def print_advice(result: Estimate, spec: TrainingSpec) -> None:
     if result.answer is not None:
         words = ["ckpt-ft", "plan", *words_of(spec, without=("policy", "batch_size"))]
         console.print(f"more to choose from: {shlex.join(words)}", markup=False, soft_wrap=True)
-    for ready in ready_made(spec.model.name, result.capacity):
-        console.print(f"ready-made: {ready}", markup=False, soft_wrap=True)
 
 
 def print_ways(answer: Suggestions, console: Console) -> None:

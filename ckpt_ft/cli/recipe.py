@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import re
 import runpy
-import shlex
 import sys
 from enum import Enum
 from pathlib import Path
@@ -54,29 +52,6 @@ def find_recipe(name: str) -> Path:
     if name not in known:
         raise UserError(f"no recipe '{name}'{did_you_mean(name, known)} ({', '.join(known)})")
     return known[name]
-
-
-def ready_made(model: str, memory: int | None = None) -> list[str]:
-    """The commands of the ready-made YAML files of the recipes that train `model` or its instruction-tuned version.
-
-    memory: bytes of the card; files whose names ask for more, as in `_24gb`, are left out.
-    """
-    import yaml
-
-    from ckpt_ft.workloads.model_config import hub_id
-
-    found = []
-    wanted = {hub_id(model).lower(), f"{hub_id(model)}-instruct".lower()}
-    for name, script in _recipes().items():
-        folder = script.parent / name.removesuffix("_unet")  # recipes/diffusion has those of diffusion_unet
-        for file in sorted(folder.glob("*.yaml")):
-            values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-            named = values.get("model_name_or_path", values.get("pretrained_model_name_or_path"))
-            size = re.search(r"(\d+)gb", file.stem)
-            fits = memory is None or size is None or int(size[1]) * 2**30 < memory + 2**30  # a 24 GB card has 23.6
-            if str(named).lower() in wanted and fits:
-                found.append(f"ckpt-ft recipe {name} --config {shlex.quote(str(file.resolve()))}")
-    return found
 
 
 def _recipes() -> dict[str, Path]:

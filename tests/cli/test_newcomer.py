@@ -16,7 +16,6 @@ from transformers import ResNetConfig
 
 from ckpt_ft.cli import console, params
 from ckpt_ft.cli import main as cli
-from ckpt_ft.cli.recipe import ready_made
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.memory.gpus import GPUS
@@ -156,13 +155,6 @@ def test_frozen_weights_are_bfloat16_with_every_lora_flag() -> None:
     for words in ({"use_peft": True}, {"lora_r": 8}, {}):
         command(model="flux", config="", recipe="", **dict.fromkeys(flags()) | words)
     assert seen == ["bfloat16", "bfloat16", "float32"]
-
-
-def test_ready_made_files_for_larger_cards_are_not_offered() -> None:
-    names = [[line.rpartition("/")[2] for line in ready_made("flux", gib << 30)] for gib in (16, 24)]
-    small = ["flux_lora_16gb.yaml", "flux_qlora_16gb.yaml"]
-    assert names == [small, [small[0], "flux_lora_24gb.yaml", small[1]]]
-    assert ready_made("flux", 14 << 30) == []
 
 
 def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
