@@ -451,12 +451,6 @@ def _quanto(rows: int, columns: int, bits: int, group: int) -> Shapes:
     return [((rows * columns * bits // 8,), _U8), ((groups, 1), None), ((groups, 1), None)]
 
 
-def _aqlm(rows: int, columns: int, bits: int, group: int) -> Shapes:
-    """One codebook of 2**bits vectors of `group` weights."""
-    code = _I8 if bits <= 8 else torch.int16
-    return [((rows, columns // group, 1), code), ((1, 2**bits, 1, group), _F16), ((rows, 1, 1, 1), _F16)]
-
-
 PACKINGS: dict[str, Packing] = {
     "gptq": Packing("gptqmodel, nn_modules/qlinear: qweight, qzeros, scales, g_idx", _gptq, experts=True),
     "awq": Packing("gptqmodel, nn_modules/qlinear: qweight, qzeros, scales", _awq, experts=True),
@@ -480,7 +474,6 @@ PACKINGS: dict[str, Packing] = {
         forward=False, saves_input=True,
     ),
     "quanto": Packing("optimum-quanto, tensor/function.py: QuantizedLinearFunction", _quanto, saves_input=True),
-    "aqlm": Packing("aqlm, inference.py: QuantizedLinear", _aqlm, group=8, experts=True),
 }  # fmt: skip
 
 

@@ -586,10 +586,6 @@ def method_of(stated: Mapping[str, Any], name: str = "the checkpoint") -> tuple[
     elif method == "quanto":
         kind = str(stated.get("weights", "int8"))
         bits = int((_BITS.findall(kind) or ["8"])[0])
-    elif method == "aqlm":
-        if _number(stated, "num_codebooks") > 1 or _number(stated, "out_group_size") > 1:
-            raise UserError(f"{name}: AQLM is modelled with one codebook, of vectors along a row")
-        bits, group = _number(stated, "nbits_per_codebook") or 16, _number(stated, "in_group_size")
     known = ("bitsandbytes", *dict.fromkeys(key.split()[0] for key in PACKINGS), "compressed-tensors")
     if method not in PACKINGS or (32 % bits and method in ("gptq", "awq")):
         raise UserError(f"{name} is quantised by {method} in {bits} bits, which is not modelled ({', '.join(known)})")

@@ -55,10 +55,6 @@ def frozen(path: Path, quantisation: Any, spec: TrainingSpec = LORA) -> int:
         ({"quant_method": "eetq", "weights": "int8"}, N + 2 * ROWS),
         ({"quant_method": "quanto", "weights": "int8"}, N + 2 * ROWS),
         ({"quant_method": "quanto", "weights": "int4"}, N // 2 + N // 128 * 4),
-        (
-            {"quant_method": "aqlm", "nbits_per_codebook": 16, "in_group_size": 8, "num_codebooks": 1},
-            N // 4 + 14 * 2**20 + 2 * ROWS,
-        ),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, N // 2 + 4 * N // 64 + 14 * 64),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, N + 4 * ROWS),
         ({"quant_method": "compressed-tensors"}, 2 * N),
