@@ -127,18 +127,18 @@ def max_batch(
     device = gpu.name if gpu else "cpu"
     if as_json:
         answer = {"model": name, "policy": spec.policy, "device": device, "batch": found.batch, "needed": found.needed}
-        print(json.dumps({**answer, "last": found.last, "retries": found.retries, **vars(found.room)}))
+        print(json.dumps({**answer, "last": found.last, **vars(found.room)}))
     elif found.batch:
         print(f"{name} under '{spec.policy}' on {device}: {found}")
         if command := command_of(spec.edit(batch_size=found.batch), workload):
             print(f"train it: {command}")
     if not found.batch:
-        price = f"; {found.price}" if found.last else ""
+        beyond = f"; {found.beyond}" if found.last else ""
         host = found.room.host
         beside = "" if host is None else f" with {format_bytes(host)} of host memory"
         raise WorkFailed(
             f"{name} under '{spec.policy}' on {device}: not one sample fits in {format_bytes(found.room.budget)}"
-            f"{beside}; the smallest budget that would do is {format_at_least(found.needed)}{price}; `ckpt-ft plan` "
+            f"{beside}; the smallest budget that would do is {format_at_least(found.needed)}{beyond}; `ckpt-ft plan` "
             "looks for a policy that needs less"
         )
 

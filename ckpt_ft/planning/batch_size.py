@@ -194,7 +194,6 @@ class MaxBatchSize:
         trials: the real steps in order, with the first one, which only allocates the optimizer's state.
         last: only predicted: the largest batch that runs at all on a GPU, because the allocator returns cached
             segments before it runs out of memory.
-        retries: allocations per step at `last` that wait for the device because of that.
         needed: the smallest budget that works, if not one sample fits; else 0.
     """
 
@@ -203,27 +202,21 @@ class MaxBatchSize:
     room: MemoryBudget
     trials: list[Trial] = field(default_factory=list)
     last: int = 0
-    retries: int = 0
     needed: int = 0
 
     def __str__(self) -> str:
         if not self.trials:
             found = f"largest batch in {format_bytes(self.room.budget)}: predicted {self.predicted}"
-            return f"{found}; {self.price}" if self.last > self.predicted else found
+            return f"{found}; {self.beyond}" if self.last > self.predicted else found
         out = sum(not trial.fits for trial in self.trials)
         steps = f"{len(self.trials)} step{'s' if len(self.trials) > 1 else ''}, {out} out of memory"
         within = format_bytes(self.room.budget)
         return f"largest batch in {within}: predicted {self.predicted}, proved {self.batch} ({steps})"
 
     @property
-    def price(self) -> str:
-        """Describes the cost of batches above `predicted`."""
-        if not self.retries:
-            return f"up to {self.last} runs: the first step gives cached memory back, later ones need not"
-        times = "once" if self.retries == 1 else f"{self.retries} times"
-        return (
-            f"up to {self.last} runs, but gives cached memory back {times} a step and waits for the device each time"
-        )
+    def beyond(self) -> str:
+        """What larger batches than `predicted` cost."""
+        return f"up to {self.last} runs, but waits for the device while the allocator gives cached memory back"
 
 
 @or_loop
@@ -297,9 +290,8 @@ def predict_max_batch_size(
     estimates, batch, needed = largest_in_room(workload, policy, room, max_batch_size, report)
     if gpu_of(workload.device) is None:
         return MaxBatchSize(batch, batch, room, needed=needed)
-    runs = largest_fitting(lambda n: int(estimates.retries(policy, n) is None), 0, estimates.most, {batch: 0})
-    retries = estimates.retries(policy, runs) or 0 if runs else 0
-    return MaxBatchSize(batch, batch, room, last=runs, retries=retries, needed=needed)
+    runs = largest_fitting(lambda n: int(not estimates.runs(policy, n)), 0, estimates.most, {batch: 0})
+    return MaxBatchSize(batch, batch, room, last=runs, needed=needed)
 
 
 def largest_in_room(

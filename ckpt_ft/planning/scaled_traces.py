@@ -360,11 +360,10 @@ class Estimates:
         """Scale `trace`, at `batch`, from now on."""
         self._latest[policy] = Latest(trace, batch, self.growth.like(self.anchors[policy], trace), self.growth)
 
-    def retries(self, policy: str, batch: int) -> int | None:
-        """How often a step returns cached segments to the device to fit; None if it runs out of memory even so."""
+    def runs(self, policy: str, batch: int) -> bool:
+        """Whether a step runs at all, if cached segments are returned to the device when it is full."""
         trace, sizes, _ = self._scaled(policy, batch)
-        replay = trace.replay_with(sizes(batch), self.room.limit)
-        return None if replay.oom_at is not None else sum(at >= trace.start for at in replay.retried)
+        return trace.replay_with(sizes(batch), self.room.limit).oom_at is None
 
     def best(self, policy: str) -> Candidate | None:
         """The candidate of `policy` at the largest batch that fits, or at batch 1 for the target "memory"."""
