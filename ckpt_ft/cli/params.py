@@ -111,7 +111,7 @@ def takes_spec(
                 length, content = typed_flags.get("seq_length"), found.content or contents(config)
                 read = read_training_file(
                     config, recipe or found.kind, bool(given.get("dataset")), ignored, length,
-                    bool(typed_flags.get("strict")), content,
+                    bool(typed_flags.get("strict")), content, bool(typed_flags.get("images")),
                 )  # fmt: skip
                 _print_notes(read.notes)
                 model, left_out = model or read.model, read.left_out
@@ -147,7 +147,7 @@ def takes_spec(
 
                     flags = {**flags, "task": task_with_labels(hub_id(model))}
                 if flags.get("dtype") == "auto":
-                    flags = {**flags, "dtype": checkpoint_dtype(hub_id(model))}
+                    flags = {**flags, "dtype": _checkpoint_dtype(hub_id(model))}
                 elif "dtype" in taken and not (config or _PRECISION & flags.keys()):
                     flags = {**flags, **_published_precision(model, adapts)}
                 spec = TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields_of(flags), **fixed})
@@ -160,7 +160,8 @@ def takes_spec(
             if "policy" in taken:
                 require_applicable(specs[0])
             more = {"others": specs[1:]} if compares else {}
-            _forgiving(command, specs[0], bool(config), **more, **given)
+            from_file = bool(config) or Path(str(typed_flags.get("launch") or "")).suffix != ""
+            _forgiving(command, specs[0], from_file, **more, **given)
 
         parameters = [_parameter(name, kind, "") for name, kind in _OF_EVERY_COMMAND.items()]
         parameters += [_parameter(name, _option(flag), None) for name, flag in taken.items()]
@@ -250,6 +251,16 @@ class GroupedCommand(TyperCommand):
         if not every:
             formatter.write_paragraph()
             formatter.write_text(f"{len(options) - len(basic)} more options, by what they set: --help-all")
+
+
+def _checkpoint_dtype(model: str) -> str:
+    """The dtype of a model's checkpoint; of a configuration alone, which may not say it, that of most checkpoints."""
+    if not Path(model).exists():
+        return checkpoint_dtype(model)
+    with suppress(UserError):
+        return checkpoint_dtype(model)
+    _print_notes((f"dtype auto: {model} does not say the dtype of its checkpoint: bfloat16; --dtype changes it",))
+    return "bfloat16"
 
 
 def _published_precision(model: str, adapts: bool) -> dict[str, str]:

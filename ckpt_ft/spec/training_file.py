@@ -68,7 +68,9 @@ _PLAIN = (
 )  # fmt: skip
 _OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
 _LLAMA_FACTORY = {"finetuning_type", "stage", "cutoff_len", "template", "lora_rank", "lora_target", "quantization_bit"}
-_LLAMA_FACTORY_V1 = {"model_class", "train_dataset", "dist_config", "kernel_config", "micro_batch_size"}
+_LLAMA_FACTORY_V1 = {
+    "model_class", "train_dataset", "dist_config", "kernel_config", "micro_batch_size", "peft_config", "quant_config",
+}  # fmt: skip
 # Steps of axolotl and LLaMA-Factory -> the trainer of TRL, settings of it, and what the answer leaves out.
 _WITHOUT_REFERENCE = (
     "dpo", {"precompute_ref_log_probs": True}, "answered as DPO without a reference: the loss keeps other numbers"
@@ -134,7 +136,7 @@ class TrainingFile:
 
 def read_training_file(
     path: str, recipe: str = "", rows: bool = False, ignored: Collection[str] = (), length: Any = None,
-    strict: bool = False, content: Mapping[str, Any] | None = None,
+    strict: bool = False, content: Mapping[str, Any] | None = None, images: bool = False,
 ) -> TrainingFile:  # fmt: skip
     """Read the training that the YAML or JSON file `path` describes.
 
@@ -145,6 +147,7 @@ def read_training_file(
         length: the number of tokens that the command line gives; None without one.
         strict: refuse what is not modelled.
         content: the file's entries, if they have been read.
+        images: whether the command line says that rows have images.
 
     Raises:
         UserError: the file cannot be read, names no model, or has settings that are refused.
@@ -162,6 +165,9 @@ def read_training_file(
     if kind in TRL and open_length and not (rows or length):
         raise entries.refuse("max_length: null: rows are not cut, and their length is not known: give --seq-length")
     flags = entries.flags()
+    if images:
+        entries.see(content)
+        flags["max_pixels"] = flags["max_pixels"] or content.get("image_max_pixels")
     if kind == "vlm" and not rows:
         flags["images"] = entries.get("images") or 1
     if not recipe and (kind != "llm" or not any(key.startswith("ac_") for key in content)):
@@ -252,6 +258,13 @@ class _Entries:
     def leave_out(self, name: str, why: str) -> None:
         """Note that the answer is without a setting. Raises UserError if nothing is to be left out."""
         leave_out(self.left_out, name, why, f"--config {self.path}: " if self.path else "")
+
+    def see(self, content: Mapping[str, Any]) -> None:
+        """Take back what is said of files whose rows have no images."""
+        for name in [name for name, why in (self.left_out or {}).items() if why.startswith("rows of text are")]:
+            del self.left_out[name]  # type: ignore[union-attr]
+        if content.get("image_size"):
+            self.leave_out("image_size", "images have the size that the processor gives them")
 
     def flags(self) -> dict[str, Any]:
         """Returns the values of our flags."""

@@ -116,10 +116,13 @@ def choose_size(images: Any, max_pixels: int | None, longest_side: int | None) -
     current = ", ".join(f"{name} {value}" for name, value in size.items() if value) or "no size of their own"
     if max_pixels:
         if not by_pixels:
-            raise UserError(f"max pixels {max_pixels}: {kind} has no such budget, its images have {current}")
+            said = f"max pixels {max_pixels}: {kind} has no such budget, its images have {current}"
+            raise UserError(said, max_pixels=None)
         least = size.get("shortest_edge") or 0
         if max_pixels < least:
-            raise UserError(f"max pixels {max_pixels}: {kind} makes no image of less than {least} pixels")
+            raise UserError(
+                f"max pixels {max_pixels}: {kind} makes no image of less than {least} pixels", max_pixels=None
+            )
         images.size = type(images.size)(**{**size, "longest_edge": max_pixels})
     if longest_side:
         if by_pixels or not size.get("longest_edge"):

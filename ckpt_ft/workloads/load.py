@@ -21,6 +21,7 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import expandable_segments
 from ckpt_ft.memory.gpus import GPU, gpu_of
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins.float8 import to_float8
 from ckpt_ft.validation import library_reads
@@ -94,6 +95,7 @@ def load(
     if spec.data.eval_batch_size and "evaluation" not in phases:
         phases = phases | {"evaluation": evaluation_of(spec.data)}
     projection = spec.optimizer.optim_target_modules, spec.optimizer.optim_rank
+    launch, of_blocks = _with_blocks(spec.launch.launch, workload.model, spec.host.strict)
     return replace(
         workload,
         compute_loss=_with_clear_errors(workload.compute_loss, adapters_of(spec)),
@@ -106,7 +108,7 @@ def load(
         accumulation=spec.data.accumulation,
         max_grad_norm=spec.optimizer.max_grad_norm,
         lengths=lengths or workload.lengths,
-        launch=spec.launch.launch,
+        launch=launch,
         phases=phases,
         compile=spec.kernels.compile,
         alloc_conf=spec.host.alloc_conf,
@@ -117,6 +119,7 @@ def load(
                 f"{what} between steps has a row in an estimate, limits a plan's batch, and is not in the seconds"
                 for what in phases
             ),
+            *of_blocks,
             *notes_on(spec, config),
             *([_CASTS] if spec.precision.mixed_precision == "fp8" and not spec.kernels.compile else []),
             *notes_on_optimizer(spec.optimizer.name, *projection),
@@ -157,6 +160,16 @@ def _with_clear_errors(loss: Loss, adapters: str) -> Loss:
         return lost
 
     return compute_loss
+
+
+def _with_blocks(launch: Launch | None, model: nn.Module, strict: bool) -> tuple[Launch | None, tuple[str, ...]]:
+    """The launch with the model's own blocks in place of classes that it does not have, and a note on them."""
+    classes = {type(module).__name__ for module in model.modules()}
+    absent = [name for name in (launch and launch.wrap) or () if name not in classes]
+    if not absent or strict or launch is None:
+        return launch, ()
+    said = f"the launch wraps {', '.join(absent)}, which the model does not have, and a run ends there"
+    return replace(launch, wrap=()), (f"{said}: its own blocks are predicted",)
 
 
 def _with_missing_kernels(title: str, model: nn.Module) -> str:

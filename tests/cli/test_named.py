@@ -230,6 +230,36 @@ def test_file_without_a_number_of_gpus_is_answered_for_the_fewest(
     assert "how many GPUs" not in said
 
 
+def test_launch_file_that_the_model_or_card_cannot_have_is_answered_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """accelerate finds no block of another model's class, and a T4 has no products in 8 bits."""
+    model, file = tiny(tmp_path), tmp_path / "launch.yaml"
+    options = {"fsdp_version": 2, "fsdp_transformer_layer_cls_to_wrap": "MistralDecoderLayer"}
+    config = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": options, "mixed_precision": "fp8"}
+    file.write_text(json.dumps(config))
+    file = file.rename(tmp_path / "launch.json")
+    asked = model, "--launch", str(file), "--seq-length", "16"
+    found, said = estimated(monkeypatch, capsys, *asked)
+    assert "not modelled: mixed_precision: mixed precision fp8 on t4" in said
+    assert [
+        note for note in found["notes"] if "the launch wraps MistralDecoderLayer, which the model does not" in note
+    ]
+    file.write_text(json.dumps({**config, "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}))
+    assert found["peak_allocated"] == estimated(monkeypatch, capsys, *asked)[0]["peak_allocated"]
+
+
+def test_dtype_auto_of_a_configuration_alone_is_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model_name_or_path: {tiny(tmp_path)}\ntemplate: qwen\ncutoff_len: 16\nfinetuning_type: full\n")
+    found, said = estimated(monkeypatch, capsys, str(file), "--batch-size", "1")
+    assert "does not say the dtype of its checkpoint: bfloat16; --dtype changes it" in said
+    whole = estimated(monkeypatch, capsys, str(file), "--batch-size", "1", "--dtype", "float32")[0]
+    assert found["at_peak"]["parameters"] < 0.6 * whole["at_peak"]["parameters"]
+
+
 def test_parts_that_an_expression_finds_are_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -377,6 +377,7 @@ STEPS = {  # the content of a file -> parts of its command line
     M + "template: q\nfinetuning_type: oft\nbf16: true\nlora_target: all\noft_block_size: 16": (
         """--peft-config '{"peft_type": "OFT", "oft_block_size": 16, "target_modules": "all-linear"}'"""
     ),
+    "model: m\npeft_config: {name: lora, r: 2, adapter_name_or_path: a}": "m --policy full --seq-length 2048 --dtype",
     "model: m\nmodel_class: llm\nmicro_batch_size: 2\npeft_config: {name: lora, r: 4, target_modules: all}\n"
     "kernel_config: {name: liger_kernel}\nquant_config: {name: bnb, quantization_bit: 4}": (
         "m --policy full --batch-size 2 --seq-length 2048 --dtype bfloat16 --bf16 --lora 4 --lora-dropout 0.0 "
@@ -406,9 +407,13 @@ def test_notes_and_lines_of_what_a_file_leaves_to_its_library(tmp_path: Path) ->
     images = {"model_name_or_path": "m", "template": "q", "image_max_pixels": 9, "freeze_vision_tower": False}
     read = read_training_file("run.yaml", content=images)
     assert read.flags["train_towers"] == "both"
-    assert read.left_out == (
-        "image_max_pixels: rows of text are predicted; --images and --max-pixels add images and their encoder",
-    )
+    assert read.left_out == ("image_max_pixels: rows of text are predicted; --images adds images and their encoder",)
+    seen = read_training_file("run.yaml", content=images, images=True)
+    assert (seen.flags["max_pixels"], seen.left_out) == (9, ())
+    sized = {"base_model": "m", "image_size": 512, "processor_type": "AutoProcessor", "freeze_mm_modules": True}
+    assert read_training_file("run.yaml", content=sized).flags["train_towers"] == "language"
+    (line,) = read_training_file("run.yaml", content=sized, images=True).left_out
+    assert line == "image_size: images have the size that the processor gives them"
 
 
 def test_trainer_and_freezing_are_without_packing(tmp_path: Path) -> None:

@@ -57,8 +57,10 @@ def check(model: nn.Module, launch: Launch) -> None:
         problem = f"{heads} heads and {of_keys} key-value heads: DeepSpeed needs multiples of {launch.sp}"
     elif launch.tp > 1 and (heads % launch.tp or of_keys % launch.tp):
         problem = f"{heads} heads and {of_keys} key-value heads are no multiples of {launch.tp}"
-    elif launch.by_transformers and hasattr(model, "peft_config"):
-        problem = f"{'tensor' if launch.tp > 1 else 'expert'} parallelism of adapters is not predicted"
+    elif launch.tp > 1 and hasattr(model, "peft_config"):
+        problem = "tensor parallelism of adapters is not predicted"
+    elif launch.ep > 1 and any(p.requires_grad for p in _of_experts(model)) and hasattr(model, "peft_config"):
+        problem = "expert parallelism of adapters in experts is not predicted"
     elif launch.by_transformers and not _divided_by_transformers():
         problem = "tensor and expert parallelism need transformers 5.23 or newer"
     elif launch.ep > 1 and not getattr(model, "ep_plan", None):
@@ -90,6 +92,13 @@ def _windowed(config: Any) -> list[str]:
     if kinds is None:  # a model that has one kind of layers
         kinds = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
     return sorted({*kinds} - {"full_attention"})
+
+
+def _of_experts(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of the experts that transformers divides, and of the adapters around them."""
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            yield parameter
 
 
 def experts_of(model: nn.Module) -> int:

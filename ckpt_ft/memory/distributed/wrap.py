@@ -138,6 +138,7 @@ def by_transformers(model: Any, launch: Launch, mesh: DeviceMesh, undo: ExitStac
 
     from ckpt_ft.compat.libraries import parallel_plans
 
+    model = model.get_base_model() if hasattr(model, "peft_config") else model  # which has the plans
     others = launch.processes // launch.tp
     config = DistributedConfig(
         tp_size=launch.tp, fsdp_size=others // launch.dp_replicate, dp_replicate_size=launch.dp_replicate,

@@ -128,7 +128,7 @@ def test_models_that_transformers_does_not_divide() -> None:
     for kind, ranks, message in (
         ("llama", 2, "transformers has no expert-parallel plan for LlamaForCausalLM"),
         ("experts", 3, "4 experts are no multiple of 3"),
-        ("lora", 2, "expert parallelism of adapters is not predicted"),
+        ("lora", 2, "transformers has no expert-parallel plan for PeftModel"),
     ):
         with pytest.raises(UserError, match=message):
             workload(Launch("fsdp2", ranks, ep=ranks), "none", kind, 1).trace(1)

@@ -71,6 +71,7 @@ def _all() -> Iterator[Case]:
     yield "tp", replace(ddp, tp=2), "full,head,tile:2", "llama", 1
     yield "tp tied", replace(ddp, tp=2), "none", "tied", 1
     yield "ep", replace(fsdp, ep=2), "full", "experts", 1
+    yield "ep LoRA", replace(fsdp, ep=2), "full", "experts lora", 1
     yield "ep tp", replace(ddp, tp=2, ep=2), "none", "experts", 1
     yield "ddp viewed", viewed, "none", "llama", 1
     yield "ddp viewed accumulated", viewed, "none", "llama", 3
@@ -89,9 +90,10 @@ def build(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "batch norm":
         return Convolutions()
-    if kind == "experts":
-        return MixtralForCausalLM(MixtralConfig(**config, num_local_experts=4))
-    model: Any = LlamaForCausalLM(LlamaConfig(**config))
+    if "experts" in kind:
+        model: Any = MixtralForCausalLM(MixtralConfig(**config, num_local_experts=4))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**config))
     if "lora" in kind:
         from peft import LoraConfig, get_peft_model
 
