@@ -25,7 +25,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from ckpt_ft.compat.modules import BUFFERS, REPLICATE, buffers_of, children_of, parameters_of
 from ckpt_ft.compat.tensors import FakeTensor, storage_pointer
 
-from . import rng
 from .libraries import CONFIG, is_class
 from .tensor_identity import is_array
 
@@ -36,7 +35,7 @@ _global_tables = [held for held in vars(nn.modules.module).values() if isinstanc
 _OWN = frozenset(vars(nn.Module()))
 _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", REPLICATE})
 _DEEPEST, _MOST_CONTAINERS = 4, 256  # nesting depth of containers and objects, and their number in one region
-_CONTAINERS = (torch.Tensor, nn.Module, tuple, dict, list, deque, set, bytearray)
+_KINDS = (torch.Tensor, torch.Generator, nn.Module, tuple, dict, list, deque, set, bytearray)  # that hold state
 _MAX_ENTRIES = 100_000  # entries; longer containers are not copied
 _MAX_SEARCHED = 1000  # entries; in longer containers we look for nothing
 _ENGINES = frozenset({"accelerate", "ckpt_ft", "deepspeed", "torch"})  # their objects count both runs
@@ -96,7 +95,7 @@ class Contents:
         self.parameters = [value for value in found if value is not None]
         self.extra: list[tuple[nn.Module, str, Container]] = []
         self.arrays: list[tuple[Place, Container | None, Any]] = []
-        self.generators: list[Any] = []
+        self.generators: list[torch.Generator] = []
         self.opaque: list[tuple[Place, Any]] = []
         self.held: list[tuple[Place, Container | None, torch.Tensor]] = []
         attributes = [inner.__dict__ for inner in self.modules]
@@ -139,7 +138,7 @@ class Contents:
                 self.held.append((place, container, value))
         elif is_array(value):
             self.arrays.append((place, container, value))
-        elif rng.is_generator(type(value)):
+        elif isinstance(value, torch.Generator):
             self.generators.append(value)
         elif depth and id(value) not in seen and len(self.extra) < _MOST_CONTAINERS:
             seen.add(id(value))
@@ -171,10 +170,9 @@ class Contents:
 def _is_atom(kind: type) -> bool:
     """Whether `Contents._add` finds nothing in objects of this class."""
     return not (
-        issubclass(kind, _CONTAINERS)
+        issubclass(kind, _KINDS)
         or hasattr(kind, "__array__")
         or hasattr(kind, "__next__")
-        or rng.is_generator(kind)
         or _keeps_state(kind)  # type: ignore[arg-type]
     )
 

@@ -1,13 +1,12 @@
 """Saves and restores the random generators that a region can use: PyTorch's, Python's `random` and `numpy.random`.
 
-Other generators (`torch.Generator`, `numpy.random.default_rng()`, `random.Random()`) are restored if they are passed
-in, as those in attributes and arguments of a region are.
+A `torch.Generator` in an attribute or argument of a region is passed in and restored, too. Other generators
+(`numpy.random.default_rng()`, `random.Random()`) are not: a verified step raises if a region draws from one.
 """
 
 from __future__ import annotations
 
 import ctypes
-import pickle
 import random
 import sys
 from collections.abc import Hashable, Iterable
@@ -48,15 +47,13 @@ class Snapshot:
                 sys.modules["numpy.random"].set_state(state.full)
             elif isinstance(generator, torch.Generator):
                 generator.set_state(state)
-            elif isinstance(state, _HostState):
-                _restore_own(generator, state.full)
             elif generator == CPU:
                 torch.default_generator.set_state(state)
             else:
                 torch.get_device_module(generator).set_rng_state(state, generator)
 
 
-def snapshot(*devices: torch.device, host: bool = False, own: Iterable[Any] = ()) -> Snapshot:
+def snapshot(*devices: torch.device, host: bool = False, own: Iterable[torch.Generator] = ()) -> Snapshot:
     """Return the states of the CPU generator (5 KiB) and of each device's (16 B on the host, so no synchronization).
 
     Args:
@@ -88,31 +85,13 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(rate, float) and 0 < rate <= 1 for rate in rates)
 
 
-def is_generator(kind: type) -> bool:
-    """Whether objects of this class are random generators of PyTorch, numpy or Python."""
-    numpy = sys.modules.get("numpy.random")
-    kinds = (torch.Generator, random.Random)
-    return issubclass(kind, kinds if numpy is None else (*kinds, numpy.Generator, numpy.RandomState))
-
-
 def _state(generator: Any) -> Any:
     """The state of a generator, or of a device's default one."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if generator == CPU:
         return torch.default_generator.get_state()
-    if isinstance(generator, torch.device):
-        return torch.get_device_module(generator).get_rng_state(generator)
-    keeper = getattr(generator, "bit_generator", generator)  # of numpy's Generator
-    full: Any = keeper.__getstate__() if keeper is generator else keeper.state
-    return _HostState(pickle.dumps(full), full)
-
-
-def _restore_own(generator: Any, state: Any) -> None:
-    if hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.__setstate__(state)
+    return torch.get_device_module(generator).get_rng_state(generator)
 
 
 class _HostState:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -132,7 +131,7 @@ class PlainObject(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory, self.generators = Memory(), [random.Random(0), np.random.default_rng(0)]
+        self.memory, self.generators = Memory(), [torch.Generator().manual_seed(0)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         memory = self.memory
@@ -141,7 +140,7 @@ class PlainObject(Block):
         memory.mean += out.detach().mean(0)
         memory.tree["counts"]["calls"] += 1
         memory.tree["more"][0].append(float(memory.tree["counts"]["calls"][0]))
-        return out * self.generators[0].random() * float(self.generators[1].random())
+        return out * torch.rand((), generator=self.generators[0])
 
 
 class Aliases(Block):
