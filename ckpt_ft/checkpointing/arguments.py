@@ -27,7 +27,7 @@ from ckpt_ft.errors import UserError
 
 from .autocast import any_autocast, autocast_as, autocast_now
 from .dropped_tensors import saved_tensor
-from .tensor_identity import is_array, is_wrapper, version_of
+from .tensor_identity import is_wrapper, version_of
 
 _SEQUENCES = (list, tuple, deque)
 _PLAIN = (torch.Tensor, bool, int, float, str, type(None))
@@ -53,7 +53,7 @@ def changeable(value: Any) -> bool:
         return False
     if isinstance(value, tuple):
         return any(changeable(item) for item in value)
-    return isinstance(value, (list, dict, set, deque)) or _is_record(value) or is_array(value)
+    return isinstance(value, (list, dict, set, deque)) or _is_record(value)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -84,9 +84,6 @@ def rebuild(value: Any, leaf: Callable[[Any], Any], made: dict[int, Any] | None 
         if all(item is old for item, old in zip(items, value, strict=True)):
             return value
         return _tuple_like(value, items)
-    if is_array(value):
-        made[id(value)] = value.copy()
-        return made[id(value)]
     if not isinstance(value, (list, deque, dict, set)) and not _is_record(value):
         return leaf(value)
     new = made[id(value)] = copy.copy(value)

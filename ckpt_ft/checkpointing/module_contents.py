@@ -74,7 +74,7 @@ class Contents:
         extra: the containers in attributes and inside these, and the attribute tables of plain objects and of modules
             that are referred to without being submodules.
         held: their tensors other than parameters, each with its place and container (None in a tuple).
-        arrays: numpy arrays, likewise.
+        arrays: their numpy arrays, each with its place; they are not restored, only compared in verified steps.
         generators: random generators.
         opaque: iterators and byte arrays, which cannot be put back.
         aliases: groups of tensors in `held`, by index, that share a storage.
@@ -94,7 +94,7 @@ class Contents:
         found = [value for inner in self.modules for value in parameters_of(inner).values()]
         self.parameters = [value for value in found if value is not None]
         self.extra: list[tuple[nn.Module, str, Container]] = []
-        self.arrays: list[tuple[Place, Container | None, Any]] = []
+        self.arrays: list[tuple[Place, Any]] = []
         self.generators: list[torch.Generator] = []
         self.opaque: list[tuple[Place, Any]] = []
         self.held: list[tuple[Place, Container | None, torch.Tensor]] = []
@@ -137,7 +137,7 @@ class Contents:
             if not isinstance(value, nn.Parameter) and (type(value) is torch.Tensor or not place[1]):
                 self.held.append((place, container, value))
         elif is_array(value):
-            self.arrays.append((place, container, value))
+            self.arrays.append((place, value))
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
         elif depth and id(value) not in seen and len(self.extra) < _MOST_CONTAINERS:
@@ -170,10 +170,7 @@ class Contents:
 def _is_atom(kind: type) -> bool:
     """Whether `Contents._add` finds nothing in objects of this class."""
     return not (
-        issubclass(kind, _KINDS)
-        or hasattr(kind, "__array__")
-        or hasattr(kind, "__next__")
-        or _keeps_state(kind)  # type: ignore[arg-type]
+        issubclass(kind, _KINDS) or hasattr(kind, "__array__") or hasattr(kind, "__next__") or _keeps_state(kind)  # type: ignore[arg-type]
     )
 
 

@@ -18,8 +18,8 @@ same state as the first and must leave no change behind.
   that FSDP2, ZeRO-3 or accelerate gather, shard or move are left to these libraries.
 
 Variables outside of the modules (globals, closures, class attributes) are not restored: a verified step raises an
-error if the second run computes other numbers because of them. Writes that do not increment the version (`x.data`,
-numpy) are detected in a region's first call and in verified steps.
+error if the second run computes other numbers because of them. The same holds for numpy arrays in attributes. Writes
+that do not increment the version (`x.data`) are detected in a region's first call and in verified steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ckpt_ft.compat.modules import BUFFERS, caches, parameters_of
 from ckpt_ft.compat.tensors import accumulated_hooks, gradient_hooks, storage_pointer, write_count
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import SWAPPED
-from ckpt_ft.units import MIB, format_bytes
+from ckpt_ft.units import format_bytes
 
 from .fingerprint import fingerprint
 from .libraries import ADAPTED, is_a
@@ -93,7 +93,7 @@ class StateBeforeFirstRun:
     """The state of a region's modules before its first run, and of their parameters after that run."""
 
     __slots__ = (
-        "_arrays", "_contents", "_copies", "_hooks", "_opaque", "_parameters", "_state", "_tensors",
+        "_contents", "_copies", "_hooks", "_opaque", "_parameters", "_state", "_tensors",
         "_values", "_versions", "_zero3",
     )  # fmt: skip
 
@@ -105,11 +105,6 @@ class StateBeforeFirstRun:
         self._tensors = [_HeldTensor(place, owner, value, state, training) for place, owner, value in contents.held]
         for group in contents.aliases:
             _copy_together([self._tensors[index] for index in group])
-        self._arrays = [
-            (container, place, array, array.copy())
-            for place, container, array in contents.arrays
-            if array.nbytes <= MIB and container is not None
-        ]
         self._opaque = [_pickled(value) for _, value in contents.opaque] if verified else []
         self._values: Values | None = None
 
@@ -160,15 +155,8 @@ class StateBeforeFirstRun:
         bases: dict[int, torch.Tensor] = {}
         for tensor in self._tensors:
             tensor.restore(bases)
-        for container, (_, _, key), copy in self._written_arrays():
-            container[key] = copy.copy()
         self._hooks = {id(table): set(table) for table in _hook_tables(self._parameters)}
         return there
-
-    def _written_arrays(self) -> Iterator[tuple[Container, Place, Any]]:
-        for container, place, array, copy in self._arrays:
-            if array.tobytes() != copy.tobytes():
-                yield container, place, copy
 
     def undo(self, there: Copies) -> None:
         """Put back what `restore` replaced, after the second run."""
@@ -182,7 +170,6 @@ class StateBeforeFirstRun:
     def written(self) -> str:
         """Return a name of something that the first run has written; "" for nothing."""
         found = [_named(tensor.place) for tensor in self._tensors if tensor.written]
-        found += [_named(place) for _, place, _ in self._written_arrays()]
         if not (found or self._zero3):  # DeepSpeed counts in attributes
             places = {id(container): (owner, path) for owner, path, container in self._contents.extra}
             places |= {id(module.__dict__): (module, "") for module in self._contents.modules}
@@ -232,7 +219,7 @@ class StateBeforeFirstRun:
         for place, _, value in now.held:
             if not is_managed(value):
                 yield _named(place), value
-        for place, _, array in now.arrays:
+        for place, array in now.arrays:
             if array.dtype.kind in "biuf" and array.flags.writeable:
                 yield _named(place), torch.from_numpy(array)
 

@@ -351,8 +351,8 @@ class Verification:
         ]
         lines += [
             "  usual causes: forward changes a variable outside of its modules (a global, a class attribute, one of a "
-            "closure), or other code changed one between forward and backward; an argument or a saved tensor was "
-            "written in place; random numbers came from a generator outside of the model",
+            "closure) or a numpy array, or other code changed one between forward and backward; an argument or a "
+            "saved tensor was written in place; random numbers came from a generator outside of the model",
             "  what to do: make the block depend on its arguments, parameters and buffers alone; or try 'offload' or "
             "'pointwise', which re-run no block, or 'modules:attention' and 'modules:mlp', which re-run parts of it. "
             "check_parity(model, batch, 'pointwise') of ckpt_ft tests a policy on one step; so do --ac_check of a "

@@ -203,12 +203,6 @@ class KeepsArraysInADict(Habit):
         return x + self.linear(x) * float(self.arrays["calls"][0])
 
 
-class KeepsALargeArray(KeepsAnArray):
-    def __init__(self) -> None:
-        super().__init__()
-        self.array = np.zeros(2**17 + 1)
-
-
 class StartsToKeepLater(Habit):
     calls_seen = 0
 
