@@ -35,7 +35,7 @@ _global_tables = [held for held in vars(nn.modules.module).values() if isinstanc
 _OWN = frozenset(vars(nn.Module()))
 _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", REPLICATE})
 _DEEPEST, _MOST_CONTAINERS = 4, 256  # nesting depth of containers and objects, and their number in one region
-_KINDS = (torch.Tensor, torch.Generator, nn.Module, tuple, dict, list, deque, set, bytearray)  # that hold state
+_KINDS = (torch.Tensor, torch.Generator, nn.Module, tuple, dict, list, deque, set)  # that hold state
 _MAX_ENTRIES = 100_000  # entries; longer containers are not copied
 _MAX_SEARCHED = 1000  # entries; in longer containers we look for nothing
 _ENGINES = frozenset({"accelerate", "ckpt_ft", "deepspeed", "torch"})  # their objects count both runs
@@ -76,7 +76,6 @@ class Contents:
         held: their tensors other than parameters, each with its place and container (None in a tuple).
         arrays: their numpy arrays, each with its place; they are not restored, only compared in verified steps.
         generators: random generators.
-        opaque: iterators and byte arrays, which cannot be put back.
         aliases: groups of tensors in `held`, by index, that share a storage.
 
     Args:
@@ -84,7 +83,7 @@ class Contents:
     """
 
     __slots__ = (
-        "aliases", "arrays", "copies", "extra", "generators", "given", "held", "lazy", "module", "modules", "opaque",
+        "aliases", "arrays", "copies", "extra", "generators", "given", "held", "lazy", "module", "modules",
         "parameters",
     )  # fmt: skip
 
@@ -96,7 +95,6 @@ class Contents:
         self.extra: list[tuple[nn.Module, str, Container]] = []
         self.arrays: list[tuple[Place, Any]] = []
         self.generators: list[torch.Generator] = []
-        self.opaque: list[tuple[Place, Any]] = []
         self.held: list[tuple[Place, Container | None, torch.Tensor]] = []
         attributes = [inner.__dict__ for inner in self.modules]
         tables = [*chain.from_iterable(map(_tables, attributes)), *_global_tables]
@@ -162,15 +160,13 @@ class Contents:
             if _keeps_state(type(value)):  # type: ignore[arg-type]
                 self.extra.append((owner, path, value.__dict__))
                 self._add_values(value.__dict__, owner, path, seen, depth - 1)
-            elif hasattr(type(value), "__next__") or isinstance(value, bytearray):
-                self.opaque.append((place, value))
 
 
 @cache
 def _is_atom(kind: type) -> bool:
     """Whether `Contents._add` finds nothing in objects of this class."""
     return not (
-        issubclass(kind, _KINDS) or hasattr(kind, "__array__") or hasattr(kind, "__next__") or _keeps_state(kind)  # type: ignore[arg-type]
+        issubclass(kind, _KINDS) or hasattr(kind, "__array__") or _keeps_state(kind)  # type: ignore[arg-type]
     )
 
 

@@ -24,11 +24,7 @@ that do not increment the version (`x.data`) are detected in a region's first ca
 
 from __future__ import annotations
 
-import inspect
-import pickle
-import warnings
 from collections.abc import Iterator, Sequence
-from types import GeneratorType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -93,11 +89,11 @@ class StateBeforeFirstRun:
     """The state of a region's modules before its first run, and of their parameters after that run."""
 
     __slots__ = (
-        "_contents", "_copies", "_hooks", "_opaque", "_parameters", "_state", "_tensors",
+        "_contents", "_copies", "_hooks", "_parameters", "_state", "_tensors",
         "_values", "_versions", "_zero3",
     )  # fmt: skip
 
-    def __init__(self, state: ModuleState, contents: Contents, training: bool, verified: bool) -> None:
+    def __init__(self, state: ModuleState, contents: Contents, training: bool) -> None:
         self._state, self._contents, self._copies = state, contents, contents.copies
         parameters = self._parameters = contents.parameters
         self._zero3 = bool(parameters) and hasattr(parameters[0], "ds_id")
@@ -105,15 +101,13 @@ class StateBeforeFirstRun:
         self._tensors = [_HeldTensor(place, owner, value, state, training) for place, owner, value in contents.held]
         for group in contents.aliases:
             _copy_together([self._tensors[index] for index in group])
-        self._opaque = [_pickled(value) for _, value in contents.opaque] if verified else []
         self._values: Values | None = None
 
     def end(self) -> None:
         """Record the state after the first run.
 
         Raises:
-            UserError: the run wrote a parameter, wrote a large buffer for the first time, or changed what no copy can
-                be made of.
+            UserError: the run wrote a parameter, or a large buffer for the first time.
         """
         versions = _versions(self._parameters)
         if versions != self._versions and not (
@@ -127,12 +121,6 @@ class StateBeforeFirstRun:
         self._values = _values(self._parameters)
         for tensor in self._tensors:
             tensor.note_write()
-        for (place, value), before in zip(self._contents.opaque, self._opaque, strict=False):
-            if _pickled(value) != before:
-                raise UserError(
-                    f"forward changes {_named(place)} ({type(value).__name__}), and recomputation cannot set it back; "
-                    "use a list and an index, or 'pointwise' or 'offload'"
-                )
         if any(tensor.value.grad_fn is not None for tensor in self._tensors):
             self._copies.without_graphs()  # otherwise each step would keep the graph of the last
             self._state.last, self._contents.held = None, []
@@ -222,15 +210,6 @@ class StateBeforeFirstRun:
         for place, array in now.arrays:
             if array.dtype.kind in "biuf" and array.flags.writeable:
                 yield _named(place), torch.from_numpy(array)
-
-
-def _pickled(value: Any) -> bytes:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of itertools, from Python 3.12 on
-            return pickle.dumps(value)
-    except Exception:  # a lock; a generator, which its variables describe
-        return repr(inspect.getgeneratorlocals(value)).encode() if isinstance(value, GeneratorType) else b""
 
 
 class _HeldTensor:

@@ -154,7 +154,7 @@ class FirstRun:
     def __enter__(self) -> None:
         region = self.region
         comparison = self.comparison = region.comparison((*self.structure, self.contents.trained))
-        self.state = StateBeforeFirstRun(region.state, self.contents, region.module.training, comparison is not None)
+        self.state = StateBeforeFirstRun(region.state, self.contents, region.module.training)
         self.random = self.drawn()
         self.proof: SavedTensorProof | None = None
         if comparison is not None:
