@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_ft.compat.modules import BUFFERS, REPLICATE, buffers_of, children_of, parameters_of
-from ckpt_ft.compat.tensors import FakeTensor, storage_pointer
+from ckpt_ft.compat.tensors import FakeTensor
 
 from .libraries import CONFIG, is_class
 from .tensor_identity import is_array
@@ -76,14 +76,13 @@ class Contents:
         held: their tensors other than parameters, each with its place and container (None in a tuple).
         arrays: their numpy arrays, each with its place; they are not restored, only compared in verified steps.
         generators: random generators.
-        aliases: groups of tensors in `held`, by index, that share a storage.
 
     Args:
         given: objects beside the modules that the forward may write: its arguments.
     """
 
     __slots__ = (
-        "aliases", "arrays", "copies", "extra", "generators", "given", "held", "lazy", "module", "modules",
+        "arrays", "copies", "extra", "generators", "given", "held", "lazy", "module", "modules",
         "parameters",
     )  # fmt: skip
 
@@ -110,7 +109,6 @@ class Contents:
         others = [value for value in containers if not isinstance(value, dict)]
         empty = [table for table in tables if not table]
         self.copies = Copies([*attributes, *(table for table in tables if table), *dicts], others, empty)
-        self.aliases = _aliases(self.held)
 
     @property
     def trained(self) -> tuple[bool, ...]:
@@ -186,15 +184,6 @@ def _keeps_state(kind: type) -> bool:
 def _makes_entries(kind: type) -> bool:
     """Whether a container makes or loads its entries when it is asked for them, by code in Python."""
     return any(isinstance(getattr(kind, name, None), FunctionType) for name in ("__iter__", "items", "values"))
-
-
-def _aliases(held: list[tuple[Place, Container | None, torch.Tensor]]) -> list[list[int]]:
-    """Which tensors, by index, share a storage with others."""
-    by_storage: dict[int, list[int]] = {}
-    for index, (_, _, value) in enumerate(held):
-        if type(value) is torch.Tensor and value.layout is torch.strided and not without_values(value):
-            by_storage.setdefault(storage_pointer(value.untyped_storage()), []).append(index)
-    return [group for group in by_storage.values() if len(group) > 1]
 
 
 class Copies:

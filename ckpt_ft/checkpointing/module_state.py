@@ -41,7 +41,7 @@ from ckpt_ft.units import format_bytes
 from .fingerprint import fingerprint
 from .libraries import ADAPTED, is_a
 from .module_contents import Container, Contents, Copies, Place, is_managed, without_values
-from .tensor_identity import as_stored, flat, looked_at, version_of, view_of
+from .tensor_identity import version_of
 
 _SMALL_BYTES = 4096  # bytes
 
@@ -99,8 +99,6 @@ class StateBeforeFirstRun:
         self._zero3 = bool(parameters) and hasattr(parameters[0], "ds_id")
         self._versions = _versions(parameters)
         self._tensors = [_HeldTensor(place, owner, value, state, training) for place, owner, value in contents.held]
-        for group in contents.aliases:
-            _copy_together([self._tensors[index] for index in group])
         self._values: Values | None = None
 
     def end(self) -> None:
@@ -140,9 +138,8 @@ class StateBeforeFirstRun:
             there = copies.now()
             self._state.last = None  # it must not keep alive what the modules no longer have
             copies.put(self._zero3)
-        bases: dict[int, torch.Tensor] = {}
         for tensor in self._tensors:
-            tensor.restore(bases)
+            tensor.restore()
         self._hooks = {id(table): set(table) for table in _hook_tables(self._parameters)}
         return there
 
@@ -215,7 +212,7 @@ class StateBeforeFirstRun:
 class _HeldTensor:
     """One tensor of a module in one call of its region."""
 
-    __slots__ = ("container", "copy", "history", "place", "together", "training", "value", "version", "written")
+    __slots__ = ("container", "copy", "history", "place", "training", "value", "version", "written")
 
     def __init__(
         self, place: Place, container: Container | None, value: torch.Tensor, state: ModuleState, training: bool
@@ -223,7 +220,7 @@ class _HeldTensor:
         self.place, self.container, self.value = place, container, value
         self.history = state.history.setdefault(place[0], {}).setdefault(place[1:], _TensorHistory())
         self.version, self.training, self.written = version_of(value), training, False
-        self.copy, self.together = self._copied(), False
+        self.copy = self._copied()
 
     def __str__(self) -> str:
         return f"{'buffer' if self.place[1] == BUFFERS else 'attribute'} {_named(self.place)}"
@@ -281,31 +278,13 @@ class _HeldTensor:
         """Whether the tensor was written since the start of the first run."""
         return self.written or version_of(self.value) != self.version
 
-    def restore(self, bases: dict[int, torch.Tensor]) -> None:
-        """Replace the tensor by a copy of its value before the first run; `undo` undoes it.
-
-        bases: copies of the storages, so that tensors that share memory share it in the second run, too.
-        """
+    def restore(self) -> None:
+        """Replace the tensor by a copy of its value before the first run; `undo` undoes it."""
         if self.is_written():
             assert self.copy is not None
             if self.container is None:
                 raise UserError(f"{self} was written after the block's forward; keep it in a list or as a buffer")
-            if self.together:
-                storage = storage_pointer(self.copy.untyped_storage())
-                if storage not in bases:
-                    bases[storage] = flat(self.copy).clone()
-                found = looked_at(bases[storage], view_of(self.copy))
-            else:
-                found = self.copy.clone()
-            self.container[self.place[2]] = found.requires_grad_(self.value.requires_grad)
-
-
-def _copy_together(tensors: list[_HeldTensor]) -> None:
-    """Make the copies of tensors with one storage share one, too."""
-    if any(tensor.copy is not None for tensor in tensors):
-        copied = flat(as_stored(tensors[0].value)).clone()
-        for tensor in tensors:
-            tensor.copy, tensor.together = looked_at(copied, view_of(tensor.value)), True
+            self.container[self.place[2]] = self.copy.clone().requires_grad_(self.value.requires_grad)
 
 
 Values = tuple[list[int], list[bool], list[int]]
