@@ -35,37 +35,21 @@ from .verify import NEVER, Schedule, Verification
 
 
 class CompileBudget:
-    """torch.compile's activation memory budget: one setting of the process, which several models' policies may set.
-
-    The value that was set last is active; values can be removed in any order.
-    """
+    """torch.compile's activation memory budget: one setting of the process, restored by `remove`."""
 
     def __init__(self, value: float) -> None:
-        self.value = self.before = value
+        self.value = value
         self.put_back()
 
     def put_back(self) -> None:
         from ckpt_ft.compat.compiler import functorch_config as config
 
-        self.before = config.activation_memory_budget
-        config.activation_memory_budget = self.value
-        _on.append(self)
+        self.before, config.activation_memory_budget = config.activation_memory_budget, self.value
 
     def remove(self) -> None:
-        """Restore the previous budget; do nothing if this value is not set (for example in a copied model)."""
         from ckpt_ft.compat.compiler import functorch_config as config
 
-        if self not in _on:
-            return
-        at = _on.index(self)
-        if self is _on[-1]:
-            config.activation_memory_budget = self.before
-        else:
-            _on[at + 1].before = self.before
-        del _on[at]
-
-
-_on: list[CompileBudget] = []  # in the order in which they were set
+        config.activation_memory_budget = self.before
 
 
 class BeneathPolicy:

@@ -340,23 +340,6 @@ def test_compile_budget_is_set_and_restored() -> None:
     assert config.activation_memory_budget == before
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
-def test_compile_budgets_are_removed_in_any_order(order: tuple[int, ...]) -> None:
-    import torch._functorch.config as config
-
-    before = config.activation_memory_budget
-    values = [0.3, 0.5, 0.7]
-    applied = [apply_policy(make("llama"), f"budget:{value}") for value in values]
-    copy.deepcopy(applied[1].model)  # the policy of a copy sets nothing and restores nothing
-    applied_policy(copy.deepcopy(applied[2].model)).remove()
-    on = dict(enumerate(values))
-    for index in order:
-        assert config.activation_memory_budget == on[max(on)]
-        applied[index].remove()
-        del on[index]
-    assert config.activation_memory_budget == before
-
-
 def test_policy_on_llama_70b_takes_less_than_a_second() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
