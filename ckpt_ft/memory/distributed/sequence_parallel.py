@@ -44,39 +44,36 @@ def check(model: nn.Module, launch: Launch) -> None:
     size = getattr(launch, split)
     if config is None or not hasattr(config, "get_text_config"):
         raise UserError(f"launch {split} {size}: {type(model).__name__} is no language model of transformers")
-    text, problem = config.get_text_config(), ""
+    text = config.get_text_config()
     heads, implementation = getattr(text, "num_attention_heads", 0), attention_of(text)
     of_keys = getattr(text, "num_key_value_heads", None) or heads
-    if (launch.cp > 1 or launch.sp > 1) and getattr(model, "main_input_name", "") != "input_ids":
-        problem = "the batches hold no sequences of tokens"
-    elif launch.cp > 1 and implementation != "sdpa":
-        problem = "Trainer takes context parallelism with sdpa attention only; set attn_implementation: sdpa"
-    elif launch.sp > 1 and implementation == "eager":
-        problem = "DeepSpeed takes no eager attention; set attn_implementation: sdpa or flash_attention_2"
-    elif launch.sp > 1 and (heads % launch.sp or (of_keys % launch.sp and launch.sp % of_keys)):
-        problem = f"{heads} heads and {of_keys} key-value heads: DeepSpeed needs multiples of {launch.sp}"
-    elif launch.tp > 1 and (heads % launch.tp or of_keys % launch.tp):
-        problem = f"{heads} heads and {of_keys} key-value heads are no multiples of {launch.tp}"
-    elif launch.tp > 1 and hasattr(model, "peft_config"):
-        problem = "tensor parallelism of adapters is not predicted"
-    elif launch.ep > 1 and any(p.requires_grad for p in _of_experts(model)) and hasattr(model, "peft_config"):
-        problem = "expert parallelism of adapters in experts is not predicted"
-    elif launch.by_transformers and not _divided_by_transformers():
-        problem = "tensor and expert parallelism need transformers 5.23 or newer"
-    elif launch.ep > 1 and not getattr(model, "ep_plan", None):
-        problem = f"transformers has no expert-parallel plan for {type(model).__name__}"
-    elif launch.ep > 1 and (experts := experts_of(model)) % launch.ep:
-        problem = f"{experts} experts are no multiple of {launch.ep}"
-    elif launch.tp > 1 and not getattr(model, "tp_plan", None):
-        problem = f"transformers has no tensor-parallel plan for {type(model).__name__}"
-    elif (launch.cp > 1 or launch.sp > 1) and any(
-        kind in ("linear_attention", "mamba") for kind in getattr(text, "layer_types", None) or ()
-    ):
-        problem = "layers that carry a state along the sequence: accelerate refuses them"
-    elif launch.cp > 1 and (windowed := _windowed(text)):
-        problem = f"context parallelism does not support attention layers of type {', '.join(windowed)}"
-    if problem:
-        other = {"attn_implementation": "sdpa"} if "attention" in problem and launch.cp * launch.sp > 1 else {}
+    adapted = hasattr(model, "peft_config")
+    cp, sp, tp, ep = (getattr(launch, name) > 1 for name in ("cp", "sp", "tp", "ep"))
+    kinds, windowed, experts = getattr(text, "layer_types", None) or (), _windowed(text), experts_of(model)
+    kind, heads_of_both = type(model).__name__, f"{heads} heads and {of_keys} key-value heads"
+    problems = {  # the first that applies is named
+        "the batches hold no sequences of tokens": (cp or sp) and getattr(model, "main_input_name", "") != "input_ids",
+        "Trainer takes context parallelism with sdpa attention only; set attn_implementation: sdpa":
+            cp and implementation != "sdpa",
+        "DeepSpeed takes no eager attention; set attn_implementation: sdpa or flash_attention_2":
+            sp and implementation == "eager",
+        f"{heads_of_both}: DeepSpeed needs multiples of {launch.sp}":
+            heads % launch.sp or (of_keys % launch.sp and launch.sp % of_keys),
+        f"{heads_of_both} are no multiples of {launch.tp}": heads % launch.tp or of_keys % launch.tp,
+        "tensor parallelism of adapters is not predicted": tp and adapted,
+        "expert parallelism of adapters in experts is not predicted":
+            ep and adapted and any(p.requires_grad for p in _of_experts(model)),
+        "tensor and expert parallelism need transformers 5.23 or newer":
+            launch.by_transformers and not _divided_by_transformers(),
+        f"transformers has no expert-parallel plan for {kind}": ep and not getattr(model, "ep_plan", None),
+        f"{experts} experts are no multiple of {launch.ep}": experts % launch.ep,
+        f"transformers has no tensor-parallel plan for {kind}": tp and not getattr(model, "tp_plan", None),
+        "layers that carry a state along the sequence: accelerate refuses them":
+            (cp or sp) and {"linear_attention", "mamba"}.intersection(kinds),
+        f"context parallelism does not support attention layers of type {', '.join(windowed)}": cp and windowed,
+    }  # fmt: skip
+    if problem := next((problem for problem, applies in problems.items() if applies), ""):
+        other = {"attn_implementation": "sdpa"} if "attention" in problem and (cp or sp) else {}
         raise UserError(f"launch {split} {size}: {problem}", **other)
 
 
