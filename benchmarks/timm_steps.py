@@ -90,7 +90,7 @@ def is_grouped(model: nn.Module) -> bool:
 def seconds(model: nn.Module, batch: int, side: int, last: bool) -> float:
     """Returns the predicted seconds of one step; `last`: in channels last."""
     order = torch.channels_last if last else torch.contiguous_format
-    images = torch.empty(batch, 3, side, side, device="meta").to(memory_format=order)
+    images = torch.empty((batch, 3, side, side), memory_format=order)
     labels = torch.zeros(batch, dtype=torch.long, device="meta")
 
     def step(model: nn.Module, optimizer: Any) -> None:

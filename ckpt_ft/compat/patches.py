@@ -23,9 +23,6 @@ fakes_tolist: torch._subclasses.fake_tensor.FakeTensor.tolist
 on_cuda: torch.cuda empty_cache synchronize reset_peak_memory_stats
 on_accelerator: torch.accelerator empty_cache synchronize reset_peak_memory_stats
     what a step asks of its device by Python functions is recorded
-enter_autocast: torch.amp.autocast_mode.autocast.__enter__
-leave_autocast: torch.amp.autocast_mode.autocast.__exit__
-    autocast does not cast tensors on "meta", which a step may close over
 make_autocast: torch.amp.autocast_mode.autocast.__init__
 autocast_is_on: torch.is_autocast_enabled
 autocast_dtype: torch.get_autocast_dtype

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_ft.compat.tensors import FakeTensor, is_traceable_wrapper_subclass, schema_of, storage_pointer, tree_map_only
+from ckpt_ft.compat.tensors import FakeTensor, schema_of, storage_pointer
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, is_wait, tensors
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
@@ -219,6 +220,12 @@ class FakeOps(RealOps):
         if isinstance(value, Tensor) and type(value) is not FakeTensor:
             known = self._fakes.get(id(value))
             if known is None:
+                torch.autocast_increment_nesting()  # below autocast, `is_autocast_enabled` says that it is off
+                if torch.autocast_decrement_nesting() and value.is_meta and value.is_floating_point():
+                    raise UserError(
+                        f"the step computes with a tensor of {tuple(value.shape)} on 'meta', which autocast does not "
+                        "cast; make it by torch.empty on the CPU, where it takes no memory until it is written"
+                    )
                 fake = self.fakes.of(value)
                 self.values.keep(fake, value)
                 known = self._fakes[id(value)] = value, fake
@@ -226,15 +233,6 @@ class FakeOps(RealOps):
         if isinstance(value, (tuple, list)):
             return type(value)(self.faked(item) for item in value)
         return value
-
-    def off_meta(self, value: Any) -> Any:
-        """`value` with fakes in place of tensors on "meta"; of one that requires a gradient, a fake view."""
-        return tree_map_only(Tensor, self._off_meta, value)
-
-    def _off_meta(self, tensor: Tensor) -> Tensor:
-        if type(tensor) is FakeTensor or not tensor.is_meta or is_traceable_wrapper_subclass(tensor):
-            return tensor
-        return tensor.view_as(tensor) if tensor.requires_grad else self.faked(tensor)
 
     def forget_real_tensors(self) -> None:
         """Remove the fake gradients of real tensors that the step closed over."""

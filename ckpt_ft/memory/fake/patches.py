@@ -25,7 +25,6 @@ from unittest.mock import patch
 import numpy
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ckpt_ft.compat.patches import patched
 from ckpt_ft.compat.tensors import FakeTensor
@@ -109,49 +108,6 @@ def lists_of_fakes(recorder: Recorder, values: Values) -> Iterator[None]:
 
     with patched(fakes_tolist=tolist):
         yield
-
-
-# These read a tensor itself, such as its gradient; a fake in its place has none.
-_OF_ITSELF = {"__get__", "__set__", "__delete__", "register_hook", "requires_grad_", "retain_grad"}
-
-
-class _OffMeta(TorchFunctionMode):
-    """Calls torch's functions on fake tensors in place of real ones on "meta"."""
-
-    def __init__(self, fake: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.fake = fake
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = args, kwargs or {}
-        if func.__name__ not in _OF_ITSELF:
-            given = self.fake(given)
-        return func(*given[0], **given[1])
-
-
-@contextmanager
-def cast_from_meta(fake: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace tensors on "meta" that a step closes over by fakes inside autocast, which does not cast meta tensors."""
-    autocast = torch.amp.autocast_mode.autocast
-    enter, leave = autocast.__enter__, autocast.__exit__
-    modes: list[_OffMeta] = []
-
-    def entered(self: Any) -> Any:
-        context = enter(self)
-        modes.append(_OffMeta(fake))
-        modes[-1].__enter__()
-        return context
-
-    def left(self: Any, *error: Any) -> Any:
-        modes.pop().__exit__(*error)
-        return leave(self, *error)
-
-    with patched(enter_autocast=entered, leave_autocast=left):
-        try:
-            yield
-        finally:
-            while modes:  # a step that failed may have left autocast on
-                modes.pop().__exit__(None, None, None)
 
 
 @contextmanager

@@ -313,8 +313,6 @@ class _Trace:
                 tracker, patches.device_calls(recorder), patches.triton_launches(recorder),
                 patches.lists_of_fakes(recorder, ops.values), host_copies(recorder, streams),
                 gathers_in_8_bits(recorder, ops.fakes),
-                # A mode around autocast would break the graphs of compiled code.
-                nullcontext() if self.compiled else patches.cast_from_meta(ops.off_meta),
             ):  # fmt: skip
                 yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
