@@ -1,20 +1,17 @@
 """Draws memory over a step as PNG, SVG or PDF.
 
 This is the only module that imports matplotlib. It uses the object interface and an Agg canvas, so it needs no
-display, changes no global state and ignores $MPLBACKEND. A file is written whole or not at all.
+display, changes no global state and does not load the backend of $MPLBACKEND. A file is written whole or not at all.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import write
 from ckpt_ft.units import GIB, MIB, format_bytes
 
@@ -85,32 +82,15 @@ def _label_peak(axes: Axes, x: int, y: float, lines: Sequence[str], right: bool)
 
 def _figure() -> tuple[Figure, Axes]:
     try:
-        _import_matplotlib()
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError("plots need matplotlib: pip install 'ckpt_ft[plot]'") from error
+    except ValueError as error:  # $MPLBACKEND is no backend that matplotlib knows
+        raise UserError(f"matplotlib: {one_line(error, 100)}") from error
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
-
-
-def _import_matplotlib() -> None:
-    """Import matplotlib without $MPLBACKEND: a backend that is not installed, as Jupyter's may be, fails the import.
-
-    If the backend is installed, it is set afterwards for the user's own plots.
-    """
-    if "matplotlib" in sys.modules:
-        return
-    asked = os.environ.pop("MPLBACKEND", None)
-    try:
-        import matplotlib
-    finally:
-        if asked:
-            os.environ["MPLBACKEND"] = asked
-    if asked:
-        with contextlib.suppress(ValueError):
-            matplotlib.rcParams["backend"] = asked
 
 
 def _save(figure: Figure, path: str | Path) -> Path:
