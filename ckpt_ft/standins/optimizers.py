@@ -157,14 +157,21 @@ def _tensors(
 ) -> Iterator[tuple[Sequence[int], torch.dtype]]:
     """Shapes and dtypes of the tensors of `kind` for the parameter `p`; `whole` in place of 8-bit states."""
     shape, n = p.shape, p.numel()
+    vector, half = len(shape) < 2, p.dtype in _HALF
+    one: dict[str, tuple[Sequence[int], torch.dtype] | None] = {
+        "p": (shape, p.dtype),
+        "f": (shape, torch.float32),
+        "c": (shape, torch.float32) if half else None,
+        "kahan": (shape, p.dtype) if half else None,
+        "row": (shape if vector else shape[:-1], torch.float32),
+        "res": None if vector else (shape[:-1], torch.float32),
+        "col": None if vector else ((*shape[:-2], shape[-1]), torch.float32),
+        "rows": (() if vector else shape[:1], p.dtype),
+    }
     if kind == "all":
         yield from ((each.shape, each.dtype) for each in group)
-    elif kind in ("p", "f"):
-        yield shape, p.dtype if kind == "p" else torch.float32
-    elif kind == "c" and p.dtype in _HALF:
-        yield shape, torch.float32
-    elif kind == "kahan" and p.dtype in _HALF:
-        yield shape, p.dtype
+    elif found := one.get(kind):
+        yield found
     elif kind in ("q", "2q"):
         copies = 2 if kind == "2q" else 1
         small = n < MINIMUM or whole
@@ -180,32 +187,25 @@ def _tensors(
             yield (n // block,), torch.float32
             if levels:
                 yield (levels,), torch.float32
-    elif kind == "row" or (kind == "res" and len(shape) > 1):
-        yield shape[:-1] if len(shape) > 1 else shape, torch.float32
-    elif kind == "col" and len(shape) > 1:
-        yield (*shape[:-2], shape[-1]), torch.float32
-    elif kind == "rows":
-        yield shape[:1] if len(shape) > 1 else (), p.dtype
     elif kind in ("low", "lowf", "basis", "random", "randomf", "side", "other", "diag"):
-        yield from _projected(kind, p, rank)
+        yield _projected(kind, p, rank)
 
 
-def _projected(kind: str, p: Tensor, rank: int) -> Iterator[tuple[Sequence[int], torch.dtype]]:
+def _projected(kind: str, p: Tensor, rank: int) -> tuple[Sequence[int], torch.dtype]:
     """As `_tensors`, for a matrix whose gradient is projected along its shorter axis."""
     tall = p.shape[0] >= p.shape[1]
     long, short = max(p.shape), min(p.shape)
     rank = min(rank, short)
-    if kind in ("low", "lowf"):
-        yield (long, rank) if tall else (rank, long), p.dtype if kind == "low" else torch.float32
-    elif kind == "diag":
-        yield (rank, rank), torch.float32
-    elif kind in ("random", "randomf"):
-        yield (rank, short) if tall else (short, rank), p.dtype if kind == "random" else torch.float32
-    elif kind == "basis":
-        whole = p.dtype not in _HALF  # a view of the whole factor, which stays; in half precision a copy
-        yield (short, short) if whole else (rank, short), p.dtype
-    else:
-        yield (long if kind == "side" else short, short), torch.float32
+    whole = p.dtype not in _HALF  # the basis is a view of the whole factor, which stays; in half precision a copy
+    shape = {
+        "low": (long, rank) if tall else (rank, long),
+        "diag": (rank, rank),
+        "random": (rank, short) if tall else (short, rank),
+        "basis": (short if whole else rank, short),
+        "side": (long, short),
+        "other": (short, short),
+    }[kind.removesuffix("f")]
+    return shape, p.dtype if kind in ("low", "random", "basis") else torch.float32
 
 
 class Tabulated(torch.optim.Optimizer):
@@ -286,7 +286,7 @@ class Tabulated(torch.optim.Optimizer):
         if not state:
             kept = self.layout.cpu_states if self.on_cpu else None
             kinds = (self.layout.low_states if low else self.layout.states if kept is None else kept).split()
-            small = torch.empty(next(iter(_projected("low", p, self.rank)))[0], device="meta") if low else p
+            small = torch.empty(_projected("low", p, self.rank)[0], device="meta") if low else p
             for number, kind in enumerate(kinds):
                 like = small if kind in ("q", "2q", "row", "col") else p
                 for part, (shape, dtype) in enumerate(_tensors(kind, like, whole, (), self.rank)):

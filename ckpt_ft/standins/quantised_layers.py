@@ -422,39 +422,29 @@ class Packing:
     experts: bool = False
 
 
-def _gptq(rows: int, columns: int, bits: int, group: int) -> Shapes:
-    groups = -(-columns // group)
-    return [
-        ((columns * bits // 32, rows), _I32), ((groups, rows * bits // 32), _I32), ((groups, rows), _F16),
-        ((columns,), _I32),
-    ]  # fmt: skip
-
-
-def _awq(rows: int, columns: int, bits: int, group: int) -> Shapes:
-    groups = -(-columns // group)
-    return [((columns, rows * bits // 32), _I32), ((groups, rows * bits // 32), _I32), ((groups, rows), _F16)]
-
-
-def _hqq(rows: int, columns: int, bits: int, group: int) -> Shapes:
-    groups = -(-rows * columns // group)
-    return [((rows * columns * bits // 8,), _U8), ((groups, 1), None), ((groups, 1), None)]
-
-
-def _fp8(rows: int, columns: int, bits: int, group: int) -> Shapes:
-    return [((rows, columns), _I8), ((-(-rows // group), -(-columns // group)), _F32)]
-
-
-def _quanto(rows: int, columns: int, bits: int, group: int) -> Shapes:
-    if bits == 8:
-        return [((rows, columns), _I8), ((rows, 1), None)]
+def _in_groups(rows: int, columns: int, bits: int, group: int) -> Shapes:
     groups = -(-rows * columns // group)
     return [((rows * columns * bits // 8,), _U8), ((groups, 1), None), ((groups, 1), None)]
 
 
 PACKINGS: dict[str, Packing] = {
-    "gptq": Packing("gptqmodel, nn_modules/qlinear: qweight, qzeros, scales, g_idx", _gptq, experts=True),
-    "awq": Packing("gptqmodel, nn_modules/qlinear: qweight, qzeros, scales", _awq, experts=True),
-    "hqq": Packing("hqq, core/quantize.py: Quantizer.quantize, HQQMatmulNoCacheMul", _hqq, group=64),
+    "gptq": Packing(
+        "gptqmodel, nn_modules/qlinear: qweight, qzeros, scales, g_idx",
+        lambda rows, columns, bits, group: [
+            ((columns * bits // 32, rows), _I32), ((-(-columns // group), rows * bits // 32), _I32),
+            ((-(-columns // group), rows), _F16), ((columns,), _I32),
+        ],
+        experts=True,
+    ),
+    "awq": Packing(
+        "gptqmodel, nn_modules/qlinear: qweight, qzeros, scales",
+        lambda rows, columns, bits, group: [
+            ((columns, rows * bits // 32), _I32), ((-(-columns // group), rows * bits // 32), _I32),
+            ((-(-columns // group), rows), _F16),
+        ],
+        experts=True,
+    ),
+    "hqq": Packing("hqq, core/quantize.py: Quantizer.quantize, HQQMatmulNoCacheMul", _in_groups, group=64),
     "torchao int8": Packing(
         "torchao, int8_tensor.py: qdata, scale, zero_point; F.linear casts the weight, and autograd keeps the cast",
         lambda rows, columns, bits, group: [((rows, columns), _I8), ((rows, 1), _F32), ((rows, 1), _I8)],
@@ -466,14 +456,22 @@ PACKINGS: dict[str, Packing] = {
         saves_weight=True, through=_F32,
     ),
     "fp8": Packing(
-        "transformers, integrations/finegrained_fp8.py: FP8LinearFunction", _fp8, forward=False, experts=True
+        "transformers, integrations/finegrained_fp8.py: FP8LinearFunction",
+        lambda rows, columns, bits, group: [((rows, columns), _I8), ((-(-rows // group), -(-columns // group)), _F32)],
+        forward=False, experts=True,
     ),
     "eetq": Packing(
         "transformers, integrations/eetq.py: EetqLinearMMFunction",
         lambda rows, columns, bits, group: [((columns, rows), _I8), ((rows,), _F16)],
         forward=False, saves_input=True,
     ),
-    "quanto": Packing("optimum-quanto, tensor/function.py: QuantizedLinearFunction", _quanto, saves_input=True),
+    "quanto": Packing(
+        "optimum-quanto, tensor/function.py: QuantizedLinearFunction",
+        lambda rows, columns, bits, group: (
+            [((rows, columns), _I8), ((rows, 1), None)] if bits == 8 else _in_groups(rows, columns, bits, group)
+        ),
+        saves_input=True,
+    ),
 }  # fmt: skip
 
 
