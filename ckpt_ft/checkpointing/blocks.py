@@ -257,6 +257,15 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
+def linear_widths(layer: nn.Module) -> tuple[int, int] | None:
+    """The input and output width of a linear layer, also PEFT's or a quantised one, or transformers' Conv1D."""
+    for takes, gives in (("in_features", "out_features"), ("nx", "nf")):
+        widths = getattr(layer, takes, None), getattr(layer, gives, None)
+        if isinstance(widths[0], int) and isinstance(widths[1], int):
+            return widths[0], widths[1]
+    return None
+
+
 SEGMENTED = ("segments", "sqrt")  # scopes whose regions are sequences of blocks
 
 

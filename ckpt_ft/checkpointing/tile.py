@@ -21,7 +21,7 @@ from ckpt_ft.errors import UserError, WorkFailed
 
 from . import rng
 from .autocast import AutocastState
-from .blocks import submodules
+from .blocks import linear_widths, submodules
 from .chunks import InChunks, Weights, hooked
 from .dropped_tensors import same
 from .fingerprint import can_hash
@@ -160,14 +160,5 @@ def _returns_its_width(inside: list[nn.Module]) -> bool:
     """
     if any(p is not None and p.ndim == 3 for module in inside for p in parameters_of(module).values()):
         return True
-    shapes = [shape for module in inside if (shape := _shape(module)) is not None]
+    shapes = [shape for module in inside if (shape := linear_widths(module)) is not None]
     return bool(shapes) and any(out == shapes[0][0] for _, out in shapes[1:])
-
-
-def _shape(layer: nn.Module) -> tuple[int, int] | None:
-    """The input and output width of a linear layer, also a quantised one, or transformers' Conv1D."""
-    for takes, gives in (("in_features", "out_features"), ("nx", "nf")):
-        widths = getattr(layer, takes, None), getattr(layer, gives, None)
-        if isinstance(widths[0], int) and isinstance(widths[1], int):
-            return widths[0], widths[1]
-    return None

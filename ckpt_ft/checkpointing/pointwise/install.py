@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_ft.checkpointing.blocks import linear_widths
 from ckpt_ft.checkpointing.module_contents import modules_in
 from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated
 from ckpt_ft.compat.modules import children_of
@@ -134,10 +135,10 @@ def has_products(module: nn.Module) -> bool:
     """Whether it is a gated MLP, or a convolutional residual block that ends in BatchNorm, sum and activation."""
     children = list(module.children())
     if type(module).__module__ == "diffusers.models.activations":
-        return any(_widths(child) for child in children)  # GEGLU, SwiGLU: the activation may be a method
+        return any(linear_widths(child) for child in children)  # GEGLU, SwiGLU: the activation may be a method
     if not any(is_activation(child) for child in children):
         return False
-    widths = [w for child in children if (w := _widths(child))]
+    widths = [w for child in children if (w := linear_widths(child))]
     if any(out == 2 * other for _, out in widths for other, _ in widths):  # gate and value in one projection
         return True
     if len(widths) >= 3 and len(set(widths)) < len(widths):  # two parallel projections and an output projection
@@ -156,12 +157,6 @@ def takes_casts(module: nn.Module) -> bool:
     if isinstance(module, _CASTED):
         return type(module).forward.__module__.startswith("torch.nn.modules")
     return type(module).__name__ == "Conv1D"
-
-
-def _widths(module: nn.Module) -> tuple[int, int] | None:
-    """Return (in, out) features of a linear layer, including layers of PEFT or a quantizer."""
-    inside, outside = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    return (inside, outside) if isinstance(inside, int) and isinstance(outside, int) else None
 
 
 class ModelWithHooks(StandIn):
