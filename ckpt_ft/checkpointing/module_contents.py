@@ -91,7 +91,7 @@ class Contents:
         self.lazy = any(isinstance(inner, LazyModuleMixin) for inner in self.modules)
         found = [value for inner in self.modules for value in parameters_of(inner).values()]
         self.parameters = [value for value in found if value is not None]
-        self.extra: list[tuple[nn.Module, str, Container]] = []
+        self.extra: list[Container] = []
         self.arrays: list[tuple[Place, Any]] = []
         self.generators: list[torch.Generator] = []
         self.held: list[tuple[Place, Container | None, torch.Tensor]] = []
@@ -104,9 +104,8 @@ class Contents:
             self._add_values(inner.__dict__, inner, "", seen, _DEEPEST)
         for value in given:
             self._add(value, (module, "an argument", type(value).__name__), None, seen, _DEEPEST)
-        containers = [value for _, _, value in self.extra]
-        dicts = [value for value in containers if isinstance(value, dict)]
-        others = [value for value in containers if not isinstance(value, dict)]
+        dicts = [value for value in self.extra if isinstance(value, dict)]
+        others = [value for value in self.extra if not isinstance(value, dict)]
         empty = [table for table in tables if not table]
         self.copies = Copies([*attributes, *(table for table in tables if table), *dicts], others, empty)
 
@@ -143,7 +142,7 @@ class Contents:
                 for inner in modules_in(value):
                     if inner not in self.modules and (inner is value or id(inner) not in seen):
                         seen.add(id(inner))
-                        self.extra += [(owner, path, inner.__dict__), (owner, path, buffers_of(inner))]
+                        self.extra += [inner.__dict__, buffers_of(inner)]
                         self._add_buffers(inner)
                 return
             if isinstance(value, tuple):
@@ -152,11 +151,11 @@ class Contents:
                 if _makes_entries(type(value)):
                     return
                 if len(value) <= _MAX_ENTRIES:
-                    self.extra.append((owner, path, value))
+                    self.extra.append(value)
                 if len(value) <= _MAX_SEARCHED:
                     self._add_values(value, owner, path, seen, depth - 1)
             if _keeps_state(type(value)):  # type: ignore[arg-type]
-                self.extra.append((owner, path, value.__dict__))
+                self.extra.append(value.__dict__)
                 self._add_values(value.__dict__, owner, path, seen, depth - 1)
 
 

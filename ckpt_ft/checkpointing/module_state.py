@@ -154,15 +154,9 @@ class StateBeforeFirstRun:
 
     def written(self) -> str:
         """Return a name of something that the first run has written; "" for nothing."""
-        found = [_named(tensor.place) for tensor in self._tensors if tensor.written]
-        if not (found or self._zero3):  # DeepSpeed counts in attributes
-            places = {id(container): (owner, path) for owner, path, container in self._contents.extra}
-            places |= {id(module.__dict__): (module, "") for module in self._contents.modules}
-            for container, copy in self._copies.changed():
-                owner, path = places.get(id(container), (self._contents.module, "a table"))
-                keys = () if path else (*copy, *container)
-                found.append(_named((owner, path, next((x for x in keys if container.get(x) is not copy.get(x)), ""))))
-        return found[0] if found else ""
+        if tensor := next((tensor for tensor in self._tensors if tensor.written), None):
+            return _named(tensor.place)
+        return "" if self._zero3 or self._copies.unchanged() else "an attribute"  # DeepSpeed counts in attributes
 
     def _check(self, before: Values) -> None:
         """Raise UserError for the first parameter that cannot be restored."""
@@ -274,13 +268,9 @@ class _HeldTensor:
         elif self.copy is not None:
             history.tensor, history.version, history.copy = self.value, self.version, self.copy
 
-    def is_written(self) -> bool:
-        """Whether the tensor was written since the start of the first run."""
-        return self.written or version_of(self.value) != self.version
-
     def restore(self) -> None:
         """Replace the tensor by a copy of its value before the first run; `undo` undoes it."""
-        if self.is_written():
+        if self.written or version_of(self.value) != self.version:  # in the first run, or since
             assert self.copy is not None
             if self.container is None:
                 raise UserError(f"{self} was written after the block's forward; keep it in a list or as a buffer")
