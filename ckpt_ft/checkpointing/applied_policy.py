@@ -182,9 +182,6 @@ class AppliedPolicy:
         groups = dict.fromkeys(group for part in self.policy.parts.values() for group in part.save)
         return [group for group in groups if group.partition("/")[0] not in fired]
 
-    def _members(self) -> list[SegmentMember]:
-        return [stand_in for stand_in in self.installed if isinstance(stand_in, SegmentMember)]
-
     def _before_pretrained(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
@@ -229,8 +226,8 @@ class AppliedPolicy:
                 f"policy '{self.policy}': no operator of '{group}' ran in any checkpointed region{reason}",
                 stacklevel=2,
             )
-        segments = {id(member.segment): member.segment for member in self._members()}
-        if segments and not any(segment.joined for segment in segments.values()):
+        segments = [stand_in.segment for stand_in in self.installed if isinstance(stand_in, SegmentMember)]
+        if segments and not any(segment.joined for segment in segments):
             warnings.warn(
                 f"policy '{self.policy}': no block was given the output of the one before it (the model reshapes it "
                 "in between, or a hook casts it), so each block is a checkpoint of its own, as under 'full'",

@@ -102,7 +102,8 @@ class Projection:
             WorkFailed: a position's logits depend on other positions of its chunk, or on earlier calls.
         """
         module = self.layer.module
-        if type(module).forward is nn.Linear.forward or _draws(module) or len(hidden) < 2:
+        draws = any(isinstance(inner, nn.Dropout) and inner.p for inner in module.modules())
+        if type(module).forward is nn.Linear.forward or draws or len(hidden) < 2:
             return
         with torch.no_grad():
             both, alone = self.rows(torch.stack([hidden[0], hidden[-1]])), self.rows(hidden[:1])
@@ -124,10 +125,6 @@ def unchanged(tensor: torch.Tensor, version: int, what: str = "the output layer'
     if write_count(tensor) != version:
         raise WorkFailed(f"policy 'head': {what} written to before the loss was computed; leave 'head' out")
     return tensor
-
-
-def _draws(layer: nn.Module) -> bool:
-    return any(isinstance(module, nn.Dropout) and module.p for module in layer.modules())
 
 
 # Size of one chunk's fp32 logits. About four such tensors are alive at once: logits, cast, log-softmax and gradient.

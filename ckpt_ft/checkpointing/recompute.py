@@ -209,14 +209,9 @@ class SecondRun:
         first.state.undo(self.there)
         del self.there
         if first.comparison is not None and (kind is None or issubclass(kind, RunComplete)):
-            self._prove(first.comparison)
-
-    def _prove(self, comparison: TensorComparison) -> None:
-        """Check that the second run left parameters, buffers and attributes unchanged."""
-        first = self.first
-        for slot, tensor in (*first.parameters, *self.tensors):
-            comparison.restored(slot, tensor)
-        self.tensors = []
+            for slot, tensor in (*first.parameters, *self.tensors):  # which the second run must leave unchanged
+                first.comparison.restored(slot, tensor)
+            self.tensors = []
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()

@@ -294,11 +294,8 @@ def _count_labels(target: Tensor, reduction: str) -> None:
 
 
 def _chunk(tokens: int, width: int, vocabulary: int) -> int:
-    return min(_power_of_2(-(-tokens // -(-vocabulary // width))), tokens)
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+    least = -(-tokens // -(-vocabulary // width))
+    return min(1 << (least - 1).bit_length(), tokens)  # a power of 2
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:

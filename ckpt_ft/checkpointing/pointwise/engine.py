@@ -280,11 +280,6 @@ class CheapRun:
                 handle.source = tensor
 
 
-def _held(tensor: torch.Tensor) -> Versioned:
-    """Return the tensor and its version. A node's own output is detached, so that it does not keep the node alive."""
-    return tensor if tensor.grad_fn is None else tensor.detach(), write_count(tensor)
-
-
 def claim_on(tensor: torch.Tensor) -> Claim | None:
     """Return the claim that covers `tensor`, if any."""
     claim: Claim | None = getattr(tensor.untyped_storage(), CLAIM, None)
@@ -358,7 +353,8 @@ class Pass:
             setattr(storage, _KEPT, self.kept)
         if self.outer is not None:
             return self._pack_by_outer_hooks(tensor)
-        return _held(tensor)
+        # a node's own output is detached, so that it does not keep the node alive
+        return tensor if tensor.grad_fn is None else tensor.detach(), write_count(tensor)
 
     def _pack_by_outer_hooks(self, tensor: torch.Tensor) -> partial[torch.Tensor]:
         pack, unpack = self.outer

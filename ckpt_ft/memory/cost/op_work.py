@@ -116,7 +116,7 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
         flops *= 4
     if flops and dtype == "float32" and _rounds_to_tf32(func):
         dtype = TF32
-    return Work(flops, nbytes, dtype, _kernels(func, args), shape_of(func, args, out))
+    return Work(flops, nbytes, dtype, _kernels(func, args), _shape_rule(func)(args, out))
 
 
 def _kernels(func: OpOverload, args: tuple[Any, ...]) -> int:
@@ -345,11 +345,6 @@ def group_of(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, int]:
 
 
 # Shapes: the sizes that a kernel's time depends on (see kernels.py), for each kind of op.
-
-
-def shape_of(func: OpOverload, args: tuple[Any, ...], out: Any) -> Shape:
-    """The sizes of one call that its kernels' time depends on (see kernels.py)."""
-    return _shape_rule(func)(args, out)
 
 
 @cache

@@ -8,7 +8,7 @@ arguments' shapes, strides and dtypes, and on the default dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -66,14 +66,11 @@ def _homes(args: tuple[Any, ...]) -> dict[int, int | None]:
     """For each storage among the arguments, by address, the index of the argument that has it; None within a list."""
     homes: dict[int, int | None] = {}
     for at, value in enumerate(args):
-        for item, place in [(value, at)] if isinstance(value, Tensor) else [(item, None) for item in _listed(value)]:
+        listed = [(item, None) for item in value] if isinstance(value, (list, tuple)) else [(value, at)]
+        for item, place in listed:
             if type(item) is FakeTensor:
                 homes.setdefault(storage_pointer(item.untyped_storage()), place)
     return homes
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else ()
 
 
 def _recipe(out: Any, args: tuple[Any, ...], homes: dict[int, int | None]) -> _Recipe:

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from ckpt_ft.compat.patches import patched
 from ckpt_ft.compat.tensors import FakeTensor
+from ckpt_ft.memory.record.events import EMPTIED
 from ckpt_ft.memory.record.recorder import Recorder
 
 from .values import Values
@@ -71,7 +73,7 @@ def device_calls(recorder: Recorder) -> Iterator[None]:
         """Does nothing: the record has the whole step."""
 
     answers = {
-        "empty_cache": recorder.empty_cache,
+        "empty_cache": partial(recorder.mark, EMPTIED),
         "synchronize": recorder.await_device,
         "reset_peak_memory_stats": forget_peaks,
     }

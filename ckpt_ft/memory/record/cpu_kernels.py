@@ -46,7 +46,7 @@ KERNELS = (
 )
 _LARGEST_MATMUL = 2**34  # multiplications: about a second
 _TRAINS = 15  # index of mkldnn_rnn_layer's argument `train`
-_known: dict[Any, int] = {}  # bytes, by call
+_known: dict[Any, tuple[int, int]] = {}  # results of `_on_zeros`, by call
 
 
 # -- copies in another dtype ------------------------------------------------------------------------------------------
@@ -149,9 +149,11 @@ def real_kernels() -> tuple[dict[Any, Rule], dict[Any, After]]:
 
 def _scratch(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Record the scratch of the kernel for arguments of these shapes, strides and dtypes."""
-    if not takes_scratch(func, args) or (func in MATMULS and _multiplications(args) > _LARGEST_MATMUL):
+    if not takes_scratch(func, args):
         return
-    nbytes = _on_zeros(_scratch_of, func, args, kwargs)
+    if func in MATMULS and args[-2].numel() * args[-1].shape[-1] > _LARGEST_MATMUL:  # the operands are the last two
+        return
+    nbytes, _ = _on_zeros(func, args, kwargs)
     if nbytes:
         recorder.scratch(nbytes, str(func))
 
@@ -159,31 +161,19 @@ def _scratch(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
 def _lstm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The fake kernel returns an empty workspace for backward. [torch/_meta_registrations.py, mkldnn_rnn_layer]"""
     *results, workspace = func(*args, **kwargs)
-    nbytes = _on_zeros(_workspace_of, func, args, kwargs) if args[_TRAINS] else 0
+    nbytes = _on_zeros(func, args, kwargs)[1] if args[_TRAINS] else 0
     return (*results, workspace.new_empty(nbytes))
 
 
-def _scratch_of(call: Callable[[], Any]) -> int:
-    return observed(call)[1]
-
-
-def _workspace_of(call: Callable[[], Any]) -> int:
-    nbytes: int = call()[-1].nbytes
-    return nbytes
-
-
-def _on_zeros(bytes_of: Callable[[Callable[[], Any]], int], func: Any, args: Any, kwargs: Any) -> int:
-    key = bytes_of, func, call_key(args, kwargs), torch.get_num_threads(), torch.backends.mkldnn.enabled
+def _on_zeros(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
+    """The bytes of the scratch of a call on real zeros, and of the last of its results."""
+    key = func, call_key(args, kwargs), torch.get_num_threads(), torch.backends.mkldnn.enabled
     if key not in _known:
         with no_modes():
             real, named = tree_map_only(Tensor, _zeros, (args, kwargs))
-            _known[key] = bytes_of(lambda: func(*real, **named))
+            out, taken = observed(lambda: func(*real, **named))
+            _known[key] = taken, getattr(out[-1], "nbytes", 0)
     return _known[key]
-
-
-def _multiplications(args: tuple[Any, ...]) -> int:
-    """The multiplications of a matmul, whose operands are its last two arguments."""
-    return int(args[-2].numel() * args[-1].shape[-1])
 
 
 def _zeros(fake: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ckpt_ft.memory.cost.schedule import HOST
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.units import format_bytes
 
-from .events import EMPTIED, Item, Op, Storage
+from .events import Item, Op, Storage
 from .step_context import StepContext
 from .trace import StepTrace
 
@@ -134,10 +134,6 @@ class Recorder:
     def mark(self, name: str) -> None:
         """Mark that a phase or step begins here."""
         self.marks.append((len(self.events), name))
-
-    def empty_cache(self) -> None:
-        """Record a call of torch.cuda.empty_cache()."""
-        self.mark(EMPTIED)
 
     # -- ops --------------------------------------------------------------------------------------------------------
 

@@ -68,10 +68,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 Choose = Callable[[Iterable[Any]], torch.dtype | None]  # arguments -> the dtype to cast them to, None for none
 
 
-def _lower(given: Iterable[Any]) -> torch.dtype:
-    return torch.get_autocast_dtype("cpu")
-
-
 def _widest(given: Iterable[Any]) -> torch.dtype:
     wide = any(_is_castable(value) and value.dtype == torch.float32 for value in given)
     return torch.float32 if wide else torch.get_autocast_dtype("cpu")
@@ -104,7 +100,7 @@ def _with_float32_output(op: Any) -> Callable[..., Any]:
 
 
 _TREATMENTS = (
-    (LOWER, partial(_casting, _lower)),
+    (LOWER, partial(_casting, lambda given: torch.get_autocast_dtype("cpu"))),
     (FLOAT32, partial(_casting, lambda given: torch.float32)),
     (FLOAT32_OUTPUT, _with_float32_output),
     (WIDEST, partial(_casting, _widest)),

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
 from typing import Any
@@ -259,11 +259,6 @@ def sparse_added(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: d
         recorder.scratch(2 * dense.numel() * torch.result_type(dense, other).itemsize, str(func))
 
 
-def lstm_reserve(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """Add the note about the assumption of `lstm`."""
-    recorder.note(RESERVE)
-
-
 def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
@@ -275,7 +270,7 @@ def extra_allocations(arch: int) -> dict[Any, After]:
     convolution = convolution_workspace(arch)
     return {
         **{getattr(op, overload): workspace for op in matmuls for overload in op.overloads()},
-        aten.mkldnn_rnn_layer.default: lstm_reserve,
+        aten.mkldnn_rnn_layer.default: lambda recorder, *_: recorder.note(RESERVE),
         aten._softmax_backward_data.default: softmax_backward,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
@@ -334,7 +329,8 @@ def behave_like(arch: int, compiled: bool = False) -> Iterator[None]:
                 held[0].impl(op, kernel, autocast.KEY, allow_override=True)
         _find_kernels_anew(replaced)
         stack.enter_context(autocast.cuda_means_cpu(compiled))
-        stack.enter_context(leaves_the_device())
+        # Saved tensors go to pinned host memory, which a trace excludes; unpinned copies are timed like pinned ones.
+        stack.enter_context(patched(save_on_cpu=_init))
         # Optimizers default to foreach on CUDA only. [torch/optim/optimizer.py, _default_to_fused_or_foreach]
         stack.enter_context(patched(foreach_devices=lambda: ["cpu", "cuda"]))
         if "transformers.integrations.moe" in sys.modules and not compiled:
@@ -369,8 +365,3 @@ def _to_device(host: Tensor) -> Tensor:
 
 def _init(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
     saved_tensors_hooks.__init__(self, _to_host, _to_device)
-
-
-def leaves_the_device() -> AbstractContextManager[Any]:
-    """Saved tensors go to pinned host memory, which a trace excludes; unpinned copies are timed like pinned ones."""
-    return patched(save_on_cpu=_init)

@@ -43,17 +43,10 @@ def gradient(
     return (grad if grad is None else change(grad, args), *others)
 
 
-def _laid_out(tensor: Tensor) -> Tensor:
-    """Returns `tensor`, or a new one like it in the memory format closest to its strides."""
-    asked = suggest_memory_format(tensor)
-    dense = tensor.is_contiguous(memory_format=asked)
-    return tensor if dense else torch.empty_like(tensor, memory_format=asked)
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    if tensor.is_contiguous():
-        return tensor
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+def _laid_out(tensor: Tensor, asked: torch.memory_format | None = None) -> Tensor:
+    """Returns `tensor`, or a new one like it in a memory format; by default the one closest to its strides."""
+    asked = asked or suggest_memory_format(tensor)
+    return tensor if tensor.is_contiguous(memory_format=asked) else torch.empty_like(tensor, memory_format=asked)
 
 
 def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -128,7 +121,9 @@ RULES: dict[Any, Rule] = {
     aten.native_batch_norm.default: batch_norm,
     aten.native_batch_norm_backward.default: partial(gradient, lambda grad, args: _laid_out(grad)),  # as `batch_norm`
     # contiguous [native/layer_norm.cpp; native/cuda/layer_norm_kernel.cu]
-    aten.native_layer_norm_backward.default: partial(gradient, lambda grad, args: _contiguous(grad)),
+    aten.native_layer_norm_backward.default: partial(
+        gradient, lambda grad, args: _laid_out(grad, torch.contiguous_format)
+    ),
     # in the input's dtype, whatever the weight's [aten/src/ATen/native/group_norm.cpp]
     aten.native_group_norm_backward.default: partial(gradient, lambda grad, args: as_dtype(grad, args[1].dtype)),
     aten._grouped_mm.default: grouped_mm,

@@ -221,12 +221,13 @@ def _fallback(node: Any, fakes: Fakes) -> Step:
     func = node.op_overload
     if not isinstance(func, (OpOverload, *_WITH_RANDOM_STATE)):
         raise UserError(f"the compiled step calls {func}, which is not modelled")
-    given = [_reference(value, fakes) for value in node.inputs]
+    given = [(value.get_name(), View(value)) for value in node.inputs]
     name, module = node.get_name(), _module(node)
 
     def call(graph: CompiledGraph, buffers: Buffers) -> None:
         graph.tracker.context.inner, graph._begun = graph.within(module), None
-        args, kwargs = node.unflatten_args([value(buffers) for value in given], node.constant_args)
+        inputs = [view.of(fakes, buffers[name]) for name, view in given]
+        args, kwargs = node.unflatten_args(inputs, node.constant_args)
         args, kwargs = tree_map_only(torch.device, lambda device: CPU, (args, {**node.kwargs, **kwargs}))
         if isinstance(func, OpOverload):
             buffers[name] = IN_PARTS.get(func, func)(*args, **kwargs)
@@ -278,11 +279,6 @@ def _origin(node: Any) -> Node | None:
     return next(
         (call for call in calls if schema_of(call.target).name.endswith(f"::{known}")), next(iter(calls), None)
     )
-
-
-def _reference(node: Any, fakes: Fakes) -> Callable[[Buffers], Any]:
-    name, view = node.get_name(), View(node)
-    return lambda buffers: view.of(fakes, buffers[name])
 
 
 def _output(out: Any, fakes: Fakes) -> Callable[[Buffers], Any]:
