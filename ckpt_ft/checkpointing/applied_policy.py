@@ -169,7 +169,6 @@ class AppliedPolicy:
         del self.model.__dict__[MARK]
 
     def resume(self) -> None:
-        """Undo `pause`."""
         setattr(self.model, MARK, self)
         for module in self.switched_off:
             module.gradient_checkpointing = False  # type: ignore[assignment]

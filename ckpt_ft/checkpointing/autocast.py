@@ -35,7 +35,6 @@ _KINDS = dict.fromkeys(("cpu", "cuda", _ACCELERATOR.type))  # a dry run shows a 
 
 
 def any_autocast() -> bool:
-    """Whether autocast is on for any device."""
     return any(map(torch.is_autocast_enabled, _KINDS))
 
 

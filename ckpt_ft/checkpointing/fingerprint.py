@@ -195,7 +195,6 @@ def _weight(words: torch.Tensor) -> torch.Tensor:
 
 
 def layout_change(before: Layout, now: Layout) -> str:
-    """Describe the difference between two layouts."""
     if before[0] is not now[0] or len(before) != len(now):
         return f"kind of tensor: {before[0].__name__} in forward, {now[0].__name__} in backward"
     for (dtype, shape, strides), (other_dtype, other_shape, other_strides) in zip(before[1:], now[1:], strict=True):

@@ -22,7 +22,6 @@ def is_a(value: object, kind: Class) -> bool:
 
 
 def is_class(given: type, kind: Class) -> bool:
-    """Whether the class `given` is `kind` or a subclass of it."""
     module, name = kind
     found = getattr(sys.modules.get(module), name, None)
     return found is not None and issubclass(given, found)

@@ -119,7 +119,6 @@ class Contents:
                 self.held.append(((module, BUFFERS, key), buffers_of(module), value))
 
     def _add_values(self, container: Container, owner: nn.Module, path: str, seen: set[int], depth: int) -> None:
-        """Add the contents of a container's entries."""
         entries = container.items() if isinstance(container, dict) else enumerate(container)
         kept = None if isinstance(container, (set, tuple)) else container
         for key, value in entries:
@@ -216,12 +215,10 @@ class Copies:
         )
 
     def now(self) -> Copies:
-        """Copies of the same containers as they are now."""
         filled, empty = [x for x in self.empty if x], [x for x in self.empty if not x]
         return Copies(self.dicts + filled, self.lists, empty)
 
     def changed(self) -> Iterator[tuple[Container, Any]]:
-        """The containers whose entries have changed, with the copies."""
         for dicts, copy in zip(self.dicts, self.of_dicts, strict=True):
             if len(dicts) != len(copy) or not all(map(operator.is_, dicts.values(), copy.values())):
                 yield dicts, copy
@@ -232,7 +229,6 @@ class Copies:
                 yield container, copied
 
     def put(self, zero3: bool) -> None:
-        """Set the entries of the containers to those of the copies."""
         for container, copied in self.changed():
             if isinstance(container, dict):
                 _put_entries(container, copied, zero3)

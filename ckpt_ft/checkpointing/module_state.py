@@ -204,8 +204,6 @@ class StateBeforeFirstRun:
 
 
 class _HeldTensor:
-    """One tensor of a module in one call of its region."""
-
     __slots__ = ("container", "copy", "history", "place", "training", "value", "version", "written")
 
     def __init__(
@@ -242,7 +240,6 @@ class _HeldTensor:
         return running and table == BUFFERS and key.startswith("running_")
 
     def note_write(self) -> None:
-        """Record whether the first run wrote the tensor."""
         history, real = self.history, not without_values(self.value)
         counted = version_of(self.value) != self.version
         self.written = counted or self._is_statistic() or history.written.get(self.training, False)

@@ -77,7 +77,6 @@ class CopyStream:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Any:
-        """The `streams` for this tensor."""
         if isinstance(tensor, FakeTensor):
             return getattr(tensor.fake_mode, STREAMS, None)
         return torch.cuda if tensor.is_cuda else None
@@ -121,7 +120,6 @@ class Parked:
         self.copies.wait(self.ready)  # its memory belongs to the current stream, and the copy may still write to it
 
     def fetch(self) -> None:
-        """Start the copy from host to device."""
         if self.device is not None:
             return
         self.device = torch.empty_like(self.host, device=self.copies.device)
@@ -150,7 +148,6 @@ class ParkedView:
         self.hollow: Any = None
 
     def get(self) -> torch.Tensor:
-        """Return the tensor on the device."""
         tensor = looked_at(self.parked.get(), self.view)
         if self.hollow is None:
             return tensor
@@ -227,7 +224,6 @@ class HostCopy:
         return current
 
     def made(self, parked: Parked) -> None:
-        """Record a new copy of the storage."""
         self.parked = weakref.ref(parked)
         self.counters = [(counter, write_count(counter)) for counter, _ in self.counters]
 

@@ -35,11 +35,9 @@ class Snapshot:
         return Snapshot({x: state for x, state in self.states.items() if not _same(state, later.states[x])})
 
     def now(self) -> Snapshot:
-        """Return the current states of the same generators."""
         return Snapshot({one: HOST[one]() if one in HOST else _state(one) for one in self.states})
 
     def restore(self) -> None:
-        """Set the generators to these states."""
         for generator, state in self.states.items():
             if generator == "random":
                 random.setstate(state.full)
@@ -80,7 +78,6 @@ def start_from(seed: int) -> None:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether `model` applies dropout in training."""
     rates = (getattr(module, name, 0.0) for module in model.modules() for name in _RATES)
     return any(isinstance(rate, float) and 0 < rate <= 1 for rate in rates)
 

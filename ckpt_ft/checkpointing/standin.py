@@ -188,13 +188,11 @@ class Installed:
             stand_in.remove()
 
     def put_back(self) -> None:
-        """Undo `remove`."""
         for stand_in in self.stand_ins:
             stand_in.put_back()
 
 
 def warn_once(message: str) -> None:
-    """Issue a warning once per process and message."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=2)

@@ -110,7 +110,6 @@ _OF_THE_SHAPE = frozenset({
 
 
 def _fill(parameter: nn.Parameter, nbytes: int) -> None:
-    """Give a weight memory on its device."""
     if type(parameter) is Waiting:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     parameter.untyped_storage().resize_(nbytes)
@@ -149,7 +148,6 @@ class Swapper:
 
     @property
     def waiting(self) -> dict[str, torch.Tensor]:
-        """The weights in host memory, by name."""
         found: dict[str, torch.Tensor] = self.model.__dict__[IN_HOST_MEMORY]
         return found
 
@@ -240,7 +238,6 @@ class Swapper:
         vars(parameter).pop(SWAPPED, None)
 
     def drop(self, number: int) -> None:
-        """Free a block's weights on the device."""
         self.wait(number)
         self.present.discard(number)
         for name, parameter in self.weights(number):
@@ -354,8 +351,6 @@ def _refuse_compiled() -> None:
 
 
 class SwappedBlock(StandIn):
-    """Replaces the forward of a block whose weights are in host memory."""
-
     def __init__(self, module: nn.Module, swapper: Swapper, number: int) -> None:
         self.swapper, self.number = swapper, number
         self.handles: list[Any] = []
@@ -411,7 +406,6 @@ class SwappedBlock(StandIn):
         return out
 
     def before_backward(self, _: torch.Tensor) -> None:
-        """Hook of an output's gradient."""
         if IN_HOST_MEMORY in self.swapper.model.__dict__:  # the policy is still on
             self.swapper.use(self.number, -1)
 

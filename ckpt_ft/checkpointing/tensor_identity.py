@@ -17,7 +17,6 @@ _NOTHING = torch.empty(0)
 
 
 def view_of(tensor: torch.Tensor) -> View:
-    """Return the view that `tensor` has of its storage."""
     return (
         tensor.dtype,
         tensor.size(),

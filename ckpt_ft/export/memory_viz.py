@@ -73,7 +73,6 @@ def _segment(segment: Segment, storages: dict[int, Storage], streams: dict[str, 
 
 
 def _frames(storage: Storage) -> list[dict[str, Any]]:
-    """The origin of a storage as frames of a stack, innermost first."""
     made = storage.op or f"a tensor of {storage.category} that was there before"
     return [
         {"name": made, "filename": storage.category, "line": 0},

@@ -23,12 +23,10 @@ def fragment(heading: str, *parts: str) -> str:
 
 
 def paragraph(text: str) -> str:
-    """`text` as a paragraph."""
     return f"<p style='margin:4px 0;opacity:.8'>{html.escape(text)}</p>"
 
 
 def table_html(table: Table) -> str:
-    """`table` with its title."""
     align = ["left" if i in table.text else "right" for i in range(len(table.header))]
 
     def row(tag: str, cells: Sequence[str]) -> str:

@@ -37,8 +37,6 @@ SCRIPTS = ("base", "step", "chart", "icicle", "table", "step_view", "report", "m
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure at the top of a page."""
-
     label: str
     value: str
     note: str = ""
@@ -54,7 +52,6 @@ class Section:
 
 
 def _asked() -> str:
-    """The command of this process, if it is ours, and the date."""
     name, *words = sys.argv
     today = f"{date.today():%Y-%m-%d}"
     ours = Path(name).name == "ckpt-ft" or Path(name).parent.name == "cli"
@@ -73,7 +70,6 @@ class Page:
     asked: str = field(default_factory=_asked)
 
     def html(self) -> str:
-        """The page as text."""
         document = json.dumps(vars(self), default=asdict, separators=(",", ":"), ensure_ascii=False)
         # No text can end the <script> element or open a comment.
         safe = document.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

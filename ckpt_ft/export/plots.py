@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

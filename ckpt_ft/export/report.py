@@ -29,7 +29,6 @@ def headline(report: MemoryReport) -> str:
 
 
 def print_report(report: MemoryReport, console: Console | None = None) -> None:
-    """Print `report` to `console`, or to standard output."""
     from rich.console import Console
 
     console = console or Console()
@@ -41,7 +40,6 @@ def print_report(report: MemoryReport, console: Console | None = None) -> None:
 
 
 def markdown_report(report: MemoryReport) -> str:
-    """`report` as Markdown."""
     parts = ["# Memory report", headline(report)]
     for table in tables(report):
         parts += [f"## {table.title}", markdown_table(table)]

@@ -83,7 +83,6 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest total of any moment."""
         return max(map(sum, zip(*self.series.values(), strict=True)), default=0)
 
     @property

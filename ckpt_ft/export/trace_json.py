@@ -27,7 +27,6 @@ OP_COLUMNS = {
 
 
 def dumps(trace: StepTrace) -> str:
-    """The whole record as compact JSON."""
     texts: dict[str, int] = {}  # insertion order is index order
 
     def rows(records: Iterable[object], columns: Mapping[str, type]) -> list[list[Any]]:

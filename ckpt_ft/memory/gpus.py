@@ -371,7 +371,6 @@ def current_gpu(index: int | None = None) -> GPU | None:
 
 
 def match_device(properties: object) -> GPU:
-    """The GPU with these properties (torch.cuda.get_device_properties)."""
     name, arch = properties.name, (properties.major, properties.minor)  # type: ignore[attr-defined]
     sms, memory = properties.multi_processor_count, properties.total_memory  # type: ignore[attr-defined]
     words = set(re.split(r"[^a-z0-9]+", name.lower()))

@@ -110,7 +110,6 @@ def cast(tensor: Tensor, dtype: torch.dtype, group: Any = None) -> Cast:
 
 
 def scaled(tensor: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """The tensor times a scale, in 8 bits."""
     most = torch.finfo(dtype).max
     return (tensor.to(torch.float32) * scale).clamp(-most, most).to(dtype)
 

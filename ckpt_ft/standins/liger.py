@@ -145,7 +145,6 @@ def applied(model: Any, asked: Mapping[str, bool]) -> Iterator[None]:
 
 
 def _is_ligers(module: nn.Module) -> bool:
-    """Whether Liger has patched the module already."""
     return getattr(inspect.unwrap(module.forward), "__module__", "").startswith("liger_kernel")
 
 

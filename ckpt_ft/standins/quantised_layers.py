@@ -152,7 +152,6 @@ class FrozenLinear(nn.Linear):
         raise AssertionError("each kind of layer has its own")
 
     def gradient(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
-        """The gradient of the input."""
         raise AssertionError("each kind of layer has its own")
 
     def forward(self, x: Tensor) -> Tensor:

@@ -281,7 +281,6 @@ class CheapRun:
 
 
 def claim_on(tensor: torch.Tensor) -> Claim | None:
-    """Return the claim that covers `tensor`, if any."""
     claim: Claim | None = getattr(tensor.untyped_storage(), CLAIM, None)
     return claim if claim is not None and claim.covers(tensor) else None
 
@@ -300,7 +299,6 @@ def unpack(packed: Packed) -> torch.Tensor:
 
 @contextmanager
 def _random_as(first: rng.Snapshot | None) -> Iterator[None]:
-    """Set the generators to their state before the first run."""
     if first is None:
         yield
         return

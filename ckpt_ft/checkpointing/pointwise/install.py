@@ -95,7 +95,6 @@ def is_activation(module: nn.Module) -> bool:
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Whether it is one of torch's dropout layers with p > 0."""
     return isinstance(module, DROPOUTS) and module.p > 0
 
 

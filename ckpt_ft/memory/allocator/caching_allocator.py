@@ -106,7 +106,6 @@ class CachingAllocator:
 
     @property
     def pools(self) -> list[Pool]:
-        """The pools of all streams."""
         return [pool for pools in self._pools.values() for pool in pools]
 
     def malloc(self, nbytes: int, stream: str = "") -> Block | None:

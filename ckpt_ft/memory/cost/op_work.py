@@ -120,7 +120,6 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def _kernels(func: OpOverload, args: tuple[Any, ...]) -> int:
-    """The number of kernels that one call launches."""
     name = schema_of(func).name
     if args and isinstance(args[0], (tuple, list)):
         if name.startswith(_ON_LISTS):
@@ -438,7 +437,6 @@ def _cudnn_depthwise(given: Tensor, weight: Tensor, stride: Any) -> bool:
 
 
 def _channels_last(given: Tensor) -> bool:
-    """Whether the channels of a pixel are adjacent in memory."""
     return given.shape[1] > 1 and given.stride(1) == 1 and not given.is_contiguous()
 
 

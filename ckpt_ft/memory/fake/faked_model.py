@@ -85,7 +85,6 @@ class Fakes:
             return sparse_like(tensor, *parts)
 
     def parameter(self, like: Tensor) -> Tensor:
-        """A fake parameter like another."""
         fake = self.like(like)
         fake.requires_grad_(like.requires_grad)
         vars(fake).update(self._of_parameters)

@@ -160,7 +160,6 @@ def holds_sizes(tensor: Tensor) -> bool:
 
 
 def attach(fake: Tensor, real: Tensor) -> None:
-    """Set the values of `fake` to a copy of `real`."""
     with no_modes():
         vars(fake)[_VALUE] = real.detach().to("cpu", copy=True)
 

@@ -175,7 +175,6 @@ class Outline(NamedTuple):
 
 
 def elements_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """The elements of all tensors among a call's arguments."""
     found = 0
     for value in (*args, *kwargs.values()):  # once for every forward of a run
         if isinstance(value, torch.Tensor):
@@ -202,7 +201,6 @@ class LargestBatch:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """The shapes of the tensors, by argument."""
         named = {**{f"input {i}": value for i, value in enumerate(self.args)}, **self.kwargs}
         return {name: list(value.shape) for name, value in named.items() if isinstance(value, Outline) and value.shape}
 

@@ -56,7 +56,6 @@ class Op:
     group: tuple[int, int] = (0, 0)  # ranks of a collective, and how far apart they are; zeros for all of the launch
 
     def later(self, events: int) -> Op:
-        """A copy that is `events` later."""
         made = Op(*_OF_OP(self))
         made.at += events
         return made

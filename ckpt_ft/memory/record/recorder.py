@@ -127,12 +127,10 @@ class Recorder:
         return [item for _, _, item in sorted(found, key=itemgetter(0, 1))]
 
     def note(self, text: str) -> None:
-        """Add a sentence to `notes`, unless it is there."""
         if text not in self.notes:
             self.notes.append(text)
 
     def mark(self, name: str) -> None:
-        """Mark that a phase or step begins here."""
         self.marks.append((len(self.events), name))
 
     # -- ops --------------------------------------------------------------------------------------------------------
@@ -166,7 +164,6 @@ class Recorder:
         return index
 
     def free(self, index: int) -> None:
-        """Record that the memory recorded by `allocate` is freed."""
         self.events.append(~index)
         self.allocated -= self.storages[index].nbytes
 

@@ -71,11 +71,9 @@ class RealOps:
     def prepare(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments that the op is called with."""
         return args, kwargs
 
     def handling(self, func: Any) -> Handling:
-        """How to treat an op; computed once."""
         unseen = func.namespace == "profiler" or func.name() == _WRAPS
         return Handling(str(func), self._rules.get(func), self._after.get(func), is_collective(func), unseen)
 
@@ -85,7 +83,6 @@ class RealOps:
         return out, measure(func, args, kwargs, out) if self.recorder.keeps_ops else Work()
 
     def collective_stream(self, func: Any, args: tuple[Any, ...]) -> str:
-        """The stream that a collective runs on."""
         return self.recorder.stream
 
 
@@ -178,7 +175,6 @@ class Tracker(TorchDispatchMode):
         self._between = None
 
     def trace(self, device: str = "cpu", gpu: GPU | None = None) -> StepTrace:
-        """What was recorded so far."""
         self._end_backward()
         return self.recorder.trace(device, gpu, self.dispatcher.source)
 

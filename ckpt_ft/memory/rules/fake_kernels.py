@@ -18,7 +18,6 @@ _CPU = torch.device("cpu")
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `tensor`, or a new one like it in `dtype`."""
     return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
 
 

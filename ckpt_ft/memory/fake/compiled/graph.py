@@ -111,7 +111,6 @@ class View:
         self.offset, self.dtype = _ints([layout.offset])[0], layout.dtype
 
     def of(self, fakes: Fakes, buffer: Tensor) -> Tensor:
-        """The tensor on the storage of `buffer`."""
         return fakes.view(buffer, self.shape, self.stride, self.offset, self.dtype)
 
 

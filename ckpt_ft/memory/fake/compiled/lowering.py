@@ -59,7 +59,6 @@ def compiling(model: nn.Module, what: str) -> Iterator[None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a module of it runs compiled."""
     from ckpt_ft.compat.compiler import OptimizedModule
 
     known = any(compiled_call(m) is not None or isinstance(m, OptimizedModule) for m in model.modules())
@@ -255,7 +254,6 @@ def _apart() -> Iterator[None]:
 
 
 def _describe(made: list[CompiledGraph], tracker: Tracker) -> None:
-    """Adds to the trace's notes what was compiled and what is assumed."""
     from ckpt_ft.compat.compiler import dynamo_utils
 
     counters = dynamo_utils.counters
