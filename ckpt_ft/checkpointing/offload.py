@@ -135,44 +135,28 @@ class Parked:
         return self.device
 
 
-class ParkedView:
-    """A tensor whose storage is in host memory.
-
-    hollow: if this is the local tensor of a DTensor, a detached alias of the DTensor without local data.
-    """
-
-    __slots__ = ("hollow", "parked", "view")
-
-    def __init__(self, parked: Parked, view: View) -> None:
-        self.parked, self.view = parked, view
-        self.hollow: Any = None
-
-    def get(self) -> torch.Tensor:
-        tensor = looked_at(self.parked.get(), self.view)
-        if self.hollow is None:
-            return tensor
-        whole: torch.Tensor = self.hollow.detach()
-        setattr(whole, LOCAL_TENSOR, tensor)
-        return whole
-
-
 class Saved:
     """A saved tensor: an alias if it stays on the device, otherwise its version counter and its host copy.
 
-    It must be an alias, because a node that saves its own output would keep itself alive. In a verified step, `proof`
-    compares the tensor that returns from the host with the original.
+    It must be an alias, because a node that saves its own output would keep itself alive.
+
+    Args:
+        counter: the alias; of a parked tensor, one without data; of a DTensor, one without local data.
+        parked: the storage in host memory, and `view` of it, if the tensor does not stay on the device.
+        proof: in a verified step, compares the tensor that returns from the host with the original.
     """
 
-    __slots__ = ("counter", "held", "proof", "version")
+    __slots__ = ("counter", "parked", "proof", "version", "view")
 
     def __init__(
         self,
         counter: torch.Tensor,
         version: int,
-        held: ParkedView | None = None,
+        parked: Parked | None = None,
+        view: View = (),
         proof: tuple[TensorComparison, int] | None = None,
     ) -> None:
-        self.counter, self.version, self.held, self.proof = counter, version, held, proof
+        self.counter, self.version, self.parked, self.view, self.proof = counter, version, parked, view, proof
 
     def intact(self) -> bool:
         """Whether the tensor was not modified in place since it was saved."""
@@ -180,11 +164,10 @@ class Saved:
 
     def get(self) -> torch.Tensor:
         """Return the tensor; raise RuntimeError, like autograd, if it was modified in place."""
+        whole = self.parked is None or is_dtensor(self.counter)
         if not self.intact():
-            held = self.held
-            view = view_of(self.counter) if held is None or held.hollow is not None else held.view
-            raise written_to(self.counter, self.version, view)
-        if self.held is None:
+            raise written_to(self.counter, self.version, view_of(self.counter) if whole else self.view)
+        if self.parked is None:
             return self.counter
         node = current_node()
         if node is not None and node.name() in _WRITES_LATER:
@@ -192,7 +175,10 @@ class Saved:
                 "policy 'offload': autograd saves the noise of RReLU before its kernel writes it, so the copy in host "
                 "memory is not what backward needs; leave 'offload' out, or use LeakyReLU"
             )
-        tensor = self.held.get()
+        tensor = looked_at(self.parked.get(), self.view)
+        if whole:
+            local, tensor = tensor, self.counter.detach()
+            setattr(tensor, LOCAL_TENSOR, local)
         if self.proof is not None:
             comparison, slot = self.proof
             return comparison.restored(slot, tensor)
@@ -260,12 +246,12 @@ class Parking:
             if type(local) is torch.Tensor and self.leaves(local):  # other types still wait for a collective
                 proof = self.proof(tensor)
                 emptied(hollow)
-                held = self.park(local, counter_of(local), hollow)
-                held.hollow = hollow
-                return Saved(hollow, write_count(tensor), held, proof)
+                parked = self.park(local, counter_of(local), hollow)
+                return Saved(hollow, write_count(tensor), parked, view_of(local), proof)
         elif self.leaves(tensor):
             counter = counter_of(tensor)
-            return Saved(counter, write_count(tensor), self.park(tensor, counter), self.proof(tensor))
+            parked = self.park(tensor, counter)
+            return Saved(counter, write_count(tensor), parked, view_of(tensor), self.proof(tensor))
         return Saved(tensor.detach(), write_count(tensor))
 
     def proof(self, tensor: torch.Tensor) -> tuple[TensorComparison, int] | None:
@@ -282,7 +268,7 @@ class Parking:
             return False
         return not is_wrapper(tensor)
 
-    def park(self, tensor: torch.Tensor, *counters: torch.Tensor) -> ParkedView:
+    def park(self, tensor: torch.Tensor, *counters: torch.Tensor) -> Parked:
         """Copy the tensor's storage to the host, once for all its views.
 
         counters: tensors from `counter_of` that share the version counters of the tensor and of its DTensor, if any.
@@ -297,7 +283,7 @@ class Parking:
             parked = Parked(flat(as_stored(tensor)), self.block, self)
             self.blocks.setdefault(self.block, []).append(weakref.ref(parked))
             copy.made(parked)
-        return ParkedView(parked, view_of(tensor))
+        return parked
 
     def fetch_block(self, block: int) -> None:
         """Start copying back all storages of a block that are still needed."""
