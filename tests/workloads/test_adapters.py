@@ -125,20 +125,10 @@ def test_adalora_trains_rank_numbers_in_half_precision_only(config: str) -> None
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_frod_keeps_requested_matrices_on_the_host(config: str) -> None:
-    """Its sparse matrices on meta are as large as those of a model with weights."""
+def test_sparse_matrices_of_frod_on_meta_are_as_large_as_with_weights(config: str) -> None:
     given = {**configuration("FROD"), "progressbar": False}
-    traces = [
-        load(PLAIN.edit(peft={**given, **more}).edit(model=config), "a100-40gb").trace(1)
-        for more in (
-            {},
-            {"runtime_offload_base_weight": True},
-            {"runtime_offload_base_weight": True, "frod_dropout": 0.1},
-        )
-    ]
-    on_gpu = [trace.at_peak["parameters"] for trace in traces]
-    assert on_gpu == [on_gpu[0], on_gpu[0] - 2 * 2 * (256 * 256 + 128 * 256), on_gpu[0]]
-    dense = [s.nbytes for s in traces[0].storages if s.op == "aten._to_dense.default"]
+    trace = load(PLAIN.edit(peft=given).edit(model=config), "a100-40gb").trace(1)
+    dense = [s.nbytes for s in trace.storages if s.op == "aten._to_dense.default"]
     assert dense == [2 * 256 * 256] * len(dense)
     assert len(dense) == 2 * 4  # in each of two steps
 

@@ -133,18 +133,6 @@ def trace_steps(
     return _Trace(model, steps, make_optimizer, device, launch, alloc_conf, beside, update, phase).run()
 
 
-def _left_on_host(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The base weights that FRoD keeps on the host during a step on a GPU, if configured to and without dropout.
-
-    [peft/tuners/frod/layer.py, runtime_offload_base_weight]
-    """
-    layer: Any
-    for layer in model.modules():
-        asked = getattr(layer, "runtime_offload_base_weight", None) or {}
-        if any(asked.values()) and all(isinstance(layer.frod_dropout[name], nn.Identity) for name in asked):
-            yield layer.get_base_layer().weight
-
-
 # -- what surrounds the steps -----------------------------------------------------------------------------------------
 
 
@@ -273,8 +261,6 @@ class _Trace:
             streams.recorder = tracker.recorder
             if gpu is not None:
                 setattr(fakes.mode, STREAMS, streams)
-            for weight in _left_on_host(model) if gpu else ():
-                tracker.recorder.ignore(weight)
             tracker.add_model(model)
             tracker.recorder.add_resident(held or (), "communication")
             tracker.add_beside(self.beside)
