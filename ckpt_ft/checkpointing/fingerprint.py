@@ -9,6 +9,7 @@ the hash depend on the order of rows, and the sample on the order within a row.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def fingerprint(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor | None]:
     """The layout of `tensor` and a hash of its bits, an int64 scalar on its device; None if it has no bits (meta)."""
     layout: list[Any] = [type(tensor) if is_traceable_wrapper_subclass(tensor) else torch.Tensor]
     total: torch.Tensor | None = None
-    with WithoutInterception():
+    with without_interception():
         for part in _parts(tensor):
             layout.append((part.dtype, tuple(part.shape), _strides(part)))
             if part.device.type == "meta" or isinstance(part, FakeTensor) or _is_freed(part):
@@ -48,19 +49,11 @@ def fingerprint(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor | None]:
     return tuple(layout), total
 
 
-class WithoutInterception:
+@contextmanager
+def without_interception() -> Iterator[None]:
     """Hides what runs inside from autograd, dispatch modes, torch-function modes and tensor subclasses."""
-
-    __slots__ = ("guards",)
-
-    def __enter__(self) -> None:
-        self.guards = (torch.no_grad(), no_torch_functions(), no_dispatch())
-        for guard in self.guards:
-            guard.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        for guard in reversed(self.guards):
-            guard.__exit__(*exception)
+    with torch.no_grad(), no_torch_functions(), no_dispatch():
+        yield
 
 
 def can_hash() -> bool:

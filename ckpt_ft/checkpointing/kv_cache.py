@@ -82,11 +82,8 @@ class DroppedCaches:
     def __init__(self) -> None:
         self.last: weakref.ref[Any] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.last = None
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DroppedCaches, ()
 
     def without_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments without caches of transformers; unchanged if the block would read a cache's contents.

@@ -62,17 +62,11 @@ class ModuleState:
     """Facts from earlier calls of a region about the state of its modules."""
 
     def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
         self.history: WeakKeyDictionary[nn.Module, dict[tuple[str, Any], _TensorHistory]] = WeakKeyDictionary()
         self.last: Contents | None = None  # of the last call, for the next one if nothing has changed
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copied model has its own modules
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._reset()
+    def __reduce__(self) -> tuple[Any, ...]:  # a copied model has its own modules
+        return ModuleState, ()
 
     def contents(self, module: nn.Module, given: Sequence[Any]) -> Contents:
         """Return the contents of the module, its submodules and the objects among its arguments."""

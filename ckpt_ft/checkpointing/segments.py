@@ -40,8 +40,8 @@ class Segment:
         self.current: Callable[[], _CallSequence | None] = nothing
         self.joined = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"current": nothing, "joined": 0}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Segment, ()
 
 
 class SegmentMember(Checkpointed):

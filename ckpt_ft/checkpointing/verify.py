@@ -38,7 +38,7 @@ from ckpt_ft.compat.distributed import join_config
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 
 from .arguments import leaves
-from .fingerprint import Layout, WithoutInterception, can_hash, fingerprint, layout_change
+from .fingerprint import Layout, can_hash, fingerprint, layout_change, without_interception
 from .tensor_identity import version_of
 
 _queue = engine.queue_callback  # callbacks for the end of the running backward
@@ -239,15 +239,8 @@ class Verification:
         self._queued: set[int] = set()  # graph tasks at whose end the flags will be read
         self._together: set[int] = set()  # the same, with the flags of other ranks
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Verification:
-        memo[id(self)] = copied = self if self is NEVER else Verification(self.schedule, self.policy)
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"schedule": self.schedule, "policy": self.policy}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:  # a copied model begins with its first step
+        return Verification, (self.schedule, self.policy)
 
     def begin_step(self) -> None:
         """Count a step: a forward of the whole model begins, with gradients and not compiled."""
@@ -322,7 +315,7 @@ class Verification:
         flags = [(comparison, slot, flag) for comparison, slot, flag in found if isinstance(flag, torch.Tensor)]
         for at in dict.fromkeys(flag.device for _, _, flag in flags):
             there = [found for found in flags if found[2].device == at]
-            with WithoutInterception():
+            with without_interception():
                 read = torch.stack([flag for _, _, flag in there]).tolist()
             wrong += [(one, slot, "values") for (one, slot, _), is_set in zip(there, read, strict=True) if is_set]
         rank = _failed_rank(bool(wrong), device, groups)
@@ -386,7 +379,7 @@ def _failed_rank(failed: bool, device: torch.device | None, groups: Sequence[dis
     """The highest rank of `groups` that has failed, or -1."""
     if not groups:
         return -1
-    with WithoutInterception():
+    with without_interception():
         rank = torch.tensor(dist.get_rank() if failed else -1, device=device)
         for group in groups:
             dist.all_reduce(rank, dist.ReduceOp.MAX, group)

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -38,13 +38,9 @@ from .values import Values
 @contextmanager
 def unnoticed() -> Iterator[None]:
     """transformers builds attention masks for fake tensors that it skips for real ones: hide that they are fake."""
-    if "transformers" not in sys.modules:
-        yield
-        return
-    from transformers.utils.import_utils import is_torch_fx_proxy
-
+    library = sys.modules.get("transformers.utils.import_utils")
     # A function of transformers that returns False, too, because dynamo traces into it.
-    with patched(is_fake_tensor=is_torch_fx_proxy):
+    with patched(is_fake_tensor=library.is_torch_fx_proxy) if library is not None else nullcontext():
         yield
 
 
@@ -84,14 +80,11 @@ def device_calls(recorder: Recorder) -> Iterator[None]:
 @contextmanager
 def triton_launches(recorder: Recorder) -> Iterator[None]:
     """Launches of Triton kernels (Liger's, TRL's) do nothing: a kernel writes into tensors that its caller made."""
-    if "triton.runtime" not in sys.modules:
-        yield
-        return
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
         recorder.note("kernels written in Triton are counted by the tensors that they are given, not in the seconds")
 
-    with patched(triton_kernel=run, triton_autotuner=run):
+    with patched(triton_kernel=run, triton_autotuner=run) if "triton.runtime" in sys.modules else nullcontext():
         yield
 
 
