@@ -26,11 +26,6 @@ make_handlers: torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_h
     the tables of torch's functions must not hold what a trace puts in their place, and leave the tracker out
 OptimizedModule: torch._dynamo.OptimizedModule
     whether a module runs compiled
-convert_frame: torch._dynamo.convert_frame input_codes.seen
-code_entries: torch._dynamo.eval_frame._debug_get_cache_entry_list
-next_region: torch._dynamo.eval_frame._next_isolate_recompiles_id >=2.13
-set_region: torch._dynamo.eval_frame.set_eval_frame_isolate_recompiles_id >=2.13
-    keep what a trace compiles apart from what this process has compiled
 DDPOptimizer: torch._dynamo.backends.distributed.DDPOptimizer compile_fn
     splits graphs at DDP's buckets
 compile_fx: torch._inductor.compile_fx compile_fx compile_fx_inner GraphLowering

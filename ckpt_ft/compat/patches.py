@@ -42,8 +42,6 @@ compiled_frame: torch._dynamo.eval_frame._callback_from_stance
 inductor: torch._inductor.compile_fx compile_fx GraphLowering get_input_idxs_to_check
 inductor_module: torch._inductor.graph.GraphLowering.compile_to_module
     graphs are lowered and scheduled as on the card, and replayed in place of being compiled
-recompile_region: torch._dynamo.eval_frame.set_eval_frame_isolate_recompiles_id >=2.13
-    keeps what a trace compiles apart from what this process has compiled
 on_card: torch.cuda get_device_properties get_device_capability current_device is_bf16_supported get_rng_state
 device_properties: torch._inductor.runtime.hints.DeviceProperties.create
 bfloat16_check: torch._inductor.compile_fx._check_triton_bf16_support

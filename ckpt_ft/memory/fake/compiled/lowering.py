@@ -199,7 +199,8 @@ def compiled_steps(
     trace_rules.get_legacy_mod_inlinelist().add(__file__)  # the hooks of `unless_traced` do not break a graph
     dynamo_utils.counters.clear()
     with ExitStack() as stack:
-        stack.enter_context(_apart())
+        torch.compiler.reset()  # what this process has compiled is compiled again when it runs next
+        stack.callback(torch.compiler.reset)
         stack.callback(forget)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of torch about itself
@@ -229,28 +230,6 @@ def compiled_steps(
             last = (getattr(error, "real_stack", None) or [None])[-1]  # the innermost function
             where = type(model).__name__ if last is None else f"{last.name} ({last.filename}:{last.lineno})"
             raise UserError(f"torch.compile cannot compile {where}: {one_line(inner, 200)}") from error
-
-
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Keeps what a trace compiles apart from what this process has compiled, which stays compiled."""
-    from ckpt_ft.compat.compiler import code_entries, convert_frame, next_region, set_region
-
-    known = (code() for code in convert_frame.input_codes.seen)
-    if set_region is None or not any(code_entries(code) for code in known if code):
-        torch.compiler.reset()
-        try:
-            yield
-        finally:
-            torch.compiler.reset()
-        return
-    region = next(next_region)
-    before = set_region(region)
-    try:
-        with patched(recompile_region=lambda other: set_region(region)):
-            yield
-    finally:
-        set_region(before)
 
 
 def _describe(made: list[CompiledGraph], tracker: Tracker) -> None:
