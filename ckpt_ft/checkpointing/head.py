@@ -11,7 +11,6 @@ model-specific code between output layer and loss stays in effect.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -68,18 +67,11 @@ class NoLogits:
     def __bool__(self) -> bool:
         return False
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, *_: Any) -> NoReturn:
         raise _LogitsAsked()
 
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise _LogitsAsked()
-
-    def __iter__(self) -> Iterator[Any]:
-        raise _LogitsAsked()
-
-    @classmethod
-    def __torch_function__(cls, *args: Any) -> NoReturn:
-        raise _LogitsAsked()
+    __getitem__ = __iter__ = __getattr__
+    __torch_function__ = classmethod(__getattr__)
 
 
 class _LogitsAsked(WorkFailed, AttributeError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,15 +36,6 @@ def _host_bytes(nbytes: int, kind: str) -> int:
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The storage of a tensor, or of the first part of a sparse one."""
     return (tensor if tensor.layout is torch.strided else next(plain(tensor))).untyped_storage()
-
-
-class Position(NamedTuple):
-    """The length of each list of a record."""
-
-    ops: int
-    storages: int
-    events: int
-    marks: int
 
 
 class _Followed(weakref.ref):
@@ -117,13 +108,16 @@ class Recorder:
         self.peak = self.allocated
 
     @property
-    def position(self) -> Position:
-        return Position(len(self.ops), len(self.storages), len(self.events), len(self.marks))
+    def position(self) -> tuple[int, int, int]:
+        """The numbers of marks, ops and events so far."""
+        return len(self.marks), len(self.ops), len(self.events)
 
-    def since(self, start: Position) -> list[Item]:
-        found: list[tuple[int, int, Item]] = [(at, 0, name) for at, name in self.marks[start.marks :]]
-        found += [(op.at, 1, op) for op in self.ops[start.ops :]]
-        found += [(at, 2, event) for at, event in enumerate(self.events[start.events :], start.events)]
+    def since(self, start: tuple[int, int, int]) -> list[Item]:
+        """The marks, ops and events since a `position`, in order."""
+        marks, ops, events = start
+        found: list[tuple[int, int, Item]] = [(at, 0, name) for at, name in self.marks[marks:]]
+        found += [(op.at, 1, op) for op in self.ops[ops:]]
+        found += [(at, 2, event) for at, event in enumerate(self.events[events:], events)]
         return [item for _, _, item in sorted(found, key=itemgetter(0, 1))]
 
     def note(self, text: str) -> None:
