@@ -7,7 +7,6 @@ treated; engine.py drops and rebuilds.
 
 from __future__ import annotations
 
-import dis
 import inspect
 import re
 from collections import Counter
@@ -40,7 +39,6 @@ from .engine import Pass, unpack
 
 _ACTIVATION_FILES = ("torch.nn.modules.activation", "transformers.activations", "diffusers.models.activations")
 _NOT_ELEMENTWISE = (nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.RReLU)
-_DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|poisson|(normal|uniform|exponential)_$", re.IGNORECASE)
 _NORM_CLASS = re.compile(r"(RMS|Layer|Group|Batch|Instance)Norm")
 # matches a forward that is only down(activation(gate(x)) * up(x)); each model has its own names
 _GATED = re.compile(
@@ -55,36 +53,11 @@ _CASTED = (nn.Linear, *_CONVOLUTIONS)
 def is_norm(module: nn.Module) -> bool:
     """Whether it is a normalization layer without children: torch's own, or a class named like one (LlamaRMSNorm).
 
-    For the latter, the code of its forward must not draw random numbers or write attributes. Verification finds other
-    side effects.
+    One that draws random numbers or writes its state raises an error when it is rebuilt, or in a verified step.
     """
     if isinstance(module, nn.SyncBatchNorm) or next(module.children(), None) is not None:
         return False  # SyncBatchNorm communicates, so all ranks would have to recompute it at the same time
-    kind: Any = type(module)
-    if not _NORM_CLASS.search(kind.__name__):
-        return False
-    return kind.forward.__module__.startswith("torch.nn.modules.") or _repeats(kind)
-
-
-@cache
-def _repeats(kind: Any) -> bool:
-    """Whether `kind.forward` and the methods it calls neither draw random numbers nor write attributes."""
-    rest, seen = ["forward"], {"forward"}
-    while rest:
-        function: Any = inspect.unwrap(getattr(kind, rest.pop()))
-        code = getattr(function, "__code__", None)
-        if code is None:  # compiled code
-            continue
-        if any(_DRAWS.search(name) for name in code.co_names):
-            return False
-        if any(step.opname in ("STORE_ATTR", "DELETE_ATTR") for step in dis.get_instructions(code)):
-            return False
-        called = {
-            name for name in code.co_names if not hasattr(nn.Module, name) and callable(getattr(kind, name, None))
-        }
-        rest += called - seen
-        seen |= called
-    return True
+    return bool(_NORM_CLASS.search(type(module).__name__))
 
 
 def is_activation(module: nn.Module) -> bool:
