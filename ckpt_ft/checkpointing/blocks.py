@@ -286,19 +286,12 @@ def regions(policy: Policy, found: Blocks, kind: str) -> list[list[Region]]:
     """
     blocks = [Region(name, block, (name,)) for name, block in found.blocks.items()]
     n = policy.n or 1
-    if policy.scope == "full":
-        return [[block] for block in blocks]
-    if policy.scope == "every":
-        return [[block] for block in blocks[::n]]
-    if policy.scope == "first":
-        return [[block] for block in blocks[:n]]
-    if policy.scope == "segments":
-        return _split(blocks, n)
-    if policy.scope == "sqrt":
-        return _split(blocks, max(1, round(len(blocks) ** 0.5)))
-    if policy.scope == "stages":
-        return [[region] for region in _stage_regions(policy, found, kind)]
-    return [[region] for region in _member_regions(policy, found, kind)]
+    if policy.scope in SEGMENTED:
+        return _split(blocks, max(1, round(len(blocks) ** 0.5)) if policy.scope == "sqrt" else n)
+    chosen = {"full": blocks, "every": blocks[::n], "first": blocks[:n]}.get(policy.scope or "")
+    if chosen is None:
+        chosen = (_stage_regions if policy.scope == "stages" else _member_regions)(policy, found, kind)
+    return [[region] for region in chosen]
 
 
 def _split(blocks: list[Region], n: int) -> list[list[Region]]:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, partialmethod
 from types import MappingProxyType
 from typing import Any
 
@@ -250,20 +250,16 @@ class Logits:
     def contiguous(self) -> Any:
         return self._derive(torch.Tensor.contiguous, self.hidden)
 
-    def view(self, *shape: Any) -> Any:
-        """Like `Tensor.view` with sizes; deferred if the last dimension is unchanged."""
-        return self._reshape(torch.Tensor.view, shape)
-
-    def reshape(self, *shape: Any) -> Any:
-        """Like `Tensor.reshape`; deferred if the last dimension is unchanged."""
-        return self._reshape(torch.Tensor.reshape, shape)
-
-    def _reshape(self, function: Any, shape: tuple[Any, ...]) -> Any:
+    def _reshape(self, function: Any, *shape: Any) -> Any:
+        """Apply `Tensor.view` with sizes, or `Tensor.reshape`; deferred if the last dimension is unchanged."""
         sizes = shape if all(isinstance(size, int) for size in shape) else tuple(shape[0])
         if sizes[-1] == self.width:
             hidden = self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1])
             return self._derive(lambda logits: function(logits, sizes), hidden)
         return function(self.whole(function.__name__), sizes)
+
+    view = partialmethod(_reshape, torch.Tensor.view)
+    reshape = partialmethod(_reshape, torch.Tensor.reshape)
 
     def __getitem__(self, index: Any) -> Any:
         whole_rows = index[-1:] == (slice(None),) if isinstance(index, tuple) else index is not Ellipsis
