@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from ckpt_ft.compat.tensors import OpOverload, schema_of
+from ckpt_ft.compat.tensors import schema_of
 from ckpt_ft.errors import UserError, did_you_mean
 from ckpt_ft.policy import OP_GROUPS, OP_PATTERNS
 
@@ -37,23 +37,12 @@ def check_op_name(name: str) -> None:
     if unknown:
         raise UserError(f"save: '{namespace}.{op}' has no overload '{unknown[0]}' ({', '.join(packet.overloads())})")
     overloads = [getattr(packet, part) for part in overload or packet.overloads()]
-    if any(_writes_in_place(op) for op in overloads):
+    schemas = [schema_of(overload) for overload in overloads]
+    if any(schema.is_mutable and not any(argument.is_out for argument in schema.arguments) for schema in schemas):
         raise UserError(f"save: '{name}' writes into its input; there is no output of its own to keep")
-    if any(_is_view(op) for op in overloads):
+    results = [result.alias_info for schema in schemas for result in schema.returns]
+    if torch.ops.aten._unsafe_view.default in overloads or any(info and not info.is_write for info in results):
         raise UserError(
             f"save: '{name}' gives a view of its input, which holds no memory of its own to keep; name the operator "
             "that makes the tensor (aten.mm, aten.clone)"
         )
-
-
-def _writes_in_place(op: OpOverload) -> bool:
-    """Whether the operator writes into an argument that is not an `out=` argument."""
-    schema = schema_of(op)
-    return schema.is_mutable and not any(argument.is_out for argument in schema.arguments)
-
-
-def _is_view(op: OpOverload) -> bool:
-    """Whether an output of the operator shares memory with an argument."""
-    if op is torch.ops.aten._unsafe_view.default:  # a view that its schema does not declare
-        return True
-    return any(out.alias_info is not None and not out.alias_info.is_write for out in schema_of(op).returns)

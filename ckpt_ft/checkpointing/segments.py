@@ -19,10 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from ckpt_ft.compat.tensors import storage_pointer, write_count
-from ckpt_ft.errors import UserError
 from ckpt_ft.policy import SWAPPED
 
 from .arguments import Call, changeable, leaves, nothing, rebuild
@@ -52,12 +50,6 @@ class SegmentMember(Checkpointed):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return super().run(args, kwargs)
-        if _in_forward_mode():
-            raise UserError(
-                f"{type(self.module).__name__}: forward-mode AD (torch.func.jvp, dual tensors) does not work with "
-                "'segments' or 'sqrt', because a segment is recomputed without tangents; use 'offload', or remove the "
-                "policy"
-            )
         contexts = runs(self, args, kwargs)
         if contexts is None:
             return self.forward(*args, **kwargs)
@@ -95,15 +87,6 @@ def _outputs(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
     """Return the leaves of a block's output and of its mutable container arguments, which it may have modified."""
     written = [leaf for value in (*args, *kwargs.values()) if changeable(value) for leaf in leaves(value)]
     return [*leaves(out), *written]
-
-
-def _in_forward_mode() -> bool:
-    """Whether forward-mode AD runs, which accepts no second level."""
-    try:
-        with forward_ad.dual_level():
-            return False
-    except RuntimeError:
-        return True
 
 
 class _CallSequence(DroppedTensors):

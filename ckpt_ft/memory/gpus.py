@@ -152,11 +152,8 @@ class GPU:
         """Resident threads of an SM (CUDA C++ programming guide, technical specifications)."""
         return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.arch, 2048)
 
-    def has_tensor_cores(self, dtype: str, tf32: bool = False) -> bool:
-        """Whether matmuls of `dtype` run on tensor cores; `tf32` as in `matmul_rate`."""
-        return bool(self._tensor_rate(dtype, tf32))
-
-    def _tensor_rate(self, dtype: str, tf32: bool) -> float:
+    def tensor_rate(self, dtype: str, tf32: bool) -> float:
+        """FLOP/s of the tensor cores for `dtype`, 0 without; `tf32` as in `matmul_rate`."""
         whole = 2 * self.fp16 if self.arch >= (7, 5) else 0.0  # int8: at least twice the rate of half precision
         rates = {"float16": self.fp16, "bfloat16": self.bf16, "float32": self.tf32 if tf32 else 0.0, "int8": whole}
         return self.fp8 if dtype.startswith("float8") else rates.get(dtype, 0.0)
@@ -167,7 +164,7 @@ class GPU:
         A dtype without tensor cores on this card runs at the rate of fp32: cuBLAS emulates bf16 on older cards.
         """
         share = (dtype.startswith("float8") and self.efficiency_fp8) or self.efficiency
-        return self._tensor_rate(dtype, tf32) * share or self.fp32 * self.efficiency_fp32
+        return self.tensor_rate(dtype, tf32) * share or self.fp32 * self.efficiency_fp32
 
 
 def _table(name: str) -> list[dict[str, str]]:

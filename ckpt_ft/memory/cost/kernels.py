@@ -248,7 +248,7 @@ def _arithmetic(name: str, flops: int, dtype: str, shape: Shape, gpu: GPU) -> fl
     """Seconds of the arithmetic of a matmul, a convolution or attention."""
     tf32 = dtype == TF32
     dtype = "float32" if tf32 else dtype
-    rate, tensor_cores = gpu.matmul_rate(dtype, tf32=tf32) * gpu.sustained, gpu.has_tensor_cores(dtype, tf32=tf32)
+    rate, tensor_cores = gpu.matmul_rate(dtype, tf32=tf32) * gpu.sustained, bool(gpu.tensor_rate(dtype, tf32))
     if "attention" in name:
         padded = prod(-(-n // _BLOCK) * _BLOCK / max(n, 1) for n in shape[1:3])
         return flops * padded / (rate * _attention_share(name, shape, gpu, tensor_cores))
