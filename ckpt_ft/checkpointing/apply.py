@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
@@ -121,6 +122,11 @@ def _install(applied: AppliedPolicy, blocks: Sequence[str]) -> None:
             module.init_8bit_state()
             module.state.is_training = module.training
     if policy.checkpoints or policy.discards or policy.offload or policy.tile is not None or policy.swap:
+        if any(map(is_lazy, model.parameters())):
+            raise UserError(
+                f"policy '{policy}': {type(model).__name__} has lazy layers, whose first call makes their weights; "
+                "call it once before the policy is applied"
+            )
         applied.found = named_blocks(model, blocks) if blocks else find_blocks(model)
     applied.parts = parts_of(policy, model, applied.found)
     if policy.checkpoints:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ckpt_ft.compat.modules import children_of
 from ckpt_ft.errors import UserError, did_you_mean
@@ -234,22 +233,17 @@ def _is_composite(module: nn.Module) -> bool:
     return _has_parameters(module) and any(True for _ in module.children()) and "base_layer" not in children_of(module)
 
 
-def _dimensions(parameter: nn.Parameter) -> int:
-    """Return the number of dimensions; 2 for a lazy parameter, whose shape is unknown before the first call."""
-    return 2 if is_lazy(parameter) else parameter.dim()
-
-
 def _matrices(module: nn.Module) -> Iterator[int]:
     """Yield the number of dimensions of each weight matrix in `module`; skip adapter weights."""
     module = children_of(module).get("base_layer") or module
-    yield from (dim for p in module.parameters(recurse=False) if (dim := _dimensions(p)) > 1)
+    yield from (dim for p in module.parameters(recurse=False) if (dim := p.dim()) > 1)
     for child in module.children():
         yield from _matrices(child)
 
 
 def _is_blocklike(module: nn.Module) -> bool:
     """Whether the module is composite and has two or more matrices; a convolution with its norm counts as a layer."""
-    matrices = sum(1 for p in module.parameters() if _dimensions(p) > 1)
+    matrices = sum(1 for p in module.parameters() if p.dim() > 1)
     return _is_composite(module) and not _is_list(module) and matrices > 1
 
 

@@ -45,9 +45,7 @@ class InChunks(Checkpointed):
             UserError: two chunks in a row wrote buffers or attributes of the module.
         """
         prepared = [(chunk, runs(self, chunk, {})) for chunk in chunks]
-        calls = [(c[0], RegionCall(forward, c, self.inputs, chunk, {})) for chunk, c in prepared if c is not None]
-        if len(calls) < len(prepared):  # lazy layers
-            return [forward(*chunk) for chunk, _ in prepared]
+        calls = [(c[0], RegionCall(forward, c, self.inputs, chunk, {})) for chunk, c in prepared]
         outputs, before = [], ""
         for first, call in calls:
             first.contents = self.state.contents(self.module, ())  # the chunk before may have set up a layer

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_ft.compat.modules import BUFFERS, REPLICATE, buffers_of, children_of, parameters_of
 from ckpt_ft.compat.tensors import FakeTensor
@@ -68,7 +67,6 @@ class Contents:
     Attributes:
         module: the region's module.
         modules: it and all its submodules.
-        lazy: whether one of them is a lazy layer.
         parameters: their parameters.
         copies: their containers (attributes, tables, containers in attributes), with shallow copies.
         extra: the containers in attributes and inside these, and the attribute tables of plain objects and of modules
@@ -82,13 +80,12 @@ class Contents:
     """
 
     __slots__ = (
-        "arrays", "copies", "extra", "generators", "given", "held", "lazy", "module", "modules",
+        "arrays", "copies", "extra", "generators", "given", "held", "module", "modules",
         "parameters",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, given: Sequence[Any] = ()) -> None:
         self.module, self.modules, self.given = module, modules_in(module), given
-        self.lazy = any(isinstance(inner, LazyModuleMixin) for inner in self.modules)
         found = [value for inner in self.modules for value in parameters_of(inner).values()]
         self.parameters = [value for value in found if value is not None]
         self.extra: list[Container] = []

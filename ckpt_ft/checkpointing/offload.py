@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
 
 from ckpt_ft.compat.autograd import current_node
 from ckpt_ft.compat.distributed import LOCAL_TENSOR, local_tensor
@@ -362,7 +361,6 @@ def _storages(module: nn.Module) -> dict[int, Any]:
 
     While the reference lives, no new storage gets the address of a freed one (ZeRO-3's gathered parameters).
     """
-    tensors: list[Any] = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
-    dense = (t for t in tensors if t.layout is torch.strided)
+    dense: Any = (t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided)
     storages = ((local_tensor(t) if is_dtensor(t) else t).untyped_storage() for t in dense)
     return {storage_pointer(storage): StorageWeakRef(storage) for storage in storages}

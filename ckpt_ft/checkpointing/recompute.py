@@ -65,10 +65,7 @@ class Checkpointed(StandIn):
                 return checkpoint(forward, *args, use_reentrant=False)
             context_fn = functools.partial(compiled_contexts, self.selection)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn)
-        contexts = runs(self, args, kwargs)
-        if contexts is None:
-            return self.forward(*args, **kwargs)
-        return RegionCall(self.forward, contexts, self.inputs, args, kwargs)()
+        return RegionCall(self.forward, runs(self, args, kwargs), self.inputs, args, kwargs)()
 
     def comparison(self, structure: Any) -> TensorComparison | None:
         """Return a comparison if this call of the region is verified.
@@ -82,17 +79,12 @@ class Checkpointed(StandIn):
         return self.verification.region(self.name, self.module, self.calls, changed)
 
 
-def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[FirstRun, SecondRun] | None:
-    """Return the contexts of a region's first and second run with these arguments.
-
-    None if the region has lazy layers: their first call makes parameters, which a second run cannot repeat.
-    """
+def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[FirstRun, SecondRun]:
+    """Return the contexts of a region's first and second run with these arguments."""
     given = [leaf for leaf in (*leaves(args), *leaves(kwargs)) if type(leaf) not in ATOMS]
     tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
     others = [leaf for leaf in given if not isinstance(leaf, torch.Tensor)] if len(tensors) < len(given) else ()
     contents = region.state.contents(region.module, others)
-    if contents.lazy:
-        return None
     first = FirstRun(region, contents, (region.module.training, tuple(map(type, args)), tuple(kwargs)), tensors)
     return first, SecondRun(first)
 

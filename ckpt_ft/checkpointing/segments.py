@@ -51,8 +51,6 @@ class SegmentMember(Checkpointed):
         if torch.compiler.is_compiling():
             return super().run(args, kwargs)
         contexts = runs(self, args, kwargs)
-        if contexts is None:
-            return self.forward(*args, **kwargs)
         given = [*leaves(args), *leaves(kwargs)]
         sequence = self.segment.current()
         if sequence is None or not sequence.feeds(given):

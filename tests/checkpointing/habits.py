@@ -236,15 +236,6 @@ class MakesABuffer(Habit):
         return x + self.linear(x) * self.made
 
 
-class LazyLayer(Habit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lazy = nn.LazyLinear(WIDTH)
-
-    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
-        return x + self.lazy(self.linear(x))
-
-
 # --- buffers
 
 
@@ -893,7 +884,7 @@ def train(model: Model | HabitsForCausalLM, steps: int = 3) -> list[torch.Tensor
         found.append(loss.detach())
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         found += [buffer.clone() for buffer in model.buffers()]
-        if optimizer is None:  # lazy layers have their weights now
+        if optimizer is None:  # layers that the first forward makes are there now
             optimizer = torch.optim.SGD(model.parameters(), 0.05)
         optimizer.step()
         optimizer.zero_grad()

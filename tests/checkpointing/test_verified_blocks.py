@@ -284,9 +284,14 @@ def test_written_tensor_in_a_tuple_is_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning", "ignore:policy .* no (block|operator):UserWarning")
-def test_lazy_layers_are_initialized_once(policy: str) -> None:
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_lazy_layers_are_called_once_before(policy: str) -> None:
     plain, model = Net(LazyLayer), Net(LazyLayer)
+    with pytest.raises(UserError, match="Net has lazy layers.*call it once before the policy is applied"):
+        apply_policy(model, policy)
+    for one in (plain, model):
+        torch.manual_seed(0)
+        one(torch.randn(3, 4))
     apply_policy(model, policy, verify="always")
     found, expected = numbers(model), numbers(plain)
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
