@@ -71,7 +71,10 @@ class NoLogits:
         raise _LogitsAsked()
 
     __getitem__ = __iter__ = __getattr__
-    __torch_function__ = classmethod(__getattr__)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        raise _LogitsAsked()
 
 
 class _LogitsAsked(WorkFailed, AttributeError):
