@@ -13,7 +13,7 @@ Forward rounds its input to 8 bits row by row and multiplies integers; backward 
 dtype. bitsandbytes multiplies columns with outliers separately. The stand-in assumes that there are none: their number
 depends on the data, and in published models it is below one in a hundred. [autograd/_functions.py, MatMul8bitLt]
 
-`PACKINGS` has one row for each of the other methods (GPTQ, AWQ, HQQ, torchao, FP8, EETQ, AQLM, quanto).
+`PACKINGS` has one row for each of the other methods (GPTQ, AWQ, HQQ, torchao, FP8, EETQ, quanto).
 """
 
 from __future__ import annotations
