@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from ckpt_ft.compat.autograd import engine, graph_task, top_hooks
 from ckpt_ft.compat.distributed import join_config
+from ckpt_ft.compat.tensors import FakeTensor
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 
 from .arguments import leaves
@@ -292,7 +293,8 @@ class Verification:
                 _queue(lambda: _queue(lambda: self.read_flags(task, device, _groups(model))))
 
         for leaf in leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            is_real = isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
+            if is_real and leaf.grad_fn is not None:
                 leaf.register_hook(partial(begins, device=leaf.device))
 
     def read_flags(

@@ -15,6 +15,9 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.planning.results import Estimate, Suggestion, Suggestions
 from ckpt_ft.policy import Policy
+from ckpt_ft.spec.command import launch_words
+from ckpt_ft.spec.flags import fields_of
+from ckpt_ft.spec.launch import SIZES, Launch
 from ckpt_ft.tables import print_table
 from ckpt_ft.units import format_bytes
 
@@ -39,7 +42,10 @@ def dry_run(
     rows: Annotated[str, typer.Option(help="'all': batches with the longest rows of the dataset come first")] = "",
     html: Html = "",
     as_json: AsJson = False,
-    launch: Annotated[str, typer.Option(hidden=True)] = "",
+    launch: Annotated[
+        str, typer.Option(help="one of several GPUs: ddp, fsdp2, or a configuration of accelerate")
+    ] = "",
+    processes: Annotated[int | None, typer.Option(min=1, help="number of GPUs of --launch")] = None,
 ) -> None:
     """Predict peak memory and time of a training script's step, without a GPU and without weights.
 
@@ -48,15 +54,12 @@ def dry_run(
     """
     from ckpt_ft.host.script import AS_IT_IS, OTHERWISE, Question, Script, ask
 
-    if launch:
-        raise UserError(
-            f"--launch {launch}: a dry run is of one process; describe the run of several to `ckpt-ft estimate MODEL "
-            "--launch fsdp2 --processes 8`"
-        )
     script = Script.of(words or (), module)
     if rows not in ("", "all"):
         raise UserError(f"--rows {rows}: give 'all', or leave it out for batches as the script makes them")
     script.check()
+    launched, launcher = _launch(launch, processes)
+    machine = ("--machine_rank", "RANK", "--main_process_ip", "HOST") if launched and launched.machines > 1 else ()
     policies = tuple(several(policy or [])) or (AS_IT_IS,)
     cards = cards_of(device)
     if html and (len(cards) > 1 or len(policies) > 1):
@@ -71,16 +74,18 @@ def dry_run(
                 only = len(cards) == len(policies) == 1 and card is not None
                 otherwise = OTHERWISE if only and policies == (AS_IT_IS,) else ()
                 capacity = card.usable if card else None
-                answers = ask(Question(script, card, policies, steps, capacity, otherwise, longest=bool(rows)))
+                answers = ask(
+                    Question(script, card, policies, steps, capacity, otherwise, bool(rows), None, launched, launcher)
+                )
                 known.append((card, answers))
             found += _estimates(script, card, answers)
     several_asked = len(cards) > 1 or len(policies) > 1
-    first = found[0] if several_asked else _with_ways(found[0], found[1:], script)
+    first = found[0] if several_asked else _with_ways(found[0], found[1:], script, (*launcher, *machine))
     if as_json:
         entries = [{**asdict(one), "headroom": one.headroom} for one in (first, *found[1:])]
         print(json.dumps(entries if several_asked else entries[0], indent=2))
     elif several_asked:
-        _print_table(found, script)
+        _print_table(found, script, (*launcher, *machine))
     else:
         print_figures(first)
         if first.answer is not None and first.answer.ways:
@@ -96,6 +101,32 @@ def dry_run(
         trace = known[0][1][0].trace
         assert trace is not None
         estimate_page(first, trace).write(html)
+
+
+def _launch(named: str, processes: int | None) -> tuple[Launch | None, tuple[str, ...]]:
+    """The launch that is asked about, and the options of `accelerate launch` for it.
+
+    Raises:
+        UserError: there is no such launch, or a dry run does not know it.
+    """
+    fields = fields_of({"launch": named, "processes": processes})
+    if "launches" in fields:
+        raise UserError(f"--launch {named}: on how many GPUs? give --processes")
+    launch: Launch | None = fields.get("launch")
+    if launch is None:
+        return None, ()
+    unknown = [name for name in (*SIZES, "ep") if getattr(launch, name) > 1]
+    unknown += [launch.strategy] if launch.stage else []
+    if unknown:
+        raise UserError(
+            f"--launch {named}: a dry run knows ddp and fsdp2, and this is {unknown[0]}; describe the run to "
+            f"`ckpt-ft estimate MODEL --launch {named}`"
+        )
+    if launch.processes == 1:
+        raise UserError(f"--launch {named}: it is of one process; leave it out, or give --processes 2 or more")
+    if Path(named).suffix:
+        return launch, ("--config_file", named, "--num_processes", str(launch.processes))
+    return launch, tuple(launch_words(launch))
 
 
 def several(given: Sequence[str]) -> Iterator[str]:
@@ -149,7 +180,7 @@ def _estimates(script: Script, card: GPU | None, answers: Sequence[Answer]) -> I
         given = "; ".join(f"{name} {'x'.join(map(str, size))}" for name, size in batches[0].items())
         looked = f"step {answer.step} of the {answer.steps} looked at is the highest: {given}"
         yield replace(
-            of_trace(answer.trace, card, None, card.memory if card else None),
+            of_trace(answer.trace, card, answer.trace.launch, card.memory if card else None),
             model=f"{Path(script.name).name}: {answer.model}",
             policy=answer.policy or "as the script has it",
             batch_size=largest[0] if largest else 1,
@@ -158,7 +189,7 @@ def _estimates(script: Script, card: GPU | None, answers: Sequence[Answer]) -> I
         )
 
 
-def _with_ways(first: Estimate, others: Sequence[Estimate], script: Script) -> Estimate:
+def _with_ways(first: Estimate, others: Sequence[Estimate], script: Script, launcher: Sequence[str]) -> Estimate:
     """`first` with the policies under which the step fits, if it does not fit by itself."""
     from ckpt_ft.host.script import run_command
 
@@ -167,7 +198,7 @@ def _with_ways(first: Estimate, others: Sequence[Estimate], script: Script) -> E
     ways = [
         Suggestion(
             f"--policy {one.policy}", one.peak_reserved, (one.seconds or 0) / (first.seconds or 1) - 1,
-            command=run_command(script, one.policy),
+            command=run_command(script, one.policy, launcher),
         )
         for one in others
         if one.headroom is not None and one.headroom >= 0
@@ -176,19 +207,19 @@ def _with_ways(first: Estimate, others: Sequence[Estimate], script: Script) -> E
     return replace(first, answer=Suggestions(sorted(ways, key=lambda way: way.slower), 0 if ways else least))
 
 
-def _print_table(found: Sequence[Estimate], script: Script) -> None:
+def _print_table(found: Sequence[Estimate], script: Script, launcher: Sequence[str]) -> None:
     """One row for each card and policy, and the command under the fastest policy that fits."""
     from ckpt_ft.host.script import run_command
 
     console = stdout()
     rows = [((one.device, one.policy), one) for one in found]
-    print_table(estimates_table(f"{found[0].model}, predicted", ("device", "policy"), rows), console)
+    each = f", each GPU of {found[0].launch}" if found[0].launch else ""
+    print_table(estimates_table(f"{found[0].model}, predicted{each}", ("device", "policy"), rows), console)
     for note in dict.fromkeys(note for one in found for note in one.notes):
         console.print(f"note: {note}", markup=False)
     fitting = [one for one in found if (one.headroom or 0) >= 0 and one.seconds]
     if fitting:
         best = min(fitting, key=lambda one: one.seconds or 0)
         policy = "" if best.policy == "as the script has it" else best.policy
-        console.print(
-            f"fastest that fits, on {best.device}: {run_command(script, policy)}", markup=False, soft_wrap=True
-        )
+        command = run_command(script, policy, launcher)
+        console.print(f"fastest that fits, on {best.device}: {command}", markup=False, soft_wrap=True)

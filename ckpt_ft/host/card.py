@@ -16,9 +16,11 @@ from weakref import finalize
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ckpt_ft.compat.card import record_history
-from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes
+from ckpt_ft.compat.distributed import local_tensor
+from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes, storage_pointer
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
 
@@ -77,13 +79,14 @@ def show_tensors(tracker: ScriptTracker) -> None:
         __array__=lambda tensor, dtype=None, copy=None: numpy.asarray(numbers(tensor), dtype),
         __repr__=described,
         __str__=described,
+        data_ptr=lambda tensor: storage_pointer(tensor.untyped_storage()),  # tells tensors apart
     )
     torch.__future__.set_swap_module_params_on_conversion(True)  # parameters keep their identity on the way to a card
     torch.utils.swap_tensors = swap
 
 
-def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams) -> None:
-    """Make this process see `gpu`."""
+def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams, count: int = 1) -> None:
+    """Make this process see `count` cards such as `gpu`; it works on the first."""
     _show_devices(tracker)
     nothing: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
     properties = SimpleNamespace(
@@ -93,7 +96,7 @@ def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams) -> None:
     )  # fmt: skip
     state = torch.zeros(16, dtype=torch.uint8)
     answers: dict[str, Any] = {
-        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
+        "is_available": True, "is_initialized": True, "device_count": count, "current_device": 0,
         "is_bf16_supported": gpu.arch >= (8, 0),
         "get_device_capability": gpu.arch, "get_device_properties": properties, "get_device_name": gpu.name,
         "mem_get_info": (gpu.memory, gpu.memory), "get_rng_state": state, "get_rng_state_all": [state],
@@ -127,7 +130,7 @@ def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams) -> None:
     _replace(torch.cuda, memory_stats_as_nested_dict=nested_stats)
     torch.version.cuda = torch.version.cuda or "13.0"
     accelerator: dict[str, Any] = {
-        "is_available": True, "device_count": 1, "current_accelerator": torch.device("cuda"),
+        "is_available": True, "device_count": count, "current_accelerator": torch.device("cuda"),
         "current_device_index": 0, "current_device_idx": 0, "get_device_capability": {},
         "get_memory_info": (gpu.memory, gpu.memory),
         "memory_stats": defaultdict(int),
@@ -160,12 +163,16 @@ def _show_devices(tracker: ScriptTracker) -> None:
     kind = Tensor.type
 
     def is_on_card(tensor: Tensor) -> bool:
+        tensor = local_tensor(tensor) if type(tensor) is DTensor else tensor
         return type(tensor) is FakeTensor and not recorder.is_on_host(tensor)
 
     def device(tensor: FakeTensor) -> torch.device:
         if ops.depth or tensor.fake_mode.in_kernel_invocation:
             return plain.fget(tensor)  # type: ignore[attr-defined]
         return _CARD if is_on_card(tensor) else _HOST
+
+    def device_of_part(tensor: DTensor) -> torch.device:
+        return local_tensor(tensor).device
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         flags = [value for value in args if isinstance(value, bool)]  # non_blocking, copy
@@ -218,6 +225,7 @@ def _show_devices(tracker: ScriptTracker) -> None:
         is_cuda=property(is_on_card),
         get_device=lambda tensor: 0 if is_on_card(tensor) else -1,
     )
+    _replace(DTensor, device=property(device_of_part), is_cuda=property(is_on_card))
     _replace(
         Tensor,
         to=to,

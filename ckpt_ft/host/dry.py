@@ -31,12 +31,13 @@ from torch import nn
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.compat.tensors import DataDependentOutputException, DynamicOutputShapeException, no_modes
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.memory.distributed.fsdp2 import gathers_in_8_bits, host_copies
+from ckpt_ft.memory.distributed.fsdp2 import gathers_in_8_bits, host_copies, offloaded_parameters
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.fake import patches
 from ckpt_ft.memory.fake.step import torch_like
 from ckpt_ft.memory.gpus import GPUS
 from ckpt_ft.policy import STREAMS
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention, fused_head, liger, liger_kernels
 
 from .card import show_card, show_tensors
@@ -44,6 +45,7 @@ from .generation import generate_longest
 from .kept_files import KeptFiles
 from .longest import longest_first
 from .ops import ScriptOps, ScriptTracker
+from .ranks import as_wrapped, buckets_of, environment_of, join_ranks, unwrapped
 from .script import AS_IT_IS, OUTPUT, Answer, Question, random_states, set_random_states
 from .training_loop import TrainingLoop, before_saving, modules_alive, whole_model
 from .weightless import load_no_weights, when_imported
@@ -66,6 +68,7 @@ class _DryRun:
         self.question, self.folder = question, folder
         self.policy, self.model = question.policies[0], ""
         self.best: Answer | None = None
+        self.launch: Launch | None = None
         self.steps = self.number = 0
         self.stack = contextlib.ExitStack()
         self.loop = TrainingLoop(self._begins, self._next_step)
@@ -74,7 +77,7 @@ class _DryRun:
 
     def run(self) -> NoReturn:
         """Run the script to the end of what is looked at."""
-        gpu = self.question.gpu
+        gpu, launch = self.question.gpu, self.question.launch
         torch.set_num_threads(1)
         for name in (
             "transformers.integrations.moe",
@@ -93,7 +96,7 @@ class _DryRun:
         setattr(fakes.mode, STREAMS, self.streams)
         show_tensors(self.tracker)
         if gpu is not None:
-            show_card(gpu, self.tracker, self.streams)
+            show_card(gpu, self.tracker, self.streams, launch.processes // launch.machines if launch else 1)
         _leave_out(self.tracker.recorder.note, self.question.longest)
         self.files = KeptFiles(self.folder)
         signal.signal(signal.SIGTERM, self._killed)
@@ -103,8 +106,11 @@ class _DryRun:
         generate_longest(self.tracker.recorder.note)
         self.loop.watch()
         error: BaseException | None = None
-        set_random_states(self.question.randomness)
         try:
+            if launch is not None:
+                os.environ.update(environment_of(self.question.launcher, launch, gpu is None))
+                join_ranks(gpu is None)
+            set_random_states(self.question.randomness)
             self.question.script.run()
         except BaseException as raised:
             error = raised
@@ -134,11 +140,15 @@ class _DryRun:
         """The script has come to its training step: fork for each policy, and go on in the forks."""
         modules = modules_alive()
         model = whole_model(called, modules)
+        wrapped, model = model, unwrapped(model)
         self.model = type(model).__name__
-        gpu = self.question.gpu
+        gpu, launch = self.question.gpu, self.question.launch
+        if launch is not None:
+            self.launch = as_wrapped(launch, modules)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.loop.optimizers):
             raise UserError("LBFGS decides by the loss how often it runs the model, and a dry run has no loss")
-        if gpu is not None and all(parameter.device.type == "cpu" for parameter in model.parameters()):
+        away = list(offloaded_parameters(model))
+        if gpu is not None and not away and all(parameter.device.type == "cpu" for parameter in model.parameters()):
             raise UserError(
                 "its model is on the CPU, though the script sees a card; an option of the script may choose the "
                 "device, and --device cpu asks about the CPU"
@@ -163,7 +173,9 @@ class _DryRun:
         self.tracker.dispatcher.stepping = True
         self.tracker.restart()
         self.tracker.add_model(model)
-        own = set(model.modules())
+        self.tracker.recorder.put_on_host(away, "parameters", "pinned")
+        self.tracker.recorder.add_resident(buckets_of(modules), "communication")
+        own = set(wrapped.modules())
         self.tracker.add_beside(module for module in modules if module not in own)
         self.tracker.start_step()
 
@@ -219,7 +231,7 @@ class _DryRun:
         self.steps += 1
         gpu = self.question.gpu
         trace = self.tracker.trace(gpu.name if gpu else "cpu", None if gpu in GPUS.values() else gpu)
-        trace = replace(trace, ops=flash_attention.renamed(trace.ops))
+        trace = replace(trace, ops=flash_attention.renamed(trace.ops), launch=self.launch)
         best = self.best
         if best is None or best.trace is None or best.step == 1 or trace.peak_allocated > best.trace.peak_allocated:
             self.best = Answer(self.policy, self.model, trace, self.steps, batches=list(batches))

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError, is_oom, never_fatal, one_line
@@ -29,6 +28,7 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.units import format_bytes, parse_bytes
 
 from .dry import replace_own_checkpointing
+from .ranks import unwrapped
 from .script import AS_IT_IS, OTHERWISE, Answer, Question, Script, ask, random_states, run_command
 from .training_loop import TrainingLoop, before_saving, modules_alive, whole_model
 
@@ -126,7 +126,7 @@ class LiveRun:
 
     def _begins(self, model: nn.Module) -> None:
         self._loop.release()
-        trained = model.module if isinstance(model, DistributedDataParallel) else model
+        trained = unwrapped(model)
         alive = modules_alive()
         whole = whole_model(trained, alive) if trained is model else trained
         self.model = type(whole).__name__
@@ -194,7 +194,7 @@ class LiveRun:
                 found = answers[0] if answers else None
                 notes = [] if error is None else [f"The script ended by {type(error).__name__}."]
                 notes += [] if found is None or not found.error else [f"no prediction: {found.error}"]
-                notes += [] if self.alone else ["no prediction: a dry run is of one process"]
+                notes += [] if self.alone else ["no prediction: `ckpt-ft dry-run --launch` has one"]
                 report = profiler.report(
                     found.trace if found else None, notes=notes, policy=self.policy, model=self.model,
                     script=self.script.name,

@@ -22,6 +22,7 @@ from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.fake.dispatcher import FakeOps
 from ckpt_ft.memory.fake.faked_model import CPU, Fakes
 from ckpt_ft.memory.fake.patches import Interrupts
+from ckpt_ft.memory.fake.values import attach
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.dispatch import Handling, wraps
 from ckpt_ft.memory.record.recorder import Recorder
@@ -95,7 +96,10 @@ class ScriptOps(FakeOps):
         fake = self._met.get(id(value))
         if fake is None:
             fake = self.fakes.of(value)
-            self.values.keep(fake, value)
+            if value.dim() == 0:  # a number by which the script, or another rank, may decide
+                attach(fake, value)
+            else:
+                self.values.keep(fake, value)
             self._met[id(value)] = fake
             fake.__dict__["_ckpt_ft_real"] = value
             if self.gpu is None:

@@ -23,6 +23,7 @@ import numpy
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.spec.launch import Launch
 
 from .kept_files import KEPT, put_back
 
@@ -147,6 +148,7 @@ class Question:
     capacity: bytes; if the first policy's step reserves more, `otherwise` are asked for, too.
     longest: give the script the longest rows of its dataset first.
     randomness: where a script that sets no seed begins to draw; by default the same in each dry run.
+    launch: the script is one rank of several, started by `accelerate launch` with the options `launcher`.
     """
 
     script: Script
@@ -157,6 +159,8 @@ class Question:
     otherwise: tuple[str, ...] = ()
     longest: bool = False
     randomness: RandomStates | None = None
+    launch: Launch | None = None
+    launcher: tuple[str, ...] = ()
 
 
 def ask(question: Question) -> list[Answer]:
@@ -199,6 +203,7 @@ def ask(question: Question) -> list[Answer]:
     return answers
 
 
-def run_command(script: Script, policy: str) -> str:
-    """The command that runs a script with a policy."""
-    return shlex.join(["ckpt-ft", "run", *(["--policy", policy] if policy else []), *script.words])
+def run_command(script: Script, policy: str, launcher: Sequence[str] = ()) -> str:
+    """The command that runs a script with a policy, on several processes with options of `accelerate launch`."""
+    start = ["accelerate", "launch", "-q", *launcher, "-m", "ckpt_ft.run"] if launcher else ["ckpt-ft", "run"]
+    return shlex.join([*start, *(["--policy", policy] if policy else []), *script.words])

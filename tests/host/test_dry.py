@@ -388,7 +388,6 @@ def test_no_such_script() -> None:
     ("words", "said"),
     [
         ([], "which script?"),
-        (["--launch", "fsdp2", "--processes", "8", "plain.py"], "a dry run is of one process; .* `ckpt-ft estimate"),
         (["--polcy", "full", "plain.py"], "--polcy: no such option"),
         (["--policy", "fulll", __file__], "fulll"),
         (["--device", "t44", __file__], "t44"),

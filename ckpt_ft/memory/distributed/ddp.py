@@ -9,7 +9,7 @@ mark_variable_ready, all_reduce_bucket, finalize_backward).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,14 +38,19 @@ def outputs_copied(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Buckets:
-    """The buckets of a model's trainable parameters; hooks fill them when gradients are computed."""
+    """The buckets of a model's trainable parameters; hooks fill them when gradients are computed.
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, as_view: bool) -> None:
+    cap: bytes of all buckets but the first.
+    """
+
+    def __init__(
+        self, trained: Sequence[nn.Parameter], group: dist.ProcessGroup, as_view: bool, cap: int = BUCKET
+    ) -> None:
         self.group, self.as_view = group, as_view
         self.buckets: list[_Bucket] = []
         self.synchronises = True  # False within no_sync
         self._waiting = False
-        for parameters in _assigned(model):
+        for parameters in _assigned(trained, cap):
             bucket = _Bucket(parameters)
             self.buckets.append(bucket)
             for index, parameter in enumerate(parameters):
@@ -96,15 +101,15 @@ class _Bucket:
         self.views = [part.view(p.shape) for part, p in zip(self.flat.split(sizes), parameters, strict=True)]
 
 
-def _assigned(model: nn.Module) -> list[list[nn.Parameter]]:
+def _assigned(trained: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
     """Assign trainable parameters to buckets in the order of backward (compute_bucket_assignment)."""
     buckets: dict[torch.dtype, list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
     limit: dict[torch.dtype, int] = {}
-    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+    for parameter in reversed(trained):
         bucket = buckets.setdefault(parameter.dtype, [])
         bucket.append(parameter)
-        if sum(p.nbytes for p in bucket) >= limit.get(parameter.dtype, FIRST_BUCKET):
+        if sum(p.nbytes for p in bucket) >= limit.get(parameter.dtype, min(FIRST_BUCKET, cap)):
             full.append(buckets.pop(parameter.dtype))
-            limit[parameter.dtype] = BUCKET
+            limit[parameter.dtype] = cap
     return full + list(buckets.values())

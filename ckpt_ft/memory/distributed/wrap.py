@@ -56,7 +56,8 @@ def share(model: nn.Module, launch: Launch, mesh: DeviceMesh, undo: ExitStack) -
     if launch.stage or launch.by_transformers:
         return []
     if launch.strategy == "ddp":
-        buckets = Buckets(model, mesh.get_group(), as_view=launch.gradient_as_bucket_view)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        buckets = Buckets(trained, mesh.get_group(), as_view=launch.gradient_as_bucket_view)
         setattr(model, _SHARED, buckets)
         return [bucket.flat for bucket in buckets.buckets]
     _fsdp2(model, launch, sharding_mesh(mesh, launch))

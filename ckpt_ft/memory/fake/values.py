@@ -23,6 +23,7 @@ _VALUE = "_ckpt_ft_value"  # in the attributes of a fake tensor
 _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _MOST, _MOST_FLOATS = 1 << 20, 1 << 16  # elements: enough for a batch's tokens, not for a mask of all pairs
 _MOST_SIZES = 8  # of one tensor
+_COMPUTED = ("aten", "c10d")  # the fake process group leaves a rank's values as they are
 _NO_VALUE = ("aten::empty", "aten::new_empty")
 _NOT_EQUAL = aten.ne.Tensor  # isnan() is x != x
 _IS_NUMBER = {aten.eq.Scalar: False, aten.ne.Scalar: True}  # no unknown float is taken to be exactly a number
@@ -141,7 +142,7 @@ def _kind(func: Any) -> _Kind:
     alias = [argument.alias_info for argument in schema_of(func).arguments]
     writes = tuple(index for index, info in enumerate(alias) if info is not None and info.is_write)
     return _Kind(
-        has_values=func.namespace == "aten" and not random and not schema_of(func).name.startswith(_NO_VALUE),
+        has_values=func.namespace in _COMPUTED and not random and not schema_of(func).name.startswith(_NO_VALUE),
         needs_first=writes in ((), (0,)) and not (finds_nan or lifts or func is _NOT_EQUAL),
         finds_nan=finds_nan,
         lifts=lifts,
