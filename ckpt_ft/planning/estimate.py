@@ -121,11 +121,7 @@ def _of_run(
         command="" if alone else command_of(spec, workload),
         host_capacity=spec.host.host_memory,
     )
-    found = _with_phases(found, {name: trace for name, trace in traces.items() if name})
-    from ckpt_ft.workloads.phases import outside_steps  # imports transformers
-
-    outside = outside_steps(workload.model, traces[""])
-    return replace(found, peaks={"loading": 0, **found.peaks, **outside})
+    return _with_phases(found, {name: trace for name, trace in traces.items() if name})
 
 
 def with_suggestions(

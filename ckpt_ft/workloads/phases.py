@@ -1,15 +1,15 @@
-"""Phases of a run besides the training step: evaluation, generation of text, loading and saving of weights.
+"""Phases of a run besides the training step: evaluation and generation of text.
 
-Evaluation and generation run the library's own code (`Trainer.evaluation_loop`, `GenerationMixin.generate`), but only
-on a few batches or tokens. In place of the other batches and tokens, a trace allocates what they would have left on
-the device: predictions, or a KV cache. Loading and saving follow rules (`outside_steps`).
+Generation runs the library's own code (`GenerationMixin.generate`), but only on a few tokens, and an evaluation runs
+the model on one or two batches. In place of the others a trace allocates what they would have left on the device: a KV
+cache, or predictions. Loading and saving of weights need no phase: a checkpoint has no more on the card than a step,
+and a weight that is whole for a moment (FSDP2, ZeRO-3, quantised as it is loaded) is whole in a step, too.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -26,14 +26,13 @@ from ckpt_ft.compat.tensors import tree_leaves
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.spec.training_spec import DataSpec
-from ckpt_ft.standins.quantised_layers import FrozenLinear, PackedLinear
 
 from .adapters import without_adapters
 from .from_trainer import shallow_copy
 from .workload import Batch, Step, Workload
 
 if TYPE_CHECKING:
-    from ckpt_ft.memory.record.trace import StepTrace
+    pass
 
 Phase = Callable[[Workload, int], Step]
 Measure = Callable[[str, bool], AbstractContextManager[Any]]  # (phase, whether it is between steps)
@@ -241,39 +240,6 @@ def _with_logits(data: DataSpec, workload: Workload, samples: int) -> Step:
         model.train()
 
     return step
-
-
-def outside_steps(model: nn.Module, trace: StepTrace) -> dict[str, int]:
-    """Bytes allocated while the weights are loaded before the steps of `trace`, and saved after the last one.
-
-    Tensors are copied to the card or to the host without further memory on the card. These weights are an exception,
-    one at a time is whole on the card:
-
-    - a weight that FSDP2 distributes or gathers (accelerate/utils/fsdp_utils.py: fsdp2_load_full_state_dict;
-      torch/distributed/checkpoint/state_dict.py: full_state_dict with cpu_offload);
-    - the weights of a module under ZeRO-3 (deepspeed/runtime/zero/partition_parameters.py: Init; runtime/engine.py:
-      _zero3_consolidated_16bit_state_dict, with stage3_gather_16bit_weights_on_model_save);
-    - a weight that is quantised as it is loaded (transformers/core_model_loading.py: has_on_the_fly_quantization).
-
-    A step has such a weight on the card, too (FSDP2 has two), beside all that a checkpoint has, so its peak is higher.
-    An adapter is saved without the weights that it adapts; `ckpt-ft merge` merges it in host memory.
-    """
-    between: Counter[str] = Counter()
-    for storage, nbytes in trace.live_at(len(trace.events) - 1):
-        between[storage.category] += nbytes
-    gathered, launch = 0, trace.launch
-    if launch is not None and launch.strategy == "fsdp2":
-        weights = (max(each.nbytes, each.host) for each in trace.storages if each.category == "parameters")
-        gathered = launch.processes // launch.dp_replicate * max(weights)
-    elif launch is not None and launch.stage == 3:
-        size = 4 if launch.mixed_precision == "no" else 2
-        gathered = max(size * sum(p.numel() for p in part.parameters(recurse=False)) for part in model.modules())
-    layers = [
-        part for part in model.modules() if isinstance(part, FrozenLinear) and not isinstance(part, PackedLinear)
-    ]
-    quantised = max((each.in_features * each.out_features * each.packed_from.itemsize for each in layers), default=0)
-    loaded = between["parameters"] + between["buffers"]
-    return {"loading": loaded + max(gathered, quantised), "saving": between.total() + gathered}
 
 
 @contextmanager
