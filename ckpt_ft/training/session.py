@@ -33,7 +33,7 @@ from ckpt_ft.memory.measure.profiler import MemoryProfiler
 from ckpt_ft.memory.measure.report import MemoryReport, write_report
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.policy import Policy
-from ckpt_ft.workloads.from_trainer import compiled_by, is_sharded, own_shards
+from ckpt_ft.workloads.from_trainer import compiled_by, is_sharded
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
@@ -90,7 +90,6 @@ class Session:
             UserError: the policy matches nothing in the model, or FSDP's own checkpointing is on.
         """
         self.model = model
-        own_shards(model)
         if self.policy is not None:
             if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
                 refuse_fsdp(self.policy)
@@ -244,17 +243,13 @@ def cheaper_policies(policy: Policy | None) -> list[str]:
     """The policies of `FALLBACK_POLICIES` that keep less than `policy`, mildest first.
 
     A policy that is not in the list ranks before the first one that keeps no more than it does: a partial scope ranks
-    before `full`. Its `head` and `offload` are added to each, and its `pointwise` if its scope is `full`.
+    before `full`. What has no `head` or `offload` is left out if `policy` has it.
     """
     text = "none" if policy is None else str(policy)
-    if text in FALLBACK_POLICIES:
-        return list(FALLBACK_POLICIES[FALLBACK_POLICIES.index(text) + 1 :])
-    assert policy is not None
-    rank = FALLBACK_POLICIES.index("full" if policy.checkpoints else "pointwise")
-    own = {"head": policy.head, "offload": policy.offload, "pointwise": policy.pointwise and policy.scope == "full"}
-    kept: dict[str, Any] = {term: True for term, has in own.items() if has}
-    steps = dict.fromkeys(str(replace(Policy.parse(step), **kept)) for step in FALLBACK_POLICIES[rank:])
-    return [step for step in steps if step != text]
+    own = {"head", "offload"} & {*text.split(",")}
+    first_after = "full" if policy and policy.checkpoints else "pointwise"
+    rank = FALLBACK_POLICIES.index(text) + 1 if text in FALLBACK_POLICIES else FALLBACK_POLICIES.index(first_after)
+    return [step for step in FALLBACK_POLICIES[rank:] if own <= {*step.split(",")}]
 
 
 @contextmanager

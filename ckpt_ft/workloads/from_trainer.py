@@ -24,7 +24,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.models.auto import modeling_auto
 
-from ckpt_ft.compat.distributed import local_tensor
 from ckpt_ft.compat.libraries import FROM_CONFIG, attention_of, prepare_inputs
 from ckpt_ft.compat.patches import patched
 from ckpt_ft.compat.tensors import tree_map
@@ -169,17 +168,6 @@ def is_sharded(model: Any) -> bool:
     if getattr(getattr(model, "config", None), "distributed_config", None) is not None:
         return True
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
-@torch.no_grad()
-def own_shards(model: nn.Module) -> None:
-    """Copies each DTensor's shard that is a view of the whole weight: the view keeps the whole weight in memory.
-
-    transformers loads such views on a CPU, from a file of the model's dtype; on a GPU it copies the shard.
-    """
-    for shard, parameter in [(local_tensor(p), p) for p in model.parameters() if isinstance(p, DTensor)]:
-        if 0 < shard.numel() < parameter.numel() and shard.untyped_storage().nbytes() >= parameter.nbytes:
-            shard.set_(shard.clone())
 
 
 def without_shards(model: Any) -> Any:

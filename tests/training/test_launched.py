@@ -8,20 +8,17 @@ from typing import Any
 
 import pytest
 from accelerate.utils import FullyShardedDataParallelPlugin
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.training import fit
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.fit import launch_of
 from ckpt_ft.training.text import PadCollator
-from ckpt_ft.workloads.from_trainer import own_shards, precision_of
+from ckpt_ft.workloads.from_trainer import precision_of
 from ckpt_ft.workloads.workload import Workload
 
 ROWS = [{"input_ids": [1] * 8, "labels": [1] * 8}]
@@ -94,19 +91,6 @@ def test_distributed_config_of_a_model_becomes_a_launch() -> None:
     ):  # fmt: skip
         with pytest.raises(UserError, match="ep_size are predicted, fsdp_mixed_precision under bf16, and no others"):
             launch(precision, fsdp_size=4, ep_size=2, **other)
-
-
-def test_shard_loaded_as_a_view_frees_the_complete_weight() -> None:
-    model = nn.Linear(3, 8)
-    whole = model.weight.detach().clone()
-    with rank_of(2) as mesh:
-        model.weight = nn.Parameter(DTensor.from_local(whole[4:], mesh, [Shard(0)], run_check=False))
-        parameter: Any = model.weight
-        assert parameter._local_tensor.untyped_storage().nbytes() == 8 * 3 * 4
-        own_shards(model)
-        assert model.weight is parameter
-        assert parameter._local_tensor.untyped_storage().nbytes() == 4 * 3 * 4
-        assert parameter._local_tensor.equal(whole[4:])
 
 
 @pytest.mark.usefixtures("second_of_four")
