@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import runpy
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -60,13 +59,6 @@ def _recipes() -> dict[str, Path]:
     return {} if folder is None else {script.stem: script for script in sorted(folder.glob("*.py"))}
 
 
-class MergedDtype(str, Enum):
-    auto = "auto"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
 def merge(
     adapter: Annotated[str, typer.Argument(help="a LoRA run's output_dir")],
     output: Annotated[str, typer.Option("--output", help="directory for the merged model")],
@@ -74,12 +66,12 @@ def merge(
         str, typer.Option("--base", help="Hub id or directory; by default the one that the adapter names")
     ] = "",
     dtype: Annotated[
-        MergedDtype, typer.Option("--dtype", help="of the merged weights; auto keeps the base's")
-    ] = MergedDtype.auto,
+        str, typer.Option("--dtype", help="of the merged weights: float32, bfloat16 or float16; auto keeps the base's")
+    ] = "auto",
 ) -> None:
     """Merge a trained adapter into its base model: full weights that load without peft."""
     from ckpt_ft.training.merge import merge as merge_adapter
 
     with progress(f"merging {adapter}"):
-        merged = merge_adapter(adapter, output, base, dtype.value)
+        merged = merge_adapter(adapter, output, base, dtype)
     print(f"merged: {merged}")
