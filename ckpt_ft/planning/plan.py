@@ -17,8 +17,9 @@ from ckpt_ft.errors import NothingFits
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.estimate import advise, no_policy_fits
-from ckpt_ft.planning.results import Plan, PlanRequest, fingerprint
+from ckpt_ft.planning.results import Plan, PlanRequest
 from ckpt_ft.spec.launch import Launch
+from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
@@ -153,7 +154,7 @@ def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan
         model=workload.name or type(workload.model).__name__,
         device=gpu.name if gpu else "cpu",
         target=estimates.target,
-        fingerprint=fingerprint(workload.model),
+        architecture=type(without_adapters(workload.model)).__name__,
         holders=best.grouped_holders(8),
         rejected=estimates.rejected,
         notes=best.notes,

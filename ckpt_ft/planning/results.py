@@ -8,14 +8,12 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft.compat.modules import children_of
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 
 
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "ckpt_ft")
-_ADAPTED = frozenset({"base_layer", "original_module"})  # attributes with the layer that a PEFT layer wraps
-_WRAPPERS = re.compile(r"(^|\.)(base_model\.model|base_layer|original_module|module|_orig_mod)(?=\.)")
 
 
 def versions() -> dict[str, str]:
@@ -46,25 +42,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A digest of the base model's parameters: their names, shapes and dtypes.
-
-    Adapters and wrappers (DDP, torch.compile) do not change it, and neither does the device.
-    """
-    digest = hashlib.sha256()
-    modules: Iterator[Any] = model.modules()
-    base = next((module.get_base_model() for module in modules if hasattr(module, "get_base_model")), model)
-    wrappers = {name for name, module in base.named_modules() if not _ADAPTED.isdisjoint(children_of(module))}
-    for name, parameter in base.named_parameters():
-        parts = name.split(".")
-        if any(".".join(parts[:at]) in wrappers and part not in _ADAPTED for at, part in enumerate(parts)):
-            continue  # it is the adapter's, and not in the layer that is adapted
-        plain = _WRAPPERS.sub("", name).lstrip(".").replace("..", ".")
-        packed = parameter.element_size() == 1  # 4- and 8-bit weights: each library lays them out in its own way
-        digest.update(f"{plain} {'packed' if packed else (tuple(parameter.shape), parameter.dtype)}\n".encode())
-    return digest.hexdigest()[:16]
 
 
 @lru_cache(maxsize=1)
@@ -256,7 +233,7 @@ class Plan:
     Attributes:
         candidates: traced policies at their best batch sizes, ranked by the target.
         room: budget, context and margin in bytes.
-        model, device, target: the inputs of the plan; `fingerprint` is the model's.
+        model, device, target: the inputs of the plan; `architecture` is the model's class.
         fixes: changes other than a policy that lower the peak of `best`, each with its predicted saving.
         holders: the largest holders of the peak of `best`.
         rejected: policies and launches that do not suit this model, each with the reason.
@@ -271,7 +248,7 @@ class Plan:
     model: str
     device: str
     target: str
-    fingerprint: str
+    architecture: str
     fixes: list[Fix] = field(default_factory=list)
     holders: list[Holder] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
@@ -332,11 +309,14 @@ class Plan:
         return plan
 
     def check_model(self, model: nn.Module, source: str = "plan") -> None:
-        """Raises UserError if the plan was made for another model."""
-        if fingerprint(model) != self.fingerprint:
+        """Raises UserError if the plan was made for a model of another class."""
+        from ckpt_ft.workloads.adapters import without_adapters  # imports torch
+
+        ours = type(without_adapters(model)).__name__
+        if ours != self.architecture:
             raise UserError(
-                f"{source}: made for {self.model}, and this {type(model).__name__} has other weights (names, shapes "
-                "or dtypes); make a plan for it, or let 'auto' make one"
+                f"{source}: made for {self.model}, a {self.architecture}, and this is a {ours}; make a plan for it, "
+                "or let 'auto' make one"
             )
 
     @property

@@ -81,9 +81,7 @@ def test_damaged_cached_answer_is_recomputed_with_one_warning(
 
 
 def test_cached_plan_imports_no_torch(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Plan(
-        [Candidate("full", 1, 2, 3, 4.0)], MemoryBudget(GIB), "a model", "cpu", "throughput", "its fingerprint"
-    )
+    made = Plan([Candidate("full", 1, 2, 3, 4.0)], MemoryBudget(GIB), "a model", "cpu", "throughput", "Model")
     monkeypatch.setattr(planning, "_make", lambda *args: made)
     words = ["plan", "gpt2", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
