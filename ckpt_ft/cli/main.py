@@ -30,7 +30,7 @@ from . import app as browser
 from . import catalogue, dry_run, estimate, max_length, planning, policies, recipe, where
 from . import run as script_run
 from .named import unpacked
-from .params import GroupedCommand, words_in_our_names
+from .params import GroupedCommand, print_notes, words_in_our_names
 from .words import FILES, hear
 
 
@@ -113,7 +113,9 @@ def _with_command(words: Sequence[str]) -> Sequence[str]:
         or bool(find_model(heard.model) or unpacked(heard.model))
     )
     named = known or bool({"--model", "--config"} & {one.partition("=")[0] for one in options})
-    if named or (not heard.model and ("device" in heard.flags or options)):
+    close = did_you_mean(word, _commands().commands)
+    if (named and not (close and word in heard.ignored)) or (not heard.model and ("device" in heard.flags or options)):
+        print_notes(heard.notes())
         command = heard.command or ("estimate" if named else "where")
         model = [heard.model] if known else []
         return _noted([command, *model, *heard.options(), *heard.rest, *options])
@@ -122,7 +124,7 @@ def _with_command(words: Sequence[str]) -> Sequence[str]:
         raise UserError(
             f"no known model is called {meant}; `ckpt-ft models` lists them, others need a Hub id or a file"
         )
-    raise UserError(f"no command '{word}'{did_you_mean(word, _commands().commands)} ({_GUIDE})")
+    raise UserError(f"no command '{word}'{close} ({_GUIDE})")
 
 
 def _noted(words: list[str]) -> list[str]:

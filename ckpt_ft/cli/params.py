@@ -105,7 +105,7 @@ def takes_spec(
             found = Named(model, config) if config else named(model)
             left_out: tuple[str, ...] = ()
             model, config, typed_flags = found.model, found.file, {**found.flags, **typed_flags}
-            _print_notes(found.notes)
+            print_notes(found.notes)
             if config:
                 ignored = fields_of({"ignore": typed_flags.get("ignore")}).get("ignored", ())
                 length, content = typed_flags.get("seq_length"), found.content or contents(config)
@@ -113,7 +113,7 @@ def takes_spec(
                     config, recipe or found.kind, bool(given.get("dataset")), ignored, length,
                     bool(typed_flags.get("strict")), content, bool(typed_flags.get("images")),
                 )  # fmt: skip
-                _print_notes(read.notes)
+                print_notes(read.notes)
                 model, left_out = model or read.model, read.left_out
                 typed_flags = {name: value for name, value in read.flags.items() if name in taken} | typed_flags
                 given |= {n: read.flags[n] for n in own if given[n] is None and n in read.flags}
@@ -127,7 +127,7 @@ def takes_spec(
                 typed_flags |= _several(typed_flags.pop("processes"), typed_flags, taken, own, given)
             if typed_flags.get("trainer") in ONLINE and not typed_flags.get("batch_size"):
                 typed_flags["batch_size"] = TRL_BATCH
-                _print_notes((f"batches of {TRL_BATCH} samples, as TRL's by default; --batch-size changes it",))
+                print_notes((f"batches of {TRL_BATCH} samples, as TRL's by default; --batch-size changes it",))
 
             for card in str(typed_flags.get("device") or "").split(","):
                 if card:  # refused before the Hub is asked for a model
@@ -137,11 +137,11 @@ def takes_spec(
                 copy, flags = unpacked(model), typed_flags
                 if copy is not None:
                     model, flags = copy.model, {**({} if flags.get("load_in_8bit") else copy.flags), **flags}
-                    _print_notes(copy.notes)
+                    print_notes(copy.notes)
                 adapts = any(flags.get(name) for name in _ADAPTERS)
                 if "lora_r" in taken and not adapts and (flags.get("load_in_4bit") or flags.get("load_in_8bit")):
                     flags, adapts = {**flags, "lora_r": LORA_R}, True
-                    _print_notes((f"packed weights are frozen: LoRA of rank {LORA_R} trains; --lora changes it",))
+                    print_notes((f"packed weights are frozen: LoRA of rank {LORA_R} trains; --lora changes it",))
                 if flags.get("num_labels") and not flags.get("task"):
                     from ckpt_ft.workloads.load import task_with_labels
 
@@ -200,7 +200,7 @@ def _several(
     if "processes" not in taken:
         raise UserError(f"--device {count}x...: this command is about one card; name it without the number")
     if not typed.get("launch"):
-        _print_notes((f"{count} cards share the model by FSDP2; --launch ddp, zero2 or zero3 are others",))
+        print_notes((f"{count} cards share the model by FSDP2; --launch ddp, zero2 or zero3 are others",))
     return {"processes": count, "launch": typed.get("launch", "fsdp2")}
 
 
@@ -213,7 +213,7 @@ def _with_left_out(spec: TrainingSpec, left_out: tuple[str, ...], counts: bool) 
     if not open_launches or counts:
         return spec
     launch = spec.launch.launches[-1]
-    _print_notes((f"the file does not say on how many GPUs: {launch.processes}; --processes changes it",))
+    print_notes((f"the file does not say on how many GPUs: {launch.processes}; --processes changes it",))
     return on_gpus(spec, launch)
 
 
@@ -273,18 +273,18 @@ def _published_precision(model: str, adapts: bool) -> dict[str, str]:
     if known is not None and "_class_name" in known.config:
         weights = {"dtype": "bfloat16"} if adapts else {}
         said = "frozen weights are bfloat16" if adapts else "the weights are float32"
-        _print_notes((f"{said}, under bf16 autocast, as the recipes train; --dtype or --mixed-precision changes it",))
+        print_notes((f"{said}, under bf16 autocast, as the recipes train; --dtype or --mixed-precision changes it",))
         return {**weights, "mixed_precision": "bf16"}
     with suppress(UserError):  # of a model that cannot be read, which is refused where it is built
         dtype = checkpoint_dtype(hub_id(model))
         if dtype in DTYPES and dtype != "float32":
             why = f"{model} is published" if known is not None else f"transformers loads {model}"
-            _print_notes((f"the weights are {dtype}, as {why}; --dtype float32 takes twice the bytes",))
+            print_notes((f"the weights are {dtype}, as {why}; --dtype float32 takes twice the bytes",))
             return {"dtype": dtype}
     return {}
 
 
-def _print_notes(notes: tuple[str, ...]) -> None:
+def print_notes(notes: tuple[str, ...]) -> None:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
 
@@ -309,6 +309,7 @@ def require_applicable(spec: TrainingSpec) -> None:
 # What people type for our options, and no library calls so.
 _PEOPLE_SAY = {
     **dict.fromkeys(("gpus", "num_gpus", "n_gpu", "n_gpus", "ngpu", "nproc_per_node", "num_processes"), "processes"),
+    **dict.fromkeys(("world_size", "multi_gpu", "num_devices", "devices"), "processes"),
     **dict.fromkeys(("context", "context_length", "ctx", "length", "seq_len", "seqlen", "max_len"), "seq-length"),
     **dict.fromkeys(("batch", "bs", "batchsize"), "batch-size"),
     **dict.fromkeys(("memory", "gpu_memory", "device_memory"), "device"),
@@ -403,6 +404,7 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
     for name, value in found.items():
         kept += [f"--{typed_as(name)}"] if value is True else [f"--{typed_as(name)}={value}"]
     heard = hear(said)
+    print_notes(heard.notes())
     command = heard.command if command == "estimate" and heard.command else command
     line = [command, *filter(None, [heard.model]), *heard.options(), *kept, *heard.rest, *filter(None, [model])]
     device = next((values[name] for name in _CARDS if name in values), heard.flags.get("device", ""))

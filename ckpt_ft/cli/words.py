@@ -17,7 +17,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import find_gpu, is_other
 from ckpt_ft.spec.defaults import LORA_R, TRAINERS
 from ckpt_ft.spec.training_spec import HUB_TASKS, TASK_NAMES
-from ckpt_ft.workloads.model_config import find_model, known_models, names
+from ckpt_ft.workloads.model_config import NICKNAMES, find_model, known_models, names
 
 FILES = (".py", ".yaml", ".yml", ".json", ".toml", ".gguf")  # ends of the names of files that stand for a model
 WORDS = re.compile(r"\d+(?:\.\d+)?[bm]?|[a-z]+")
@@ -33,12 +33,14 @@ class Heard:
         model: the words that name the model, or its file; "" for none.
         flags: values of our flags that the words say, by the flags' names.
         rest: words that are not understood beside a model that is named whole.
+        ignored: plain words that are not understood beside the name of a known model.
     """
 
     command: str
     model: str
     flags: Mapping[str, Any]
     rest: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def options(self) -> list[str]:
         """Returns the flags as a command line has them."""
@@ -46,18 +48,23 @@ class Heard:
             f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}" for name, value in self.flags.items()
         ]
 
+    def notes(self) -> tuple[str, ...]:
+        return (f"not understood: {' '.join(self.ignored)}",) if self.ignored else ()
+
 
 _GAP = r"[\s_-]*"
-_MOST = rf"(?:max(?:imum|imal)?|largest|biggest|highest|longest|find){_GAP}(?:max{_GAP})?"
+_MOST = rf"(?:max(?:imum|imal)?|largest|biggest|highest|long(?:est)?|find|optimal|auto){_GAP}(?:max{_GAP})?"
 _LENGTH = r"(?:context|seq(?:uence)?s?|len(?:gth)?s?|tokens?|ctx|window)"
-_LENGTHS = rf"{_LENGTH}(?:{_GAP}{_LENGTH})*"
+_LENGTHS = rf"(?:model{_GAP})?{_LENGTH}(?:{_GAP}{_LENGTH})*"
 _NUMBER = r"(\d+k?)"
 _PACKED = r"(?:4-?bits?|int4|nf4|gguf|awq|gptq|q[2-6](?:_\w+)?)"
 _ASKED = {  # what is asked for -> the command that answers it
     rf"(?:{_MOST}|(?:what|which|how\s+(?:big|large)(?:\s+of)?)\s+(?:an?\s+)?)"
-    rf"(?:micro{_GAP})?batch(?:es)?(?:{_GAP}sizes?)?|^batch(?:{_GAP}size)?(?!{_GAP}size|\s*\d)": "max-batch",
+    rf"(?:micro{_GAP})?(?:batch(?:es)?(?:{_GAP}sizes?)?|bs)|how\s+many\s+samples"
+    rf"|^batch(?:{_GAP}size)?(?!{_GAP}size|\s*\d)": "max-batch",
     rf"(?:{_MOST}|(?:what|which|how\s+\w+)\s+(?:\w+\s+){{0,2}}){_LENGTHS}|^{_LENGTHS}(?!\s*\d|\s+cl)": "max-length",
-    r"(?:(?:best|which|what|fastest|compare|choose)\s+)?polic(?:y|ies)|optimi[sz]e|fastest|plan": "plan",
+    r"(?:(?:best|which|what|fastest|compare|choose)\s+)?polic(?:y|ies)|optimi[sz]e|fastest|plan|trade-?off": "plan",
+    r"(?:reduce|save|less|out\s+of)\s+(?:gpu\s+)?v?(?:memory|ram)|oom|selective\s+checkpointing": "plan",
     r"(?:which|what|best|cheapest)\s+(?:gpus?|cards?)|where|dollars": "where",
 }
 _SAID: dict[str, dict[str, Any]] = {  # what is said -> flags; {} is the number in it
@@ -66,6 +73,7 @@ _SAID: dict[str, dict[str, Any]] = {  # what is said -> flags; {} is the number 
     rf"(?:batch(?:{_GAP}size)?|bs)\s*(?:of\s+)?{_NUMBER}": {"batch_size": "{}"},
     rf"res(?:olution)?\s*{_NUMBER}": {"resolution": "{}"},
     r"(\d+)x?\s+(?:gpus|cards)": {"processes": "{}"},
+    r"(\d+)\s+(?:labels|classes)": {"num_labels": "{}"},
     rf"(?:deepspeed\s+)?zero{_GAP}(?:stage\s*)?([123])": {"launch": "zero{}"},
     r"fsdp\s*[12]?": {"launch": "fsdp2"},
     r"ddp": {"launch": "ddp"},
@@ -83,15 +91,16 @@ _TASKS = {
 }
 _COUNTS = {"two": 2, "dual": 2, "both": 2, "three": 3, "four": 4, "quad": 4, "eight": 8}
 _FILLERS = frozenset("""
-    a about ai am an and any are at batch be been best big both by can card cards choose context cost costs
-    could currently day days desktop did do does dreambooth enough estimate fast faster fine finetune finetuned
-    finetuning fit fits for from full get give good gpu gpus graphics had happens has have hour hours how i if
-    in is it just largest length llm llms long longer longest make many max maximum me memory method methods
-    minute minutes model models more most much my need needs new now of on one only or our own per pick please
-    possible pretrain pretrained pretraining price quantized ram recommend run runs scratch second seconds
-    sequence should show single size slow slower some speed step steps still suggest take takes tell than that
-    the there they think this time to train trainable training trains tune tuning under unet us use using versus
-    vram vs want was way we weights what when which will with without work works would you your
+    a about accelerate ai am an and any are at batch be been best big both by can card cards choose context cost
+    costs could currently day days desktop did do does dreambooth encoder enough estimate fast faster fine
+    finetune finetuned finetuning fit fits for from full get give good gpu gpus graphics had happens has have
+    hour hours how i if in is it just largest length limit llm llms long longer longest make many max maximum me
+    memory method methods minute minutes model models more most much multi my need needs new now of on one only
+    or our own per pick please possible pretrain pretrained pretraining price quantized ram recommend run runs
+    scratch second seconds sequence should show single size slow slower some speed step steps still suggest take
+    takes tell than that the there they think this time to torchrun train trainable training trains tune tuning
+    under unet us use using versus vram vs want was way we weights what when which will with without work works
+    would you your
 """.split())  # noqa: SIM905  # fmt: skip
 _MOST_WORDS = 6  # in the name of a card
 
@@ -128,12 +137,31 @@ def hear(words: Sequence[str]) -> Heard:
     left = [word for word in said.split() if word.lower().replace("-", "") not in _FILLERS]
     if whole:
         return Heard(command, whole, flags, tuple(left))
-    model = " ".join(left)
+    at, end = _named(left)
+    model, ignored = " ".join(left[at:end]), (*left[:at], *left[end:])
     if is_other(model):
         find_gpu(model)  # raises
     if generic and (known := find_model(alike(WORDS.findall(model.lower())))) and known.family == "vision":
         del flags["task"]  # a classifier of images is one
-    return Heard(command, model, flags)
+    return Heard(command, model, flags, ignored=ignored)
+
+
+def _named(words: Sequence[str]) -> tuple[int, int]:
+    """Where the model is in `words`: the longest run that begins with a family, if no other has a digit; or all."""
+    if len(words) < 2 or alike(WORDS.findall(" ".join(words).lower())):
+        return 0, len(words)
+    runs = [(at, end) for at in range(len(words)) for end in range(at + 1, len(words) + 1)]
+    for at, end in sorted(runs, key=lambda run: run[0] - run[1]):
+        run, others = " ".join(words[at:end]).lower(), (*words[:at], *words[end:])
+        pieces = WORDS.findall(run)
+        found = alike(pieces).rpartition("/")[2].lower() or NICKNAMES.get(run, "")
+        if (
+            found
+            and (run in NICKNAMES or pieces[0] in WORDS.findall(found)[:2])
+            and not any(re.search(r"\d", w) for w in others)
+        ):
+            return at, end
+    return 0, len(words)
 
 
 def _cut(pattern: str, said: str) -> tuple[re.Match[str] | None, str]:

@@ -49,7 +49,9 @@ HUB_TASKS = {  # names of the Hub, of auto classes and of PEFT -> ours
     **dict.fromkeys(("text-generation", "clm"), "causal-lm"),
     **dict.fromkeys(("fill-mask", "mlm"), "masked-lm"),
     **dict.fromkeys(("sequence-classification", "seq-cls", "sentiment-analysis"), "text-classification"),
-    **dict.fromkeys(("sentiment", "classification", "classifier", "classify"), "text-classification"),
+    **dict.fromkeys(
+        ("sentiment", "classification", "classifier", "text-classifier", "classify"), "text-classification"
+    ),
     **dict.fromkeys(("ner", "token-cls", "named-entity-recognition"), "token-classification"),
     **dict.fromkeys(("qa", "question-ans"), "question-answering"),
     **dict.fromkeys(("sentence-similarity", "feature-extraction", "embeddings", "embedder"), "embedding"),

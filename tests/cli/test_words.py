@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from ckpt_ft.cli.params import words_in_our_names
 from ckpt_ft.cli.words import hear
 from ckpt_ft.errors import UserError
 from ckpt_ft.workloads.load import task_with_labels
+from ckpt_ft.workloads.model_config import find_model
 
+ROOT = Path(__file__).parents[2]
 LORA, QLORA = {"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}
 
 
@@ -54,6 +58,13 @@ LORA, QLORA = {"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}
         ("context length gpt2", "max-length", "gpt2", {}),
         ("how long can my sequence be with gpt2 on 12gb", "max-length", "gpt2", {"device": "12gb"}),
         ("sequence classification bert", "", "bert", {"task": "text-classification"}),
+        ("how many samples fit gpt2 t4", "max-batch", "gpt2", {"device": "t4"}),
+        ("bert text classifier with 10 labels", "", "bert", {"num_labels": 10, "task": "text-classification"}),
+        ("multilingual stuff for llama 3 8b", "", "llama 3 8b", {}),  # plain words beside a family are left out
+        ("nemotron 8b", "", "nemotron 8b", {}),  # no other model of 8b
+        ("llama guard 8b", "", "llama guard 8b", {}),
+        ("save memory gpt2", "plan", "gpt2", {}),
+        ("gpt2 out of memory t4", "plan", "gpt2", {"device": "t4"}),
         ("which policy gpt2 t4", "plan", "gpt2", {"device": "t4"}),
         ("which gpu for llama 8b", "where", "llama 8b", {}),
         ("what batch size can I use for gpt2 on a 3060", "max-batch", "gpt2", {"device": "3060"}),
@@ -120,6 +131,7 @@ def test_words_that_name_nothing_are_refused(typed: str, says: str) -> None:
         ("estimate m --deepspeed ds.json", "estimate m --launch=ds.json"),
         ("estimate m --zero 3", "estimate m --launch=zero3"),
         ("estimate m --task dpo", "estimate m --trainer=dpo"),
+        ("estimate m --world-size 4", "estimate m --processes 4"),
         ("estimate m --task ner", "estimate m --task ner"),
         ("estimate m --context 8k", "estimate m --seq-length 8192"),
         ("where m --seq-length 4k,8k", "where m --seq-length 4096,8192"),
@@ -166,3 +178,23 @@ def test_models_of_a_card_are_those_that_it_trains(capsys: pytest.CaptureFixture
     assert cli._with_command(["models", "rtx", "3060"]) == ["where", "--device", "rtx 3060"]
     assert cli._with_command(["models", "llama"]) == ["models", "llama"]
     assert capsys.readouterr().err == "note: ckpt-ft where --device 'rtx 3060'\n"
+
+
+QUESTIONS = re.findall(
+    r"`(ckpt-ft [^`]+)`", (ROOT / "README.md").read_text().partition("| question |")[2].partition("\n\n")[0]
+)
+
+
+@pytest.mark.parametrize("asked", QUESTIONS)
+def test_questions_of_the_readme_are_commands(asked: str) -> None:
+    words = cli._with_command(shlex.split(asked)[1:])
+    line = [word for word in words_in_our_names(words, cli._switches) if word != "my.yaml"]
+    with cli._commands().make_context("ckpt-ft", list(line)) as context:
+        name, command, rest = cli._commands().resolve_command(context, list(line))
+        with command.make_context(name, rest) as read:
+            model = read.params.get("model", "")
+    assert name in ("where", "dry-run") or "my.yaml" in asked or find_model(model) or unpacked(model)
+
+
+def test_readme_answers_a_dozen_questions() -> None:
+    assert len(QUESTIONS) >= 12
