@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, SplitArguments, A
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = start(training_args, ac_args, lora=model_args.adapts)
+    directory = start(training_args, ac_args)
 
     # 1. Model, tokenizer and problems with their answers
     model_args, data_args = with_sample(model_args, data_args, training_args, make_sums)

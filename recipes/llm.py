@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None) -> tuple[LanguageModelArguments, DataArgum
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = start(training_args, ac_args, lora=model_args.adapts, packing=data_args.packing)
+    directory = start(training_args, ac_args, packing=data_args.packing)
 
     # 1. Model and tokenizer
     model_args, data_args = with_sample(model_args, data_args, training_args, make_docstrings)

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if pairs:  # a Trainer takes the names of labels from the model's forward, which has none
         training_args = changed(training_args, label_names=[POSITIVES], prediction_loss_only=True)
     metrics = ("loss",) if pairs else ("loss", "accuracy")
-    directory = start(training_args, ac_args, lora=model_args.adapts, metrics=metrics)
+    directory = start(training_args, ac_args, metrics=metrics)
 
     # 1. Rows and names of classes
     model_args, data_args = with_sample(model_args, data_args, training_args, make_labelled_docstrings)

@@ -68,7 +68,7 @@ def parse(
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = start(training_args, ac_args, lora=model_args.adapts)
+    directory = start(training_args, ac_args)
 
     # 1. Model and processor
     model_args, data_args = with_sample(model_args, data_args, training_args, make_questions)

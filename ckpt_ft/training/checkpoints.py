@@ -1,6 +1,6 @@
 """Checkpoints of a Trainer and of the diffusion recipes' loop: complete or absent, also when a signal stops the run.
 
-    directory = RunDirectory.of(args, lora=...)     # validates, writes nothing
+    directory = RunDirectory.of(args)               # validates, writes nothing
     directory.open()                                # locks it for this process
     ...                                             # load data and model: the input is valid
     with keep_checkpoints(trainer, directory):      # deletes an earlier run if it is to be overwritten
@@ -56,6 +56,7 @@ from ckpt_ft.files import flush, flush_tree, sweep, write
 from ckpt_ft.redact import redacted
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import FirstStep, is_of_the_disk, library_reads
+from ckpt_ft.workloads.adapters import without_adapters
 
 MANIFEST = "manifest.json"
 LOCK_FILE = "_run.lock"  # `--push_to_hub` does not upload files named _*
@@ -230,10 +231,10 @@ class RunDirectory:
         UserError: `output_dir` holds another run, or there is no complete checkpoint to resume from.
     """
 
-    def __init__(self, output_dir: str, resume: str | None = None, overwrite: bool = False, *, lora: bool) -> None:
+    def __init__(self, output_dir: str, resume: str | None = None, overwrite: bool = False) -> None:
         if not output_dir.strip():
             raise UserError("--output_dir is empty; give a directory ('.' for the current one)")
-        self.path, self.overwrite, self.lora, self.run = Path(output_dir), overwrite, lora, uuid.uuid4().hex
+        self.path, self.overwrite, self.run = Path(output_dir), overwrite, uuid.uuid4().hex
         self.checkpoint, self.damaged = resume_path(resume, output_dir)
         if overwrite and self.checkpoint is not None:
             raise UserError(
@@ -257,9 +258,9 @@ class RunDirectory:
                 )
 
     @classmethod
-    def of(cls, args: Any, *, lora: bool) -> RunDirectory:
+    def of(cls, args: Any) -> RunDirectory:
         """Returns the directory that RunArguments or LoopArguments name."""
-        return cls(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir, lora=lora)
+        return cls(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir)
 
     def open(self) -> None:
         """Create the directory and lock it until this process ends. Called on every rank.
@@ -294,17 +295,17 @@ class RunDirectory:
         self.overwrite = False
         state.wait_for_everyone()
 
-    def check_space(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def check_space(self, model: nn.Module, optimizer: torch.optim.Optimizer, adapters: bool) -> None:
         """Check before training that the disk has room for a checkpoint of `model`.
 
-        With adapters, only trainable weights are counted. Optimizer state is counted for Adam only; sharded runs are
+        With `adapters`, only trainable weights are counted. Optimizer state is counted for Adam only; sharded runs are
         skipped.
 
         Raises:
             WorkFailed: there is not enough free space.
         """
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        saved = trained if self.lora else list(model.parameters())
+        saved = trained if adapters else list(model.parameters())
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
         moments = 2 if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) else 0
         needed = sum(p.numel() * p.element_size() for p in [*saved, *moments * trained])
@@ -458,7 +459,8 @@ class Checkpoints(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:  # a Trainer would do one more step
             raise Finished
-        self.directory.check_space(kwargs["model"], kwargs["optimizer"])
+        model = kwargs["model"]
+        self.directory.check_space(model, kwargs["optimizer"], adapters=without_adapters(model) is not model)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.first.begins()

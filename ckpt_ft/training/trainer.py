@@ -23,13 +23,12 @@ Data = TypeVar("Data", bound=SplitArguments)
 
 
 def start(
-    args: Any, settings: ACArguments, *, lora: bool, packing: bool = False, metrics: Sequence[str] = ("loss",)
+    args: Any, settings: ACArguments, *, packing: bool = False, metrics: Sequence[str] = ("loss",)
 ) -> RunDirectory:
     """Checks flags against each other, opens the output directory and sets the seed.
 
     Args:
         args: RunArguments.
-        lora: whether adapters are trained.
         packing: whether rows are packed; attention with a KV cache ignores their positions.
         metrics: what an evaluation returns.
 
@@ -47,7 +46,7 @@ def start(
         raise UserError(
             "--packing with --use_cache: with a KV cache packed rows see one another; leave one of them out"
         )
-    directory = RunDirectory.of(args, lora=lora)
+    directory = RunDirectory.of(args)
     directory.open()
     set_seed(args.seed)
     return directory

@@ -140,7 +140,7 @@ def runs_out(fitted: Fitted, out: Path, monkeypatch: pytest.MonkeyPatch) -> list
         raise KeyboardInterrupt
 
     monkeypatch.setattr("os.execv", execv)
-    directory = RunDirectory(str(out), lora=False)
+    directory = RunDirectory(str(out))
     for step, run in ((7, directory.run), (8, "another run's")) if out.is_dir() else ():
         (out / f"checkpoint-{step}").mkdir()
         (out / f"checkpoint-{step}" / "optimizer.pt").write_text("{}")
@@ -188,7 +188,7 @@ def test_out_of_memory_is_raised_without_a_new_plan(changes: dict[str, str], fit
     session = Session(replace(fitted, settings=replace(fitted.settings, ac_budget=None, **changes)))
     with (
         pytest.raises(WorkFailed, match="out of memory: CUDA out of memory"),
-        advise_on_oom(session, RunDirectory(str(tmp_path), lora=False)),
+        advise_on_oom(session, RunDirectory(str(tmp_path))),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

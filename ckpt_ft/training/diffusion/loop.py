@@ -73,7 +73,7 @@ class Run:
         """Returns Accelerate with its trackers; opens the output directory, sets the seed, and makes the `built_in`
         pipeline if none is given."""
         args = self.args
-        self.directory = RunDirectory.of(args, lora=self.model_args.adapts)
+        self.directory = RunDirectory.of(args)
         with library_reads("Accelerate cannot start with these flags"):
             self.accelerator = Accelerator(
                 gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -204,7 +204,7 @@ class TrainingState:
             values = {f.name: str(getattr(given, f.name)) for given in flags for f in fields(given)}
             values["policy"] = str(run.memory.policy)
             self.accelerator.init_trackers(args.tracker_project_name, values)
-        run.directory.check_space(self.trained, self.optimizer)
+        run.directory.check_space(self.trained, self.optimizer, run.model_args.adapts)
         run.directory.clear()
 
     def unwrap(self) -> None:

@@ -50,7 +50,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
 
 def directory(path: Path) -> RunDirectory:
     """Returns the run in `path`, or a new one."""
-    return RunDirectory(str(path), "latest" if last_complete_checkpoint(str(path)) else None, lora=False)
+    return RunDirectory(str(path), "latest" if last_complete_checkpoint(str(path)) else None)
 
 
 def names(path: Path) -> list[str]:

@@ -84,7 +84,7 @@ def test_resuming_says_from_which_step_and_why(run: Path, capsys: pytest.Capture
         shutil.rmtree(path)
     with (run / "checkpoint-10" / "optimizer.pt").open("r+b") as file:  # of the same size
         file.write(b"\1")
-    RunDirectory(str(run), "latest", lora=False).open()
+    RunDirectory(str(run), "latest").open()
     why = "checkpoint-10 is damaged: optimizer.pt has other contents than were written"
     assert capsys.readouterr().out == f"{why}; resuming from checkpoint-2\n"
     with pytest.raises(UserError, match="optimizer.pt has other contents than were written"):
@@ -111,26 +111,26 @@ def test_latest_ignores_checkpoints_of_other_runs(run: Path) -> None:
     assert last_complete_checkpoint(str(run), "run") == str(run / "checkpoint-10")
     assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-30")
     with pytest.raises(UserError, match="holds checkpoint-2 of another run than"):
-        RunDirectory(str(run), "latest", lora=False)
+        RunDirectory(str(run), "latest")
 
 
 def test_used_directory_is_refused_with_both_alternatives(run: Path) -> None:
     with pytest.raises(UserError) as refused:
-        RunDirectory(str(run), lora=False)
+        RunDirectory(str(run))
     said = str(refused.value)
     assert "holds checkpoint-14 of an earlier run" in said
     assert "--resume_from_checkpoint latest" in said
     assert "--overwrite_output_dir" in said
     assert "\n" not in said
-    assert RunDirectory(str(run), "latest", lora=False).run == "run"
+    assert RunDirectory(str(run), "latest").run == "run"
     with pytest.raises(UserError, match="give only one of them"):
-        RunDirectory(str(run), "latest", overwrite=True, lora=False)
+        RunDirectory(str(run), "latest", overwrite=True)
 
 
 def test_overwriting_deletes_files_of_runs_only(run: Path) -> None:
     for name in ("adapter_config.json", "model-00001-of-00002.safetensors", "notes.txt"):
         (run / name).write_text("{}")
-    directory = RunDirectory(str(run), overwrite=True, lora=False)
+    directory = RunDirectory(str(run), overwrite=True)
     directory.open()
     assert (run / "checkpoint-2").is_dir()  # deleted only after the input is checked
     directory.clear()
@@ -143,10 +143,10 @@ def test_overwriting_deletes_files_of_runs_only(run: Path) -> None:
 def test_second_process_in_a_directory_is_refused(tmp_path: Path) -> None:
     script = (
         "import sys; from ckpt_ft.errors import run; from ckpt_ft.training.checkpoints import RunDirectory; "
-        "run(lambda: RunDirectory(sys.argv[1], lora=False).open())"
+        "run(lambda: RunDirectory(sys.argv[1]).open())"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "out")]
-    RunDirectory(str(tmp_path / "out"), lora=False).open()
+    RunDirectory(str(tmp_path / "out")).open()
     second = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert second.returncode == 2
     assert second.stderr.count("another process trains into it") == 1
@@ -158,7 +158,7 @@ def test_unwritable_directory_is_refused(tmp_path: Path) -> None:
     if not path.parent.is_dir():
         pytest.skip("needs Linux")
     with pytest.raises(UserError, match="--output_dir /proc/ckpt_ft cannot be written to"):
-        RunDirectory(str(path), lora=False).open()
+        RunDirectory(str(path)).open()
 
 
 @pytest.mark.parametrize(("lora", "needed"), [(False, 4 * 150 + 8 * 50), (True, 4 * 50 + 8 * 50)])
@@ -168,34 +168,34 @@ def test_full_disk_is_reported_before_training(
     """A checkpoint needs weights in float32 (with adapters only trained ones) and two moments of trained weights."""
     model = torch.nn.ModuleList([torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 5, bias=False)])
     model[0].requires_grad_(False)
-    directory = RunDirectory(str(tmp_path), lora=lora)
+    directory = RunDirectory(str(tmp_path))
     optimizer = torch.optim.AdamW(model[1].parameters())
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed))
-    directory.check_space(model, optimizer)
+    directory.check_space(model, optimizer, lora)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(WorkFailed, match="a checkpoint needs .* nothing was trained: free some space"):
-        directory.check_space(model, optimizer)
+        directory.check_space(model, optimizer, lora)
 
 
 def test_output_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for given in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match=f"--output_dir {given}: it or a directory above it is a file"):
-            RunDirectory(str(given), lora=False).open()
+            RunDirectory(str(given)).open()
     with pytest.raises(UserError, match="--output_dir .*File name too long|--output_dir .* \\.\\.\\. "):
-        RunDirectory(str(tmp_path / ("x" * 300)), lora=False).open()
+        RunDirectory(str(tmp_path / ("x" * 300))).open()
     with pytest.raises(UserError, match="--output_dir is empty; give a directory"):  # which is no current directory
-        RunDirectory("", lora=False)
+        RunDirectory("")
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_dangling_checkpoint_symlink_is_deleted(tmp_path: Path) -> None:
-    directory = RunDirectory(str(tmp_path), lora=False)
+    directory = RunDirectory(str(tmp_path))
     (tmp_path / "checkpoint-4").symlink_to(tmp_path / "gone")
     (tmp_path / "kept").mkdir()
     (tmp_path / "checkpoint-2").symlink_to(tmp_path / "kept")
     write_manifest(tmp_path / "kept", "run")
     directory.clear()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "kept"]
-    RunDirectory(str(tmp_path), overwrite=True, lora=False).clear()
+    RunDirectory(str(tmp_path), overwrite=True).clear()
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
