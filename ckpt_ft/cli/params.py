@@ -259,7 +259,7 @@ def _checkpoint_dtype(model: str) -> str:
         return checkpoint_dtype(model)
     with suppress(UserError):
         return checkpoint_dtype(model)
-    _print_notes((f"dtype auto: {model} does not say the dtype of its checkpoint: bfloat16; --dtype changes it",))
+    print_notes((f"dtype auto: {model} does not say the dtype of its checkpoint: bfloat16; --dtype changes it",))
     return "bfloat16"
 
 

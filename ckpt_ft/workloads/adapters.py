@@ -265,7 +265,7 @@ def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
     bitsandbytes packs linear layers only. [transformers/integrations/bitsandbytes.py, replace_with_bnb_linear]
 
     Raises:
-        UserError: 8 bits with fused experts, or settings of experts for a model without experts.
+        UserError: settings of experts for a model without experts.
     """
     quantised = spec.quantisation
     nbytes = sum(p.nbytes for _, p in fused_experts(model))
@@ -286,9 +286,7 @@ def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
     left = f"bitsandbytes packs linear layers only, and {format_bytes(nbytes)} of experts in fused parameters are in "
     left += dtype + (", to which PEFT's k-bit preparation casts what is not packed" if quantised.prepare_kbit else "")
     if quantised.load_in_8bit:
-        raise UserError(
-            f"8 bits over fused experts: {left}; leave 8 bits out, or use --load-in-4bit", load_in_8bit=False
-        )
+        return (f"8 bits: {left}; --load-in-4bit with --quantize-moe-experts packs them",)
     return (
         f"4 bits: {left}; axolotl's quantize_moe_experts packs them (--quantize-moe-experts predicts it); "
         "transformers unpacks an MXFP4 checkpoint to train; --lora-target-parameters adapts them unpacked",

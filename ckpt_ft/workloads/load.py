@@ -20,6 +20,7 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import expandable_segments
+from ckpt_ft.memory.distributed.sequence_parallel import carries_state
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -85,6 +86,7 @@ def load(
         device = gpu = replace(gpu, context=gpu.context + int(share * gpu.memory))
     when = "while it generates alone" if sleeps else "counted with the CUDA context"
     _check_samples(name, workload, spec)
+    _check_states(workload.model, spec)
     if lengths is not None and spec.data.images:
         raise UserError("a dataset's lengths and images in every row: leave one of them out")
     if lengths is not None and workload.kind not in _OF_ROWS:
@@ -160,6 +162,19 @@ def _with_clear_errors(loss: Loss, adapters: str) -> Loss:
         return lost
 
     return compute_loss
+
+
+def _check_states(model: nn.Module, spec: TrainingSpec) -> None:
+    """Raises UserError for a ring of GPUs along which layers would pass a state on: axolotl has code of its own."""
+    launch, text = spec.launch.launch, getattr(getattr(model, "config", None), "get_text_config", None)
+    if launch is not None and launch.cp > 1 and text is not None:
+        part = spec.data.tokens // launch.cp
+        if carries_state(text()):
+            raise UserError(
+                f"launch cp {launch.cp}: layers that carry a state along the sequence: accelerate refuses them; rows "
+                f"of {part} tokens on each GPU take nearly as much, without what the GPUs send each other",
+                launch=replace(launch, cp=1), seq_length=part,
+            )  # fmt: skip
 
 
 def _with_blocks(launch: Launch | None, model: nn.Module, strict: bool) -> tuple[Launch | None, tuple[str, ...]]:

@@ -249,6 +249,23 @@ def test_launch_file_that_the_model_or_card_cannot_have_is_answered_without(
     assert found["peak_allocated"] == estimated(monkeypatch, capsys, *asked)[0]["peak_allocated"]
 
 
+def test_ring_around_layers_with_a_state_is_answered_by_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """axolotl passes the state on by its own code, accelerate refuses such models."""
+    model, file = tiny(tmp_path, layer_types=["linear_attention", "full_attention"]), tmp_path / "run.yaml"
+    sizes = f"base_model: {model}\nmicro_batch_size: 2\nsequence_len: 64\nfsdp: [full_shard]\n"
+    file.write_text(f"{sizes}context_parallel_size: 2\n")
+    found, said = estimated(monkeypatch, capsys, str(file), "--processes", "2")
+    assert "launch, seq_length: launch cp 2: layers that carry a state along the sequence" in said
+    file.write_text(sizes.replace("64", "32"))
+    assert (
+        found["peak_allocated"] == estimated(monkeypatch, capsys, str(file), "--processes", "2")[0]["peak_allocated"]
+    )
+    with pytest.raises(UserError, match="rows of 32 tokens on each GPU take nearly as much"):
+        estimated(monkeypatch, capsys, model, "--cp", "2", "--seq-length", "64")
+
+
 def test_dtype_auto_of_a_configuration_alone_is_bfloat16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,7 +49,7 @@ def check(model: nn.Module, launch: Launch) -> None:
     of_keys = getattr(text, "num_key_value_heads", None) or heads
     adapted = hasattr(model, "peft_config")
     cp, sp, tp, ep = (getattr(launch, name) > 1 for name in ("cp", "sp", "tp", "ep"))
-    kinds, windowed, experts = getattr(text, "layer_types", None) or (), _windowed(text), experts_of(model)
+    windowed, experts = _windowed(text), experts_of(model)
     kind, heads_of_both = type(model).__name__, f"{heads} heads and {of_keys} key-value heads"
     problems = {  # the first that applies is named
         "the batches hold no sequences of tokens": (cp or sp) and getattr(model, "main_input_name", "") != "input_ids",
@@ -69,7 +69,7 @@ def check(model: nn.Module, launch: Launch) -> None:
         f"{experts} experts are no multiple of {launch.ep}": experts % launch.ep,
         f"transformers has no tensor-parallel plan for {kind}": tp and not getattr(model, "tp_plan", None),
         "layers that carry a state along the sequence: accelerate refuses them":
-            (cp or sp) and {"linear_attention", "mamba"}.intersection(kinds),
+            (cp or sp) and carries_state(text),
         f"context parallelism does not support attention layers of type {', '.join(windowed)}": cp and windowed,
     }  # fmt: skip
     if problem := next((problem for problem, applies in problems.items() if applies), ""):
@@ -81,6 +81,11 @@ def _divided_by_transformers() -> bool:
     from ckpt_ft.compat.libraries import parallel_plans
 
     return parallel_plans is not None
+
+
+def carries_state(config: Any) -> bool:
+    """Whether the configuration's model has layers that carry a state along the sequence."""
+    return any(kind in ("linear_attention", "mamba") for kind in getattr(config, "layer_types", None) or ())
 
 
 def _windowed(config: Any) -> list[str]:
