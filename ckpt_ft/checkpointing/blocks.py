@@ -218,7 +218,6 @@ def _sibling_sequentials(model: nn.Module, blocks: dict[str, nn.Module]) -> list
 
 
 def _is_model(module: nn.Module) -> bool:
-    """Whether the module is a transformers or diffusers model, nested or not."""
     return is_a(module, PRETRAINED) or is_a(module, DIFFUSERS)
 
 

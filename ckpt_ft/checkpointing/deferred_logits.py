@@ -189,6 +189,7 @@ _OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add_
 _OPERATORS |= {"__sub__": "sub", "__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_", "__isub__": "sub_"}
 _WHOLE = (
     "rsub", "rtruediv", "pow", "neg", "abs", "matmul", "eq", "ne", "lt", "le", "gt", "ge", "iter", "bool", "float",
+    "setitem",
 )  # fmt: skip
 _OPERATORS |= {f"__{name}__": f"__{name}__" for name in _WHOLE}
 
@@ -266,9 +267,6 @@ class Logits:
         if whole_rows and self.ndim > 1:
             return self._derive(lambda logits: logits[index], self.hidden[index])
         return self.whole("indexing")[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.whole("an assignment to some of them")[index] = value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -142,7 +142,6 @@ def _find(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def _without_logits(output: Any) -> Any:
-    """Replace deferred logits in the model's output by `NoLogits`."""
     if isinstance(output, tuple):
         return tuple(NoLogits() if isinstance(value, Logits) else value for value in output)
     return type(output)(**{key: NoLogits() if isinstance(value, Logits) else value for key, value in output.items()})

@@ -106,7 +106,6 @@ class DroppedCaches:
 
 
 def _is_filled(cache: Any) -> bool:
-    """Whether a cache of transformers holds keys and values, or states, of any layer."""
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     if any(part is not None for part in parts):
         return any(part is not None and _is_filled(part) for part in parts)

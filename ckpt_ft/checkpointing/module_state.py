@@ -156,18 +156,17 @@ class StateBeforeFirstRun:
         """Raise UserError for the first parameter that cannot be restored."""
         versions, requires_grad, storages = _values(self._parameters)
         for i, value in enumerate(self._parameters):
-            if versions[i] != before[0][i]:
-                change = "written in place (an optimizer's step?)"
-            elif requires_grad[i] != before[1][i]:
-                change = f"switched to requires_grad={requires_grad[i]} (another adapter?)"
-            elif storages[i] != before[2][i] and not hasattr(value, "ds_id"):  # ZeRO-3 gathers into `p.data`
-                change = "given other data (p.data = ...)"
-            else:
-                continue
-            raise UserError(
-                f"{self._described(value)} was {change} between forward and backward, so recomputation cannot repeat "
-                "the first run; change it after backward"
-            )
+            changes = {
+                "written in place (an optimizer's step?)": versions[i] != before[0][i],
+                f"switched to requires_grad={requires_grad[i]} (another adapter?)": requires_grad[i] != before[1][i],
+                # ZeRO-3 gathers into `p.data`
+                "given other data (p.data = ...)": storages[i] != before[2][i] and not hasattr(value, "ds_id"),
+            }
+            if change := next((text for text, is_so in changes.items() if is_so), ""):
+                raise UserError(
+                    f"{self._described(value)} was {change} between forward and backward, so recomputation cannot "
+                    "repeat the first run; change it after backward"
+                )
 
     def _described(self, parameter: nn.Parameter) -> str:
         region = self._contents.module

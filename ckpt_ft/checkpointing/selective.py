@@ -88,7 +88,6 @@ class Selection:
         return group != "matmul" or seen % self.fraction == 0
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of a region's first and second run."""
         kept: _Kept = defaultdict(list)
         return _Keeping(self, kept), _Replaying(kept)
 
@@ -222,7 +221,6 @@ class _KeptOutput:
         return saved
 
     def watch(self, view: torch.Tensor) -> None:
-        """Watch a view of the output that has its own version counter."""
         with _counted():
             self.views.append((counter_of(view), write_count(view)))
 

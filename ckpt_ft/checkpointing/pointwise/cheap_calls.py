@@ -124,7 +124,6 @@ class ModuleCall(StandIn, CheapCall):
             module.__dict__.update(there)
 
     def _unchanged(self) -> bool:
-        """Whether the module's attributes are those of its last call."""
         now, known = self.module.__dict__, self.attributes
         return len(now) == len(known) and all(map(is_, now.values(), known.values()))
 

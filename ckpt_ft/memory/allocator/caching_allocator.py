@@ -133,7 +133,6 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Return a block of `malloc` to the cache."""
         if block is None:
             return
         self.allocated -= block.size

@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_ft.compat.distributed import AsyncCollectiveTensor
 from ckpt_ft.compat.patches import fake_work, patched, place_in_mesh, shapes_of_whole
 from ckpt_ft.memory.record.dispatch import unrecorded
-
-if TYPE_CHECKING:
-    from ckpt_ft.memory.record.recorder import Recorder
+from ckpt_ft.memory.record.recorder import Recorder
 
 
 class _Stream:

@@ -18,18 +18,16 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes, storage_pointer
+from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.memory.rules.fake_kernels import coalesced
 
-if TYPE_CHECKING:
-    from ckpt_ft.memory.record.recorder import Recorder
-
-    from .values import Values
+from .values import Values
 
 aten = torch.ops.aten
 

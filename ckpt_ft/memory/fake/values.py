@@ -166,7 +166,6 @@ def attach(fake: Tensor, real: Tensor) -> None:
 
 
 def _is_few(tensor: Tensor) -> bool:
-    """Whether a tensor is small enough for its values to be followed."""
     return tensor.numel() <= (_MOST if tensor.dtype in _WHOLE else _MOST_FLOATS)
 
 

@@ -503,7 +503,6 @@ class MemoryProfiler:
 
 
 def merge_peaks(into: Peaks, step: Peaks) -> None:
-    """Raises the peaks in `into` to those of one more `step`."""
     for phase, figures in step.items():
         for figure, nbytes in figures.items():
             known = into.setdefault(phase, {})

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,7 @@ from ckpt_ft.compat.autograd import stop_profiler
 from ckpt_ft.compat.tensors import no_modes, tree_map_only
 
 from .dispatch import After, Rule, call_key
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
+from .recorder import Recorder
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ bytes each on the CPU).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer
 from ckpt_ft.compat.patches import patched
 from ckpt_ft.compat.tensors import FakeTensor, TorchDispatchMode, storage_pointer
 from ckpt_ft.memory.cost.op_work import Work, collective_bytes, group_of, is_collective, measure, tensors
+from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.policy import SWAPPED
 
 from .cpu_kernels import real_kernels
@@ -38,9 +39,6 @@ from .in_place_gradients import IN_PLACE, counts_of_a_sum, is_in_place
 from .recorder import Recorder
 from .step_context import StepContext
 from .trace import StepTrace
-
-if TYPE_CHECKING:
-    from ckpt_ft.memory.gpus import GPU
 
 _LIFT = torch.ops.aten.lift_fresh.default
 ASKS_DEVICE = torch.ops.prim.device.default
