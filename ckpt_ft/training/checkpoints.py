@@ -457,10 +457,14 @@ class Checkpoints(TrainerCallback):
         self.first = FirstStep(mismatch(resumed) if resumed else "training cannot begin with these flags")
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        model, resumed = kwargs["model"], self.directory.checkpoint
+        adapters = without_adapters(model) is not model
+        # Of a run that is finished nothing else fails: no step is made, and the result is saved.
+        if resumed and Path(resumed, MODEL_FILES[0] if adapters else ADAPTER_FILES[0]).is_file():
+            raise UserError(mismatch(resumed))
         if state.global_step >= state.max_steps:  # a Trainer would do one more step
             raise Finished
-        model = kwargs["model"]
-        self.directory.check_space(model, kwargs["optimizer"], adapters=without_adapters(model) is not model)
+        self.directory.check_space(model, kwargs["optimizer"], adapters)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.first.begins()
