@@ -257,17 +257,17 @@ def _figures(result: Estimate) -> Iterator[tuple[str, str]]:
     yield "peak allocated", format_bytes(result.peak_allocated)
     for category, nbytes in result.at_peak.items():
         if nbytes:
-            yield f"  of it {category}", format_bytes(nbytes)
+            yield f"  {category}", format_bytes(nbytes)
     yield "peak reserved", format_bytes(result.peak_reserved)
     if result.context:
         yield f"CUDA context{' and NCCL' if result.launch else ''}", format_bytes(result.context)
     if result.peak_host:
         yield f"host memory{' of each process' if result.launch else ''}", format_bytes(result.peak_host)
         for category, nbytes in (*result.at_host_peak.items(), *result.host_kinds.items()):
-            yield f"  of it {category}", format_bytes(nbytes)
+            yield f"  {category}", format_bytes(nbytes)
     if result.seconds is not None:
         without = " without generation" if "generation" in result.peaks else ""
         yield f"seconds per step{without}", f"{result.seconds:.3f}"
         for part, seconds in result.seconds_parts.items():
-            yield f"  of it {part}", f"{seconds:.3f}"
+            yield f"  {part}", f"{seconds:.3f}"
         yield "  bound by", result.bound

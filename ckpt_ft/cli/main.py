@@ -119,11 +119,9 @@ def _with_command(words: Sequence[str]) -> Sequence[str]:
         command = heard.command or ("estimate" if named else "where")
         model = [heard.model] if known else []
         return _noted([command, *model, *heard.options(), *heard.rest, *options])
-    meant = f"'{heard.model}'" if heard.flags or heard.command else ""
-    if meant and heard.model:
-        raise UserError(
-            f"no known model is called {meant}; `ckpt-ft models` lists them, others need a Hub id or a file"
-        )
+    if heard.model and (heard.flags or heard.command or " " in heard.model) and not close:
+        lists = "`ckpt-ft models` lists them, others need a Hub id or a file"
+        raise UserError(f"no known model is called '{heard.model}'; {lists}")
     raise UserError(f"no command '{word}'{close} ({_GUIDE})")
 
 

@@ -19,7 +19,7 @@ from ckpt_ft.spec.trainer import kind_of
 from ckpt_ft.spec.training_file import MODELS, read_yaml
 from ckpt_ft.workloads.model_config import find_model, hub_answers, hub_id
 
-from .words import TUNED, WORDS, alike, hear
+from .words import TUNED, WORDS, alike, hear, pieces_of
 
 SAVED_ARGUMENTS = "training_args.bin"  # of a Trainer's output directory
 _MADE = ("mixed_precision", "distributed_state", "deepspeed_plugin", "hf_deepspeed_config")  # from the others
@@ -180,9 +180,8 @@ def spoken(name: str) -> Named | None:
     """
     for text in dict.fromkeys((name, re.sub(r"[_:-]+", " ", name))):  # 8-bit is a word, Qwen3-Embedding-0.6B are three
         heard = hear(text.split())
-        said = re.sub(r"\bsd\s*(?=\d|xl)", "stable diffusion ", heard.model.lower())
-        model = find_model(hub_id(said))
-        if found := model.name if model else alike(WORDS.findall(said)):
+        model = find_model(hub_id(" ".join(pieces_of(heard.model))))
+        if found := model.name if model else alike(pieces_of(heard.model)):
             return Named(found, flags=heard.flags, notes=(f"{name} is answered as {found}",))
     if heard.flags and not heard.model:
         raise UserError(f"'{name}': name a model too, one of `ckpt-ft models`: 'Qwen3-0.6B {name}'")

@@ -141,23 +141,23 @@ def hear(words: Sequence[str]) -> Heard:
     model, ignored = " ".join(left[at:end]), (*left[:at], *left[end:])
     if is_other(model):
         find_gpu(model)  # raises
-    if generic and (known := find_model(alike(WORDS.findall(model.lower())))) and known.family == "vision":
+    if generic and (known := find_model(alike(pieces_of(model)))) and known.family == "vision":
         del flags["task"]  # a classifier of images is one
     return Heard(command, model, flags, ignored=ignored)
 
 
 def _named(words: Sequence[str]) -> tuple[int, int]:
     """Where the model is in `words`: the longest run that begins with a family, if no other has a digit; or all."""
-    if len(words) < 2 or alike(WORDS.findall(" ".join(words).lower())):
+    if len(words) < 2 or alike(pieces_of(" ".join(words))):
         return 0, len(words)
     runs = [(at, end) for at in range(len(words)) for end in range(at + 1, len(words) + 1)]
     for at, end in sorted(runs, key=lambda run: run[0] - run[1]):
         run, others = " ".join(words[at:end]).lower(), (*words[:at], *words[end:])
-        pieces = WORDS.findall(run)
+        pieces = pieces_of(run)
         found = alike(pieces).rpartition("/")[2].lower() or NICKNAMES.get(run, "")
         if (
             found
-            and (run in NICKNAMES or pieces[0] in WORDS.findall(found)[:2])
+            and (run in NICKNAMES or (pieces[0].isalpha() and pieces[0] in WORDS.findall(found)[:2]))
             and not any(re.search(r"\d", w) for w in others)
         ):
             return at, end
@@ -202,8 +202,13 @@ def is_card(name: str) -> bool:
     return False
 
 
+def pieces_of(model: str) -> list[str]:
+    """The words and numbers of what people call a model."""
+    return WORDS.findall(re.sub(r"\bsd\s*(?=\d|xl)", "stable diffusion ", model.lower()))
+
+
 def alike(words: Sequence[str]) -> str:
-    """The known model with all of `words` in its name, in order, and the fewest others; "" if there is none.
+    """The known model with all of `words` in its name, in order if possible, and the fewest others; "" for none.
 
     Of several such models it is the first of its file: the one that most people mean.
     """
@@ -211,8 +216,10 @@ def alike(words: Sequence[str]) -> str:
     found: dict[str, tuple[Any, ...]] = {}
     for known, model in names().items() if words else ():
         own = WORDS.findall(re.sub(r"(\d)-(?=\d$)", r"\1.", known.rpartition("/")[2].lower()))  # v1-5
-        rest = iter(own)
-        if all(any(f"{have}.".startswith(f"{word}.") for have in rest) for word in words):
+        if all(any(f"{have}.".startswith(f"{word}.") for have in own) for word in words):
+            rest = iter(own)
+            ordered = all(any(f"{have}.".startswith(f"{word}.") for have in rest) for word in words)
             newer = sum(word not in own for word in words)  # llama 3 is 3.1, too
-            found[known] = newer, model.family != "language", len(own), order[model.name], len(known)
+            family = model.family != "language"
+            found[known] = not ordered, newer, family, len(own), order[model.name], len(known)
     return min(found, key=found.__getitem__, default="")

@@ -239,7 +239,7 @@ def _compared(measured: RankMemory, predicted: Prediction) -> Iterator[tuple[str
             for p in _names([measured])
         ),
         ("peak in host memory", predicted.host or None, None),
-        ("  of it pinned", predicted.pinned or None, measured.host.get("pinned")),
+        ("  pinned", predicted.pinned or None, measured.host.get("pinned")),
         ("s/step", predicted.seconds, measured.seconds),
     ]
     for name, expected, found in pairs:

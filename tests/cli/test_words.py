@@ -63,6 +63,8 @@ LORA, QLORA = {"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}
         ("multilingual stuff for llama 3 8b", "", "llama 3 8b", {}),  # plain words beside a family are left out
         ("nemotron 8b", "", "nemotron 8b", {}),  # no other model of 8b
         ("llama guard 8b", "", "llama guard 8b", {}),
+        ("gpt-neo 1.3b", "", "gpt-neo 1.3b", {}),  # no OPT of 1.3b
+        ("llama 4 scout", "", "llama 4 scout", {}),  # no Phi-4
         ("save memory gpt2", "plan", "gpt2", {}),
         ("gpt2 out of memory t4", "plan", "gpt2", {"device": "t4"}),
         ("which policy gpt2 t4", "plan", "gpt2", {"device": "t4"}),
@@ -158,6 +160,8 @@ def test_options_that_people_type(typed: str, ours: str) -> None:
         ("bert base cased", "bert-base-cased"),
         ("mixtral 8x7b", "mistralai/Mixtral-8x7B-v0.1"),
         ("distilbert-base-uncased-finetuned-sst-2-english", "distilbert-base-uncased"),
+        ("sd 3.5 medium", "stabilityai/stable-diffusion-3.5-medium"),
+        ("llama vision 11b", "meta-llama/Llama-3.2-11B-Vision"),
         ("minilm", "sentence-transformers/all-MiniLM-L6-v2"),
     ],
 )

@@ -259,6 +259,6 @@ def test_report_has_host_memory(tmp_path: Path) -> None:
     assert peaks.header[-2:] == ("host, resident", "host, pinned")
     assert peaks.rows[0][-2:] == ("5.00 GiB", "3.00 GiB")
     assert ("peak in host memory", "3.00 GiB", DASH, DASH) in compared.rows
-    assert ("  of it pinned", "2.00 GiB", "3.00 GiB", "-33.3%") in compared.rows
+    assert ("  pinned", "2.00 GiB", "3.00 GiB", "-33.3%") in compared.rows
     report.to_json(tmp_path / "report.json")
     assert MemoryReport.from_json(tmp_path / "report.json").ranks[0] == rank
