@@ -140,10 +140,18 @@ def test_every_key_of_axolotl_and_llama_factory_is_known(release: str, kind: str
 def test_every_entry_is_a_field_of_an_installed_or_listed_older_release() -> None:
     """Fields of older releases stay in the table because users' files still contain them."""
     older = {
-        "transformers": {"warmup_ratio", "overwrite_output_dir", "logging_dir", "save_safetensors", "group_by_length"},
+        "transformers": {
+            "warmup_ratio",
+            "overwrite_output_dir",
+            "logging_dir",
+            "save_safetensors",
+            "group_by_length",
+            "evaluation_strategy",
+        },
         "trl.kto": {"generate_during_eval"},
         "trl": {"max_seq_length", "max_prompt_length"},
-        "trl.rollouts": {"reward_funcs"},  # an argument of the trainer
+        # an argument of the trainer, and settings of axolotl's
+        "trl.rollouts": {"reward_funcs", "async_prefetch", "use_data_producer"},
     }
     for section in ("transformers", "trl.sft", "trl.dpo", "trl.kto", "trl.reward", "trl.rollouts"):
         known = {name for path, sections in CLASSES.items() if section in sections for name, _ in fields_of(path)}
