@@ -85,7 +85,10 @@ def _main() -> int:
     except _UsageError as error:
         faults: Any = getattr(error.__cause__, "errors", list)()  # pydantic's, whose message has no value
         given = f": {faults[0]['input']!r}" if faults else ""
-        raise UserError(f"{one_line(error.format_message())}{given}") from error
+        said = (
+            one_line(error.format_message()).partition(", unable to parse")[0].replace("Input should be", "it must be")
+        )
+        raise UserError(f"{said}{given}") from error
     if isinstance(done, KeyboardInterrupt):
         raise done
     return done

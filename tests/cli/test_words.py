@@ -202,3 +202,10 @@ def test_questions_of_the_readme_are_commands(asked: str) -> None:
 
 def test_readme_answers_a_dozen_questions() -> None:
     assert len(QUESTIONS) >= 12
+
+
+def test_value_of_another_type_is_one_plain_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["ckpt-ft", "estimate", "gpt2", "--batch-size", "x"])
+    with pytest.raises(UserError) as refused:
+        cli._main()
+    assert str(refused.value) == "Invalid value for '--batch-size': it must be a valid integer: 'x'"
