@@ -344,12 +344,15 @@ class Verification:
             f"  what differs: {differs} ({len(slots)} of its saved tensors, {len(regions)} "
             f"region{'s' if len(regions) > 1 else ''})",
         ]
+        draws, others = "", "'offload' or 'pointwise', which re-run no block"
+        if "pointwise" in self.policy:
+            draws, others = " or are drawn in a norm", "'offload', which recomputes nothing"
         lines += [
             "  usual causes: forward changes a variable outside of its modules (a global, a class attribute, one of a "
             "closure) or a numpy array, or other code changed one between forward and backward; an argument or a "
-            "saved tensor was written in place; random numbers came from a generator outside of the model",
-            "  what to do: make the block depend on its arguments, parameters and buffers alone; or try 'offload' or "
-            "'pointwise', which re-run no block, or 'modules:attention' and 'modules:mlp', which re-run parts of it. "
+            f"saved tensor was written in place; random numbers came from a generator outside of the model{draws}",
+            f"  what to do: make the block depend on its arguments, parameters and buffers alone; or try {others}, "
+            "or 'modules:attention' and 'modules:mlp', which re-run parts of it. "
             "check_parity(model, batch, 'pointwise') of ckpt_ft tests a policy on one step; so do --ac_check of a "
             "recipe and `ckpt-ft check`",
         ]
