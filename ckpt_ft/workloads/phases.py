@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
@@ -30,9 +30,6 @@ from ckpt_ft.spec.training_spec import DataSpec
 from .adapters import without_adapters
 from .from_trainer import shallow_copy
 from .workload import Batch, Step, Workload
-
-if TYPE_CHECKING:
-    pass
 
 Phase = Callable[[Workload, int], Step]
 Measure = Callable[[str, bool], AbstractContextManager[Any]]  # (phase, whether it is between steps)

@@ -474,7 +474,9 @@ def test_blocks_compiled_under_fsdp2() -> None:
     trace = traces[1]
     assert any("compiled: 2 graphs" in note for note in trace.notes)
     backward = [op.name for op in trace.ops if op.phase == "backward"]
-    assert sum("attention" in name and "triton" not in name for name in backward) == 6  # three of them run again
+    # Three of them run again; the partitioner of torch 2.11 keeps what attention returns.
+    runs = 3 if is_older("torch", "2.12") else 6
+    assert sum("attention" in name and "triton" not in name for name in backward) == runs
     # A kernel of a norm's backward sums the gradient of its weight over 64 tokens at a time, in fp32.
     kernels = [storage for storage in trace.storages if storage.op.startswith("triton_per")]
     assert sum(storage.nbytes == 4 * 64 * 8 * 16384 // 64 for storage in kernels) == 2 * 3
