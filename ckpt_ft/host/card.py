@@ -17,6 +17,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from ckpt_ft.compat.card import record_history
 from ckpt_ft.compat.distributed import local_tensor
@@ -28,6 +30,7 @@ from .ops import ScriptTracker, on_card, swap
 
 _CARD, _HOST = torch.device("cuda", 0), torch.device("cpu")
 _CLASSES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+_MOVES = "_ckpt_ft_moves"  # of a tensor without a shape: what is to be done when it has one
 _UNKNOWN = "values that the script reads from tensors are taken as 1"
 
 
@@ -63,6 +66,23 @@ def show_tensors(tracker: ScriptTracker) -> None:
 
     def described(tensor: Tensor, **options: Any) -> str:
         return f"tensor(..., size={tuple(tensor.shape)})"
+
+    def applied(module: Any, move: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """`_apply` of a module whose tensors may have no shapes yet: they move when they get them."""
+        waiting = [one for one in (*module.parameters(False), *module.buffers(False)) if is_lazy(one)]
+        for tensor in waiting:
+            vars(tensor).setdefault(_MOVES, []).append(move)
+        return module if waiting else nn.Module._apply(module, move, recurse)
+
+    def materialized(tensor: Any, *args: Any, **kwargs: Any) -> None:
+        materialize(tensor, *args, **kwargs)
+        for move in vars(tensor).pop(_MOVES, ()):
+            tensor.data = move(tensor.data)
+
+    materialize = UninitializedParameter.materialize
+    _replace(LazyModuleMixin, _apply=applied)
+    for without_shape in (UninitializedParameter, UninitializedBuffer):
+        _replace(without_shape, materialize=materialized)
 
     data: Any = Tensor.data
 
@@ -192,9 +212,10 @@ def _show_devices(tracker: ScriptTracker) -> None:
 
     def made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-            made = make(data, *args, **kwargs)
             if device is None:
-                return made
+                device = data.device if isinstance(data, Tensor) else torch.empty(0).device
+            with _HOST:  # and not the device of a context around
+                made = make(data, *args, **kwargs)
             needs = made.requires_grad
             return to(made.detach(), device).requires_grad_(needs) if needs else to(made, device)
 

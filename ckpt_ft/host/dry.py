@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.compat.tensors import DataDependentOutputException, DynamicOutputShapeException, no_modes
+from ckpt_ft.compat.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, no_modes
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.fsdp2 import gathers_in_8_bits, host_copies, offloaded_parameters
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
@@ -50,6 +50,7 @@ from .script import AS_IT_IS, OUTPUT, Answer, Question, random_states, set_rando
 from .training_loop import TrainingLoop, before_saving, modules_alive, whole_model
 from .weightless import load_no_weights, when_imported
 
+_SMALL = 64 << 20  # bytes of models whose steps on the CPU are computed
 _EAGER = "torch.compile is left out: the answer is that of the eager step"
 
 
@@ -70,6 +71,9 @@ class _DryRun:
         self.best: Answer | None = None
         self.launch: Launch | None = None
         self.steps = self.number = 0
+        self.computes = False  # the steps are computed with their numbers
+        alone = question.gpu is None and question.launch is None
+        self.small = _SMALL if alone and question.computes else 0
         self.stack = contextlib.ExitStack()
         self.loop = TrainingLoop(self._begins, self._next_step)
 
@@ -86,6 +90,8 @@ class _DryRun:
         ):  # before their kernels are replaced
             with contextlib.suppress(ImportError):
                 __import__(name)
+        with torch.device("cpu"):
+            torch.empty(0)  # PyTorch lists here what obeys such a context: its own functions, before ours replace some
         fakes = self.stack.enter_context(torch_like(gpu))
         fakes.mode.__exit__(None, None, None)  # only ops that meet a fake run under it
         gc.enable()
@@ -102,7 +108,7 @@ class _DryRun:
         signal.signal(signal.SIGTERM, self._killed)
         self._track(self.tracker, self.streams)
         before_saving(self._finish)  # there is nothing to save
-        load_no_weights(self._put)
+        load_no_weights(self._put, self.small)
         generate_longest(self.tracker.recorder.note)
         self.loop.watch()
         error: BaseException | None = None
@@ -153,16 +159,18 @@ class _DryRun:
                 "its model is on the CPU, though the script sees a card; an option of the script may choose the "
                 "device, and --device cpu asks about the CPU"
             )
-        for module in modules if gpu is None else ():
-            self._put(module)
         self._fork()
+        if gpu is None and not self._computes(modules):
+            for module in modules:
+                self._put(module)
         notes = []
         if self.policy != AS_IT_IS:
             notes = [*replace_own_checkpointing(model, self.policy), *apply_policy(model, self.policy).notes]
         for note in notes:
             self.tracker.recorder.note(note)
         enter = self.stack.enter_context
-        enter(patches.unnoticed())
+        if not self.computes:
+            enter(patches.unnoticed())
         enter(flash_attention.for_live_models())
         enter(liger.for_live_models())
         if gpu is not None:
@@ -204,6 +212,30 @@ class _DryRun:
         statuses += [os.waitpid(child, 0)[1] for child in running]
         self.files.restore()
         os._exit(max(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0 for status in statuses))
+
+    def _computes(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether this process computes its steps with their numbers: a fork does, if the script's model is small.
+
+        Its answer is that of a live run, whatever the numbers decide. Without one, this process has none either.
+        """
+        tensors = {id(tensor): tensor for one in modules for tensor in (*one.parameters(), *one.buffers())}.values()
+        if any(type(tensor) is FakeTensor for tensor in tensors) or sum(one.nbytes for one in tensors) >= self.small:
+            return False
+        child = os.fork()
+        if not child:
+            _end_with_parent()
+            self.files.begin()
+            self.tracker.compute(self._give_up)
+            self.computes = True
+            return True
+        os.waitpid(child, 0)
+        if self._file(self.number).exists():
+            os._exit(0)
+        return False
+
+    def _give_up(self) -> NoReturn:
+        self.files.restore()
+        os._exit(0)
 
     def _misses(self) -> bool:
         """Whether the first policy's step does not fit."""
@@ -278,6 +310,8 @@ class _DryRun:
     def _end(self, answer: Answer) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
+        if self.computes and answer.trace is None:
+            self._give_up()
         self.files.restore()
         self._file(self.number).write_bytes(pickle.dumps(answer))
         os._exit(0)
@@ -326,6 +360,18 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
 
         SummaryWriter.add_graph = lambda *args, **kwargs: None  # type: ignore[method-assign]
 
+    def script(written: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.jit.script`; what it cannot compile stays Python: it does not know our functions for torch's."""
+        try:
+            made = compiled(written, *args, **kwargs)
+        except Exception:
+            made = written
+        if made is written and not written.__module__.startswith("torch."):
+            note("torch.jit is left out: what it fuses is counted op by op")
+        return made
+
+    jit: Any = torch.jit
+    compiled, jit.script = jit.script, script
     when_imported("torch.utils.tensorboard.writer", draw_no_graph)
     loaders: Any = torch.utils.data.DataLoader
     loader, iterate = loaders.__init__, loaders.__iter__

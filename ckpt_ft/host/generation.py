@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from ckpt_ft.compat.tensors import FakeTensor
+
 
 def generate_longest(note: Callable[[str], None]) -> None:
     """Replace `generate` of transformers' models in this process.
@@ -23,8 +25,8 @@ def generate_longest(note: Callable[[str], None]) -> None:
     own = GenerationMixin.generate
 
     def longest(model: Any, inputs: Any = None, generation_config: Any = None, **given: Any) -> Any:
-        if GenerationMixin.generate is not longest:  # called by `generate` below
-            return own(model, inputs, generation_config, **given)
+        if GenerationMixin.generate is not longest or type(next(model.parameters())) is not FakeTensor:
+            return own(model, inputs, generation_config, **given)  # called by `generate` below, or with numbers
         settings = copy.deepcopy(generation_config or model.generation_config)
         given = settings.update(**given)
         for name in (

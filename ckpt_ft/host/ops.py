@@ -9,6 +9,7 @@ recorded, and an op that meets a fake gives fakes.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,7 +27,7 @@ from ckpt_ft.memory.fake.values import attach
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.dispatch import Handling, wraps
 from ckpt_ft.memory.record.recorder import Recorder
-from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.memory.record.tracker import RealOps, Tracker
 from ckpt_ft.memory.rules.fake_kernels import of_values
 
 aten = torch.ops.aten
@@ -43,6 +44,7 @@ _MAKES = {
     aten.randn.default, aten.rand.default,
 }  # fmt: skip
 _SMALL = 1024  # elements, whose numbers a script may decide by
+_FLOPS, _MOVED, _ALIVE, _SECONDS = 50 * 10**9, 20 << 30, 2 << 30, 20  # the most that steps compute; bytes
 
 
 def has_fakes(values: Any) -> bool:
@@ -95,7 +97,7 @@ class ScriptOps(FakeOps):
             return type(value)(map(self.faked, value)) if isinstance(value, (tuple, list)) else value
         fake = self._met.get(id(value))
         if fake is None:
-            fake = self.fakes.of(value)
+            fake = self.fakes.of(value if value.is_leaf else value.detach())  # PyTorch fakes no history
             if value.dim() == 0:  # a number by which the script, or another rank, may decide
                 attach(fake, value)
             else:
@@ -166,6 +168,27 @@ class ScriptOps(FakeOps):
             self.recorder.ignore(tensor)
 
 
+class SmallSteps(RealOps):
+    """Computes the steps of a script on the CPU with their numbers; `give_up` is called if that is much work."""
+
+    source = "predicted"
+    stepping = True
+
+    def __init__(self, recorder: Recorder, give_up: Callable[[], None]) -> None:
+        super().__init__(recorder)
+        self._give_up, self._until = give_up, time.process_time() + _SECONDS
+        self._flops = self._moved = 0
+
+    def call(self, op: Handling, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
+        out, work = super().call(op, func, args, kwargs)
+        self._flops += work.flops
+        self._moved += work.nbytes
+        much = self._flops > _FLOPS or self._moved > _MOVED or self.recorder.allocated > _ALIVE
+        if much or time.process_time() > self._until:
+            self._give_up()
+        return out, work
+
+
 def swap(one: Any, other: Any) -> None:
     """Exchange the contents of two tensors, which keep their identities.
 
@@ -184,6 +207,11 @@ class ScriptTracker(Tracker):
     def __init__(self, make_ops: Callable[[Recorder], ScriptOps], gpu: GPU | None) -> None:
         super().__init__(dispatcher=make_ops)
         self.gpu = gpu
+
+    def compute(self, give_up: Callable[[], None]) -> None:
+        """Run the steps, from here on, with their numbers."""
+        self.dispatcher = SmallSteps(self.recorder, give_up)  # type: ignore[assignment]
+        self._handled.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

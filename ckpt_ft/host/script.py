@@ -149,6 +149,7 @@ class Question:
     longest: give the script the longest rows of its dataset first.
     randomness: where a script that sets no seed begins to draw; by default the same in each dry run.
     launch: the script is one rank of several, started by `accelerate launch` with the options `launcher`.
+    computes: compute steps with their numbers if they are small and on the CPU; otherwise they have none.
     """
 
     script: Script
@@ -161,6 +162,7 @@ class Question:
     randomness: RandomStates | None = None
     launch: Launch | None = None
     launcher: tuple[str, ...] = ()
+    computes: bool = True
 
 
 def ask(question: Question) -> list[Answer]:
@@ -179,6 +181,8 @@ def ask(question: Question) -> list[Answer]:
             "WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "CLEARML_OFFLINE_MODE": "1",
             "TRACKIO_MODE": "disabled",
         }  # fmt: skip
+        if question.gpu is not None:
+            environment["PYTORCH_JIT"] = "0"  # what it compiles asks fakes for their device past us
         with output.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-c", start], stdin=subprocess.DEVNULL, stdout=log, stderr=log,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
@@ -36,14 +36,15 @@ _OWN = (  # arguments of `from_pretrained` that are about files, or read here
 _OF_CONFIG = ("subfolder", "cache_dir", "force_download", "local_files_only", "token", "revision", "trust_remote_code")
 
 
-def load_no_weights(put: Put) -> None:
+def load_no_weights(put: Put, below: int = 0) -> None:
     """Replace `from_pretrained` in this process.
 
     put: called with each model on "meta", and turns its tensors into fakes.
+    below: checkpoints on this machine with fewer bytes are loaded.
     """
     with suppress(ImportError):  # a package that is missing, or broken on this machine, is none of the script's
-        _patch_transformers(put)
-    when_imported("diffusers.models.modeling_utils", lambda: _patch_diffusers(put))
+        _patch_transformers(put, below)
+    when_imported("diffusers.models.modeling_utils", lambda: _patch_diffusers(put, below))
 
 
 def when_imported(name: str, call: Callable[[], None]) -> None:
@@ -70,13 +71,31 @@ class _WhenImported(MetaPathFinder):
         return spec
 
 
-def _patch_transformers(put: Put) -> None:
+def _is_small(name: Any, given: Mapping[str, Any], below: int) -> bool:
+    """Whether a checkpoint is one file on this machine with fewer bytes than `below`, and not to be quantised."""
+    from transformers.utils import cached_file
+
+    if not below or given.get("quantization_config") is not None:
+        return False
+    where = {"subfolder": given.get("subfolder") or "", "revision": given.get("revision"), "local_files_only": True}
+    for file in ("model", "diffusion_pytorch_model", "pytorch_model"):
+        for kind in ("safetensors", "bin"):
+            with suppress(OSError):
+                return Path(cached_file(str(name), f"{file}.{kind}", **where)).stat().st_size < below
+    return False
+
+
+def _patch_transformers(put: Put, below: int) -> None:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ckpt_ft.compat.libraries import from_config as make
     from ckpt_ft.workloads.transformers_models import keep_in_float32
 
+    load = PreTrainedModel.from_pretrained.__func__
+
     def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        if _is_small(name, kwargs, below):
+            return load(cls, name, *args, config=config, **kwargs)
         given = {key: kwargs.pop(key) for key in list(kwargs) if key in _OWN or key.startswith("_")}
         given = {key: value for key, value in given.items() if value is not None}
         if unsupported := [key for key in ("gguf_file", "distributed_config", "tp_plan") if given.get(key)]:
@@ -121,6 +140,8 @@ def _patch_transformers(put: Put) -> None:
         if kwargs.get("attn_implementation"):
             kwargs["attn_implementation"] = _fused(kwargs["attn_implementation"])
         model = built(cls, config, **kwargs)
+        if sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) < below:
+            return make.__func__(cls, config, **kwargs)
         put(model)
         return model
 
@@ -229,10 +250,14 @@ def _to_device_map(model: nn.Module, where: Any) -> None:
     model.to("cuda")
 
 
-def _patch_diffusers(put: Put) -> None:
+def _patch_diffusers(put: Put, below: int) -> None:
     from diffusers.models.modeling_utils import ModelMixin
 
+    load = ModelMixin.from_pretrained.__func__
+
     def from_pretrained(cls: Any, name: Any, **kwargs: Any) -> Any:
+        if _is_small(name, kwargs, below):
+            return load(cls, name, **kwargs)
         files = {key: kwargs[key] for key in (*_OF_CONFIG[:-1], "proxies") if kwargs.get(key) is not None}
         config = cls.load_config(name, **files)
         with torch.device("meta"):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ckpt_ft.host.script import Question, Script, set_random_states
-from ckpt_ft.host.training_loop import TrainingLoop
+from ckpt_ft.host.training_loop import TrainingLoop, modules_alive, whole_model
 from ckpt_ft.memory.record.tracker import Tracker
 
 steps, script = int(sys.argv[1]), Script(sys.argv[2], tuple(sys.argv[3:]))
@@ -24,8 +24,12 @@ tracker = Tracker()
 def begins(model: nn.Module) -> None:
     gc.collect()
     gc.disable()
+    modules = modules_alive()
+    whole = whole_model(model, modules)
+    own = set(whole.modules())
     tracker.__enter__()
-    tracker.add_model(model)
+    tracker.add_model(whole)
+    tracker.add_beside(one for one in modules if one not in own)
     tracker.start_step()
 
 

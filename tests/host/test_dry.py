@@ -28,15 +28,18 @@ HERE = Path(__file__).parent
 SCRIPTS = HERE / "scripts"
 
 
-def dry(name: str, *args: str, device: str = "", policies: tuple[str, ...] = (AS_IT_IS,)) -> list[Answer]:
+def dry(
+    name: str, *args: str, device: str = "", policies: tuple[str, ...] = (AS_IT_IS,), computes: bool = False
+) -> list[Answer]:
+    """The answers of a dry run, by default without numbers on the CPU, too."""
     gpu = find_gpu(device) if device else None
-    return ask(Question(Script(str(SCRIPTS / name), args), gpu, policies))
+    return ask(Question(Script(str(SCRIPTS / name), args), gpu, policies, computes=computes))
 
 
 @pytest.fixture(autouse=True)
 def _forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts' processes do not import the libraries again, except in the test of the command."""
-    if request.node.name != "test_the_command":
+    """The scripts' processes do not import the libraries again, except in tests of the command and of torch.jit."""
+    if request.node.name not in ("test_the_command", "test_what_torch_jit_compiles"):
         monkeypatch.setattr(subprocess, "Popen", forked_python.Popen)
 
 
@@ -93,7 +96,7 @@ def test_a_model_whose_parts_are_called_one_by_one(tmp_path: Path) -> None:
         "    model.decoder(model.encoder(torch.ones(2048, 8))).sum().backward()\n"
         "    optimizer.step()\n    optimizer.zero_grad()\n",
     )
-    plain, full = ask(Question(Script(script), None, (AS_IT_IS, "full")))
+    plain, full = dry(script, policies=(AS_IT_IS, "full"))
     assert plain.model == "Module"
     assert peak(full) < 0.6 * peak(plain)
 
@@ -342,9 +345,53 @@ def test_a_step_that_depends_on_values(tmp_path: Path) -> None:
         "    out[torch.nonzero(out > 0)[:, 0]].sum().backward()\n"
         "    optimizer.step()\n",
     )
-    (answer,) = ask(Question(Script(script), None))
+    (computed,) = dry(script, computes=True)
+    assert peak(computed) == live(script)
+    assert not computed.trace.notes
+    (answer,) = dry(script)
     assert answer.trace is not None, answer.error
     assert "a mask whose size decides a shape is taken as full: the worst case" in answer.trace.notes
+    assert peak(answer) > peak(computed)
+
+
+def test_small_steps_on_the_cpu_are_computed(sample: tuple[Path, Path], tmp_path: Path) -> None:
+    """Weights of a checkpoint that decide how many rows there are, and files that a step too large has written."""
+    log = tmp_path / "log"
+    script = written(
+        tmp_path,
+        "import sys, torch\nfrom transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(sample[0])!r}).train()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(3):\n"
+        "    logits = model(torch.arange(512).remainder(64).view(8, 64)).logits\n"
+        "    logits[logits > 0].square().mean().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n"
+        f"    open({str(log)!r}, 'a').write('step')\n"
+        "    large = torch.ones(8192, int(sys.argv[1]))\n    large.T @ large\n",
+    )
+    (computed,), (faked,) = dry(script, "8", computes=True), dry(script, "8")
+    assert peak(computed) == live(script, "8") < peak(faked)
+    log.unlink()
+    (large,), (faked,) = dry(script, "2048", computes=True), dry(script, "2048")
+    assert peak(large) == peak(faked)
+    assert not log.exists()
+
+
+def test_fakes_written_into_small_tensors_with_numbers(tmp_path: Path) -> None:
+    """What a script makes by `torch.zeros` and fills with parts of outputs, and numbers that it collects."""
+    script = written(
+        tmp_path,
+        "import torch\nmodel = torch.nn.Linear(64, 1)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(3):\n"
+        "    scores, found = torch.zeros(4), []\n"
+        "    for place in range(4):\n"
+        "        scores[place] = model(torch.ones(64)).squeeze()\n"
+        "        found.append([model(torch.ones(64)).detach()])\n"
+        "    (scores.softmax(0).sum() + torch.tensor(found, dtype=torch.float).sum()).backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n",
+    )
+    (answer,) = dry(script)
+    assert peak(answer) == live(script)
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -413,3 +460,62 @@ def test_refused_commands(words: list[str], said: str) -> None:
 )
 def test_several_policies(given: list[str], policies: list[str]) -> None:
     assert list(several(given)) == policies
+
+
+@pytest.mark.parametrize("device", ["", "t4"])
+def test_layers_whose_sizes_are_found_by_a_first_batch(tmp_path: Path, device: str) -> None:
+    script = written(
+        tmp_path,
+        "import torch\nfrom torch import nn\nwhere = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+        "model = nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(10)).to(where)\n"
+        "model(torch.randn(2, 3, 8, 8, device=where))\nassert model[-1].weight.device.type == where\n"
+        "optimizer = torch.optim.Adam(model.parameters())\n"
+        "for _ in range(3):\n"
+        "    model(torch.randn(64, 3, 8, 8, device=where)).square().mean().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n",
+    )
+    (answer,) = dry(script, device=device)
+    if device:
+        assert peak(answer) == 9116672  # with a workspace of cuBLAS
+    else:
+        assert peak(answer) == live(script)
+
+
+def test_the_device_of_a_context(tmp_path: Path) -> None:
+    script = written(
+        tmp_path,
+        "import torch\nwhere = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+        "with torch.device(where):\n"
+        "    made = [torch.tensor([1.0]), torch.as_tensor([1.0]), torch.ones(2), torch.as_tensor(torch.ones(2))]\n"
+        "with torch.device('meta'):\n    made_on_meta = torch.tensor([1.0])\nassert made_on_meta.is_meta\n"
+        "torch.set_default_device(where)\n"
+        "made += [torch.tensor([1.0])]\nassert {one.device.type for one in made} == {where}\n"
+        "model = torch.nn.Linear(64, 64)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(3):\n    model(torch.ones(512, 64)).sum().backward()\n    optimizer.step()\n",
+    )
+    for device in ("", "t4"):
+        (answer,) = dry(script, device=device)
+        assert peak(answer) > 512 * 64 * 4
+
+
+def test_what_torch_jit_compiles(tmp_path: Path) -> None:
+    """On the CPU it is compiled, as in a live run; for a card its ops are counted one by one."""
+    script = written(
+        tmp_path,
+        "import torch, torch.distributed.optim\n"  # which compiles code that calls torch.tensor
+        "@torch.jit.script\ndef gelu(x: torch.Tensor) -> torch.Tensor:\n"
+        "    return x * 0.5 * (1.0 + torch.tanh(0.79788 * (x + 0.044715 * x * x * x)))\n"
+        "class Model(torch.jit.ScriptModule):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.layer = torch.nn.Linear(64, 256)\n"
+        "    @torch.jit.script_method\n    def forward(self, x):\n        return torch.relu(self.layer(x)) * 2\n"
+        "model = Model().to('cuda' if torch.cuda.is_available() else 'cpu')\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "for _ in range(4):\n"
+        "    gelu(model(torch.ones(512, 64).to(model.layer.weight.device))).square().mean().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n",
+    )
+    (answer,) = dry(script, computes=True)
+    assert peak(answer) == live(script)
+    ran = CliRunner().invoke(app, ["dry-run", "--device", "t4", "--json", script])
+    assert ran.exit_code == 0, ran.output
+    assert "torch.jit is left out: what it fuses is counted op by op" in json.loads(ran.stdout)["notes"]

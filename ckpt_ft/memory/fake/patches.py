@@ -46,13 +46,13 @@ def unnoticed() -> Iterator[None]:
 
 @contextmanager
 def tensors_of_fakes() -> Iterator[None]:
-    """torch.tensor([a, b]) reads 0-dim tensors without dispatch, which fails on fakes: read those by `.item()`."""
+    """torch.tensor([a, b]) reads tensors without dispatch, which fails on fakes: read those by `tolist`."""
     make = torch.tensor
 
     def numbers(data: Any) -> Any:
         if isinstance(data, (list, tuple)):
             return [numbers(item) for item in data]
-        return data.item() if type(data) is FakeTensor and data.dim() == 0 else data
+        return data.tolist() if type(data) is FakeTensor else data
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         return make(data if isinstance(data, Tensor) else numbers(data), *args, **kwargs)
