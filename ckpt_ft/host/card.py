@@ -22,7 +22,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 
 from ckpt_ft.compat.card import record_history
 from ckpt_ft.compat.distributed import local_tensor
-from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes, storage_pointer
+from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes, storage_pointer, tree_map_only
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
 
@@ -30,6 +30,7 @@ from .ops import ScriptTracker, on_card, swap
 
 _CARD, _HOST = torch.device("cuda", 0), torch.device("cpu")
 _CLASSES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+_MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "zeros")
 _MOVES = "_ckpt_ft_moves"  # of a tensor without a shape: what is to be done when it has one
 _UNKNOWN = "values that the script reads from tensors are taken as 1"
 
@@ -205,7 +206,7 @@ def _show_devices(tracker: ScriptTracker) -> None:
             elif isinstance(value, torch.dtype):
                 dtype = value
             elif value is not None and not isinstance(value, bool):
-                where = torch.device(value)
+                where = _CARD if isinstance(value, int) else torch.device(value)
         if where is None or (on_card(where) == is_on_card(tensor) and where.type != "meta"):
             return move(tensor, dtype or tensor.dtype, copy=copy, **format)
         return torch.ops.aten._to_copy(tensor, dtype=dtype, device=where, **format)
@@ -236,6 +237,21 @@ def _show_devices(tracker: ScriptTracker) -> None:
         make = getattr(torch, name)
         return type(name, (), {"__module__": "torch.cuda", "__new__": lambda cls, *args: to(make(*args), _CARD)})
 
+    def named(value: Any) -> Any:
+        """`value`, but the card by its name: a build of torch without CUDA takes no number for a device."""
+        return _CARD if type(value) is int else value
+
+    def on_one_card(parallel: nn.DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of DataParallel: its batch goes to the card."""
+        given = tree_map_only(Tensor, lambda tensor: to(tensor, _CARD), (args, kwargs))
+        return parallel.module(*given[0], **given[1])
+
+    def by_number(make: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+            return make(*args, **kwargs) if device is None else make(*args, device=named(device), **kwargs)
+
+        return call
+
     class Generator(generator):  # type: ignore[misc, valid-type]
         def __new__(cls, device: Any = "cpu") -> Any:
             return super().__new__(cls, "cpu")
@@ -258,5 +274,14 @@ def _show_devices(tracker: ScriptTracker) -> None:
         record_stream=lambda tensor, stream: None,
     )
     _replace(torch.cuda, **{f"{name}Tensor": on_the_card(f"{name}Tensor") for name in _CLASSES})
-    _replace(nn.Module, cuda=lambda module, *args: module.to(_CARD))
+    _replace(nn.DataParallel, forward=on_one_card)
+    whole = nn.Module.to
+    _replace(
+        nn.Module,
+        cuda=lambda module, *args: module.to(_CARD),
+        to=lambda module, *args, **kwargs: whole(
+            module, *map(named, args), **{name: named(value) for name, value in kwargs.items()}
+        ),
+    )
+    _replace(torch, **{name: by_number(getattr(torch, name)) for name in _MAKERS})
     _replace(torch, tensor=made(tensor_of), as_tensor=made(as_tensor), Generator=Generator)

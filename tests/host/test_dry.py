@@ -489,9 +489,13 @@ def test_the_device_of_a_context(tmp_path: Path) -> None:
         "    made = [torch.tensor([1.0]), torch.as_tensor([1.0]), torch.ones(2), torch.as_tensor(torch.ones(2))]\n"
         "with torch.device('meta'):\n    made_on_meta = torch.tensor([1.0])\nassert made_on_meta.is_meta\n"
         "torch.set_default_device(where)\n"
-        "made += [torch.tensor([1.0])]\nassert {one.device.type for one in made} == {where}\n"
-        "model = torch.nn.Linear(64, 64)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        "for _ in range(3):\n    model(torch.ones(512, 64)).sum().backward()\n    optimizer.step()\n",
+        "number = 0 if where == 'cuda' else 'cpu'\n"
+        "made += [torch.tensor([1.0]), torch.tensor([1.0], device=number), torch.zeros(2, device=number)]\n"
+        "made += [torch.nn.Linear(2, 2).to(number).weight, torch.ones(2, device='cpu').to(number)]\n"
+        "assert {one.device.type for one in made} == {where}\n"
+        "model = torch.nn.DataParallel(torch.nn.Linear(64, 64))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(3):\n    model(torch.ones(512, 64, device='cpu')).sum().backward()\n    optimizer.step()\n",
     )
     for device in ("", "t4"):
         (answer,) = dry(script, device=device)
