@@ -211,7 +211,7 @@ def predict_max_length(
             candidates, rejected = _proved(estimates, whole, on_fit), dict(estimates.rejected)
             ring = _in_a_ring(workload.launch)
             if candidates and ring is not None:
-                of_long = OF_LONG if of_several is OF_SEVERAL_GPUS else policies
+                of_long = OF_LONG[-1:] if of_several is OF_SEVERAL_GPUS else policies  # one row, the longest
                 shared, unsuited = search_shared(
                     tracer, [ring], room_of, _TARGET, None, most // granularity, _TOLERANCE, of_long, on_fit=on_fit
                 )
