@@ -47,7 +47,7 @@ class MemoryCallback(Callback):
         model = pl_module.get_submodule(self.attribute) if self.attribute else pl_module
         self.session.apply(model)
         steps = int(trainer.estimated_stepping_batches) - trainer.global_step
-        self.session.start(model, trainer.optimizers[0], steps, trainer.default_root_dir)
+        self.session.start(model, trainer.optimizers[0], steps)
         self._step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -146,7 +146,7 @@ class ACCallback(TrainerCallback):
             session.model = model.train()  # as Trainer does before each step, but not yet
             session.check(_first_batch(kwargs["train_dataloader"], args, session), self._loss)
         session.apply(model)
-        session.start(model, kwargs["optimizer"], state.max_steps - state.global_step, args.output_dir)
+        session.start(model, kwargs["optimizer"], state.max_steps - state.global_step)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.session.begin_step()

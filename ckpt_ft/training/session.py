@@ -2,7 +2,7 @@
 
     session = Session(ac_args, accelerator)
     session.apply(model)                                     # before accelerator.prepare
-    with advise_on_oom(session, directory), session.measure(model, optimizer, total_steps, output_dir):
+    with advise_on_oom(session, directory), session.measure(model, optimizer, total_steps):
         for batch in loader:
             ...
             session.step()
@@ -119,9 +119,7 @@ class Session:
         if not parity.ok:
             raise WorkFailed(f"--ac_check: policy {self.policy} changes the numbers of a step; nothing was trained")
 
-    def start(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, total_steps: int, output_dir: str
-    ) -> None:
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, total_steps: int) -> None:
         """Starts measuring, if a report or a budget needs it."""
         if not self.settings.measures or total_steps < 1:
             return
@@ -145,11 +143,9 @@ class Session:
             self.profiler.close(failed)
 
     @contextmanager
-    def measure(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int, output_dir: str
-    ) -> Iterator[None]:
+    def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Iterator[None]:
         """Measures the steps inside; `start` and `stop` as a context manager."""
-        self.start(model, optimizer, total_steps, output_dir)
+        self.start(model, optimizer, total_steps)
         try:
             yield
         except BaseException:

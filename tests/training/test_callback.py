@@ -339,7 +339,7 @@ def test_out_of_memory_in_a_loop_is_explained_and_keeps_the_users_policy(tmp_pat
     memory.apply(model)
 
     def run_out() -> None:
-        with advise_on_oom(memory), memory.measure(model, optimizer, 3, str(tmp_path)):
+        with advise_on_oom(memory), memory.measure(model, optimizer, 3):
             out = model(input_ids=ids, labels=ids)
             raise torch.OutOfMemoryError(f"at {out.loss.shape}")
 
@@ -348,7 +348,7 @@ def test_out_of_memory_in_a_loop_is_explained_and_keeps_the_users_policy(tmp_pat
     assert not any("forward" in vars(module) for module in model.modules())
 
     mine = apply_policy(model, "every:2")
-    with advise_on_oom(memory), memory.measure(model, optimizer, 1, str(tmp_path)):
+    with advise_on_oom(memory), memory.measure(model, optimizer, 1):
         model(input_ids=ids, labels=ids).loss.backward()
         memory.step()
     seen: list[str] = []

@@ -274,7 +274,7 @@ def run_steps(state: TrainingState, data: Data, run: Run) -> int | None:
         Stop() as stop,
         FirstStep("training cannot begin with these flags") as first,
         advise_on_oom(memory, run.directory, "train_batch_size"),
-        memory.measure(state.model, state.optimizer, state.total_steps - state.step, args.output_dir),
+        memory.measure(state.model, state.optimizer, state.total_steps - state.step),
     ):
         while not (state.done or stopping):
             first.begins()
