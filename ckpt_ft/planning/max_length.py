@@ -211,9 +211,9 @@ def predict_max_length(
             candidates, rejected = _proved(estimates, whole, on_fit), dict(estimates.rejected)
             ring = _in_a_ring(workload.launch)
             if candidates and ring is not None:
-                of_long = OF_LONG[-1:] if of_several is OF_SEVERAL_GPUS else policies  # one row, the longest
+                longest_of = OF_LONG[-1:] if of_several is OF_SEVERAL_GPUS else policies  # one row
                 shared, unsuited = search_shared(
-                    tracer, [ring], room_of, _TARGET, None, most // granularity, _TOLERANCE, of_long, on_fit=on_fit
+                    tracer, [ring], room_of, _TARGET, None, most // granularity, _TOLERANCE, longest_of, on_fit=on_fit
                 )
                 rejected |= unsuited
                 in_a_ring = [one for _, each in shared for one in each if one.batch > candidates[0].batch][:1]
