@@ -115,7 +115,7 @@ class _DryRun:
         try:
             if launch is not None:
                 os.environ.update(environment_of(self.question.launcher, launch, gpu is None))
-                join_ranks(gpu is None)
+                join_ranks(gpu is None, self.tracker.recorder.note)
             set_random_states(self.question.randomness)
             self.question.script.run()
         except BaseException as raised:

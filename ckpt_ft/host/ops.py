@@ -196,6 +196,10 @@ def swap(one: Any, other: Any) -> None:
     """
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    for name in getattr(type(one), "__slots__", ()):  # a DTensor's shard
+        mine, its = getattr(one, name), getattr(other, name)
+        setattr(one, name, its)
+        setattr(other, name, mine)
     swap_contents(one, other)
 
 

@@ -7,7 +7,7 @@ it is. DDP's Reducer is C++ and refuses fakes, so its buckets follow the rules o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
@@ -54,7 +54,7 @@ def environment_of(words: Sequence[str], launch: Launch, on_cpu: bool) -> dict[s
     return {**found, **ranks, **({"ACCELERATE_USE_CPU": "true"} if on_cpu else {})}
 
 
-def join_ranks(on_cpu: bool) -> None:
+def join_ranks(on_cpu: bool, note: Callable[[str], None]) -> None:
     """Process groups of this process, of any backend, have no other processes."""
     begin, make = dist.init_process_group, dist.new_group
 
@@ -80,6 +80,10 @@ def join_ranks(on_cpu: bool) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise UserError("FSDP 1 is not known to a dry run; FSDP2 is fsdp_version: 2 of accelerate, or fully_shard")
 
+    def reduce(*args: Any, **kwargs: Any) -> None:
+        note("DDP's communication hook is left out: gradients are reduced as they are")
+
+    DistributedDataParallel.register_comm_hook = reduce  # type: ignore[method-assign]
     fsdp.FullyShardedDataParallel.__init__ = refuse  # type: ignore[method-assign]
     if not on_cpu:  # PyTorch would take the device that this machine has
         fsdp.fully_shard = fully_shard

@@ -61,11 +61,12 @@ def live_rank(rank: int, out: str, *words: str) -> None:
         ("ddp", ["ranks.py", "ddp", "gradient_as_bucket_view"]),
         ("ddp", ["accelerated.py"]),
         ("fsdp2", ["ranks.py", "fsdp2"]),
+        ("fsdp2", ["ranks.py", "fsdp2", "meta"]),
     ],
 )
 def test_a_rank_has_the_peak_of_live_ranks(launch: str, words: list[str], tmp_path: Path) -> None:
     script = Script(str(SCRIPTS / words[0]), tuple(words[1:]))
-    (answer,) = dry(script, Launch(launch, 2))
+    (answer,) = dry(script, Launch("ddp", 2))  # torchrun's environment; the script says how it shards
     run_ranks(live_rank, str(tmp_path), script.name, *script.args)
     live = int((tmp_path / "0").read_text().split("peak ")[1])
     assert peak(answer) == pytest.approx(live, rel=1e-5)  # with find_unused_parameters DDP has a map of them
@@ -94,6 +95,17 @@ def test_a_recipe_on_several_cards_is_what_estimate_says(
     assert answer.trace.peak_reserved == pytest.approx(expected.peak_reserved, rel=1e-3)
     assert answer.trace.seconds == pytest.approx(expected.seconds, rel=0.1)
     assert answer.steps == 3  # what all ranks agree on after a step does not end the run
+
+
+def test_shards_on_a_card_that_are_made_on_meta() -> None:
+    script = Script(str(SCRIPTS / "ranks.py"), ("fsdp2", "meta"))
+    two, eight = (dry(script, Launch("fsdp2", ranks), "h100")[0] for ranks in (2, 8))
+    assert two.trace is not None, two.error
+    assert eight.trace is not None, eight.error
+    shards = sum(two.trace.at_peak[kind] - eight.trace.at_peak[kind] for kind in ("parameters", "optimizer"))
+    weights = 4 * (2 * 256 * 1024 + 1024 + 256) + 64 * 256 + 256 * 14 + 11  # 4 bytes, with two states of AdamW
+    assert shards == pytest.approx(3 * 4 * weights * (1 / 2 - 1 / 8), rel=0.01)
+    assert {op.stream for op in two.trace.ops} > {""}  # FSDP2 gathers on streams of its own
 
 
 def test_ranks_of_a_card_under_policies_and_their_command(tmp_path: Path) -> None:
@@ -131,12 +143,13 @@ def test_numbers_that_ranks_agree_on_are_known(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\nfrom accelerate import Accelerator\nimport torch.distributed as dist\n"
+        "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n"
         "accelerator = Accelerator()\nmodel = torch.nn.Linear(64, 64)\n"
         "model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))\n"
         "assert dist.get_world_size() == accelerator.num_processes == 8\n"
         "assert torch.cuda.device_count() == 8 and accelerator.device == torch.device('cuda', 0)\n"
         "assert dist.new_group([0, 1], backend='gloo').size() == 2\n"
-        "for _ in range(3):\n"
+        "model.register_comm_hook(None, fp16_compress_hook)\nfor _ in range(3):\n"
         "    accelerator.backward(model(torch.ones(8, 64, device='cuda')).sum())\n"
         "    optimizer.step()\n    optimizer.zero_grad()\n"
         "    stop = torch.tensor(0.0, device='cuda')\n    dist.all_reduce(stop)\n"
@@ -144,6 +157,8 @@ def test_numbers_that_ranks_agree_on_are_known(tmp_path: Path) -> None:
     )
     (answer,) = dry(Script(str(script)), Launch("ddp", 8), "t4")
     assert answer.steps == 3, answer.error
+    assert answer.trace is not None
+    assert "DDP's communication hook is left out: gradients are reduced as they are" in answer.trace.notes
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ class DataDependentOps:
         self._known: dict[int, _Known] = {}
         guesses: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
             aten._local_scalar_dense.default: self._item,
+            aten.is_nonzero.default: self._item,
             aten.equal.default: self._equal,
             aten.nonzero.default: self._nonzero,
             aten.masked_select.default: self._masked_select,
