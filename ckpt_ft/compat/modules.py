@@ -15,7 +15,7 @@ PARAMETERS: torch.nn.Module()._parameters
 BUFFERS: torch.nn.Module()._buffers
     what a module holds, by name, at the speed of a dict, with what is None or there twice
 APPLY: torch.nn.Module()._apply
-    `to` and `half` of a block whose weights are in host memory
+    `to` and `half` of a block whose weights are in host memory, and of a lazy layer in a dry run
 REPLICATE: torch.nn.Module()._replicate_for_data_parallel
     refuses nn.DataParallel, whose replicas would run on the parameters of the first device
 caches: torch.nn.utils.parametrize()._cache_enabled

@@ -22,6 +22,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 
 from ckpt_ft.compat.card import record_history
 from ckpt_ft.compat.distributed import local_tensor
+from ckpt_ft.compat.modules import APPLY
 from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes, storage_pointer, tree_map_only
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
@@ -69,11 +70,11 @@ def show_tensors(tracker: ScriptTracker) -> None:
         return f"tensor(..., size={tuple(tensor.shape)})"
 
     def applied(module: Any, move: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """`_apply` of a module whose tensors may have no shapes yet: they move when they get them."""
+        """Moves a module whose tensors may have no shapes yet: those move when they get them."""
         waiting = [one for one in (*module.parameters(False), *module.buffers(False)) if is_lazy(one)]
         for tensor in waiting:
             vars(tensor).setdefault(_MOVES, []).append(move)
-        return module if waiting else nn.Module._apply(module, move, recurse)
+        return module if waiting else getattr(nn.Module, APPLY)(module, move, recurse)
 
     def materialized(tensor: Any, *args: Any, **kwargs: Any) -> None:
         materialize(tensor, *args, **kwargs)
@@ -81,7 +82,7 @@ def show_tensors(tracker: ScriptTracker) -> None:
             tensor.data = move(tensor.data)
 
     materialize = UninitializedParameter.materialize
-    _replace(LazyModuleMixin, _apply=applied)
+    _replace(LazyModuleMixin, **{APPLY: applied})
     for without_shape in (UninitializedParameter, UninitializedBuffer):
         _replace(without_shape, materialize=materialized)
 
