@@ -119,8 +119,12 @@ def test_expert_parallel_degree_divides_the_number_of_experts() -> None:
     assert tried[7] == with_experts(launches, workload().model) == launches
     assert with_experts(launches_on(16), mixture(128))[-1] == Launch("fsdp2", 16, ep=8)  # within a machine
     assert with_experts(launches_on(8, strategies=["ddp"]), mixture(128)) == [Launch("ddp", 8)]
-    adapted = get_peft_model(mixture(8), LoraConfig(target_modules=["q_proj"]))  # type: ignore[arg-type]
-    assert with_experts(launches, adapted) == launches
+    for targets, found in (
+        ({"target_modules": ["q_proj"]}, [*launches, Launch("fsdp2", 8, ep=8)]),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, launches),
+    ):
+        adapted = get_peft_model(mixture(8), LoraConfig(**targets))  # type: ignore[arg-type]
+        assert with_experts(launches, adapted) == found
 
 
 def test_invalid_choice_of_launches_is_refused() -> None:

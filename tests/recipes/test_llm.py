@@ -129,7 +129,7 @@ def test_resumed_language_model_run_has_the_same_losses(llm: ModuleType, tmp_pat
         (["--dataset_name", "{tmp}/corrupt.jsonl"], "corrupt.jsonl: "),
         (["--dataset_name", "{tmp}/gone.jsonl"], "no such file"),
         (["--output_dir", "{tmp}/columns.csv"], "is a file"),
-        (["--output_dir", "{tmp}/adapter"], "holds LoRA adapters of an earlier run"),
+        (["--output_dir", "{tmp}/adapter"], "holds adapter_config.json"),
         (["--resume_from_checkpoint", "{tmp}"], "no complete checkpoint"),
         (["--resume_from_checkpoint", "latest"], "no complete checkpoint"),
         (["--model_name_or_path", "{tmp}/nothing", "--dataset_name", "x.txt"], "no tokenizer can be loaded"),

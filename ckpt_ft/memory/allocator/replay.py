@@ -18,14 +18,12 @@ class Replay:
 
     oom_at: the event whose allocation did not fit; the counters end before it. None if all fit.
     retries: allocations that first gave cached segments back, which stalls the device each time.
-    retried: the events of these allocations, without `oom_at`.
     """
 
     allocated: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
     oom_at: int | None = None
     retries: int = 0
-    retried: list[int] = field(default_factory=list)
 
     def peak_allocated(self, start: int = 0, stop: int | None = None) -> int:
         """max_memory_allocated over events [start, stop) had the peak been reset just before `start`."""
@@ -67,14 +65,11 @@ def replay(
         if event < 0:
             allocator.free(live.pop(~event))
         else:
-            before = allocator.retries
             try:
                 live[event] = allocator.malloc(sizes[event], streams[event] if streams else "")
             except OutOfMemory:
                 result.oom_at = at
                 break
-            if allocator.retries > before:
-                result.retried.append(at)
         result.allocated.append(allocator.allocated)
         result.reserved.append(allocator.reserved)
         if allocator.reserved > until:
