@@ -25,7 +25,7 @@ _ENDS = 2  # units at either end of a run whose bytes are extended; the bytes of
 # By which share of the bytes allocated a deep model leaves more unused than its copies: for adapters, and for all
 # weights. The first are on the safe side, for figures that no trace of the whole model corrects.
 _MORE_UNUSED = 0.02, 0.1
-_MORE_UNUSED_USUALLY = 0.01, 0.04
+_MORE_UNUSED_USUALLY = 0.01, 0.1
 _WHOLE = ("none", "full", "pointwise", "head", "tile", "offload")  # policies that treat all blocks alike
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
