@@ -494,7 +494,8 @@ def test_flash_attention_on_a_single_row_breaks_the_graph_and_a_checkpoint_then_
             block.compile()
         traces.append(trace_step(model, training_step(loss), make_optimizer=adamw, device="h100", warmup_steps=0))
     eager, compiled = traces
-    assert [op.name for op in compiled.ops if op.kernels] == [op.name for op in eager.ops if op.kernels]
+    if not is_older("torch", "2.12"):  # of which the eager step makes two copies more
+        assert [op.name for op in compiled.ops if op.kernels] == [op.name for op in eager.ops if op.kernels]
     assert compiled.peak_allocated == eager.peak_allocated
     assert any("compiles nothing here" in note for note in compiled.notes)
     assert any("single row" in note for note in compiled.notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ def tracked(model: nn.Module, step, optimizer=None, steps: int = 2, **options) -
 
 def profiled_peak(call) -> int:
     """Returns the peak bytes during `call` above those before it, from the profiler's memory events."""
+    gc.collect()  # what an earlier test left would be freed meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         call()
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
