@@ -65,7 +65,7 @@ _ASKED = {  # what is asked for -> the command that answers it
     rf"(?:{_MOST}|(?:what|which|how\s+\w+)\s+(?:\w+\s+){{0,2}}){_LENGTHS}|^{_LENGTHS}(?!\s*\d|\s+cl)": "max-length",
     r"(?:(?:best|which|what|fastest|compare|choose)\s+)?polic(?:y|ies)|optimi[sz]e|fastest|plan|trade-?off": "plan",
     r"(?:reduce|save|less|out\s+of)\s+(?:gpu\s+)?v?(?:memory|ram)|oom|selective\s+checkpointing": "plan",
-    r"(?:which|what|best|cheapest)\s+(?:gpus?|cards?)|where|dollars": "where",
+    r"(?:which|what|best|cheapest|smallest|minimum|min)\s+(?:gpus?|cards?)|where|dollars": "where",
 }
 _SAID: dict[str, dict[str, Any]] = {  # what is said -> flags; {} is the number in it
     rf"(?:max{_GAP})?{_LENGTHS}\s*(?:of\s+)?{_NUMBER}": {"seq_length": "{}"},
@@ -79,6 +79,7 @@ _SAID: dict[str, dict[str, Any]] = {  # what is said -> flags; {} is the number 
     r"ddp": {"launch": "ddp"},
     r"deepspeed": {"launch": "zero3"},
     rf"(?:gradient|activation){_GAP}checkpointing": {"policy": "full"},
+    r"(?:(?:google|free)\s+)*(?:colab|kaggle)": {"device": "t4"},  # what both give for nothing
     rf"q{_GAP}lora": {"lora_r": LORA_R, "load_in_4bit": True},
     r"lora": {"lora_r": LORA_R},
     r"8-?bits?|int8": {"load_in_8bit": True},

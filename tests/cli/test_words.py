@@ -48,6 +48,9 @@ LORA, QLORA = {"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}
         ("bert token classification", "", "bert", {"task": "token-classification"}),
         ("vit classifier", "", "vit", {}),  # a classifier already, of images
         ("gpt2, llama 8b", "", "gpt2, llama 8b", {}),
+        ("smallest gpu for llama 3 8b", "where", "llama 3 8b", {}),
+        ("whisper-small on google colab", "", "whisper-small", {"device": "t4"}),
+        ("llama 8b lora colab a100-40gb", "", "llama 8b", {**LORA, "device": "a100-40gb"}),
         ("Qwen3-0.6B gradient checkpointing", "", "Qwen3-0.6B", {"policy": "full"}),
         ("largest batch size bert t4", "max-batch", "bert", {"device": "t4"}),
         ("max-batch-size gpt2", "max-batch", "gpt2", {}),
