@@ -110,7 +110,7 @@ def test_steps_that_were_not_measured_are_gaps(show: Show, tmp_path: Path) -> No
     drawn = picture.locator("polyline").evaluate_all("lines => lines.map((line) => line.points.numberOfItems)")
     assert drawn == [3, 1, 2]
     assert picture.locator("circle").count() == 6
-    assert picture.locator("line.between title").all_inner_texts() == [
+    assert picture.locator("line.between title").all_text_contents() == [
         "evaluation after step 20", "evaluation after step 40", "saving after step 50"
     ]  # fmt: skip
 
