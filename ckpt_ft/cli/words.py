@@ -79,7 +79,7 @@ _SAID: dict[str, dict[str, Any]] = {  # what is said -> flags; {} is the number 
     r"ddp": {"launch": "ddp"},
     r"deepspeed": {"launch": "zero3"},
     rf"(?:gradient|activation){_GAP}checkpointing": {"policy": "full"},
-    r"(?:(?:google|free)\s+)*(?:colab|kaggle)": {"device": "t4"},  # what both give for nothing
+    r"(?:(?:google|free)\s+)*(?:colab|kaggle)": {"device": "t4"},  # the card that both offer free of charge
     rf"q{_GAP}lora": {"lora_r": LORA_R, "load_in_4bit": True},
     r"lora": {"lora_r": LORA_R},
     r"8-?bits?|int8": {"load_in_8bit": True},

@@ -55,7 +55,7 @@ def environment_of(words: Sequence[str], launch: Launch, on_cpu: bool) -> dict[s
 
 
 def join_ranks(on_cpu: bool, note: Callable[[str], None]) -> None:
-    """Process groups of this process, of any backend, have no other processes."""
+    """Replace PyTorch's process groups: those that this process makes, of any backend, have no other processes."""
     begin, make = dist.init_process_group, dist.new_group
 
     def init(
@@ -80,10 +80,10 @@ def join_ranks(on_cpu: bool, note: Callable[[str], None]) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise UserError("FSDP 1 is not known to a dry run; FSDP2 is fsdp_version: 2 of accelerate, or fully_shard")
 
-    def reduce(*args: Any, **kwargs: Any) -> None:
+    def leave_out_hook(*args: Any, **kwargs: Any) -> None:
         note("DDP's communication hook is left out: gradients are reduced as they are")
 
-    DistributedDataParallel.register_comm_hook = reduce  # type: ignore[method-assign]
+    DistributedDataParallel.register_comm_hook = leave_out_hook  # type: ignore[method-assign]
     fsdp.FullyShardedDataParallel.__init__ = refuse  # type: ignore[method-assign]
     if not on_cpu:  # PyTorch would take the device that this machine has
         fsdp.fully_shard = fully_shard
@@ -130,10 +130,10 @@ def buckets_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def as_wrapped(launch: Launch, modules: Iterable[nn.Module]) -> Launch:
-    """The launch as the script makes use of it: the wrappers of its models decide.
+    """Returns the launch with the strategy that the wrappers of the script's models have, whatever was asked for.
 
     Raises:
-        UserError: it makes no use of it.
+        UserError: no model is wrapped.
     """
     found = list(map(type, modules))
     if any(issubclass(kind, fsdp.FSDPModule) for kind in found):

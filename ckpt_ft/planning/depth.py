@@ -22,10 +22,9 @@ from .budget import Candidate
 
 UNITS = 4, 8  # of repeated blocks that the shallow models have
 _ENDS = 2  # units at either end of a run whose bytes are extended; the bytes of the others are between theirs
-# By which share of the bytes allocated a deep model leaves more unused than its copies: for adapters, and for all
-# weights. The first are on the safe side, for figures that no trace of the whole model corrects.
-_MORE_UNUSED = 0.02, 0.1
-_MORE_UNUSED_USUALLY = 0.01, 0.1
+# The share of the bytes allocated by which a deep model leaves more unused than its copies: for adapters, and for
+# training of all weights. It is on the safe side, since figures of several GPUs have no trace of the whole model.
+_MORE_UNUSED = 0.01, 0.1
 _WHOLE = ("none", "full", "pointwise", "head", "tile", "offload")  # policies that treat all blocks alike
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
@@ -131,25 +130,22 @@ class Shallow:
 
     Attributes:
         runs: the shortened run of blocks of each copy.
-        more_unused: the share of the bytes allocated that the deep model leaves unused beyond its copies.
+        all_weights: whether all weights are trained.
     """
 
     runs: Sequence[ShortenedRun]
     workloads: Sequence[Workload]
-    more_unused: float
+    all_weights: bool
 
     @classmethod
-    def of(cls, workload: Workload, proved: bool = False) -> Shallow | None:
-        """None if the model has few or unlike blocks, or real weights.
-
-        proved: whether the whole model will be traced as well, so that figures need not be on the safe side.
-        """
+    def of(cls, workload: Workload) -> Shallow | None:
+        """None if the model has few or unlike blocks, or real weights."""
         fewer = [found for units in UNITS if (found := shortened(workload, units)) is not None]
         if len(fewer) < len(UNITS):
             return None
         trained = all(parameter.requires_grad for parameter in workload.model.parameters())
         workloads, runs = zip(*fewer, strict=True)
-        return cls(runs, workloads, (_MORE_UNUSED_USUALLY if proved else _MORE_UNUSED)[trained])
+        return cls(runs, workloads, trained)
 
     def candidate(self, policy: str, batch: int, traces: Sequence[StepTrace]) -> Candidate:
         """The candidate of the deep model, from the traces of both copies."""
@@ -166,7 +162,7 @@ class Shallow:
         low, high = (_highs(trace, run) for trace, run in zip(traces, self.runs, strict=True))
         peak = int(max(self.extend(low[key], high[key]) for key in low.keys() & high.keys()))
         unused = max(trace.peak_reserved - trace.peak_allocated for trace in traces)
-        return peak, int(peak + unused + self.more_unused * peak)
+        return peak, int(peak + unused + _MORE_UNUSED[self.all_weights] * peak)
 
     def extend(self, few: float, more: float) -> float:
         """A figure of the deep model from those of both copies."""

@@ -24,7 +24,7 @@ from ckpt_ft.validation import Bytes, Count
 from ckpt_ft.workloads.workload import Step, Workload, or_loop
 
 from .batch_size import Trial, find_max_batch_size
-from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
+from .budget import Candidate, MemoryBudget, better, largest_fitting, limited_by_phases, memory_budget
 from .depth import Shallow, suits
 from .launches import OF_LONG, Extended, Launches, search_shared, split_by_sharing
 from .plan import searching
@@ -243,10 +243,10 @@ def predict_max_length(
 
 def _in_a_ring(launch: Launch | None) -> Launch | None:
     """FSDP2's `launch`, where the GPUs of a machine share each sequence as well; None if they cannot."""
-    here = launch.processes // launch.machines if launch else 1
-    if launch is None or launch.strategy != "fsdp2" or here == 1 or launch.mesh.keys() != {"dp_shard"}:
+    if launch is None or launch.strategy != "fsdp2" or launch.ep > 1 or launch.mesh.keys() != {"dp_shard"}:
         return None
-    return replace(launch, cp=here) if launch.ep == 1 else None
+    here = launch.processes // launch.machines
+    return replace(launch, cp=here) if here > 1 else None
 
 
 def _estimates(tracer: Tracer, room: MemoryBudget, most: int, policies: Sequence[str]) -> tuple[Estimates, Estimates]:
@@ -256,7 +256,7 @@ def _estimates(tracer: Tracer, room: MemoryBudget, most: int, policies: Sequence
     """
     whole = estimates = Estimates(tracer, room, _TARGET, most=most, tolerance=_TOLERANCE, separate=True)
     alike = not tracer.workload.compile and all(map(suits, policies))
-    if alike and (shallow := Shallow.of(tracer.workload, proved=True)):
+    if alike and (shallow := Shallow.of(tracer.workload)):
         with tracer.of(shallow.workloads[0]) as few, tracer.of(shallow.workloads[1]) as more:
             estimates = Extended(more, room, _TARGET, most=most, tolerance=_TOLERANCE, few=few, shallow=shallow)
             estimates.trace_candidates(policies)
@@ -267,22 +267,23 @@ def _estimates(tracer: Tracer, room: MemoryBudget, most: int, policies: Sequence
 
 
 def _proved(estimates: Estimates, whole: Estimates, on_fit: Callable[[Candidate], None]) -> list[Candidate]:
-    """The candidate of every policy that fits, the longest first: traced at its own length by `whole`.
+    """The candidate of every policy that fits, the longest first.
+
+    Estimates from copies are on the safe side. `whole` therefore traces each policy whose allocated bytes alone would
+    allow a sequence as long as the longest so far; the others keep their estimates.
 
     on_fit: called with each traced candidate that fits.
     """
-    found = {one.policy: one for one in estimates.candidates()}
-    proved: set[str] = set()
-    while found:
-        order = sorted(found.values(), key=better(_TARGET), reverse=True)
-        if order[0].policy in proved:
-            return order
-        proved.add(first := order[0].policy)
-        trace_final_batches([(whole, order[0])], on_fit)
-        del found[first]
-        if (one := whole.best(first)) is not None:
-            found[first] = one
-    return []
+    limit, bests = whole.room.limit, {policy: estimates.best(policy) for policy in estimates.anchors}
+    guesses = {policy: best.batch if best else 1 for policy, best in bests.items()}
+    longest = 1
+    for policy in sorted(guesses, key=guesses.__getitem__, reverse=True):
+        if largest_fitting(partial(estimates.floor, policy), limit, whole.most) < longest:
+            continue
+        trace_final_batches([(whole, estimates.estimate(policy, guesses[policy]))], on_fit)
+        bests[policy] = best = whole.best(policy)
+        longest = max(longest, best.batch if best else 0)
+    return sorted(filter(None, bests.values()), key=better(_TARGET), reverse=True)
 
 
 def by_length(workload: Workload, batch_size: int, most: int = MOST) -> tuple[Workload, int, int]:
