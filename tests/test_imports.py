@@ -5,6 +5,7 @@ Imports inside functions count. Imports for type checkers do not, because no cod
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 from graphlib import CycleError, TopologicalSorter

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+Snapshot = Annotated[
+    str,
+    typer.Option("--snapshot", callback=writable, help="write the step for pytorch.org/memory_viz here (a pickle)"),
+]
 Perfetto = Annotated[
     str, typer.Option("--perfetto", callback=writable, help="write the step for ui.perfetto.dev here (JSON)")
 ]
@@ -43,6 +47,7 @@ def estimate(
         typer.Option("--dataset", help="Hub id or local file whose longest row, up to --seq-length, is the step's"),
     ] = "",
     html: Html = "",
+    snapshot: Snapshot = "",
     perfetto: Perfetto = "",
     as_json: AsJson = False,
 ) -> None:
@@ -51,7 +56,7 @@ def estimate(
     If the step does not fit, the command lists changes that would make it fit, each with its time cost. Several cards,
     as in --device t4,rtx-4090, or several models, as in gpt2,Qwen3-0.6B, are compared, a row for each.
     """
-    given = {"--html": html, "--perfetto": perfetto}
+    given = {"--html": html, "--snapshot": snapshot, "--perfetto": perfetto}
     files = {flag: Path(file).resolve() for flag, file in given.items() if file}
     if "," in spec.host.device or others:
         if files or dataset:
@@ -93,6 +98,8 @@ def estimate(
         from ckpt_ft.export.page import estimate_page
 
         estimate_page(found, trace).write(html)
+    if trace is not None and snapshot:
+        trace.to_snapshot(snapshot)
     if trace is not None and perfetto:
         trace.to_perfetto(perfetto)
 

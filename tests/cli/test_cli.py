@@ -395,10 +395,10 @@ def test_broken_config_is_one_line(run_cli: Any, tmp_path: Path, content: str) -
     assert answer.err.count("\n") == 1
 
 
-FILES = {"--html": ".html", "--perfetto": ".json"}
+FILES = {"--html": ".html", "--snapshot": ".pickle", "--perfetto": ".json"}
 
 
-def test_estimate_writes_page_and_perfetto_file(run_cli: Any, config: str, tmp_path: Path) -> None:
+def test_estimate_writes_page_snapshot_and_perfetto_file(run_cli: Any, config: str, tmp_path: Path) -> None:
     files = {flag: tmp_path / f"step{suffix}" for flag, suffix in FILES.items()}
     flags = [word for flag, path in files.items() for word in (flag, str(path))]
     answer = run_cli("estimate", config, "--device", "t4", "--seq-length", "32", "--policy", "full", *flags)
@@ -407,6 +407,7 @@ def test_estimate_writes_page_and_perfetto_file(run_cli: Any, config: str, tmp_p
     counted = [event for event in json.loads(files["--perfetto"].read_text())["traceEvents"] if event["ph"] == "C"]
     peak = max(event["args"]["bytes"] for event in counted if event["name"] == "allocated")
     assert f"peak allocated {format_bytes(peak)}" in " ".join(answer.out.split())
+    assert files["--snapshot"].stat().st_size > 1000
 
 
 def test_perfetto_file_of_a_cpu_step_is_refused(run_cli: Any, config: str, tmp_path: Path) -> None:

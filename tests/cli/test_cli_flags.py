@@ -36,7 +36,7 @@ GPU = "--device --dtype --load-in-4bit --prepare-kbit"
 ONE_LAUNCH = "--optimizer --launch --processes --machines --link --alloc-conf"
 OPTIONS = {
     "check": f"--policy --batch-size --seed {MODEL}",
-    "estimate": f"--policy --batch-size --capacity --budget --host-memory --html --perfetto --json "
+    "estimate": f"--policy --batch-size --capacity --budget --host-memory --html --snapshot --perfetto --json "
     f"{GPU} {ONE_LAUNCH} {MODEL}",
     "explain": f"--policy --batch-size {GPU} {MODEL}",
     "max-batch": f"--policy --budget --margin --max-batch-size --json {GPU} {ONE_LAUNCH} {MODEL}",

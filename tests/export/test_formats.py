@@ -1,15 +1,62 @@
-"""Traces in Chrome's trace format."""
+"""Traces in PyTorch's snapshot format and in Chrome's trace format."""
 
 from __future__ import annotations
 
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.cuda._memory_viz as memory_viz
 from sample_traces import layered, traced
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.perfetto import DEVICE, HOST
+from ckpt_ft.memory.record.trace import StepTrace
+
+CONFS = ["", "expandable_segments:True"]
+
+
+@pytest.mark.parametrize("conf", CONFS)
+def test_pytorch_reads_the_snapshot(conf: str, tmp_path: Path) -> None:
+    trace = replace(layered(3), alloc_conf=conf)
+    found = pickle.loads(trace.to_snapshot(tmp_path / "step.pickle").read_bytes())
+    assert sum(segment["total_size"] for segment in found["segments"]) == trace.replay.reserved[-1]
+    assert sum(segment["allocated_size"] for segment in found["segments"]) == trace.replay.allocated[-1]
+    said = memory_viz.segsum(found)  # raises if blocks do not fill their segments
+    assert f"segments: {len(found['segments'])}" in said
+    assert "Device 0" in memory_viz.trace(found)
+    lines = memory_viz.memory(found, format_flamegraph=lambda text: text).splitlines()
+    assert any("model.layers.2.down_proj" in line for line in lines)
+    assert "snapshot.pickle" in memory_viz.trace_plot(found)
+
+
+def test_snapshot_has_the_events_of_the_step() -> None:
+    trace = traced()
+    found = snapshot_of(trace)
+    entries = found["device_traces"][0]
+    held = resident = sum(storage.nbytes for storage, _ in trace.live_at(trace.start - 1))
+    levels = [held]
+    for entry in entries:
+        held += {"alloc": entry["size"], "free_completed": -entry["size"]}.get(entry["action"], 0)
+        levels.append(held)
+    requested = [resident]
+    for event in trace.events[trace.start :]:
+        nbytes = trace.storages[event if event >= 0 else ~event].nbytes
+        requested.append(requested[-1] + (nbytes if event >= 0 else -nbytes))
+    assert max(levels) == max(requested)
+    assert levels[-1] == requested[-1]
+    taken = sum(entry["size"] for entry in entries if entry["action"] == "segment_alloc")
+    assert taken == trace.replay.reserved[-1] - trace.replay.reserved[trace.start - 1]
+    times = [entry["time_us"] for entry in entries if "time_us" in entry]
+    assert times == sorted(times)
+
+
+def snapshot_of(trace: StepTrace) -> dict[str, list[list[dict[str, int]]]]:
+    from ckpt_ft.export.memory_viz import snapshot
+
+    return snapshot(trace)
 
 
 def test_perfetto_events_match_the_trace(tmp_path: Path) -> None:

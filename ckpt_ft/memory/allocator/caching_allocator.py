@@ -30,6 +30,15 @@ class OutOfMemory(Exception):
     """The request does not fit into the device's capacity, even with every cached segment given back."""
 
 
+@dataclass(frozen=True)
+class Action:
+    """A segment that was taken from the device or given back; names are torch's (see torch.cuda.memory._snapshot)."""
+
+    name: str
+    address: int
+    size: int
+
+
 class Block:
     """A range of addresses in one segment. `prev` and `next` are its neighbours in that segment."""
 
@@ -81,6 +90,7 @@ class CachingAllocator:
     capacity: bytes of all segments together, None for no limit.
     allocated, reserved: torch.cuda.memory_allocated and memory_reserved.
     retries: allocations that gave cached segments back first (torch's num_alloc_retries).
+    actions: if it is a list, every change of `reserved` is appended to it.
     """
 
     expandable: bool = False
@@ -88,6 +98,7 @@ class CachingAllocator:
     allocated: int = 0
     reserved: int = 0
     retries: int = 0
+    actions: list[Action] | None = None
 
     def __post_init__(self) -> None:
         self._pools: dict[str, tuple[Pool, Pool]] = {}  # stream -> its small and its large pool
@@ -137,8 +148,7 @@ class CachingAllocator:
                 if block.expandable:
                     self._unmap(block)
                 elif block.prev is None and block.next is None:
-                    pool.remove(block)
-                    self.reserved -= block.size
+                    self._release(block)
 
     def _cached_block(self, pool: Pool, size: int) -> Block | None:
         """The best fit among the cached blocks (get_free_block)."""
@@ -167,8 +177,9 @@ class CachingAllocator:
             segment = -(-size // ROUND_LARGE) * ROUND_LARGE
         if not self._fits(segment):
             return None
-        self.reserved += segment
-        return Block(self._addresses(segment, align=ROUND_LARGE), segment, pool)
+        block = Block(self._addresses(segment, align=ROUND_LARGE), segment, pool)
+        self._reserve("segment_alloc", block.address, segment)
+        return block
 
     def _after_release(self, pool: Pool, size: int) -> Block:
         """Give all cached segments back, so that the request fits (malloc)."""
@@ -178,6 +189,16 @@ class CachingAllocator:
         if block is None:
             raise OutOfMemory(f"{size} bytes wanted, {self.reserved} of {self.capacity} reserved")
         return block
+
+    def _release(self, block: Block) -> None:
+        block.pool.remove(block)
+        self._reserve("segment_free", block.address, -block.size)
+
+    def _reserve(self, action: str, address: int, nbytes: int) -> None:
+        """Take memory from the device, or give it back if `nbytes` is negative."""
+        self.reserved += nbytes
+        if self.actions is not None:
+            self.actions.append(Action(action, address, abs(nbytes)))
 
     def _fits(self, nbytes: int) -> bool:
         return self.capacity is None or self.reserved + nbytes <= self.capacity
@@ -249,7 +270,7 @@ class CachingAllocator:
             block.pool.add(rest)
             block.size = mapped
         block.mapped = True
-        self.reserved += mapped
+        self._reserve("segment_map", block.address, mapped)
         self._merge_neighbours(block)
         block.pool.add(block)
         return True
@@ -272,7 +293,7 @@ class CachingAllocator:
             after.insert_between(block, block.next)
             pool.add(after)
         block.address, block.size, block.mapped = start, stop - start, False
-        self.reserved -= stop - start
+        self._reserve("segment_unmap", start, start - stop)
         self._merge_neighbours(block)
         pool.add(block)
 

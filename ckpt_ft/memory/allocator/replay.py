@@ -1,7 +1,7 @@
 """What a step reserves: its allocations and frees, replayed through the rules of the CUDA caching allocator.
 
 `torch.cuda.max_memory_allocated` is the sum of live blocks. `max_memory_reserved` is the memory that the allocator
-took from the device to lay them out, and it is what runs out.
+took from the device to lay them out, and it is what runs out. `allocator_history` adds addresses and segments.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from .caching_allocator import Block, CachingAllocator, OutOfMemory
+from .caching_allocator import Action, Block, CachingAllocator, OutOfMemory
 
 
 @dataclass
@@ -80,3 +80,72 @@ def replay(
 
 def _peak(counter: list[int], start: int, stop: int | None) -> int:
     return max(counter[max(start - 1, 0) : stop], default=0)  # memory held at the reset counts
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A mapped range of addresses and the blocks that fill it."""
+
+    blocks: list[Block]
+    small: bool
+
+    @property
+    def size(self) -> int:
+        return sum(block.size for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class AllocatorHistory:
+    """What the allocator did at each event, and what is mapped after the last one.
+
+    addresses: of the block that each event allocates or frees; None for an allocation of no bytes and its free.
+    actions: the segments that each event took or gave back.
+    segments: in order of address. live: address of a block -> the storage in it.
+    """
+
+    addresses: list[int | None]
+    actions: list[list[Action]]
+    segments: list[Segment]
+    live: dict[int, int]
+
+
+def allocator_history(
+    sizes: Sequence[int],
+    events: Sequence[int],
+    expandable: bool,
+    empty_cache_at: Collection[int] = (),
+    streams: Sequence[str] = (),
+) -> AllocatorHistory:
+    """Replay `events` on an empty device without a limit; the arguments are those of `replay`."""
+    allocator = CachingAllocator(expandable)
+    blocks: dict[int, Block] = {}
+    addresses: list[int | None] = []
+    actions: list[list[Action]] = []
+    for at, event in enumerate(events):
+        actions.append([])
+        allocator.actions = actions[-1]
+        if at in empty_cache_at:
+            allocator.empty_cache()
+        block = allocator.malloc(sizes[event], streams[event]) if event >= 0 else blocks.pop(~event, None)
+        addresses.append(None if block is None else block.address)
+        if event < 0:
+            allocator.free(block)
+        elif block is not None:
+            blocks[event] = block
+    live = {block.address: index for index, block in blocks.items()}
+    return AllocatorHistory(addresses, actions, _segments(allocator, list(blocks.values())), live)
+
+
+def _segments(allocator: CachingAllocator, live: list[Block]) -> list[Segment]:
+    """The segments that are mapped now; `live` are the blocks of `malloc` that are not freed."""
+    free = [block for pool in allocator.pools for block in pool.at.values()]
+    first = [block for block in [*live, *free] if block.mapped and not (block.prev and block.prev.mapped)]
+    return [_segment(block) for block in sorted(first, key=lambda block: block.address)]
+
+
+def _segment(first: Block) -> Segment:
+    blocks, block = [first], first.next
+    while block is not None and block.mapped:
+        blocks.append(block)
+        block = block.next
+    return Segment(blocks, first.pool.small)

@@ -9,6 +9,7 @@ bytes that were requested. The formats that show a trace are in ckpt_ft/export.
 from __future__ import annotations
 
 import json
+import pickle
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder, group_holders
 from ckpt_ft.export.timeline import HOST_COLOURS
 from ckpt_ft.files import write
-from ckpt_ft.memory.allocator.replay import Replay, replay
+from ckpt_ft.memory.allocator.replay import AllocatorHistory, Replay, allocator_history, replay
 from ckpt_ft.memory.allocator.settings import expandable_segments
 from ckpt_ft.memory.cost.schedule import Host, Parts, Span, schedule, step_seconds
 from ckpt_ft.memory.gpus import GPU, calibrated, find_gpu
@@ -101,12 +102,21 @@ class StepTrace:
         until: bytes reserved at which the replay of a GPU's step ends.
         """
         if self.device != "cpu" or capacity is not None:
-            streams = [storage.stream for storage in self.storages]
-            streams = streams if any(streams) else []
+            streams = self._streams if any(self._streams) else ()
             expandable = expandable_segments(self.alloc_conf)
             return replay(sizes, self.events, expandable, capacity, self.emptied, streams, until)
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
         return Replay(allocated, list(accumulate(allocated, max)))
+
+    def allocator_history(self) -> AllocatorHistory:
+        """Addresses and segments of the caching allocator, event by event; for "cpu" too."""
+        sizes = [storage.nbytes for storage in self.storages]
+        expandable = expandable_segments(self.alloc_conf)
+        return allocator_history(sizes, self.events, expandable, self.emptied, self._streams)
+
+    @property
+    def _streams(self) -> list[str]:
+        return [storage.stream for storage in self.storages]
 
     def requested_with(self, sizes: Sequence[int]) -> int:
         """Peak of the requested bytes with storages of these sizes: a lower bound of the reserved bytes."""
@@ -355,6 +365,12 @@ class StepTrace:
         from ckpt_ft.export.notebook import step_html
 
         return step_html(self)
+
+    def to_snapshot(self, path: str | Path) -> Path:
+        """Write the step as a PyTorch memory snapshot (a pickle) to `path`, for pytorch.org/memory_viz."""
+        from ckpt_ft.export.memory_viz import snapshot
+
+        return write(path, lambda partial: partial.write_bytes(pickle.dumps(snapshot(self))))
 
     def to_perfetto(self, path: str | Path) -> Path:
         """Write the step as Chrome trace events (JSON) to `path`, for ui.perfetto.dev.

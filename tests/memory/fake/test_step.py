@@ -24,6 +24,7 @@ from versions import is_older
 from ckpt_ft.checkpointing import rng
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.memory_viz import snapshot
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
@@ -320,6 +321,8 @@ def test_step_that_empties_the_cache_reserves_segments_again() -> None:
     assert not kept.emptied
     assert len(emptied.emptied) == 2
     assert StepTrace.from_json(emptied.to_json()).peak_reserved == emptied.peak_reserved
+    actions = [entry["action"] for entry in snapshot(emptied)["device_traces"][0]]
+    assert (actions.count("segment_free"), actions.count("segment_alloc")) == (2, 2)
 
 
 def test_traces_are_deterministic() -> None:
