@@ -1,7 +1,7 @@
 # The two commands of the README are `make demo` and `make test`. Each creates .venv first if it is missing or outdated.
 PYTHON ?= python3
 DEMO_DIR ?= out/demo
-EXTRAS := diffusion,vision,trl,deepspeed,test,dev,docs
+EXTRAS := diffusion,vision,plot,trl,deepspeed,test,dev,docs
 
 # The set of versions, each in an environment of its own: `pinned` is constraints.txt, `cuda` the same with PyPI's CUDA build
 # of torch where pip would find a CPU build, `newest` what `make newest` found, `oldest` the lowest that pyproject.toml allows.
@@ -33,7 +33,7 @@ install: $(STAMP)
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch -q --config_file accelerate_configs/cpu.yaml recipes/llm.py \
 		--ac_policy save:attention+matmul --output_dir $(DEMO_DIR)
-	@echo "The memory report: $(DEMO_DIR)/memory_report.md (and .json, .html)"
+	@echo "The memory report: $(DEMO_DIR)/memory_report.md (and .json, .html, .png)"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

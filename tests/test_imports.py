@@ -1,4 +1,4 @@
-"""Imports of the package: no cycles, one direction, and no missing names.
+"""Imports of the package: no cycles, one direction, matplotlib in one file only, and no missing names.
 
 Imports inside functions count. Imports for type checkers do not, because no code runs through them.
 """
@@ -92,6 +92,17 @@ def test_every_folder_is_in_the_import_contract() -> None:
     paths = list((ROOT / "ckpt_ft").iterdir())
     names = [path.stem for path in paths if path.suffix == ".py" or any(path.glob("*.py"))]
     assert [name for name in names if f"ckpt_ft.{name}" not in contract and not name.startswith("__")] == []
+
+
+def test_one_file_imports_matplotlib() -> None:
+    importers = set()
+    for path in (ROOT / "ckpt_ft").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.partition(".")[0] == "matplotlib" for name in named):
+                importers.add(path.relative_to(ROOT).as_posix())
+    assert importers == {"ckpt_ft/export/plots.py"}
 
 
 # A type checker may find a deleted module in another installed copy of the package, and an import inside a function

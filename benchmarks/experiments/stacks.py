@@ -76,7 +76,7 @@ def breakdown(images: Path) -> Found:
 def timeline(images: Path) -> Found:
     """The linear stack over time: forward, the peak in backward, and zero_grad."""
     trace = predict(case(linear_stack, 256, 4096), "none", "t4")
-    trace.plot(images / "linear_stack.svg")
+    trace.plot(images / "linear_stack.png")
     allocated, growth, backward = trace.replay.allocated, *_forward(trace)
     moments = {"before the step, gradients of the last one still there": allocated[trace.start - 1]}
     moments["after zero_grad, with the batch"] = min(allocated[trace.start : growth[0]])

@@ -12,7 +12,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.errors import run as ended_well
 from ckpt_ft.files import check_writable
 
-Kinds = ("json", "md", "html")
+Kinds = ("json", "md", "html", "png")
 
 
 def run(
@@ -23,7 +23,7 @@ def run(
     ] = "",
     budget: Annotated[str, typer.Option("--budget", "--ac_budget", help="memory for 'auto', such as 20GiB")] = "",
     report: Annotated[
-        str, typer.Option("--report", "--ac_report", help="what to write at the end: json, md, html, or none")
+        str, typer.Option("--report", "--ac_report", help="what to write at the end: json, md, html, png, or none")
     ] = "json,html",
     folder: Annotated[str, typer.Option("--report-dir", help="where the report is written")] = ".",
     predict: Annotated[bool, typer.Option(help="predict by a dry run what was measured")] = True,

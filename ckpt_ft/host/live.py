@@ -43,7 +43,7 @@ class LiveRun:
     Args:
         policy: None leaves the model as the script has it; "auto" takes the fastest policy that fits.
         budget: bytes for "auto", such as "20GiB"; by default the card's.
-        reports: the kinds of report to write ("json", "md", "html"); none only measures.
+        reports: the kinds of report to write ("json", "md", "html", "png"); none only measures.
         folder: where they are written.
         predicts: whether a dry run predicts what is measured.
     """

@@ -60,8 +60,8 @@ class ACArguments:
         "others wait for it).",
     )
     ac_report: str = flag(
-        "json,md,html",
-        "Memory reports to write to output_dir: any of json,md,html, or none, which measures nothing.",
+        "json,md,html,png",
+        "Memory reports to write to output_dir: any of json,md,html,png, or none, which measures nothing.",
     )
     ac_check: bool = flag(
         False, "Before training, prove that the policy changes no loss, gradient, buffer or random state."

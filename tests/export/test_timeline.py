@@ -46,7 +46,7 @@ def test_shortened_timeline_keeps_the_peak() -> None:
 
 
 def test_svg_draws_each_layer_to_scale() -> None:
-    svg = SMALL.svg(180, 150)  # 100 wide and 100 high within the margins
+    svg = SMALL.svg(180, 130)  # 100 wide and 100 high within the margins
     polygons = re.findall(r"<polygon points='([^']+)'[^>]*><title>(\w+)", svg)
     assert [name for _, name in polygons] == ["parameters", "activations"]
     corners = [tuple(map(float, corner.split(","))) for corner in polygons[1][0].split()]

@@ -56,6 +56,7 @@ def test_failed_report_is_a_warning(
         raise UnicodeEncodeError("ascii", "\u00b7", 0, 1, "ordinal not in range(128)")
 
     monkeypatch.setattr(MemoryReport, "print", broken)
+    monkeypatch.setattr(MemoryReport, "plot", broken)
     out = tmp_path / "out"
     (out / "memory_report.md").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "ckpt_ft"):
@@ -64,7 +65,7 @@ def test_failed_report_is_a_warning(
     assert (out / "memory_report.json").is_file()
     said = [record.message for record in caplog.records if record.name == "ckpt_ft.errors"]
     assert [line.partition(" failed")[0] for line in said] == [
-        "printing the memory report", "writing memory_report.md",
+        "printing the memory report", "writing memory_report.md", "writing memory_report.png",
     ]  # fmt: skip
 
 

@@ -57,6 +57,7 @@ def test_accelerate_launch_writes_reports_and_a_model(root: Path, tmp_path: Path
     launch = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/cpu.yaml", "recipes/llm.py"]
     said = finish(start(root, [*launch, "--ac_policy", "save:attention+matmul", *SMALL, "--output_dir", str(out)]))
     assert "Memory: policy save:attention+matmul" in said
+    assert (out / "memory_report.png").stat().st_size > 10_000
     assert "policy save:attention+matmul" in (out / "memory_report.md").read_text()
     (rank,) = report(out)["ranks"]
     model = AutoModelForCausalLM.from_pretrained(out)

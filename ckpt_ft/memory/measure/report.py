@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, never_fatal
+from ckpt_ft.export import plots
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
 from ckpt_ft.export.report import headline, lines, markdown_report, print_report, report_page, tables
@@ -280,8 +281,18 @@ class MemoryReport:
             f"Memory: {headline(self)}", *step, *map(table_html, tables(self)), *map(paragraph, lines(self))
         )
 
+    def plot(self, path: str | Path) -> Path | None:
+        """Draws memory over the step to `path` (PNG, SVG or PDF); returns None if no step was recorded.
+
+        Raises:
+            UserError: matplotlib is not installed.
+        """
+        if self.timeline is None:
+            return None
+        return plots.draw_step(path, self.timeline, headline(self))
+
     def write(self, directory: str | Path, kinds: Collection[str] = REPORT_KINDS) -> list[Path]:
-        """Writes memory_report.json, .md and .html, whole or not at all.
+        """Writes memory_report.json, .md, .html and (with matplotlib and a recorded step) .png, whole or not at all.
 
         Returns:
             The files written, in the order of `kinds`; none on other processes than the main one.
@@ -296,7 +307,9 @@ class MemoryReport:
             "md": self.to_markdown,
             "html": self.to_html,
         }
-        paths = {kind: Path(directory) / f"memory_report.{kind}" for kind in kinds}
+        if self.timeline is not None and plots.available():
+            writers["png"] = self.plot
+        paths = {kind: Path(directory) / f"memory_report.{kind}" for kind in kinds if kind in writers}
         try:
             for kind, path in paths.items():
                 writers[kind](path)
@@ -306,9 +319,9 @@ class MemoryReport:
 
 
 def write_report(report: MemoryReport, kinds: Sequence[str], output_dir: str) -> None:
-    """Prints the report and writes the requested memory_report.json, .md and .html, on the main process.
+    """Prints the report and writes the requested memory_report.json, .md, .html and .png, on the main process.
 
-    If one part fails, a warning is logged and the others are written.
+    Without matplotlib there is no picture. If one part fails, a warning is logged and the others are written.
     """
     if not report.main:
         return

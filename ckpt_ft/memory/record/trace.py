@@ -343,12 +343,15 @@ class StepTrace:
         return schedule((op for op in self.ops if op.at >= start), self._card, None, self.launch)
 
     def plot(self, path: str | Path) -> Path:
-        """Draw `timeline()` as stacked areas to `path`, an SVG file."""
+        """Draw `timeline()` as stacked areas to `path`: PNG, SVG or PDF by its suffix.
+
+        Raises:
+            UserError: matplotlib is not installed, or the suffix is another one.
+        """
+        from ckpt_ft.export.plots import draw_step
         from ckpt_ft.export.timeline import Timeline
 
-        if Path(path).suffix.lower() != ".svg":
-            raise UserError(f"{path}: a plot is an SVG by its suffix")
-        return write(path, Timeline.from_trace(self).svg())
+        return draw_step(path, Timeline.from_trace(self), f"one training step on {self.device}")
 
     def to_html(self, path: str | Path, title: str = "", limit: int | None = None) -> Path:
         """Write a page that shows every allocation of the step to `path`: one file, to be opened in a browser.

@@ -206,7 +206,7 @@ def test_report_is_written_and_read_back(tmp_path):
     report = profiler.report(policy="full", batch_size=BATCH)
     assert report.provenance["shapes"] == {"input 0": [BATCH, WIDTH]}
     assert [path.name for path in report.write(tmp_path)] == [
-        f"memory_report.{kind}" for kind in ("json", "md", "html")
+        f"memory_report.{kind}" for kind in ("json", "md", "html", "png")
     ]
     assert MemoryReport.from_json(tmp_path / "memory_report.json") == report
 

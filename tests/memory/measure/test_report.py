@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
@@ -151,7 +152,8 @@ def test_file_that_is_no_report_is_refused(text, tmp_path):
 
 def test_failed_write_keeps_the_previous_files(tmp_path, monkeypatch):
     written = cpu_report().write(tmp_path / "out")
-    assert [path.name for path in written] == [f"memory_report.{kind}" for kind in ("json", "md", "html")]
+    assert [path.name for path in written] == [f"memory_report.{kind}" for kind in ("json", "md", "html", "png")]
+    assert written[3].read_bytes().startswith(b"\x89PNG")
 
     before = written[1].read_text()
     monkeypatch.setattr(report_module.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
@@ -165,6 +167,11 @@ def test_write_to_a_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(UserError, match="out: the memory report cannot be written"):
         cpu_report().write(tmp_path / "out")
+
+
+def test_report_without_a_recorded_step_has_no_plot(tmp_path):
+    assert gpu_report().plot(tmp_path / "x.png") is None
+    assert [path.suffix for path in gpu_report().write(tmp_path)] == [".json", ".md", ".html"]
 
 
 def test_only_the_main_process_prints_and_writes(tmp_path):
@@ -230,6 +237,14 @@ def test_provenance_names_versions(monkeypatch):
     assert facts["command"] == "llm.py --output_dir 'my dir'"
     assert facts["policy"] == "full"
     assert {"python", "torch", "transformers", "accelerate"} <= facts["versions"].keys()
+
+
+def test_trace_plots_with_matplotlib_only(tmp_path, monkeypatch):
+    assert small_trace().plot(tmp_path / "step.svg").read_text().startswith("<?xml")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"plots need matplotlib: pip install 'ckpt_ft\[plot\]'"):
+        small_trace().plot(tmp_path / "step.png")
+    assert not (tmp_path / "step.png").exists()
 
 
 def test_report_has_host_memory(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_invalid_yaml_is_one_line(tmp_path: Path, text: str, message: str) -> No
 def test_policies_are_canonical_after_parsing() -> None:
     (flags,) = parse_args([ACArguments], ["--ac_policy", "save:matmul+attention"])
     assert flags.ac_policy == "save:attention+matmul"
-    assert flags.reports == ("json", "md", "html")
+    assert flags.reports == ("json", "md", "html", "png")
     (plain,) = parse_args([ACArguments], ["--ac_report", "none"])
     assert (plain.policy, plain.reports) == (None, ())
 
