@@ -1,8 +1,8 @@
 """`ckpt-ft app`: the questions of the command line in a browser, for people who have installed nothing.
 
-A visitor's question becomes a `ckpt-ft` command, which runs in a process of its own, in an empty directory,
-with limits on its time and memory, and without the server's tokens. It reads the model's configuration, never its code
-or weights. So an answer here is the answer of the command line, and its errors are the same single lines.
+A visitor's words become a `ckpt-ft` command, which runs in a process of its own, in an empty directory, with limits on
+its time and memory, and without the server's tokens. Words choose among our commands and flags (`words.py`) and never
+become an option or a path. The command reads the model's configuration, never its code or weights.
 """
 
 from __future__ import annotations
@@ -10,111 +10,70 @@ from __future__ import annotations
 import html
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock
 from typing import Annotated, Any
 
 import typer
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.gpus import GPUS, find_gpu
-from ckpt_ft.policy import Policy
-from ckpt_ft.spec.defaults import LORA_R, SEQ_LENGTH
 
-QUESTIONS = {  # the command, and the fields of `Question` that it reads
-    "Does it fit?": ("estimate", ("model", "cards", "method", "policy", "tokens", "batch", "gpus")),
-    "Which policy and batch are fastest?": ("plan", ("model", "cards", "method", "tokens", "gpus")),
-    "How long a sequence fits?": ("max-length", ("model", "cards", "method", "policy", "batch", "gpus")),
-    "Which cards train it?": ("where", ("model", "cards", "method", "policy", "tokens", "gpus", "prices")),
-    "What does my card train?": ("where", ("cards",)),
-}
-METHODS = {"full": [], "LoRA": ["--lora", str(LORA_R)], "QLoRA": ["--lora", str(LORA_R), "--load-in-4bit"]}
-POLICIES = ("auto", "none", "pointwise", "pointwise,head", "full", "full,head", "save:attention+matmul")
-MOST_TOKENS, MOST_BATCH, MOST_GPUS, MOST_CARDS = 131_072, 64, 8, 6
+from .words import hear
+
+EXAMPLES = (
+    "Qwen2.5-0.5B lora rtx-4090",
+    "llama 8b qlora 24gb",
+    "bert-base-uncased text classification t4",
+    "sdxl lora 12gb",
+    "longest context qwen3-0.6b 3060",
+    "which policy gpt2 t4",
+    "which gpu for qwen3 8b",
+    "what can I train with 24 GB of VRAM?",
+)
+MOST = {"seq_length": 131_072, "batch_size": 64, "resolution": 4096, "num_labels": 100_000, "processes": 8, "cards": 8}
 LIMIT = 300  # seconds of an answer
+_LONGEST = 200  # characters of a question
 _MEMORY = 12 * 2**30  # bytes of address space of each process that answers
 _REMEMBERED = 64  # answers; a page has some hundred KB
 _VISITS, _WINDOW = 12, 300.0  # questions of a visitor in that many seconds
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")  # of the server's owner
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+_WORD = re.compile(r"[A-Za-z0-9][\w.:'-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)  # one with a slash is a name on the Hub
+_WITH_PAGE = ("estimate", "plan", "where")
 _COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:ckpt-ft recipe|accelerate launch) .+")
 _VERDICT = re.compile(r"(fits|does not fit|pick:|error:|[\w-]+: the largest that trains)")
 
 
-@dataclass(frozen=True)
-class Question:
-    """What a visitor asks; the fields are the page's inputs."""
+def line_of(asked: str) -> list[str]:
+    """Returns the words after `ckpt-ft` that answer what a visitor types.
 
-    asked: str
-    model: str
-    cards: tuple[str, ...]
-    method: str = "full"
-    policy: str = "auto"
-    tokens: int = SEQ_LENGTH
-    batch: int = 1
-    gpus: int = 1
-    prices: str = ""
-
-    def words(self) -> list[str]:
-        """The words after `ckpt-ft` that ask this.
-
-        Raises:
-            UserError: an input that no visitor can choose on the page, or an unknown card or policy.
-        """
-        command, fields = QUESTIONS.get(self.asked, ("", ()))
-        model, policy = self.model.strip(), self.policy.strip()
-        if not command or self.method not in METHODS:
-            raise UserError(f"question '{self.asked}' about '{self.method}': choose from the lists")
-        if "model" in fields and not _NAME.fullmatch(model):
-            raise UserError(f"model '{model[:60]}': give a name on the Hub, such as Qwen/Qwen2.5-0.5B")
-        for name, value, most in (
-            ("tokens", self.tokens, MOST_TOKENS), ("batch", self.batch, MOST_BATCH), ("GPUs", self.gpus, MOST_GPUS)
-        ):  # fmt: skip
-            if not 1 <= value <= most:
-                raise UserError(f"{name} {value}: give 1 to {most}")
-        cards = list(dict.fromkeys(find_gpu(card).name for card in self.cards[: MOST_CARDS + 1]))
-        if len(cards) > MOST_CARDS or not (cards or "prices" in fields):
-            raise UserError(f"{len(cards)} cards: choose 1 to {MOST_CARDS}")
-        if len(cards) > 1 and command in ("plan", "max-length"):
-            raise UserError(f"{self.asked} is asked of one card at a time; choose one of {', '.join(cards)}")
-        words = [command, *([model] if "model" in fields else []), *(["--device", ",".join(cards)] if cards else [])]
-        if "method" in fields:
-            words += ["--method", self.method] if command == "where" else METHODS[self.method]
-        if "policy" in fields and policy != "auto":
-            words += ["--policy", str(Policy.parse(policy[:100]))]
-        if "tokens" in fields and self.tokens != SEQ_LENGTH:  # models without sequences refuse the flag
-            words += ["--seq-length", str(self.tokens)]
-        if "batch" in fields and self.batch > 1:
-            words += ["--batch-size", str(self.batch)]
-        if "gpus" in fields and self.gpus > 1:
-            several = ["--launch", "fsdp2", "--processes"] if command == "estimate" else ["--gpus"]
-            words += [*several, str(self.gpus)]
-        if "prices" in fields and self.prices.strip():
-            words += ["--price", self.prices.replace(" ", "")]
-        return words
-
-    @classmethod
-    def of(cls, address: Mapping[str, str]) -> Question:
-        """The question that the query of a page's address keeps; FIRST where it names nothing, or nonsense."""
-        given: dict[str, Any] = {name: text for name, text in address.items() if name in FIRST.__dataclass_fields__}
-        with suppress(ValueError):
-            given |= {name: int(given[name]) for name in ("tokens", "batch", "gpus") if name in given}
-            given |= {"cards": tuple(filter(GPUS.get, given["cards"].split(",")))} if "cards" in given else {}
-            if given.get("asked", FIRST.asked) in QUESTIONS and given.get("method", FIRST.method) in METHODS:
-                return replace(FIRST, **given)
-        return FIRST
-
-
-FIRST = Question("Does it fit?", "Qwen/Qwen2.5-0.5B", ("rtx-4090",), "LoRA")  # that of a new page
+    Raises:
+        UserError: a word could be an option or a file, a number is too large, or something is not understood.
+    """
+    words = re.sub(r"[?,]", " ", asked).split()
+    if not words or len(asked) > _LONGEST:
+        raise UserError(f"name a model, a card and a method in at most {_LONGEST} characters: {EXAMPLES[0]}")
+    for word in words:
+        if not _WORD.fullmatch(word) or Path(word).exists():
+            raise UserError(f"'{word[:60]}': ask in plain words, with the name of a model on the Hub, not of a file")
+    heard = hear(words)
+    if unknown := (*heard.rest, *heard.ignored):
+        raise UserError(f"not understood: {' '.join(unknown)}; leave it out")
+    several = re.match(r"(\d+)x ", str(heard.flags.get("device")))
+    asked_for = {**heard.flags, "cards": several[1] if several else 1}
+    for name, most in MOST.items():
+        if not 1 <= int(asked_for.get(name, 1)) <= most:
+            raise UserError(f"{name.replace('_', ' ')} {asked_for[name]}: give 1 to {most}")
+    command = heard.command or ("estimate" if heard.model else "where")
+    return [command, *([heard.model] if heard.model else []), *heard.options()]
 
 
 @dataclass(frozen=True)
@@ -140,10 +99,8 @@ class Answer:
 class Visitors:
     """Answers questions, each once, and keeps a visitor from asking more than `_VISITS` in `_WINDOW` seconds."""
 
-    limit: float = LIMIT
-    answers: OrderedDict[tuple[str, ...], Answer] = field(default_factory=OrderedDict)
+    answers: dict[str, str | Answer] = field(default_factory=dict)
     visits: dict[str, deque[float]] = field(default_factory=dict)
-    running: Lock = field(default_factory=Lock)  # one question runs at a time; known answers do not wait for it
 
     def answer(self, words: list[str], visitor: str) -> Iterator[str | Answer]:
         """What runs, about once a second, then the answer.
@@ -151,24 +108,14 @@ class Visitors:
         Raises:
             UserError: too many questions, or the command's own line.
         """
-        key = tuple(words)
-        found = self.answers.get(key)
-        if found is None:
+        key = shlex.join(words)
+        if key not in self.answers:
             self._count(visitor)
-            while not self.running.acquire(timeout=1):
-                yield "waiting for another visitor's answer"
-            try:
-                for step in run(words, self.limit):
-                    if isinstance(step, str):
-                        yield step
-                    else:
-                        found = self.answers[key] = step
-            finally:
-                self.running.release()
-            while len(self.answers) > _REMEMBERED:
-                self.answers.popitem(last=False)
-        assert found is not None
-        yield found
+            for step in run(words):
+                yield step
+            self.answers = dict([*self.answers.items(), (key, step)][-_REMEMBERED:])
+        else:
+            yield self.answers[key]
 
     def _count(self, visitor: str) -> None:
         now = time.monotonic()
@@ -187,14 +134,11 @@ def run(words: list[str], limit: float = LIMIT) -> Iterator[str | Answer]:
         UserError: the command's error line, or that it took too long.
     """
     with TemporaryDirectory() as folder:
-        page, out, err = (Path(folder, name) for name in ("page.html", "out", "err"))
-        empty = Path(folder, "empty")
+        page, out, err, empty = (Path(folder, name) for name in ("page.html", "out", "err", "empty"))
         empty.mkdir()
-        pages = words[0] == "where" or (words[0] == "estimate" and "," not in words[words.index("--device") + 1])
-        files = ["--html", str(page)] if pages else []
-        environment = {key: value for key, value in os.environ.items() if key not in _TOKENS}
+        files = ["--html", str(page)] if words[0] in _WITH_PAGE else []
         paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
-        environment |= {
+        environment = {key: value for key, value in os.environ.items() if key not in _TOKENS} | {
             "CKPT_FT_CACHE": str(Path(folder, "cache")), "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
             "PYTHONIOENCODING": "utf-8", "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }  # fmt: skip
@@ -212,9 +156,7 @@ def run(words: list[str], limit: float = LIMIT) -> Iterator[str | Answer]:
             while process.poll() is None:
                 passed = time.monotonic() - begun
                 if passed > limit:
-                    raise UserError(
-                        f"no answer in {limit:.0f} s: ask about fewer cards or a shorter sequence, or install ckpt_ft"
-                    )
+                    raise UserError(f"no answer in {limit:.0f} s: ask about a shorter sequence, or install ckpt_ft")
                 yield f"{passed:.0f} s: {re.sub(r'^[0-9]+ s: ', '', _last_line(err)) or 'starting'}"
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=1)
@@ -247,135 +189,8 @@ _SCRIPT = """() => addEventListener("message", ({source, data}) => {
   const frame = document.querySelector("#page iframe"), height = Math.min(data.height, 9999);
   if (frame && source === frame.contentWindow && height > 0) frame.style.height = `${height}px`;
 })"""
-
-
 # The address keeps the question, so that it can be sent to others.
-_KEEP = f"""(...values) => {{
-  const named = {[*FIRST.__dataclass_fields__]}.map((name, at) => [name, values[at]]);
-  history.replaceState(null, "", "?" + new URLSearchParams(named));
-}}"""
-
-
-def launch(host: str = "127.0.0.1", port: int = 7860, open_browser: bool = False) -> None:
-    """Serve the page at `host`:`port` until Ctrl-C."""
-    page = make_page()
-    theme = _gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-    page.queue(max_size=20, default_concurrency_limit=20)
-    page.launch(
-        server_name=host, server_port=port, inbrowser=open_browser, theme=theme, css=_STYLE, js=_SCRIPT,
-        max_file_size=1024, footer_links=[], ssr_mode=False,
-    )  # fmt: skip
-
-
-def _gradio() -> Any:
-    try:
-        import gradio
-    except ImportError as error:
-        raise UserError("ckpt-ft app needs gradio: pip install 'ckpt_ft[app]'") from error
-    return gradio
-
-
-def make_page() -> Any:
-    """The page, which `launch` serves."""
-    gr = _gradio()
-    from ckpt_ft.workloads.model_config import known_models
-
-    visitors = Visitors()
-
-    def shown(text: str, **changes: str) -> Any:
-        """Puts `text` into a code box, which is hidden while it is empty."""
-        return gr.Code(text, visible=bool(text), **changes)
-
-    def ask(
-        asked: str, model: str, cards: list[str], method: str, policy: str, tokens: float, batch: float, gpus: float,
-        prices: str, request: Any,
-    ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
-        try:
-            numbers = int(tokens), int(batch), int(gpus)
-            words = Question(
-                asked, str(model or ""), tuple(cards or ()), method, str(policy), *numbers, prices
-            ).words()
-            typed = f"ckpt-ft {' '.join(words)}"
-            for step in visitors.answer(words, request.client.host if request.client else ""):
-                if isinstance(step, str):
-                    yield _line(step, "running"), shown(""), "", "", shown(typed)
-                else:
-                    said = _line(step.verdict, "verdict")
-                    label = "these would fit" if step.verdict.startswith("does not fit") else "train it so"
-                    yield said, shown(step.commands, label=label), _frame(step.page), _printed(step.text), shown(typed)
-        except (UserError, TypeError, ValueError) as error:
-            yield _line(str(error), "verdict wrong"), shown(""), "", "", shown("")
-
-    def follow(asked: str) -> list[Any]:
-        """Shows the fields of the question alone."""
-        return [gr.update(visible=name in QUESTIONS[asked][1]) for name in fields]
-
-    def read(request: Any) -> list[Any]:
-        """Puts the question of the address into the fields."""
-        question = Question.of(request.query_params)
-        values = {**vars(question), "cards": [*question.cards]}
-        shown = QUESTIONS[question.asked][1]
-        return [question.asked, *(gr.update(value=values[name], visible=name in shown) for name in fields)]
-
-    ask.__annotations__["request"] = read.__annotations__["request"] = gr.Request  # gradio looks for it
-    with gr.Blocks(title="ckpt_ft: does it fit?", analytics_enabled=False) as page:
-        gr.Markdown(
-            "# Does it fit?\nPredicts the memory and the time of a fine-tuning step before you rent a card. Only the "
-            "model's configuration is read: no weights, no GPU, and no code of the model."
-        )
-        with gr.Row():
-            with gr.Column():
-                asked = gr.Dropdown([*QUESTIONS], value=FIRST.asked, label="question")
-                model = gr.Dropdown(
-                    sorted(known_models(), key=str.lower), value=FIRST.model, allow_custom_value=True,
-                    label="model", info="or any other name on the Hub",
-                )  # fmt: skip
-                cards = gr.Dropdown(
-                    sorted(GPUS), value=[*FIRST.cards], multiselect=True, max_choices=MOST_CARDS, label="cards",
-                    info="several are compared; none with 'Which cards' looks at the common ones",
-                )  # fmt: skip
-                method = gr.Radio([*METHODS], value=FIRST.method, label="method")
-            with gr.Column():
-                policy = gr.Dropdown(
-                    [*POLICIES], value=FIRST.policy, allow_custom_value=True, label="checkpointing policy",
-                    info="auto is the best of several; for a single step, none",
-                )  # fmt: skip
-                tokens = gr.Slider(128, 32_768, FIRST.tokens, step=128, label="tokens of a sequence")
-                batch = gr.Slider(1, MOST_BATCH, FIRST.batch, step=1, label="samples on a card at once")
-                gpus = gr.Slider(1, MOST_GPUS, FIRST.gpus, step=1, label="cards that share the run")
-                prices = gr.Textbox("", label="dollars an hour", placeholder="rtx-4090=0.4,h100=2.5", visible=False)
-        button = gr.Button("Ask", variant="primary")
-        verdict = gr.HTML(elem_id="verdict")
-        looks = {"language": "shell", "wrap_lines": True, "show_line_numbers": False, "visible": False}
-        commands = gr.Code(label="train it so", **looks)
-        frame = gr.HTML(elem_id="page")
-        text = gr.HTML()
-        typed = gr.Code(label="the same on your machine", **looks)
-        fields = dict(zip([*FIRST.__dataclass_fields__][1:],
-                          (model, cards, method, policy, tokens, batch, gpus, prices), strict=True))  # fmt: skip
-        inputs = [asked, *fields.values()]
-        outputs = [verdict, commands, frame, text, typed]
-        hidden = {"api_visibility": "private", "show_progress": "hidden"}
-        page.load(read, None, inputs, **hidden)
-        asked.input(follow, asked, inputs[1:], **hidden)
-        button.click(ask, inputs, outputs, **hidden)
-        button.click(None, inputs, js=_KEEP)
-    return page
-
-
-def _line(text: str, kind: str) -> str:
-    return f'<p class="{kind}">{html.escape(text)}</p>'
-
-
-def _printed(text: str) -> str:
-    return f'<pre class="printed">{html.escape(text)}</pre>'
-
-
-def _frame(page: str) -> str:
-    """The page in a frame that reaches nothing outside of it."""
-    if not page:
-        return ""
-    return f'<iframe title="the step" sandbox="allow-scripts" srcdoc="{html.escape(page)}"></iframe>'
+_KEEP = 'asked => { history.replaceState(null, "", "?" + new URLSearchParams({q: asked})); }'
 
 
 def app(
@@ -384,4 +199,67 @@ def app(
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="open it in a browser")] = True,
 ) -> None:
     """Serve a page that answers these questions in a browser. It needs gradio: pip install 'ckpt_ft[app]'."""
-    launch(host, port, browser)
+    try:
+        import gradio as gr
+    except ImportError as error:
+        raise UserError("ckpt-ft app needs gradio: pip install 'ckpt_ft[app]'") from error
+    page = make_page(gr).queue(max_size=20)
+    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    page.launch(
+        server_name=host, server_port=port, inbrowser=browser, theme=theme, css=_STYLE, js=_SCRIPT, max_file_size=1024,
+        footer_links=[], ssr_mode=False,
+    )  # fmt: skip
+
+
+def make_page(gr: Any) -> Any:
+    """The page, of gradio's parts; questions are answered one after another."""
+    visitors = Visitors()
+
+    def shown(line: str, kind: str, typed: str = "", answer: Answer = Answer("")) -> tuple[Any, ...]:
+        """The values of `outputs`; code boxes are hidden while they are empty."""
+        frame = f'<iframe title="the step" sandbox="allow-scripts" srcdoc="{html.escape(answer.page)}"></iframe>'
+        return (
+            f'<p class="{kind}">{html.escape(line)}</p>',
+            gr.Code(answer.commands, visible=bool(answer.commands)),
+            frame if answer.page else "",
+            f'<pre class="printed">{html.escape(answer.text)}</pre>' if answer.text else "",
+            gr.Code(typed, visible=bool(typed)),
+        )
+
+    def ask(asked: str, request: Any) -> Iterator[tuple[Any, ...]]:
+        try:
+            words = line_of(asked)
+            typed = shlex.join(["ckpt-ft", *words])
+            for step in visitors.answer(words, request.client.host if request.client else ""):
+                if isinstance(step, str):
+                    yield shown(step, "running", typed)
+                else:
+                    yield shown(step.verdict, "verdict", typed, step)
+        except UserError as error:
+            yield shown(str(error), "verdict wrong")
+
+    def read(request: Any) -> str:
+        """The question that the address keeps."""
+        return request.query_params.get("q", EXAMPLES[0])[:_LONGEST]
+
+    ask.__annotations__["request"] = read.__annotations__["request"] = gr.Request  # gradio looks for it
+    with gr.Blocks(title="ckpt_ft: does it fit?", analytics_enabled=False) as page:
+        gr.Markdown(
+            "# Does it fit?\nPredicts the memory and the time of a fine-tuning step before you rent a card. Only the "
+            "model's configuration is read: no weights, no GPU, and no code of the model."
+        )
+        question = gr.Textbox(EXAMPLES[0], label="a model, a method, a card, in any words", max_length=_LONGEST)
+        gr.Examples([*EXAMPLES], question)
+        button = gr.Button("Ask", variant="primary")
+        looks = {"language": "shell", "wrap_lines": True, "show_line_numbers": False, "visible": False}
+        verdict = gr.HTML(elem_id="verdict")
+        commands = gr.Code(label="commands that train so", **looks)
+        outputs = [
+            verdict, commands, gr.HTML(elem_id="page"), gr.HTML(), gr.Code(label="the same on your machine", **looks)
+        ]  # fmt: skip
+        page.load(read, None, question, api_visibility="private", show_progress="hidden")
+        gr.on(
+            [button.click, question.submit], ask, question, outputs, api_visibility="private", show_progress="minimal"
+        )
+        gr.on([button.click, question.submit], None, question, js=_KEEP)
+    return page

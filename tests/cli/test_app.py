@@ -1,4 +1,4 @@
-"""The web app `ckpt-ft app`: questions become commands within limits; and its page in a browser."""
+"""The web app `ckpt-ft app`: words become commands within limits; and its page in a browser."""
 
 from __future__ import annotations
 
@@ -10,62 +10,73 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpt_ft.cli import app
-from ckpt_ft.cli.app import Answer, Question, Visitors, run
+from ckpt_ft.cli.app import Answer, Visitors, line_of, run
 from ckpt_ft.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-STEP, PLAN, LONGEST, CARDS, CARD = app.QUESTIONS
-ASKED = Question(STEP, "gpt2", ("rtx-4090",))
 
 
 @pytest.mark.parametrize(
-    ("question", "words"),
+    ("asked", "words"),
     [
-        (ASKED, "estimate gpt2 --device rtx-4090"),
-        (replace(ASKED, method="QLoRA", policy="full,head", tokens=4096, batch=3, gpus=2),
-         "estimate gpt2 --device rtx-4090 --lora 16 --load-in-4bit --policy full,head --seq-length 4096 "
-         "--batch-size 3 --launch fsdp2 --processes 2"),
-        (replace(ASKED, cards=("t4", "h100", "t4")), "estimate gpt2 --device t4,h100"),
-        (replace(ASKED, asked=PLAN, policy="full", gpus=2), "plan gpt2 --device rtx-4090 --gpus 2"),
-        (replace(ASKED, asked=LONGEST, tokens=4096, gpus=2), "max-length gpt2 --device rtx-4090 --gpus 2"),
-        (replace(ASKED, asked=CARDS, cards=(), method="LoRA", gpus=8, prices="h100=2.5, t4=0.4"),
-         "where gpt2 --method LoRA --gpus 8 --price h100=2.5,t4=0.4"),
-        (replace(ASKED, asked=CARD, model="", tokens=64), "where --device rtx-4090"),
-        (Question.of({"asked": LONGEST, "model": "gpt2", "cards": "t4,gtx-1", "batch": "2"}),
-         "max-length gpt2 --device t4 --lora 16 --batch-size 2"),
-        (Question.of({"asked": "recipe"}), "estimate Qwen/Qwen2.5-0.5B --device rtx-4090 --lora 16"),
-        (Question.of({"tokens": "many"}), "estimate Qwen/Qwen2.5-0.5B --device rtx-4090 --lora 16"),
-    ],
-)  # fmt: skip
-def test_question_becomes_a_command(question: Question, words: str) -> None:
-    assert question.words() == words.split()
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"model": "/etc/passwd"}, "model '/etc/passwd': give a name on the Hub"),
-        ({"model": "../secret/config.json"}, "give a name on the Hub"),
-        ({"model": "--config"}, "give a name on the Hub"),
-        ({"cards": ("gtx-1",)}, "gtx-1"),
-        ({"cards": ()}, "0 cards: choose 1 to 6"),
-        ({"cards": ("t4", "l4"), "asked": PLAN}, "is asked of one card at a time"),
-        ({"policy": "fulll"}, "full"),
-        ({"tokens": 10**9}, "tokens 1000000000: give 1 to 131072"),
-        ({"batch": 0}, "batch 0: give 1 to 64"),
-        ({"asked": "recipe"}, "choose from the lists"),
+        ("does gpt2 fit on a t4?", ["estimate", "gpt2", "--device=t4"]),
+        ("llama 8b qlora two 4090s", ["estimate", "llama 8b", "--lora-r=16", "--load-in-4bit", "--device=2x 4090"]),
+        ("longest context Qwen/Qwen3-0.6B 12gb", ["max-length", "Qwen/Qwen3-0.6B", "--device=12gb"]),
+        ("max batch size gpt2, t4", ["max-batch", "gpt2", "--device=t4"]),
+        ("which policy gpt2 t4", ["plan", "gpt2", "--device=t4"]),
+        ("which gpu for qwen3 8b", ["where", "qwen3 8b"]),
+        ("what can I train with 24 GB of VRAM?", ["where", "--device=24 GB"]),
+        ("gpt2 131072 tokens", ["estimate", "gpt2", "--seq-length=131072"]),
+        ("recipe llm", ["estimate", "recipe"]),  # a model of that name, which is not known
+        ("merge out", ["estimate", "merge out"]),
     ],
 )
-def test_disallowed_question_is_one_line(changes: dict[str, Any], said: str) -> None:
+def test_words_become_a_command(asked: str, words: list[str]) -> None:
+    assert line_of(asked) == words
+
+
+@pytest.mark.parametrize("asked", app.EXAMPLES)
+def test_examples_are_questions(asked: str) -> None:
+    assert line_of(asked)[0] in ("estimate", "max-length", "plan", "where")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("/etc/passwd", "'/etc/passwd': ask in plain words"),
+        ("../secret/config.json t4", "'../secret/config.json': ask in plain words"),
+        ("a/../b", "ask in plain words"),
+        ("~/model", "ask in plain words"),
+        ("gpt2 --html=x", "'--html=x': ask in plain words"),
+        ("gpt2 -m", "'-m': ask in plain words"),
+        ("gpt2 train.py", "'train.py': ask in plain words"),
+        ("$(id)", "ask in plain words"),
+        ("gpt2 own", "'own': ask in plain words"),
+        ("gpt2 on one hundred frogs", "not understood: hundred frogs; leave it out"),
+        ("Qwen/Qwen3-0.6B frogs", "not understood: frogs; leave it out"),
+        ("where m2 max", "only cards that run CUDA or ROCm"),
+        ("gpt2 1000000000 tokens", "seq length 1000000000: give 1 to 131072"),
+        ("gpt2 batch 0", "batch size 0: give 1 to 64"),
+        ("gpt2 16x h100", "cards 16: give 1 to 8"),
+        ("llama 8b on 64 gpus", "processes 64: give 1 to 8"),
+        ("", "name a model, a card and a method"),
+        ("x" * 999, "in at most 200 characters"),
+    ],
+)
+def test_disallowed_question_is_one_line(
+    asked: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").touch()
+    (tmp_path / "train.py").touch()
     with pytest.raises(UserError, match=re.escape(said)):
-        replace(ASKED, **changes).words()
+        line_of(asked)
 
 
 def test_answer_equals_the_command_lines_and_has_a_page() -> None:
@@ -88,9 +99,7 @@ def test_errors_are_one_line_and_slow_questions_time_out(monkeypatch: pytest.Mon
 
 def test_answers_are_cached_and_questions_are_limited_per_visitor(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    monkeypatch.setattr(
-        app, "run", lambda words, limit: ran.append(words) or iter(["1 s: starting", Answer(words[0])])
-    )
+    monkeypatch.setattr(app, "run", lambda words: ran.append(words) or iter(["1 s: starting", Answer(words[0])]))
     visitors = Visitors()
     assert list(visitors.answer(["a"], "one")) == ["1 s: starting", Answer("a")]
     assert list(visitors.answer(["a"], "one")) == [Answer("a")]
@@ -137,8 +146,7 @@ def test_page_in_a_browser(width: int, scheme: Any, tmp_path: Path) -> None:
             asked: list[str] = []
             page.on("request", lambda request: asked.append(request.url))
             page.goto(f"http://127.0.0.1:{port}/")
-            page.get_by_label("model", exact=True).fill("gpt2")
-            page.keyboard.press("Enter")
+            page.get_by_label("a model").fill("gpt2 t4")
             page.get_by_role("button", name="Ask").click()
             page.locator(".verdict").wait_for(timeout=120_000)
             assert page.locator(".verdict").inner_text().startswith("fits, ")
@@ -147,11 +155,11 @@ def test_page_in_a_browser(width: int, scheme: Any, tmp_path: Path) -> None:
             assert step.locator("h1").inner_text() == "gpt2 under none"
             page.wait_for_function("document.querySelector('#page iframe').offsetHeight > 1000")
             assert page.evaluate("document.documentElement.scrollWidth") == width
-            page.get_by_label("model", exact=True).fill("/etc/passwd")
+            assert page.url.endswith("/?q=gpt2+t4")
+            page.get_by_label("a model").fill("/etc/passwd")
             page.keyboard.press("Enter")
-            page.get_by_role("button", name="Ask").click()
             page.locator(".wrong").wait_for()
-            assert page.locator(".wrong").inner_text().startswith("model '/etc/passwd': give a name on the Hub")
+            assert page.locator(".wrong").inner_text().startswith("'/etc/passwd': ask in plain words")
             assert [url for url in asked if f"127.0.0.1:{port}" not in url and not url.startswith("data:")] == []
             browser.close()
     finally:
