@@ -187,8 +187,7 @@ for command in (dry_run.dry_run, script_run.run):  # what follows the script's n
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )(recipe.recipe)  # fmt: skip
-for command in (recipe.merge, browser.app):
-    app.command()(command)
+app.command()(browser.app)
 
 if __name__ == "__main__":
     main()

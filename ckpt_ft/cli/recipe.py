@@ -1,4 +1,4 @@
-"""`ckpt-ft recipe` runs a recipe of the installed package; `merge` merges the adapter that it has trained."""
+"""`ckpt-ft recipe` runs a recipe of the installed package."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Annotated
 import typer
 
 from ckpt_ft.errors import UserError, did_you_mean
-
-from .console import progress
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -57,21 +55,3 @@ def _recipes() -> dict[str, Path]:
     """The script of each recipe by its name."""
     folder = next((place for place in (PACKAGE / "recipes", PACKAGE.parent / "recipes") if place.is_dir()), None)
     return {} if folder is None else {script.stem: script for script in sorted(folder.glob("*.py"))}
-
-
-def merge(
-    adapter: Annotated[str, typer.Argument(help="a LoRA run's output_dir")],
-    output: Annotated[str, typer.Option("--output", help="directory for the merged model")],
-    base: Annotated[
-        str, typer.Option("--base", help="Hub id or directory; by default the one that the adapter names")
-    ] = "",
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="of the merged weights: float32, bfloat16 or float16; auto keeps the base's")
-    ] = "auto",
-) -> None:
-    """Merge a trained adapter into its base model: full weights that load without peft."""
-    from ckpt_ft.training.merge import merge as merge_adapter
-
-    with progress(f"merging {adapter}"):
-        merged = merge_adapter(adapter, output, base, dtype)
-    print(f"merged: {merged}")

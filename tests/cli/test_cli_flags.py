@@ -44,7 +44,6 @@ OPTIONS = {
     f"--html --fresh --json {GPU} {ONE_LAUNCH} {MODEL}",
     "calibrate": "--from",
     "gpus": "--json",
-    "merge": "--output --base --dtype",
     "models": "--json",
     "recipe": "--path",
     "report": "--html",

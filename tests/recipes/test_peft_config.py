@@ -23,7 +23,6 @@ from versions import slow_except
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.checkpoints import PIPELINE_LORA
 from ckpt_ft.training.diffusion.loop import read_losses
-from ckpt_ft.training.merge import merge
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -94,7 +93,9 @@ def test_peft_config_of_causal_models(llm: ModuleType, sample: tuple[Path, Path]
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(sample[0]).eval()(ids).logits
         tuned = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(sample[0]), out).eval()(ids).logits
-        merged = AutoModelForCausalLM.from_pretrained(merge(str(out), str(tmp_path / "merged"))).eval()(ids).logits
+        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(sample[0]), out)
+        adapted.merge_and_unload(safe_merge=True).save_pretrained(tmp_path / "merged")
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(ids).logits
     assert (tuned - plain).abs().max() > 1e-3
     assert torch.allclose(merged, tuned, atol=1e-5)
 
@@ -144,7 +145,7 @@ def test_peft_config_of_a_diffusion_model(tmp_path: Path, base: str, kind: str) 
         PeftModel.from_pretrained(pipeline.transformer if transformer else pipeline.unet, out)  # in place
     tuned = drawn(pipeline)
     assert (tuned != plain).any()
-    if kind in ("dora", "rslora"):  # as `ckpt-ft merge` says
+    if kind in ("dora", "rslora"):
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
         assert np.abs(drawn(pipeline) - tuned).max() <= 1
