@@ -61,6 +61,19 @@ def test_a_run_changes_no_number_and_is_as_predicted(tmp_path: Path) -> None:
     assert small < peak
 
 
+def test_a_lightning_module_needs_no_callback(tmp_path: Path) -> None:
+    alone = run("lightning_module.py")
+    full = run(*hosted(tmp_path, "--policy", "full"), "lightning_module.py")
+    assert (alone.returncode, full.returncode) == (0, 0), alone.stderr + full.stderr
+    assert len(numbers(alone.stdout)) == 1
+    assert numbers(full.stdout) == numbers(alone.stdout)
+    found = report(tmp_path)
+    (rank,) = found["ranks"]
+    assert (found["provenance"]["policy"], rank["steps"]) == ("full", 4)
+    peak = max(phase["allocated"] for phase in rank["peaks"].values())
+    assert rank["predicted"]["allocated"] == pytest.approx(peak, rel=0.002)
+
+
 def test_the_report_is_of_the_whole_run(tmp_path: Path) -> None:
     """A step whose batch is larger than all before is measured, and is the one that a dry run predicts."""
     alone = run("../live_peak.py", "40", "long_row.py", str(tmp_path / "x"))
