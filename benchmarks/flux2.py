@@ -22,7 +22,7 @@ from ckpt_ft.memory.allocator.caching_allocator import Block, CachingAllocator
 from ckpt_ft.memory.allocator.settings import expandable_segments
 from ckpt_ft.memory.fake.step import trace_steps
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.workloads.adapters import Valueless, store_sizes
+from ckpt_ft.workloads.adapters import Valueless
 
 ROWS = Path(__file__).resolve().parent / "data" / "flux2_klein_peft.json"
 BATCH, LATENTS, TEXT, IMAGES = 2, (128, 32, 32), (512, 7680), 14
@@ -49,8 +49,12 @@ class Run(nn.Module):
 
 
 def build(row: dict[str, Any]) -> Run:
-    """Returns the transformer in bf16 on the meta device, with adapters cast as PEFT does, each block checkpointed."""
-    with torch.device("meta"), Valueless():
+    """Returns the transformer in bf16 without values, with adapters cast as PEFT does, each block checkpointed.
+
+    Adapters whose sizes depend on values have a real one, on the CPU.
+    """
+    device = "cpu" if (row["peft_config"] or {}).get("peft_type") in ("FROD", "SHIRA") else "meta"
+    with torch.device(device), Valueless():
         model: nn.Module = Flux2Transformer2DModel(
             num_layers=5, num_single_layers=20, num_attention_heads=24, attention_head_dim=128,
             joint_attention_dim=7680, guidance_embeds=False,
@@ -59,7 +63,6 @@ def build(row: dict[str, Any]) -> Run:
         if row["peft_config"] is not None:
             given = {name: value for name, value in row["peft_config"].items() if name not in _RESULTS}
             model = get_peft_model(model, get_peft_config(given))
-            store_sizes(model)
     return Run(model).train()
 
 

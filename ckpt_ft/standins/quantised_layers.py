@@ -13,7 +13,7 @@ Forward rounds its input to 8 bits row by row and multiplies integers; backward 
 dtype. bitsandbytes multiplies columns with outliers separately. The stand-in assumes that there are none: their number
 depends on the data, and in published models it is below one in a hundred. [autograd/_functions.py, MatMul8bitLt]
 
-`PACKINGS` has one row for each of the other methods (GPTQ, AWQ, HQQ, torchao, FP8, EETQ, quanto).
+`PACKINGS` has one row for each of the other methods (GPTQ, AWQ, HQQ, FP8).
 """
 
 from __future__ import annotations
@@ -405,9 +405,6 @@ class Packing:
         tensors: (rows, columns, bits, group) -> shapes and dtypes, the packed weight first.
         group: elements that share a scale, if the configuration does not say.
         forward: whether a forward pass unpacks the whole weight; otherwise its kernel reads the packed one.
-        saves_weight: whether the unpacked weight is kept for the backward pass; otherwise backward unpacks it.
-        saves_input: whether the input is kept for the backward pass.
-        through: the dtype in which the weight is unpacked, before it is cast; None for the input's.
         experts: whether it packs fused experts, too, which is not modelled.
     """
 
@@ -415,9 +412,6 @@ class Packing:
     tensors: Callable[[int, int, int, int], Shapes]
     group: int = 128
     forward: bool = True
-    saves_weight: bool = False
-    saves_input: bool = False
-    through: torch.dtype | None = None
     experts: bool = False
 
 
@@ -444,32 +438,10 @@ PACKINGS: dict[str, Packing] = {
         experts=True,
     ),
     "hqq": Packing("hqq, core/quantize.py: Quantizer.quantize, HQQMatmulNoCacheMul", _in_groups, group=64),
-    "torchao int8": Packing(
-        "torchao, int8_tensor.py: qdata, scale, zero_point; F.linear casts the weight, and autograd keeps the cast",
-        lambda rows, columns, bits, group: [((rows, columns), _I8), ((rows, 1), _F32), ((rows, 1), _I8)],
-        saves_weight=True,
-    ),
-    "torchao float8": Packing(
-        "torchao, float8_tensor.py: qdata, scale; F.linear unpacks in float32, and autograd keeps the cast",
-        lambda rows, columns, bits, group: [((rows, columns), _I8), ((rows, 1), _F32)],
-        saves_weight=True, through=_F32,
-    ),
     "fp8": Packing(
         "transformers, integrations/finegrained_fp8.py: FP8LinearFunction",
         lambda rows, columns, bits, group: [((rows, columns), _I8), ((-(-rows // group), -(-columns // group)), _F32)],
         forward=False, experts=True,
-    ),
-    "eetq": Packing(
-        "transformers, integrations/eetq.py: EetqLinearMMFunction",
-        lambda rows, columns, bits, group: [((columns, rows), _I8), ((rows,), _F16)],
-        forward=False, saves_input=True,
-    ),
-    "quanto": Packing(
-        "optimum-quanto, tensor/function.py: QuantizedLinearFunction",
-        lambda rows, columns, bits, group: (
-            [((rows, columns), _I8), ((rows, 1), None)] if bits == 8 else _in_groups(rows, columns, bits, group)
-        ),
-        saves_input=True,
     ),
 }  # fmt: skip
 
@@ -490,24 +462,17 @@ class PackedLinear(FrozenLinear):
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """A new (out_features, in_features) weight, as a kernel writes it."""
-        shape, through = (self.out_features, self.in_features), self.packing.through
-        codes = torch.zeros(shape, dtype=through or dtype, device=self.weight.device)
-        if through is None:
-            return codes
-        scaled = codes * 1  # both live until the cast ends
-        return scaled.to(dtype)
+        return torch.zeros(self.out_features, self.in_features, dtype=dtype, device=self.weight.device)
 
     def product(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        packing = self.packing
-        if not packing.forward:  # a kernel reads the packed weight: one with an expanded element stands for it
-            weight = torch.zeros((), dtype=x.dtype, device=x.device).expand(self.out_features, self.in_features)
-            return F.linear(x, weight, bias), ()
-        weight = self.unpacked(x.dtype)
-        saved = ((weight, packing.saves_weight), (x, packing.saves_input))
-        return F.linear(x, weight, bias), tuple(tensor for tensor, kept in saved if kept)
+        if self.packing.forward:
+            return F.linear(x, self.unpacked(x.dtype), bias), ()
+        # a kernel reads the packed weight: one with an expanded element stands for it
+        weight = torch.zeros((), dtype=x.dtype, device=x.device).expand(self.out_features, self.in_features)
+        return F.linear(x, weight, bias), ()
 
     def gradient(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
-        return torch.matmul(grad, saved[0] if self.packing.saves_weight else self.unpacked(grad.dtype))
+        return torch.matmul(grad, self.unpacked(grad.dtype))
 
 
 def refuse_compiled(model: nn.Module, sharded: bool) -> None:

@@ -14,21 +14,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from ckpt_ft.checkpointing.blocks import find_blocks
 from ckpt_ft.checkpointing.towers import Tower, find_towers
 from ckpt_ft.compat.libraries import mark_packed
 from ckpt_ft.compat.modules import weight_cache
-from ckpt_ft.compat.tensors import TorchDispatchMode, storage_pointer
+from ckpt_ft.compat.tensors import TorchDispatchMode
 from ckpt_ft.errors import UserError, did_you_mean, one_line
 from ckpt_ft.spec.defaults import LORA_DROPOUT, TRAINED_TOWERS
 from ckpt_ft.spec.peft_file import configuration, takes
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins.quantised_layers import (
     PACKINGS,
-    NF4Linear,
     PackedLinear,
     Packing,
     fused_experts,
@@ -41,59 +40,14 @@ from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.workload import DTYPES
 
-aten = torch.ops.aten
-
 
 class Valueless(TorchDispatchMode):
-    """A dispatch mode under which adapters that read values can be initialised on the meta device.
-
-    Some adapters decompose the weight that they adapt, draw masks, or compare two tensors. The shapes of their own
-    tensors do not depend on the values. So every number that they read is one, every comparison is true, and a mask
-    has as many elements set as were written into it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._set: dict[int, tuple[Tensor, int]] = {}  # storage of a mask -> the mask, and how many elements are set
+    """Under it, adapters that read a number of a weight can be initialised on the meta device: every number is one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        first = args[0] if args and isinstance(args[0], Tensor) else None
-        if first is None or not first.is_meta:
-            return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default:
-            return True if first.dtype is torch.bool else 1.0 if first.dtype.is_floating_point else 1
-        if func is aten._to_copy.default:
-            kwargs.pop("device", None)  # a meta tensor has no data to copy to another device
-        if func is aten.bincount.default:
-            return first.new_empty(max(kwargs.get("minlength", 0), 1))
-        if func is aten.nonzero.default:
-            return self._nonzero(first)
-        if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
-            args = (first, self._positions(args[1]), *args[2:])
-        out = func(*args, **kwargs)
-        if func in (aten.scatter_.src, aten.scatter_.value) and first.dtype is torch.bool:
-            self._set[storage_pointer(first.untyped_storage())] = (first, args[2].numel())
-        elif func is aten.eq.Scalar and storage_pointer(first.untyped_storage()) in self._set:
-            self._set[storage_pointer(out.untyped_storage())] = (out, self._count(first))
-        return out
-
-    def _count(self, mask: Tensor) -> int:
-        return self._set.get(storage_pointer(mask.untyped_storage()), (mask, mask.numel()))[1]
-
-    def _nonzero(self, mask: Tensor) -> Tensor:
-        """The positions (set elements, axes) of a mask."""
-        return torch.empty(self._count(mask), mask.ndim, dtype=torch.long, device="meta")
-
-    def _positions(self, indices: Any) -> list[Any]:
-        """Replaces each mask in `indices` by the positions of its set elements, one index per axis."""
-        found: list[Any] = []
-        for index in indices:
-            if index is None or index.dtype is not torch.bool:
-                found.append(index)
-            else:
-                found += self._nonzero(index).unbind(1)
-        return found
+        if func is not torch.ops.aten._local_scalar_dense.default or not args[0].is_meta:
+            return func(*args, **(kwargs or {}))
+        return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
 
 
 class TrainedTowers:
@@ -176,6 +130,7 @@ def _pattern(tower: Tower, names: set[str]) -> str:
     return rf"(?:{roots})(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(names)))})"
 
 
+_BY_VALUES = ("ADAMSS", "FROD", "SHIRA", "UNILORA")  # PEFT's types with masks or clusters of values
 _FROM_DATA = ("corda", "loftq")  # LoRA initialisations that need data or other packages, and do not change sizes
 
 
@@ -238,9 +193,6 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
             ) from error
     if on_meta:
         _train_ranks_of_adalora(adapted)
-        store_sizes(adapted)
-    if spec.quantisation.load_in_4bit:
-        _let_adapters_unpack(adapted)
     if spec.quantisation.quantize_moe_experts:
         _read_weights_again(adapted)
     return adapted.train()
@@ -313,11 +265,8 @@ def notes_on(spec: TrainingSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
             others = f"{spec.precision.ends_dtype}, what else is not packed in float32"
         notes.append(f"{bits}: embeddings, norms and head in {others}")
     if spec.quantisation.packed is not None:
-        kept = method_of(spec.quantisation.packed)[0].saves_weight
-        notes.append(
-            f"the checkpoint's weights are packed by {spec.quantisation.packed['quant_method']}, and unpacked "
-            f"{'in forward and kept for the backward pass' if kept else 'where they are used'}"
-        )
+        method = spec.quantisation.packed["quant_method"]
+        notes.append(f"the checkpoint's weights are packed by {method}, and unpacked where they are used")
     if spec.quantisation.load_in_8bit:
         notes.append("8 bits: no column of an input is an outlier")
     attention = spec.kernels.attn_implementation
@@ -351,17 +300,6 @@ def _quantise(model: Any, spec: TrainingSpec) -> None:
         prepare_kbit(model)
 
 
-def _let_adapters_unpack(adapted: Any) -> None:
-    """Let PEFT's layers that compute with the weight itself (SHiRA) unpack the weight of our 4-bit stand-ins."""
-    for layer in adapted.modules():
-        if not isinstance(getattr(layer, "base_layer", None), NF4Linear):
-            continue
-        if getattr(layer, "quantization_backend", layer) is None:
-            from peft.utils.quantization_utils import HqqBackend
-
-            layer.quantization_backend = HqqBackend()
-
-
 def _read_weights_again(adapted: Any) -> None:
     """Let adapters of packed experts read the weight again after each of them was added to it, as axolotl does.
 
@@ -393,14 +331,6 @@ def _train_ranks_of_adalora(adapted: Any) -> None:
         ranks = getattr(layer, "ranknum", None)
         if ranks is not None and layer.get_base_layer().weight.dtype in (torch.bfloat16, torch.float16):
             ranks.requires_grad_(True)
-
-
-def store_sizes(adapted: Any) -> None:
-    """Store the sizes of FRoD's sparse matrices on the CPU: its forward reads them, which meta tensors forbid."""
-    for category, sizes in getattr(adapted.base_model, "frod_s_size", {}).items():
-        for adapter in sizes:
-            shape = adapted.base_model.frod_V[category][adapter].shape
-            sizes[adapter] = torch.tensor(shape, device="cpu")
 
 
 def _freeze(model: Any, part: str, whole: bool) -> None:
@@ -468,8 +398,10 @@ def _configuration(
         given = {key: heads[key] for key in heads if takes(spec.adapter.peft, key, asked)} | dict(spec.adapter.peft)
         if without_values and given.get("init_lora_weights") in _FROM_DATA:
             given["init_lora_weights"] = True
-        if without_values and given.get("peft_type") == "ADAMSS":
-            raise UserError(f"{asked}: the sizes of ADAMSS depend on the values of the weights; give another kind")
+        if without_values and (kind := given.get("peft_type")) in _BY_VALUES:
+            raise UserError(
+                f"{asked}: the sizes of {kind} depend on values, and a prediction reads none; give another kind"
+            )
         config: Any = configuration(given, asked)
         if towers is not None and takes(given, "target_modules", asked):
             config.target_modules = towers.adapted_layers(given.get("target_modules"), f"{asked}:")
@@ -503,7 +435,6 @@ _UNTRAINABLE = {
     "auto-round", "fbgemm_fp8", "gguf", "higgs", "metal", "nvfp4", "quark", "spqr", "vptq", "gemma"
 }  # fmt: skip
 _BITSANDBYTES = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
-_BITS = re.compile(r"(?:int|float)(\d+)")
 
 
 def with_quantisation_of(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> TrainingSpec:
@@ -560,7 +491,7 @@ def method_of(stated: Mapping[str, Any], name: str = "the checkpoint") -> tuple[
     Raises:
         UserError: its layout is not modelled.
     """
-    method, bits, group = str(stated["quant_method"]), 8, 0
+    method, bits, group = str(stated["quant_method"]), 0, 0
     if method in ("gptq", "awq"):
         bits = _number(stated, "bits", "w_bit") or 4
         group = _number(stated, "group_size", "q_group_size")
@@ -568,25 +499,13 @@ def method_of(stated: Mapping[str, Any], name: str = "the checkpoint") -> tuple[
         inner: Any = stated.get("quant_config") or {}
         options = inner.get("weight_quant_params") or inner
         bits, group = _number(options, "nbits") or 4, _number(options, "group_size")
-    elif method == "torchao":
-        kind = str(stated.get("quant_type"))
-        numbers = _BITS.findall(kind.lower())
-        if numbers[:1] != ["8"]:
-            raise UserError(f"{name} is quantised by torchao in {kind[:80]}: transformers trains over 8 bits only")
-        if "dynamic" in kind.lower():
-            raise UserError(
-                f"{name}: torchao's dynamic activations are not modelled (weight-only int8 and float8 are)"
-            )
-        method = f"torchao {'float8' if 'float8' in kind.lower() else 'int8'}"
     elif method == "fp8":
         block = stated.get("weight_block_size")
         group = int(block[0]) if block else 2**24
-    elif method == "quanto":
-        kind = str(stated.get("weights", "int8"))
-        bits = int((_BITS.findall(kind) or ["8"])[0])
-    known = ("bitsandbytes", *dict.fromkeys(key.split()[0] for key in PACKINGS), "compressed-tensors")
-    if method not in PACKINGS or (32 % bits and method in ("gptq", "awq")):
-        raise UserError(f"{name} is quantised by {method} in {bits} bits, which is not modelled ({', '.join(known)})")
+    known = ("bitsandbytes", *PACKINGS, "compressed-tensors")
+    if method not in PACKINGS or (method in ("gptq", "awq") and 32 % bits):
+        kind = f"{method} in {bits} bits" if bits else method
+        raise UserError(f"{name} is quantised by {kind}, which is not modelled ({', '.join(known)})")
     return PACKINGS[method], bits, group
 
 

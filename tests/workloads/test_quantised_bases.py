@@ -49,12 +49,7 @@ def frozen(path: Path, quantisation: Any, spec: TrainingSpec = LORA) -> int:
             {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}},
             N // 2 + N // 64 * 4,
         ),
-        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, N + 5 * ROWS),
-        ({"quant_method": "torchao", "quant_type": "float8_weight_only"}, N + 4 * ROWS),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, N + 4 * N // 128**2),
-        ({"quant_method": "eetq", "weights": "int8"}, N + 2 * ROWS),
-        ({"quant_method": "quanto", "weights": "int8"}, N + 2 * ROWS),
-        ({"quant_method": "quanto", "weights": "int4"}, N // 2 + N // 128 * 4),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, N // 2 + 4 * N // 64 + 14 * 64),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, N + 4 * ROWS),
         ({"quant_method": "compressed-tensors"}, 2 * N),
@@ -80,9 +75,9 @@ def test_layers_excluded_from_quantisation_are_not_packed(tmp_path: Path) -> Non
         ({"load_in_4bit": True}, {"lora_r": 0}, "is quantised by bitsandbytes, and such weights cannot be trained"),
         ({"quant_method": "mxfp4"}, {"load_in_4bit": True}, "is quantised by mxfp4, over which transformers loads no"),
         ({"quant_method": "spqr"}, {}, "is quantised by spqr, over which transformers trains nothing"),
-        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, {}, "transformers trains over 8 bits only"),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, {}, "by torchao, which is not modelled"),
         ({"quant_method": "awq", "bits": 4}, {"load_in_4bit": True}, "by awq already: leave --load-in-4bit"),
-        ({"quant_method": "sinq"}, {}, "by sinq in 8 bits, which is not modelled (bitsandbytes, gptq, "),
+        ({"quant_method": "sinq"}, {}, "by sinq, which is not modelled (bitsandbytes, gptq, "),
         ({"quant_method": "gptq", "bits": 3}, {}, "is quantised by gptq in 3 bits, which is not modelled"),
         ("gptq", {}, "quantization_config is an object with a quant_method"),
     ],
@@ -125,31 +120,4 @@ def test_peak_of_unpacked_weights(method: str, monkeypatch: pytest.MonkeyPatch) 
     trace = trace_step(nn.Sequential(*layers), step, device="cpu")
     base = sum(t.nbytes for layer in layers for t in (layer.weight, *layer.buffers()))
     peak = trace.peak_allocated - base
-    # the codes and their product, in addition to one weight
-    float32 = 4 * unpacked if method == "torchao float8" else 0
-    expected = 2 * unpacked + float32 if PACKINGS[method].saves_weight else unpacked
-    assert peak == pytest.approx(expected, abs=unpacked // 8)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-def test_torchaos_layers_have_the_estimates_peak(tmp_path: Path, kind: str) -> None:
-    """Compares live layers wrapped by PEFT with the estimate of the same checkpoint."""
-    from peft import LoraConfig, get_peft_model
-    from torchao import quantization
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False)).to(torch.bfloat16)
-    quantization.quantize_(model.model, getattr(quantization, kind)())
-    live = get_peft_model(model.requires_grad_(False), LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.05))
-    estimate = load(
-        LORA.edit(
-            model=checkpoint(tmp_path, {"quant_method": "torchao", "quant_type": {"default": {"_type": kind}}}),
-            optimizer="adamw", max_grad_norm=0.0, batch_size=2,
-        )
-    )  # fmt: skip
-    traces = [
-        trace_step(each.train(), estimate.step(2), make_optimizer=estimate.make_optimizer, device="cpu")
-        for each in (live, estimate.model)
-    ]
-    assert traces[1].peak_allocated == pytest.approx(traces[0].peak_allocated, rel=2e-3)
+    assert peak == pytest.approx(unpacked, abs=unpacked // 8)
