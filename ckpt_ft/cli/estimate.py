@@ -90,8 +90,7 @@ def estimate(
         found = replace(found, command=found.command.replace("DATASET", shlex.quote(dataset)))
     if as_json:
         room = {"headroom": found.headroom, "host_headroom": found.host_headroom}
-        said = {"ignored": spec.host.ignored, "left_out": spec.host.left_out}
-        print(json.dumps({**asdict(found), **room, **said}, indent=2))
+        print(json.dumps({**asdict(found), **room, "left_out": spec.host.left_out}, indent=2))
     else:
         print_advice(found, spec)
     if trace is not None and html:  # after the answer, which a full disk does not lose

@@ -107,11 +107,10 @@ def takes_spec(
             model, config, typed_flags = found.model, found.file, {**found.flags, **typed_flags}
             print_notes(found.notes)
             if config:
-                ignored = fields_of({"ignore": typed_flags.get("ignore")}).get("ignored", ())
                 length, content = typed_flags.get("seq_length"), found.content or contents(config)
                 read = read_training_file(
-                    config, recipe or found.kind, bool(given.get("dataset")), ignored, length,
-                    bool(typed_flags.get("strict")), content, bool(typed_flags.get("images")),
+                    config, recipe or found.kind, bool(given.get("dataset")), length, bool(typed_flags.get("strict")),
+                    content, bool(typed_flags.get("images")),
                 )  # fmt: skip
                 print_notes(read.notes)
                 model, left_out = model or read.model, read.left_out
@@ -358,7 +357,7 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
     own = switches(words[0]) if words else {}
     if not own:
         return list(words)
-    command, kept, said, ignored = words[0], list[str](), list[str](), list[str]()
+    command, kept, said = words[0], list[str](), list[str]()
     given, values = dict[str, Any](), dict[str, str]()
     rest = list(words[1:])
     while rest:
@@ -388,7 +387,6 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
                 continue
             kept += [f"--{name}={value}"] if equals else [word, *filter(None, [value])]
             values[option] = value
-            ignored += value.split(",") if option == "--ignore" else []
         elif plain == "qlora":
             kept += ["--lora", str(LORA_R), "--load-in-4bit"]
         elif entry_of(plain, TYPED) is None:
@@ -397,7 +395,7 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
         else:
             given[plain] = _tokens_of(plain, value if equals else rest.pop(0)) if equals or follows else True
     left_out: dict[str, str] | None = None if "--strict" in words else {}
-    found = read_typed(given, values.get("--batch-size", ""), ignored, left_out) if given else {}
+    found = read_typed(given, values.get("--batch-size", ""), left_out) if given else {}
     if left_out:
         print(f"not modelled: {'; '.join(lines_of(left_out))}", file=sys.stderr)
     model = found.pop("model", "")

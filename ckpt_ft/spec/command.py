@@ -67,7 +67,7 @@ _ALWAYS = ("batch_size", "dtype", "optimizer")
 # Fields that are not flags of a recipe: the model and the policy, which every recipe has, and settings outside of it.
 _OUTSIDE = (
     "model", "launch", "launches", "asked", "device", "budget", "host_memory", "alloc_conf",
-    "default_seq_length", "ignored", "strict", "left_out", "task", "num_labels",
+    "default_seq_length", "strict", "left_out", "task", "num_labels",
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ file into fields of a spec. `words_of` does the inverse: it returns the shortest
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -109,7 +109,7 @@ def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
     left_out: dict[str, str] | None = None if found.get("strict") else {}
     if "peft_config" in found:
         asked = f"--peft-config {found['peft_config']}"
-        found["peft"] = read_peft(found["peft_config"], asked, found.get("ignored", ()), left_out)
+        found["peft"] = read_peft(found["peft_config"], asked, left_out)
     found |= _launch_fields(given, found, left_out)
     return found | ({"left_out": lines_of(left_out)} if left_out else {})
 
@@ -171,7 +171,7 @@ def _launch_fields(
             raise UserError(f"{' '.join(asked)}: for several GPUs give --launch too (ddp, fsdp2, a file)")
         return {}
     is_open = not processes and _is_file(named) and not states_processes(named)
-    launch, also = _launch(named, processes, precision, found.get("ignored", ()), left_out)
+    launch, also = _launch(named, processes, precision, left_out)
     if "policy" in also and found.get("policy") not in (None, "none"):
         also["policy"] = found["policy"]
     for key, value in also.items():
@@ -220,12 +220,12 @@ def _is_file(named: Any) -> bool:
 
 
 def _launch(
-    named: Any, processes: int, precision: str, ignored: Collection[str], left_out: dict[str, str] | None
+    named: Any, processes: int, precision: str, left_out: dict[str, str] | None
 ) -> tuple[Launch, dict[str, Any]]:
     """Returns the launch that `--launch` names or a file describes, and other fields of a spec that it sets."""
     if _is_file(named):
         count = processes or (None if states_processes(named) else COUNTS[-1])
-        return read_launch(named, count, precision, ignored, left_out)
+        return read_launch(named, count, precision, left_out)
     if named in STRATEGIES:
         if not processes:
             raise UserError(f"--launch {named}: on how many GPUs? give --processes")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -86,7 +86,7 @@ class ZeroOptions:
         if reduce not in ("fp32", "bf16", "fp16"):
             raise UserError(f"{source}: {_REDUCE} {reduce}: give fp32, bf16 or fp16")
         stated = {key: value for key, value in options.items() if value != "auto"}
-        read_settings(stated, [SECTION], source, left_out=left_out)
+        read_settings(stated, [SECTION], source, left_out)
         found: dict[str, Any] = {}
         for key, value in options.items():
             name = key.removeprefix("stage3_")
@@ -344,7 +344,6 @@ def read_launch(
     source: str | Path | Mapping[str, Any],
     processes: int | None = None,
     mixed_precision: str = "no",
-    ignored: Collection[str] = (),
     left_out: dict[str, str] | None = None,
 ) -> tuple[Launch, dict[str, Any]]:
     """Returns the launch that an accelerate configuration describes, and the fields of a spec that it also sets.
@@ -353,15 +352,14 @@ def read_launch(
         source: the file, or its content; a configuration of DeepSpeed is one, too.
         processes: overrides the file's `num_processes`.
         mixed_precision: overrides the file's, unless it is "no".
-        ignored: settings that the user lets pass, although they are refused or unknown.
         left_out: takes the settings that are not modelled; None refuses them.
 
     Raises:
         UserError: the file does not exist, asks for another launcher, or is refused by accelerate.
     """
     path = "--config" if isinstance(source, Mapping) else source
-    config = {key: value for key, value in _document(source).items() if key not in ignored}
-    found = read_settings(config, ("accelerate",), f"launch {path}", ignored, left_out=left_out)
+    config = _document(source)
+    found = read_settings(config, ("accelerate",), f"launch {path}", left_out)
     kind = _kind(config)
     if kind.startswith("MULTI_") and kind != "MULTI_GPU":
         leave_out(left_out, f"distributed_type {kind}", "answered as GPUs", f"launch {path}: ")
@@ -375,7 +373,7 @@ def read_launch(
         **sizes,
         **{name: found.pop(name) for name in ("rotation", "float8_gather") if name in found},
         "mixed_precision": str(config.get("mixed_precision") or "no"),
-        **_SHARING[kind](config, path, ignored, left_out),
+        **_SHARING[kind](config, path, left_out),
     }
     found |= given.pop("found", {})
     if mixed_precision != "no":
@@ -428,9 +426,7 @@ _RESHARDS = {
 }
 
 
-def _fsdp2(
-    config: Mapping[str, Any], path: str | Path, ignored: Collection[str], left_out: dict[str, str] | None
-) -> dict[str, Any]:
+def _fsdp2(config: Mapping[str, Any], path: str | Path, left_out: dict[str, str] | None) -> dict[str, Any]:
     options = {key.removeprefix("fsdp_"): value for key, value in _section(config, "fsdp_config", path).items()}
     reshard = str(options.get("reshard_after_forward", True)).strip().lower()
     if str(options.get("version", 1)) != "2":
@@ -457,9 +453,7 @@ def _fsdp2(
     }
 
 
-def _zero(
-    config: Mapping[str, Any], path: str | Path, ignored: Collection[str], left_out: dict[str, str] | None
-) -> dict[str, Any]:
+def _zero(config: Mapping[str, Any], path: str | Path, left_out: dict[str, str] | None) -> dict[str, Any]:
     options = _section(config, "deepspeed_config", path)
     file = options.get("deepspeed_config_file")
     if file in (None, "none"):
@@ -468,7 +462,7 @@ def _zero(
             **_stage(options.get("zero_stage", 2), path),
             "zero": ZeroOptions.read(away, f"launch {path}", left_out=left_out),
         }
-    return _deepspeed_file(beside(file, path), ignored, left_out)
+    return _deepspeed_file(beside(file, path), left_out)
 
 
 def beside(file: Any, source: str | Path) -> Any:
@@ -478,7 +472,7 @@ def beside(file: Any, source: str | Path) -> Any:
     return next((str(place) for place in places if place.is_file()), file)
 
 
-def _deepspeed_file(file: Any, ignored: Collection[str], left_out: dict[str, str] | None) -> dict[str, Any]:
+def _deepspeed_file(file: Any, left_out: dict[str, str] | None) -> dict[str, Any]:
     """Returns the fields of a launch that DeepSpeed's configuration sets: a file, or its content.
 
     A file that is not there is read by its name, if that says the stage.
@@ -499,12 +493,11 @@ def _deepspeed_file(file: Any, ignored: Collection[str], left_out: dict[str, str
     stated = config.get("optimizer")
     if isinstance(stated, Mapping):
         config["optimizer"] = str(stated.get("type"))
-    found = read_settings(config, ("deepspeed",), f"launch: {name}", ignored, left_out=left_out)
+    found = read_settings(config, ("deepspeed",), f"launch: {name}", left_out)
     precision = [dtype for dtype in ("bf16", "fp16") if _truth(_section(config, dtype, name).get("enabled", False))]
-    kept = {key: zero[key] for key in zero if key not in ignored}
     return {
         **_stage(stage, name, left_out),
-        "zero": ZeroOptions.read(kept, f"launch: {name}", config.get(_REDUCE), left_out),
+        "zero": ZeroOptions.read(zero, f"launch: {name}", config.get(_REDUCE), left_out),
         "mixed_precision": precision[0] if precision else "no",
         "found": found,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,12 @@ ADAPTER_CONFIG = "adapter_config.json"
 _OF_A_CHECKPOINT = ("inference_mode", "base_model_name_or_path", "revision", "peft_version", "auto_mapping")
 
 
-def read_peft(
-    given: str, asked: str, ignored: Collection[str] = (), left_out: dict[str, str] | None = None
-) -> dict[str, Any]:
+def read_peft(given: str, asked: str, left_out: dict[str, str] | None = None) -> dict[str, Any]:
     """Returns the content of the file `given`, of that file in the directory `given`, or of the JSON text `given`.
 
     Args:
         asked: names it in errors.
-        ignored, left_out: those of `read_settings`.
+        left_out: that of `read_settings`.
 
     Raises:
         UserError: the file cannot be read, is not a PEFT configuration, or asks for what is not modelled.
@@ -37,8 +35,8 @@ def read_peft(
     if not isinstance(content.get("peft_type"), str):
         raise UserError(f"{asked}: no configuration of PEFT: it names no peft_type")
     named = {name: value for name, value in content.items() if name in table()["peft"]}
-    read_settings(named, ["peft"], asked, ignored, left_out=left_out)
-    return {name: value for name, value in content.items() if name not in ignored}
+    read_settings(named, ["peft"], asked, left_out)
+    return content
 
 
 def configuration(content: Mapping[str, Any], asked: str) -> PeftConfig:

@@ -7,8 +7,6 @@ hold for every library. `read_settings` applies the table to the content of a fi
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from configparser import ConfigParser
@@ -117,46 +115,21 @@ def entry_of(name: str, sections: Iterable[str]) -> Entry | None:
     return next((entry for pattern, entry in table()[EVERY].items() if fnmatchcase(name, pattern)), None)
 
 
-# The classes of the libraries that have the settings of a section; their defaults are what is predicted.
-_CLASSES = {
-    "transformers": ("transformers.Seq2SeqTrainingArguments",),
-    "trl.sft": ("trl.SFTConfig",),
-    "trl.dpo": ("trl.DPOConfig",),
-    "trl.kto": ("trl.KTOConfig",),
-    "trl.reward": ("trl.RewardConfig",),
-    "trl.rollouts": ("trl.GRPOConfig", "trl.RLOOConfig"),
-    "trl.model": ("trl.ModelConfig", "trl.ScriptArguments"),
-}
-
-
-@lru_cache(maxsize=32)
-def _schema(sections: tuple[str, ...]) -> dict[str, Any]:
-    """Maps the fields of the installed libraries' own classes for `sections` to their defaults."""
-    found: dict[str, Any] = {}
-    for path in (path for section in sections for path in _CLASSES.get(section, ())):
-        library, _, name = path.rpartition(".")
-        try:
-            fields = dataclasses.fields(getattr(importlib.import_module(library), name))
-        except (ImportError, AttributeError):  # not installed, or another version
-            continue
-        for own in fields:
-            found.setdefault(own.name, getattr(own.default, "value", own.default))
-    return found
-
-
 def read_settings(
-    content: Mapping[str, Any], sections: Sequence[str], source: str, ignored: Collection[str] = (), prefix: str = "",
+    content: Mapping[str, Any],
+    sections: Sequence[str],
+    source: str,
     left_out: dict[str, str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    prefix: str = "",
+) -> dict[str, Any]:
     """Returns the values of the modelled settings of `content`, by their targets; None means not given.
 
     Args:
         content: settings by name, as a file or a command line has them.
         sections: sections of the table; the first that has a name decides.
         source: names the content in errors.
-        ignored: names that the user lets pass: settings among them are left out without a word.
-        prefix: the setting whose keys `content` has, with a dot.
         left_out: takes the settings that the answer leaves out, with what each would move; None refuses them.
+        prefix: the setting whose keys `content` has, with a dot.
 
     Raises:
         UserError: a setting is refused; without `left_out`, one is not modelled or unknown.
@@ -164,15 +137,17 @@ def read_settings(
     found: dict[str, Any] = {}
     for name, value in content.items():
         value = _WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
-        if {name, prefix + name} & set(ignored):
-            continue
         known_entry = entry_of(name, sections)
         entry = (known_entry or Entry(LEFT_OUT, "")).of(value)
         if entry.kind in (LIVE, LEFT_OUT, REFUSED):
-            _pass_over(prefix + name, value, entry, sections, source, left_out)
+            why = entry.text or "no such setting is known" + did_you_mean(name, known_names(sections))
+            if left_out is None or entry.kind == REFUSED:
+                shown = value if isinstance(value, (str, int, float)) else "..."
+                raise UserError(f"{source}: {prefix}{name}: {shown}: {why}")
+            left_out[prefix + name] = why
         elif entry.kind == KEYS:
             keys = keys_of(value, f"{source}: {prefix}{name}")
-            inner = read_settings(keys, entry.text.split(", "), source, ignored, f"{prefix}{name}.", left_out)
+            inner = read_settings(keys, entry.text.split(", "), source, left_out, f"{prefix}{name}.")
             for target, read in inner.items():
                 found.setdefault(target, read)
         elif known_entry is not None and entry.kind in (MODELLED, VALUE):
@@ -188,29 +163,6 @@ def read_settings(
     return found
 
 
-def _pass_over(
-    path: str, value: Any, entry: Entry, sections: Sequence[str], source: str, left_out: dict[str, str] | None
-) -> None:
-    """Notes a setting that is not modelled in `left_out`, unless it has the library's own default.
-
-    Raises:
-        UserError: it is refused, or there is no `left_out`.
-    """
-    schema, name, why = _schema(tuple(sections)), path.rpartition(".")[2], entry.text
-    if name in schema and schema[name] == value and entry.kind != REFUSED:
-        return
-    if not why and name in schema:
-        why = "newer than what is known here"
-    elif not why:
-        why = "no such setting is known" + did_you_mean(name, known_names(sections) | schema.keys())
-    if left_out is not None and entry.kind != REFUSED:
-        left_out[path] = why
-        return
-    shown = value if isinstance(value, (str, int, float)) else "..."
-    said = f"{path}: {shown}: {why}" if entry.text else f"no setting '{path}'{why.partition(' is known')[2]}"
-    raise UserError(f"{source}: {said}; --ignore {path} goes on without it")
-
-
 def known_names(sections: Sequence[str]) -> set[str]:
     """The names that `sections` have, and those that the patterns of every library begin with."""
     return {name.strip("*_") for section in (*sections, EVERY) for name in table()[section]}
@@ -219,7 +171,7 @@ def known_names(sections: Sequence[str]) -> set[str]:
 def leave_out(left_out: dict[str, str] | None, name: str, why: str, source: str) -> None:
     """Notes in `left_out` that the answer is without a setting. Raises UserError if there is no `left_out`."""
     if left_out is None:
-        raise UserError(f"{source}{name}: {why}; --ignore {name.partition(' ')[0]} goes on without it")
+        raise UserError(f"{source}{name}: {why}")
     left_out[name] = why
 
 

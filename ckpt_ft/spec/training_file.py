@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -135,15 +135,14 @@ class TrainingFile:
 
 
 def read_training_file(
-    path: str, recipe: str = "", rows: bool = False, ignored: Collection[str] = (), length: Any = None,
-    strict: bool = False, content: Mapping[str, Any] | None = None, images: bool = False,
+    path: str, recipe: str = "", rows: bool = False, length: Any = None, strict: bool = False,
+    content: Mapping[str, Any] | None = None, images: bool = False,
 ) -> TrainingFile:  # fmt: skip
     """Read the training that the YAML or JSON file `path` describes.
 
     Args:
         recipe: the kind of file, one of `RECIPES`; "" to detect it from the entries.
         rows: whether rows of a dataset are read, which have lengths and images of their own.
-        ignored: settings that the user lets pass, although they are refused or unknown.
         length: the number of tokens that the command line gives; None without one.
         strict: refuse what is not modelled.
         content: the file's entries, if they have been read.
@@ -157,11 +156,11 @@ def read_training_file(
     if kind not in RECIPES:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
     left_out: dict[str, str] | None = None if strict else {}
-    found = read_settings(content, KINDS[kind], f"--config {path}", ignored, left_out=left_out)
+    found = read_settings(content, KINDS[kind], f"--config {path}", left_out)
     entries = _Entries(found, kind, path, left_out)
     if not entries.get("model"):
         raise UserError(f"--config {path}: it names no model ({', '.join(MODELS)})")
-    open_length = "max_length" in content and content["max_length"] is None and "max_length" not in ignored
+    open_length = "max_length" in content and content["max_length"] is None
     if kind in TRL and open_length and not (rows or length):
         raise entries.refuse("max_length: null: rows are not cut, and their length is not known: give --seq-length")
     flags = entries.flags()
@@ -179,10 +178,7 @@ def read_training_file(
 
 
 def read_typed(
-    content: Mapping[str, str | bool],
-    batch_size: str,
-    ignored: Collection[str],
-    left_out: dict[str, str] | None = None,
+    content: Mapping[str, str | bool], batch_size: str, left_out: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Returns the flags, and the "model", that other libraries' settings set when they are typed on our command line.
 
@@ -195,9 +191,7 @@ def read_typed(
         UserError: a setting is refused.
     """
     given = {name: int(value) if str(value).isdecimal() else value for name, value in content.items()}
-    entries = _Entries(
-        read_settings(given, TYPED, "the command line", ignored, left_out=left_out), "typed", "", left_out
-    )
+    entries = _Entries(read_settings(given, TYPED, "the command line", left_out), "typed", "", left_out)
     entries.given["batch_size"] = int(batch_size) if batch_size.isdecimal() else 1
     shared = next((name for name in ("fsdp", "fsdp_config", "deepspeed") if entries.get(name)), "")
     if shared:

@@ -475,14 +475,6 @@ class HostSpec(Part):
         read=bytes_of_text("--host-memory"),
         write=text_of_bytes,
     )
-    ignored: tuple[str, ...] = setting(
-        (),
-        "a refused setting to leave out of the answer; may be given several times",
-        flag="ignore",
-        flag_type=list[str],
-        read=lambda names: tuple(dict.fromkeys(name for text in names for name in text.split(",") if name)),
-        write=",".join,
-    )
     strict: bool = setting(
         False, "refuse settings of a file that are not modelled, instead of naming them in the answer"
     )
@@ -594,12 +586,11 @@ class TrainingSpec:
 
     @property
     def title(self) -> str:
-        """The model's name for the head of an answer, with its task, its method and what the user let pass."""
-        passed = f" ({', '.join(self.host.ignored)} ignored)" if self.host.ignored else ""
+        """The model's name for the head of an answer, with its task and its method."""
         task = self.trainer.trainer or self.model.task.removeprefix("causal-lm")
         bits = f"{self.quantisation.bits} bits" if self.quantisation.bits else ""
         name = f"{self.model.name} as {task}" if task else self.model.name
-        return ", ".join(filter(None, (name, self.adapter.method, bits))) + passed
+        return ", ".join(filter(None, (name, self.adapter.method, bits)))
 
 
 PARTS: dict[str, Any] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,7 @@ MODEL = (
     "--seq-length --accumulation --max-grad-norm --resolution --aspect-ratio-buckets --train-text-encoder "
     "--encode-each-step --frames --audio-seconds --images --image-size --max-pixels --longest-side --train-towers "
     "--mixed-precision --bf16 --fp16 --lora --lora-r --use-peft --lora-targets --attn-implementation --dora "
-    "--peft-config --freeze --packing --padding --ema --double-quant --quant-storage --load-in-8bit --lora-dropout "
-    "--ignore"
+    "--peft-config --freeze --packing --padding --ema --double-quant --quant-storage --load-in-8bit --lora-dropout"
 )
 GPU = "--device --dtype --load-in-4bit --prepare-kbit"
 ONE_LAUNCH = "--optimizer --launch --processes --machines --link --alloc-conf"
@@ -152,24 +150,6 @@ def test_dtype_auto_is_the_dtype_of_the_checkpoint(tmp_path: Path) -> None:
         checkpoint_dtype(str(tmp_path))
     save_file({"weight": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     assert checkpoint_dtype(str(tmp_path)) == "bfloat16"
-
-
-def test_ignored_settings_are_listed_in_the_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    page = tmp_path / "page.html"
-    words = ["estimate", str(tmp_path), "--seq-length", "16", "--torch_compile_backend", "eager"]
-    words += ["--ignore", "torch_compile_backend"]
-    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words, "--html", str(page)])
-    assert cli._main() == 0
-    assert " ".join(capsys.readouterr().out.split()).startswith(
-        f"{tmp_path} (torch_compile_backend ignored): policy none"
-    )
-    assert "(torch_compile_backend ignored)" in page.read_text()
-    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words, "--json"])
-    assert cli._main() == 0
-    assert json.loads(capsys.readouterr().out)["ignored"] == ["torch_compile_backend"]
 
 
 def test_invalid_number_is_named_with_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_our_accelerate_configs_are_read() -> None:
             "distributed_type: MULTI_GPU\nparallelism_config: {tp_size: 2}",
             "launch ddp, tp 2: 1 processes are not a multiple of 2",
         ),
-        ("distributed_type: MULTI_GPU\nnum_gpus: 2", "no setting 'num_gpus'"),
+        ("distributed_type: MULTI_GPU\nnum_gpus: 2", "num_gpus: 2: no such setting is known"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}", "ZeRO stage 0: answered as DDP"),
         (
             "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none.json}",
@@ -135,7 +135,6 @@ def test_unsupported_deepspeed_setting_is_named(more: dict[str, object], tmp_pat
     name = next(iter(more))
     with pytest.raises(UserError, match=name):
         read_launch(config)
-    assert read_launch(config, ignored=[name])[0].strategy == "zero2"
 
 
 @pytest.mark.parametrize(
