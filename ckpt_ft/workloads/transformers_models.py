@@ -78,6 +78,52 @@ class Field:
 Fields = dict[str, Field]
 
 
+def takes(model: Any) -> Collection[str]:
+    """The names of the arguments of the model's forward."""
+    return inspect.signature(model.forward).parameters
+
+
+def _ids(model: Any, spec: TrainingSpec) -> Field:
+    return Field((spec.data.tokens,), getattr(model.config.get_text_config(), "vocab_size", 2))
+
+
+def _pixels(model: Any, spec: TrainingSpec) -> Field:
+    return Field((getattr(model.config, "num_channels", 3), spec.data.resolution, spec.data.resolution))
+
+
+def _class(model: Any, spec: TrainingSpec) -> Field:
+    return Field((), model.config.num_labels)
+
+
+def _class_of_text(model: Any, spec: TrainingSpec) -> Field:
+    """A class, a switch for each class, or a score."""
+    classes = model.config.num_labels
+    several = model.config.problem_type == "multi_label_classification"
+    return Field((classes,) if several else (), 0 if several or classes == 1 else classes)
+
+
+def _log_mel(model: Any, spec: TrainingSpec) -> Field:
+    """A log-mel window of 30 seconds, the only length that Whisper accepts."""
+    config = model.config
+    if not (hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions")):
+        raise UserError(f"no batch is known for {type(model).__name__}; of speech inputs, only Whisper's are")
+    return Field((config.num_mel_bins, 2 * config.max_source_positions))
+
+
+def _sound(model: Any, spec: TrainingSpec) -> Field:
+    """The waveform, or the features that the model takes instead."""
+    config, seconds = model.config, spec.data.audio_seconds
+    if "input_features" in takes(model):
+        stacked = getattr(config, "feature_projection_input_dim", None)  # wav2vec2-BERT: two frames
+        return Field((seconds * _FRAMES // 2, stacked)) if stacked else _log_mel(model, spec)
+    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):  # AST's spectrogram has one length
+        return Field((config.max_length, config.num_mel_bins))
+    return Field((seconds * _RATE,))
+
+
+Input = Callable[[Any, TrainingSpec], Field]  # (model, spec) -> the input
+
+
 @dataclass(frozen=True)
 class Task:
     """The training task of the classes in a table of transformers' auto classes.
@@ -85,7 +131,7 @@ class Task:
     Attributes:
         name: as `--task` has it.
         table: X of transformers' MODEL_XMAPPING_NAMES.
-        fields: (model, spec) -> the inputs.
+        inputs: what a row of a batch has, by name; "sound" is what forward names `input_features` or `input_values`.
         sized: the fields of the spec that set the size of a sample.
         loss: (forward, batch) -> scalar.
         loss_fields: inputs of the loss that forward does not take.
@@ -93,7 +139,7 @@ class Task:
 
     name: str
     table: str
-    fields: Callable[[Any, TrainingSpec], Fields]
+    inputs: dict[str, Input]
     sized: tuple[str, ...] = ("seq_length",)
     loss: Loss = own_loss
     loss_fields: frozenset[str] = frozenset()
@@ -106,113 +152,59 @@ class Task:
         table = getattr(modeling_auto, f"MODEL_{self.table}MAPPING_NAMES")
         return {kind: (names,) if isinstance(names, str) else tuple(names) for kind, names in table.items()}
 
+    def is_of_text(self, model: Any) -> bool:
+        """Whether rows are text alone; so are those of a language model that also takes sound."""
+        return self.inputs == _TEXT or (self.inputs == _SPEECH and not model.config.is_encoder_decoder)
 
-def _text(model: Any, spec: TrainingSpec) -> Fields:
-    ids = Field((spec.data.tokens,), model.config.get_text_config().vocab_size)
-    return {"input_ids": ids, "labels": ids}
-
-
-def _speech(model: Any, spec: TrainingSpec) -> Fields:
-    """Windows of sound and their text; rows of text for a language model that also takes sound."""
-    if not model.config.is_encoder_decoder:
-        return _text(model, spec)
-    labels = Field((spec.data.tokens,), model.config.get_text_config().vocab_size)
-    return {"input_features": _log_mel(model), "labels": labels}
+    def fields(self, model: Any, spec: TrainingSpec) -> Fields:
+        """The inputs of `model`."""
+        inputs = _TEXT if self.is_of_text(model) else self.inputs
+        sound = "input_features" if "input_features" in takes(model) else "input_values"
+        return {sound if name == "sound" else name: make(model, spec) for name, make in inputs.items()}
 
 
-def _log_mel(model: Any) -> Field:
-    """A log-mel window of 30 seconds, the only length that Whisper accepts."""
-    config = model.config
-    if not (hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions")):
-        raise UserError(f"no batch is known for {type(model).__name__}; of speech inputs, only Whisper's are")
-    return Field((config.num_mel_bins, 2 * config.max_source_positions))
-
-
-def _sound(model: Any, spec: TrainingSpec) -> Fields:
-    """The waveform, or the features that the model takes instead."""
-    config, taken = model.config, inspect.signature(model.forward).parameters
-    if (
-        hasattr(config, "feature_projection_input_dim") and "input_features" in taken
-    ):  # wav2vec2-BERT: two frames stacked
-        return {"input_features": Field((spec.data.audio_seconds * _FRAMES // 2, config.feature_projection_input_dim))}
-    if "input_features" in taken:
-        return {"input_features": _log_mel(model)}
-    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):  # AST's spectrogram has one length
-        return {"input_values": Field((config.max_length, config.num_mel_bins))}
-    return {"input_values": Field((spec.data.audio_seconds * _RATE,))}
-
-
-def _letters(model: Any, spec: TrainingSpec) -> Fields:
-    letters = Field((spec.data.audio_seconds * _LETTERS,), model.config.vocab_size)
-    return {**_sound(model, spec), "labels": letters}
-
-
-def _whole_sound(model: Any, spec: TrainingSpec) -> Fields:
-    return {**_sound(model, spec), "labels": Field((), model.config.num_labels)}
-
-
-def _pixels(model: Any, spec: TrainingSpec) -> Field:
-    side = spec.data.resolution
-    return Field((getattr(model.config, "num_channels", 3), side, side))
-
-
-def _image(model: Any, spec: TrainingSpec) -> Fields:
-    return {"pixel_values": _pixels(model, spec), "labels": Field((), model.config.num_labels)}
-
-
-def _each_pixel(model: Any, spec: TrainingSpec) -> Fields:
-    side = spec.data.resolution
-    return {"pixel_values": _pixels(model, spec), "labels": Field((side, side), model.config.num_labels)}
-
-
-def _image_and_text(model: Any, spec: TrainingSpec) -> Fields:
-    return {"input_ids": _text(model, spec)["input_ids"], "pixel_values": _pixels(model, spec)}
-
-
-def _pair(model: Any, spec: TrainingSpec) -> Fields:
-    check_fields(model, {"input_ids"})
-    ids = _text(model, spec)["input_ids"]
-    return {"input_ids": ids, POSITIVES: ids}
-
-
-def _whole_text(model: Any, spec: TrainingSpec) -> Fields:
-    classes = model.config.num_labels
-    several = model.config.problem_type == "multi_label_classification"
-    labels = Field((classes,) if several else (), 0 if several or classes == 1 else classes)
-    return {"input_ids": _text(model, spec)["input_ids"], "labels": labels}
-
-
-def _each_token(model: Any, spec: TrainingSpec) -> Fields:
-    labels = Field((spec.data.tokens,), model.config.num_labels)
-    return {"input_ids": _text(model, spec)["input_ids"], "labels": labels}
-
-
-def _span(model: Any, spec: TrainingSpec) -> Fields:
-    position = Field((), spec.data.tokens)
-    ids = _text(model, spec)["input_ids"]
-    return {"input_ids": ids, "start_positions": position, "end_positions": position}
-
+_TEXT: dict[str, Input] = {"input_ids": _ids, "labels": _ids}
+_SPEECH: dict[str, Input] = {"input_features": _log_mel, "labels": _ids}
+_CLASSIFIED: dict[str, Input] = {"input_ids": _ids, "labels": _class_of_text}
+_POSITION: Input = lambda model, spec: Field((), spec.data.tokens)  # noqa: E731
 
 # In order of preference: a configuration that names no class gets the first class for its model type.
 TASKS = (
-    Task("speech", "FOR_SPEECH_SEQ_2_SEQ_", _speech),
-    Task("seq2seq", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", _text),
-    Task("causal-lm", "FOR_CAUSAL_LM_", _text),
-    Task("masked-lm", "FOR_MASKED_LM_", _text),
-    Task("image-classification", "FOR_IMAGE_CLASSIFICATION_", _image, ("resolution",)),
-    Task("image-text-to-text", "FOR_IMAGE_TEXT_TO_TEXT_", _text),
-    Task("text-classification", "FOR_SEQUENCE_CLASSIFICATION_", _whole_text),
-    Task("token-classification", "FOR_TOKEN_CLASSIFICATION_", _each_token),
-    Task("question-answering", "FOR_QUESTION_ANSWERING_", _span),
-    Task("image-segmentation", "FOR_SEMANTIC_SEGMENTATION_", _each_pixel, ("resolution",)),
-    Task("speech", "FOR_CTC_", _letters, ("audio_seconds",)),
-    Task("audio-classification", "FOR_AUDIO_CLASSIFICATION_", _whole_sound, ("audio_seconds",)),
+    Task("speech", "FOR_SPEECH_SEQ_2_SEQ_", _SPEECH),
+    Task("seq2seq", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", _TEXT),
+    Task("causal-lm", "FOR_CAUSAL_LM_", _TEXT),
+    Task("masked-lm", "FOR_MASKED_LM_", _TEXT),
     Task(
-        "contrastive", "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_", _image_and_text, ("resolution", "seq_length"),
-        own_contrastive_loss,
+        "image-classification", "FOR_IMAGE_CLASSIFICATION_", {"pixel_values": _pixels, "labels": _class},
+        ("resolution",),
     ),
-    Task("embedding", "", _pair, loss=in_batch_loss, loss_fields=frozenset({POSITIVES})),
-    Task("reranker", "FOR_SEQUENCE_CLASSIFICATION_", _whole_text),
+    Task("image-text-to-text", "FOR_IMAGE_TEXT_TO_TEXT_", _TEXT),
+    Task("text-classification", "FOR_SEQUENCE_CLASSIFICATION_", _CLASSIFIED),
+    Task("token-classification", "FOR_TOKEN_CLASSIFICATION_", {
+        "input_ids": _ids, "labels": lambda model, spec: Field((spec.data.tokens,), model.config.num_labels),
+    }),
+    Task("question-answering", "FOR_QUESTION_ANSWERING_", {
+        "input_ids": _ids, "start_positions": _POSITION, "end_positions": _POSITION,
+    }),
+    Task("image-segmentation", "FOR_SEMANTIC_SEGMENTATION_", {
+        "pixel_values": _pixels,
+        "labels": lambda model, spec: Field((spec.data.resolution, spec.data.resolution), model.config.num_labels),
+    }, ("resolution",)),
+    Task("speech", "FOR_CTC_", {
+        "sound": _sound,
+        "labels": lambda model, spec: Field((spec.data.audio_seconds * _LETTERS,), model.config.vocab_size),
+    }, ("audio_seconds",)),
+    Task(
+        "audio-classification", "FOR_AUDIO_CLASSIFICATION_", {"sound": _sound, "labels": _class}, ("audio_seconds",)
+    ),
+    Task(
+        "contrastive", "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_", {"input_ids": _ids, "pixel_values": _pixels},
+        ("resolution", "seq_length"), own_contrastive_loss,
+    ),
+    Task(
+        "embedding", "", {"input_ids": _ids, POSITIVES: _ids}, loss=in_batch_loss, loss_fields=frozenset({POSITIVES})
+    ),
+    Task("reranker", "FOR_SEQUENCE_CLASSIFICATION_", _CLASSIFIED),
 )  # fmt: skip
 
 
@@ -244,11 +236,11 @@ def check_fields(model: Any, fields: Collection[str]) -> None:
 
 def notes_on(model: Any, task: Task, spec: TrainingSpec) -> tuple[str, ...]:
     """Returns what a batch of the task omits or assumes, one sentence each."""
-    if task.fields is _pair:
+    if task.name == "embedding":
         return ("rows are pairs, told apart from the others of their batch (sentence-transformers' in-batch loss)",)
-    if task.fields is not _text or spec.data.images:
+    if not task.is_of_text(model) or spec.data.images:
         return ()
-    senses = _OTHER_SENSES & set(inspect.signature(model.forward).parameters)
+    senses = _OTHER_SENSES & set(takes(model))
     if senses:
         said = f"rows are text alone: what takes {', '.join(sorted(senses))} is resident and does not run"
         return (f"{said}; --images 1 gives rows one" if "pixel_values" in senses else said,)
@@ -301,12 +293,12 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
         found = transformers_model(name, language, spec.edit(task=""))
         without = f"the language model alone is predicted, without its towers: {one_line(error.__cause__, 100)}"
         return replace(found, notes=(without, *found.notes))
-    text = built.config.get_text_config()
     seen = images_of_row(built, read_processor(name), spec) if spec.data.images else None
     if seen is not None and spec.data.rows == "packed":
         raise UserError("packed rows with images are not predicted, and no recipe trains them: leave packing out")
     spec, said = _with_length(name, built, spec, seen) if "seq_length" in task.sized else (spec, ())
-    if task.fields is _whole_text and text.pad_token_id is None:
+    text = built.config.get_text_config()
+    if task.inputs == _CLASSIFIED and text.pad_token_id is None:
         text.pad_token_id = 0  # as training code does: the model looks for the last token before the padding
     _fuse(built, spec)
     fields = task.fields(built, spec)
@@ -314,15 +306,11 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     if spec.data.rows != "alike" and "input_ids" not in fields:
         raise UserError(f"{spec.data.rows} rows: the batches of {name}, of kind '{task.name}', hold no text")
 
-    def filled(samples: int, length: int | None) -> Batch:
+    def make_batch(samples: int, length: int | None) -> Batch:
         shaped = fields if length is None else task.fields(built, spec.edit(seq_length=length))
         batch = zeros(shaped, samples, spec)
         if seen is not None:
             seen.put_into(batch)
-        return batch
-
-    def make_batch(samples: int, length: int | None) -> Batch:
-        batch = filled(samples, length)
         if spec.data.rows == "padded":
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # for the longest row; the others are padded
             batch["attention_mask"][1:, -1:] = 0
