@@ -31,7 +31,6 @@ _MOST = 2**20  # processes
 _AUTO = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
 SIZES = ("dp_replicate", "tp", "cp", "sp")  # fields of a launch besides the processes that shard or replicate
 ROTATIONS = ("allgather", "alltoall")
-SECTION = "deepspeed.zero_optimization"  # of the table of settings
 _REDUCE = "seq_parallel_communication_data_type"
 OFFLOADS = ("offload_optimizer", "offload_param")
 _COUNTS = (*_AUTO, "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
@@ -73,29 +72,25 @@ class ZeroOptions:
         cls, options: Mapping[str, Any], source: str, seq_parallel_reduce: Any = None,
         left_out: dict[str, str] | None = None,
     ) -> ZeroOptions:  # fmt: skip
-        """Returns the options of a DeepSpeed configuration's `zero_optimization`.
+        """Returns the options of a DeepSpeed configuration's `zero_optimization`, whose names have been checked.
 
         Args:
             seq_parallel_reduce: the configuration's `seq_parallel_communication_data_type`.
             left_out: that of `read_settings`.
 
         Raises:
-            UserError: a value that is not a count or a precision; without `left_out`, an option that is not modelled.
+            UserError: a value that is not a count or a precision; without `left_out`, offloading to a disk.
         """
         reduce = str(seq_parallel_reduce or "fp32").lower()
         if reduce not in ("fp32", "bf16", "fp16"):
             raise UserError(f"{source}: {_REDUCE} {reduce}: give fp32, bf16 or fp16")
-        stated = {key: value for key, value in options.items() if value != "auto"}
-        read_settings(stated, [SECTION], source, left_out)
         found: dict[str, Any] = {}
         for key, value in options.items():
             name = key.removeprefix("stage3_")
             if name in _COUNTS:
                 found[name] = None if value == "auto" and name in _AUTO else _count(value, key, source)
         for name in OFFLOADS:
-            away = options.get("cpu_offload" if name == "offload_optimizer" else "cpu_offload_param")
-            section = options.get(name) or ({"device": "cpu"} if _truth(away) else {})
-            device = str(section.get("device") or "none").lower()
+            device = str((options.get(name) or {}).get("device") or "none").lower()
             found[name] = device in ("cpu", "nvme")
             if device == "nvme":
                 leave_out(
@@ -114,15 +109,12 @@ class ZeroOptions:
         auto = [name for name in _AUTO if getattr(self, name) is None]
         if auto and hidden_size is None:
             raise UserError(f"launch: {', '.join(auto)}: auto, and the model has no hidden_size; give a number")
-        sizes: dict[str, Any] = (
-            {}
-            if hidden_size is None
-            else {
-                "reduce_bucket_size": hidden_size**2,
-                "prefetch_bucket_size": int(0.9 * hidden_size**2),
-                "param_persistence_threshold": 10 * hidden_size,
-            }
-        )
+        wide = hidden_size or 0
+        sizes: dict[str, Any] = {
+            "reduce_bucket_size": wide**2,
+            "prefetch_bucket_size": int(0.9 * wide**2),
+            "param_persistence_threshold": 10 * wide,
+        }
         overlap = stage == 3 if self.overlap_comm is None else self.overlap_comm
         return replace(self, overlap_comm=overlap, **{name: sizes[name] for name in auto})
 
@@ -361,9 +353,6 @@ def read_launch(
     config = _document(source)
     found = read_settings(config, ("accelerate",), f"launch {path}", left_out)
     kind = _kind(config)
-    if kind.startswith("MULTI_") and kind != "MULTI_GPU":
-        leave_out(left_out, f"distributed_type {kind}", "answered as GPUs", f"launch {path}: ")
-        kind = "MULTI_GPU"
     if kind not in _SHARING:
         raise UserError(f"launch {path}: distributed_type {kind} is not modelled (MULTI_GPU, FSDP, DEEPSPEED)")
     named = [name for name in (*SIZES, "dp_shard") if name in found]

@@ -36,7 +36,7 @@ def read_peft(given: str, asked: str, left_out: dict[str, str] | None = None) ->
         raise UserError(f"{asked}: no configuration of PEFT: it names no peft_type")
     named = {name: value for name, value in content.items() if name in table()["peft"]}
     read_settings(named, ["peft"], asked, left_out)
-    return content
+    return dict(content)
 
 
 def configuration(content: Mapping[str, Any], asked: str) -> PeftConfig:

@@ -165,7 +165,7 @@ def read_training_file(
         raise entries.refuse("max_length: null: rows are not cut, and their length is not known: give --seq-length")
     flags = entries.flags()
     if images:
-        entries.see(content)
+        left_out = {name: why for name, why in (left_out or {}).items() if not why.startswith("rows of text are")}
         flags["max_pixels"] = flags["max_pixels"] or content.get("image_max_pixels")
     if kind == "vlm" and not rows:
         flags["images"] = entries.get("images") or 1
@@ -252,13 +252,6 @@ class _Entries:
     def leave_out(self, name: str, why: str) -> None:
         """Note that the answer is without a setting. Raises UserError if nothing is to be left out."""
         leave_out(self.left_out, name, why, f"--config {self.path}: " if self.path else "")
-
-    def see(self, content: Mapping[str, Any]) -> None:
-        """Take back what is said of files whose rows have no images."""
-        for name in [name for name, why in (self.left_out or {}).items() if why.startswith("rows of text are")]:
-            del self.left_out[name]  # type: ignore[union-attr]
-        if content.get("image_size"):
-            self.leave_out("image_size", "images have the size that the processor gives them")
 
     def flags(self) -> dict[str, Any]:
         """Returns the values of our flags."""
@@ -518,8 +511,8 @@ class _Entries:
         if self.get("evaluation") in (None, False, "no") or self.diffusion:
             return {}
         usual = self.get("batch_size") if self.kind == "axolotl" else 8  # of TrainingArguments
-        names = {"eval_batch_size": usual, "eval_accumulation_steps": None}
-        return {name: self.get(name) or default for name, default in names.items()}
+        batch, steps = self.get("eval_batch_size"), self.get("eval_accumulation_steps")
+        return {"eval_batch_size": batch or usual, "eval_accumulation_steps": steps}
 
     def _trainer(self) -> dict[str, Any]:
         """TRL's trainer, and the fields of its configuration that the file sets."""

@@ -7,7 +7,7 @@ plans and printed commands are made from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal, get_args
 
@@ -540,13 +540,13 @@ class TrainingSpec:
             check_offloading(what, self.optimizer.max_grad_norm or 0.0, fp16, self.data.accumulation, bool(launches))
 
     @classmethod
-    def of(cls, model: str = "", **fields: Any) -> TrainingSpec:
+    def of(cls, model: str = "", **given: Any) -> TrainingSpec:
         """A spec with the given fields and defaults for all others: `TrainingSpec.of("gpt2", lora_r=16)`.
 
         Raises:
             UserError: an unknown field, or an invalid value.
         """
-        return cls._made({}, {"model": model, **fields})
+        return cls().edit(model=model, **given)
 
     def edit(self, **changes: Any) -> TrainingSpec:
         """Returns this spec with some fields changed: `spec.edit(optimizer="adamw_8bit", lora_r=16)`.
@@ -554,29 +554,14 @@ class TrainingSpec:
         Raises:
             UserError: an unknown field, an invalid value, or incompatible fields.
         """
-        return self._made({name: getattr(self, name) for name in PARTS}, changes, self.policy)
-
-    @classmethod
-    def _made(cls, parts: Mapping[str, Any], changes: Mapping[str, Any], policy: str = "none") -> TrainingSpec:
-        known = declared()
+        known, policy = declared(), str(changes.pop("policy", self.policy))
         changed: dict[str, dict[str, Any]] = {}
         for key, value in changes.items():
-            if key == "policy":
-                policy = str(value)
-            elif key in known:
-                changed.setdefault(known[key].part, {})[known[key].name] = value
-            else:
+            if key not in known:
                 raise UserError(f"no setting '{key}'{did_you_mean(key, known)} ({', '.join(known)})")
-        kinds = PARTS
-        return cls(
-            policy,
-            **{
-                name: (replace(parts[name], **changed.get(name, {})) if name in changed else parts[name])
-                if name in parts
-                else kinds[name](**changed.get(name, {}))
-                for name in kinds
-            },
-        )
+            changed.setdefault(known[key].part, {})[known[key].name] = value
+        parts: dict[str, Any] = {part: replace(getattr(self, part), **values) for part, values in changed.items()}
+        return replace(self, policy=policy, **parts)
 
     def get(self, key: str) -> Any:
         """The value of a field by its name."""
@@ -593,18 +578,7 @@ class TrainingSpec:
         return ", ".join(filter(None, (name, self.adapter.method, bits)))
 
 
-PARTS: dict[str, Any] = {
-    "model": ModelSpec,
-    "data": DataSpec,
-    "precision": PrecisionSpec,
-    "adapter": AdapterSpec,
-    "quantisation": QuantisationSpec,
-    "optimizer": OptimizerSpec,
-    "kernels": KernelSpec,
-    "trainer": TrainerSpec,
-    "launch": LaunchSpec,
-    "host": HostSpec,
-}
+PARTS: dict[str, Any] = {own.name: own.default_factory for own in fields(TrainingSpec) if own.name != "policy"}
 
 
 @lru_cache(maxsize=1)

@@ -37,6 +37,7 @@ from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch, ZeroOptions
+from ckpt_ft.spec.settings import read_settings
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.from_trainer import check_trainer, planned_step
 from ckpt_ft.workloads.workload import Workload
@@ -72,6 +73,7 @@ def launch_of(accelerator: Accelerator, prepared: bool = True, model: Any = None
             raise UserError("what DeepSpeed's engine has made of model and optimizer is not traced")
         config = deepspeed.deepspeed_config
         reduce = config.get("seq_parallel_communication_data_type")
+        read_settings(config["zero_optimization"], ["deepspeed.zero_optimization"], "launch")
         options = ZeroOptions.read(config["zero_optimization"], "launch", reduce)
         sharing = {"strategy": f"zero{deepspeed.zero_stage}", "zero": options}
     elif fsdp is not None:
