@@ -24,7 +24,7 @@ from ckpt_ft.tables import WIDTH, Table, as_text
 
 from .blocks import Blocks, Region, submodules
 from .guard import Guard
-from .kv_cache import given_cache, tied_by_cache, wants_cache, without_kv_cache
+from .kv_cache import given_cache, tied_by_cache
 from .module_contents import modules_in
 from .recompute import Checkpointed
 from .segments import SegmentMember
@@ -107,8 +107,7 @@ class AppliedPolicy:
         self.selections: dict[Any, Selection] = {}  # by what they keep
         self.around: list[Guard | CompileBudget | BeneathPolicy] = []  # installed last
         self.hooks: list[Any] = []
-        self.tied = ""  # names of one layer at two positions, which a KV cache would mix up
-        self.modules = 0  # the number of modules when it was looked for
+        self.modules, self.tied = 0, False  # the number of modules, and whether two share a place in a KV cache
         self.switched_off: list[nn.Module] = []
         self.removed = self.warned = False
 
@@ -181,36 +180,17 @@ class AppliedPolicy:
         groups = dict.fromkeys(group for part in self.policy.parts.values() for group in part.save)
         return [group for group in groups if group.partition("/")[0] not in fired]
 
-    def _before_pretrained(
-        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    def turn_off_cache(
+        self, inner: bool, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Forward pre-hook of a transformers model."""
-        if not self.is_active:
-            return None
-        if module.training and torch.is_grad_enabled() and wants_cache(module, kwargs):
-            self._refuse_tied_layers()
-        return without_kv_cache(module, args, kwargs)
-
-    def _refuse_tied_layers(self) -> None:
-        if self.modules != (modules := len(modules_in(self.model))):  # layers may be tied at any time
-            self.modules, self.tied = modules, tied_by_cache(self.model)
-        if self.tied:
-            raise UserError(
-                f"{self.tied} are one layer, and its KV cache is on: without a policy its second call would attend to "
-                f"the keys of its first as well, and under '{self.policy}' it would not, for training has no cache "
-                "there; set model.config.use_cache = False, or pass use_cache=False"
-            )
-
-    def _before_inner(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Forward pre-hook of a nested model: keeps a KV cache if the outer model requests or passes one."""
+        """Forward pre-hook of a transformers model, which an outer model calls if `inner` (see kv_cache.py)."""
         if not (self.is_active and module.training and torch.is_grad_enabled()):
             return None
-        wanted = bool(kwargs.get("use_cache") or given_cache(kwargs))
-        inside = set(module.modules())
-        for stand_in in self.installed:
-            if stand_in.module in inside:
-                stand_in.keeps_cache = wanted
-        return None if wanted else (args, {**kwargs, "use_cache": False})
+        if self.modules != (modules := len(modules_in(self.model))):  # layers may be tied at any time
+            self.modules, self.tied = modules, tied_by_cache(self.model)
+        if self.tied or given_cache(kwargs) or (inner and kwargs.get("use_cache")):
+            return None
+        return args, {**kwargs, "use_cache": False}
 
     def _warn_once(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the model: after the first forward pass, warn about terms of the policy with no effect."""

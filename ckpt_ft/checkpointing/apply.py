@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -155,7 +156,7 @@ def _install_checkpoints(applied: AppliedPolicy) -> None:
     for part in parts:
         _install_part(applied, part)
     for module, inner in caching_models(applied.model):
-        hook = applied._before_inner if inner else applied._before_pretrained
+        hook = partial(applied.turn_off_cache, inner)
         applied.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     if any(part.policy.save or part.policy.scope in SEGMENTED for part in parts):
         applied.hooks.append(applied.model.register_forward_hook(applied._warn_once))

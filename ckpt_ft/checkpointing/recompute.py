@@ -19,13 +19,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ckpt_ft.compat.libraries import READS_CACHE
 from ckpt_ft.errors import UserError
 
 from . import rng
 from .arguments import ATOMS, Call, Inputs, leaves
 from .dropped_tensors import DroppedTensors, RunComplete, pop_hooks, push_hooks
-from .kv_cache import DroppedCaches, is_cache
+from .kv_cache import is_cache
 from .module_contents import Contents
 from .module_state import ModuleState, StateBeforeFirstRun
 from .selective import Selection, compiled_contexts
@@ -43,18 +42,13 @@ class Checkpointed(StandIn):
         self.selection = selection
         self.state = ModuleState()
         self.inputs = Inputs(module)
-        self.keeps_cache = getattr(module, READS_CACHE, False)  # only reads it
-        self.dropped = DroppedCaches()
         self.calls = 0
         self.structures: set[Any] = set()  # of earlier calls: mode, kinds of arguments, what is trained
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.jit.is_tracing():  # a TorchScript graph cannot call Python again
             return self.forward(*args, **kwargs)
-        if self.module.training:
-            if not self.keeps_cache:
-                args, kwargs = self.dropped.without_cache(self.module, args, kwargs)
-        elif any(is_cache(value) for value in (*args, *kwargs.values())):  # decoding with gradients
+        if not self.module.training and any(map(is_cache, (*args, *kwargs.values()))):  # decoding with gradients
             return self.forward(*args, **kwargs)
         return self.run(args, kwargs)
 

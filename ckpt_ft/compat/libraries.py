@@ -15,8 +15,6 @@ from_config: transformers.PreTrainedModel._from_config
     every way to a model without its weights goes through it
 init_weights: transformers.PreTrainedModel()._init_weights
     draws the random numbers of weights that a checkpoint lacks
-READS_CACHE: transformers.modeling_layers.GradientCheckpointingLayer()._can_checkpoint_with_cache
-    a layer that only reads its KV cache may be run again with it
 EXPERTS: transformers.PreTrainedConfig()._experts_implementation
     the kernels of the Hub are not predicted
 mark_packed: transformers.quantizers.base._assign_is_quantized

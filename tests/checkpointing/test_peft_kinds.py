@@ -17,9 +17,7 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.adapters import adapt
 
 POLICIES = ("full", "pointwise", "save:attention+matmul", "full,offload", "pointwise,offload", "segments:2", "head")
-RE_RUN = ("full", "save:attention+matmul", "full,offload", "segments:2")
-# the first two fill a KV cache; the loss of CPT needs logits
-REFUSED = {"CARTRIDGE": RE_RUN, "PREFIX_TUNING": RE_RUN, "CPT": ("head",)}
+REFUSED = {"CPT": ("head",)}  # its loss needs logits
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns about its defaults
 
@@ -30,7 +28,7 @@ def test_policy_keeps_the_numbers_of_every_adapter(kind: str) -> None:
     model, batch = adapted(kind)
     for policy in POLICIES:
         if policy in REFUSED.get(kind, ()):
-            with pytest.raises((UserError, AttributeError), match="past_key_values in training|computes no logits"):
+            with pytest.raises((UserError, AttributeError), match="computes no logits"):
                 check_parity(model, batch, policy)
         else:
             parity = check_parity(model, batch, policy)
