@@ -122,7 +122,7 @@ def _install(applied: AppliedPolicy, blocks: Sequence[str]) -> None:
         if is_a(module, INT8) and module.weight.CB is not None:  # else its first forward would do it
             module.init_8bit_state()
             module.state.is_training = module.training
-    if policy.checkpoints or policy.discards or policy.offload or policy.tile is not None or policy.swap:
+    if policy.acts_on_blocks:
         if any(map(is_lazy, model.parameters())):
             raise UserError(
                 f"policy '{policy}': {type(model).__name__} has lazy layers, whose first call makes their weights; "
