@@ -103,8 +103,7 @@ class Contents:
             self._add(value, (module, "an argument", type(value).__name__), None, seen, _DEEPEST)
         dicts = [value for value in self.extra if isinstance(value, dict)]
         others = [value for value in self.extra if not isinstance(value, dict)]
-        empty = [table for table in tables if not table]
-        self.copies = Copies([*attributes, *(table for table in tables if table), *dicts], others, empty)
+        self.copies = Copies([*attributes, *tables, *dicts], others)
 
     @property
     def trained(self) -> tuple[bool, ...]:
@@ -141,18 +140,16 @@ class Contents:
                         self.extra += [inner.__dict__, buffers_of(inner)]
                         self._add_buffers(inner)
                 return
-            if isinstance(value, tuple):
-                self._add_values(value, owner, path, seen, depth - 1)
-            elif isinstance(value, (dict, list, deque, set)):
-                if _makes_entries(type(value)):
-                    return
-                if len(value) <= _MAX_ENTRIES:
-                    self.extra.append(value)
-                if len(value) <= _MAX_SEARCHED:
-                    self._add_values(value, owner, path, seen, depth - 1)
+            containers = [value] if isinstance(value, (tuple, dict, list, deque, set)) else []
+            if containers and _makes_entries(type(value)):
+                return
             if _keeps_state(type(value)):  # type: ignore[arg-type]
-                self.extra.append(value.__dict__)
-                self._add_values(value.__dict__, owner, path, seen, depth - 1)
+                containers.append(value.__dict__)
+            for one in containers:
+                if not isinstance(one, tuple) and len(one) <= _MAX_ENTRIES:
+                    self.extra.append(one)
+                if len(one) <= _MAX_SEARCHED:
+                    self._add_values(one, owner, path, seen, depth - 1)
 
 
 @cache
@@ -186,43 +183,29 @@ class Copies:
 
     Args:
         dicts: the dictionaries.
-        lists: the other containers: lists, deques and sets.
-        empty: dictionaries that are empty at this moment.
+        others: the other containers: lists, deques and sets.
     """
 
-    __slots__ = ("dicts", "empty", "entries", "lists", "of_dicts", "of_lists", "sizes")
+    __slots__ = ("dicts", "entries", "of_dicts", "of_others", "others", "sizes")
 
-    def __init__(self, dicts: list[dict[Any, Any]], lists: list[Container], empty: list[dict[Any, Any]]) -> None:
-        self.dicts, self.lists, self.empty = dicts, lists, empty
-        self.of_dicts, self.of_lists = list(map(_table_copy, dicts)), list(map(list, lists))
-        self.entries, self.sizes = _entries(dicts, self.of_lists), [*map(len, dicts), *map(len, self.of_lists)]
+    def __init__(self, dicts: list[dict[Any, Any]], others: list[Container]) -> None:
+        self.dicts, self.others = dicts, others
+        self.of_dicts, self.of_others = list(map(_table_copy, dicts)), list(map(list, others))
+        self.entries, self.sizes = [*_entries(self.of_dicts, self.of_others)], _sizes(dicts, others)
 
     def unchanged(self) -> bool:
         """Whether the containers have the same entries as at that moment."""
-        entries, dicts, lists = self.entries, self.dicts, self.lists
-        now = list(chain.from_iterable(map(_values_of, dicts)))
-        if lists:
-            lists = list(map(list, lists))
-            now += chain.from_iterable(lists)
-        return (
-            len(now) == len(entries)
-            and all(map(operator.is_, now, entries))
-            and not any(self.empty)
-            and [*map(len, dicts), *map(len, lists)] == self.sizes
-        )
+        dicts, others = self.dicts, self.others
+        return _sizes(dicts, others) == self.sizes and all(map(operator.is_, _entries(dicts, others), self.entries))
 
     def now(self) -> Copies:
-        filled, empty = [x for x in self.empty if x], [x for x in self.empty if not x]
-        return Copies(self.dicts + filled, self.lists, empty)
+        return Copies(self.dicts, self.others)
 
     def changed(self) -> Iterator[tuple[Container, Any]]:
-        for dicts, copy in zip(self.dicts, self.of_dicts, strict=True):
-            if len(dicts) != len(copy) or not all(map(operator.is_, dicts.values(), copy.values())):
-                yield dicts, copy
-        yield from ((table, {}) for table in self.empty if table)
-        for container, copied in zip(self.lists, self.of_lists, strict=True):
-            now = list(container)
-            if len(now) != len(copied) or not all(map(operator.is_, now, copied)):
+        pairs = zip((*self.dicts, *self.others), (*self.of_dicts, *self.of_others), strict=True)
+        for container, copied in pairs:
+            here, there = map(_values, (container, copied))
+            if len(here) != len(there) or not all(map(operator.is_, here, there)):
                 yield container, copied
 
     def put(self, zero3: bool) -> None:
@@ -239,10 +222,10 @@ class Copies:
     def without_graphs(self) -> None:
         """Replace tensors that have a graph by leaves with the same values."""
         for copy in self.of_dicts:
-            copy |= {key: _leaf(value) for key, value in copy.items() if isinstance(value, torch.Tensor)}
-        for values in self.of_lists:
-            values[:] = [_leaf(value) if isinstance(value, torch.Tensor) else value for value in values]
-        self.entries = _entries(self.of_dicts, self.of_lists)
+            copy |= {key: _leaf(value) for key, value in copy.items()}
+        for values in self.of_others:
+            values[:] = map(_leaf, values)
+        self.entries = [*_entries(self.of_dicts, self.of_others)]
 
 
 def _put_entries(container: dict[Any, Any], copy: dict[Any, Any], zero3: bool) -> None:
@@ -270,12 +253,21 @@ def _table_copy(table: dict[Any, Any]) -> dict[Any, Any]:
     return dict(table) if type(table) is dict else dict(dict.items(table))
 
 
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+def _leaf(value: Any) -> Any:
+    has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+    return value.detach().requires_grad_() if has_graph else value
 
 
-def _entries(dicts: list[dict[Any, Any]], lists: list[Container]) -> list[Any]:
-    return [*chain.from_iterable(map(_values_of, dicts)), *chain.from_iterable(lists)]
+def _values(container: Container) -> Any:
+    return _values_of(container) if isinstance(container, dict) else container
+
+
+def _entries(dicts: list[dict[Any, Any]], others: list[Container]) -> Iterator[Any]:
+    return chain(chain.from_iterable(map(_values_of, dicts)), chain.from_iterable(others))
+
+
+def _sizes(dicts: list[dict[Any, Any]], others: list[Container]) -> list[int]:
+    return [*map(len, dicts), *map(len, others)]
 
 
 def is_managed(value: Any) -> bool:

@@ -110,7 +110,7 @@ class StateBeforeFirstRun:
                 f"{self._described(self._parameters[changed])} is modified in forward, and recomputation would modify "
                 "it again; modify it outside of the checkpointed block, or use 'pointwise' or 'offload'"
             )
-        self._values = _values(self._parameters)
+        self._values = _values(self._parameters, self._zero3)
         for tensor in self._tensors:
             tensor.note_write()
         if any(tensor.value.grad_fn is not None for tensor in self._tensors):
@@ -125,7 +125,7 @@ class StateBeforeFirstRun:
             UserError: a parameter's value or `requires_grad` has changed since the first run.
         """
         assert self._values is not None
-        if _values(self._parameters) != self._values:
+        if _values(self._parameters, self._zero3) != self._values:
             self._check(self._values)
         copies = there = self._copies
         if not copies.unchanged():
@@ -154,28 +154,18 @@ class StateBeforeFirstRun:
 
     def _check(self, before: Values) -> None:
         """Raise UserError for the first parameter that cannot be restored."""
-        versions, requires_grad, storages = _values(self._parameters)
-        for i, value in enumerate(self._parameters):
-            changes = {
-                "written in place (an optimizer's step?)": versions[i] != before[0][i],
-                f"switched to requires_grad={requires_grad[i]} (another adapter?)": requires_grad[i] != before[1][i],
-                # ZeRO-3 gathers into `p.data`
-                "given other data (p.data = ...)": storages[i] != before[2][i] and not hasattr(value, "ds_id"),
-            }
-            if change := next((text for text, is_so in changes.items() if is_so), ""):
-                raise UserError(
-                    f"{self._described(value)} was {change} between forward and backward, so recomputation cannot "
-                    "repeat the first run; change it after backward"
-                )
+        for change, old, new in zip(_CHANGES, before, _values(self._parameters, self._zero3), strict=True):
+            for value, was, now in zip(self._parameters, old, new, strict=True):
+                if was != now:
+                    raise UserError(
+                        f"{self._described(value)} was {change} between forward and backward, so recomputation cannot "
+                        "repeat the first run; change it after backward"
+                    )
 
     def _described(self, parameter: nn.Parameter) -> str:
         region = self._contents.module
-        copies = dict(zip(map(id, self._copies.dicts), self._copies.of_dicts, strict=True))
-        for path, module in region.named_modules():
-            for name, value in copies.get(id(parameters_of(module)), {}).items():
-                if value is parameter:
-                    return f"{type(region).__name__}: its parameter '{f'{path}.{name}'.lstrip('.')}'"
-        return f"{type(region).__name__}: a parameter"
+        name = next((name for name, value in region.named_parameters() if value is parameter), "(replaced since)")
+        return f"{type(region).__name__}: its parameter '{name}'"
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the current parameters with names, except those that a sharding engine or `swap` manages."""
@@ -212,19 +202,14 @@ class _HeldTensor:
 
     def _copied(self) -> torch.Tensor | None:
         """Return a copy of the value before the first run; None for a large tensor that was not written so far."""
-        value = self.value
-        history = self.history
-        if self._is_statistic() or history.written.get(self.training):
-            return value.detach().clone()
-        if without_values(value):
-            return None
-        if self.training not in history.written:
-            return value.detach().clone()
-        if _is_large(value):
-            return None
-        if history.tensor is not value or history.version != self.version:
-            history.tensor, history.version, history.copy = value, self.version, value.detach().clone()
-        return history.copy
+        value, history = self.value, self.history
+        if not (self._is_statistic() or history.written.get(self.training)):
+            known = self.training in history.written
+            if without_values(value) or (known and _is_large(value)):
+                return None
+            if known and history.tensor is value and history.version == self.version:
+                return history.copy
+        return value.detach().clone()
 
     def _is_statistic(self) -> bool:
         """Whether this is a norm's running statistic that a call in the current mode updates."""
@@ -268,18 +253,26 @@ class _HeldTensor:
 
 
 Values = tuple[list[int], list[bool], list[int]]
+# between forward and backward, of each of the `Values`
+_CHANGES = (
+    "written in place (an optimizer's step?)", "switched to another requires_grad (another adapter?)",
+    "given other data (p.data = ...)",
+)  # fmt: skip
 
 
-def _values(parameters: list[nn.Parameter]) -> Values:
+def _values(parameters: list[nn.Parameter], zero3: bool) -> Values:
     """Return each parameter's version, `requires_grad` and storage identity.
 
-    The identity is not the address, because FSDP frees and gathers storages in place. It is 0 for wrapper subclasses.
+    The identity is not the address, because FSDP frees and gathers storages in place. It is 0 for wrapper subclasses,
+    and under ZeRO-3, which gathers into `p.data`.
     """
     return (
         _versions(parameters),
         [value.requires_grad for value in parameters],
         [
-            storage_pointer(value.untyped_storage()) if type(value) is nn.Parameter or hasattr(value, SWAPPED) else 0
+            storage_pointer(value.untyped_storage())
+            if not zero3 and (type(value) is nn.Parameter or hasattr(value, SWAPPED))
+            else 0
             for value in parameters
         ],
     )

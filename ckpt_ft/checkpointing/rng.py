@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 _RATES = ("p", "dropout", "dropout_p", "attention_dropout", "activation_dropout", "drop_prob")
-CPU = torch.device("cpu")
 
 
 class Snapshot:
@@ -35,7 +35,7 @@ class Snapshot:
         return Snapshot({x: state for x, state in self.states.items() if not _same(state, later.states[x])})
 
     def now(self) -> Snapshot:
-        return Snapshot({one: HOST[one]() if one in HOST else _state(one) for one in self.states})
+        return Snapshot({one: _state(one) for one in self.states})
 
     def restore(self) -> None:
         for generator, state in self.states.items():
@@ -45,8 +45,6 @@ class Snapshot:
                 sys.modules["numpy.random"].set_state(state.full)
             elif isinstance(generator, torch.Generator):
                 generator.set_state(state)
-            elif generator == CPU:
-                torch.default_generator.set_state(state)
             else:
                 torch.get_device_module(generator).set_rng_state(state, generator)
 
@@ -58,15 +56,9 @@ def snapshot(*devices: torch.device, host: bool = False, own: Iterable[torch.Gen
         host: include the generators of Python and numpy.
         own: generators that the region holds.
     """
-    states: dict[Hashable, Any] = {CPU: torch.default_generator.get_state()}
-    for generator in own:
-        states[generator] = _state(generator)
-    for device in devices:
-        if device.type not in ("cpu", "meta"):
-            states[device] = _state(device)
-    if host:
-        states |= {name: read() for name, read in HOST.items() if name != "numpy" or "numpy.random" in sys.modules}
-    return Snapshot(states)
+    names = [name for name in HOST if name != "numpy" or "numpy.random" in sys.modules] if host else []
+    others = [device for device in devices if device.type not in ("cpu", "meta")]
+    return Snapshot({one: _state(one) for one in (torch.default_generator, *own, *others, *names)})
 
 
 def start_from(seed: int) -> None:
@@ -83,12 +75,10 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def _state(generator: Any) -> Any:
-    """The state of a generator, or of a device's default one."""
+    """The state of a generator, of a device's default one, or of the one that has this name in `HOST`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    if generator == CPU:
-        return torch.default_generator.get_state()
-    return torch.get_device_module(generator).get_rng_state(generator)
+    return HOST[generator]() if generator in HOST else torch.get_device_module(generator).get_rng_state(generator)
 
 
 class _HostState:
@@ -102,22 +92,23 @@ class _HostState:
 
 def _python_state() -> _HostState:
     generator: Any = random.random.__self__  # type: ignore[attr-defined]
-    memory = _memory(generator) + repr(generator.gauss_next).encode()
-    if _last["random"].memory != memory:
-        _last["random"] = _HostState(memory, random.getstate())
-    return _last["random"]
+    return _read("random", _memory(generator) + repr(generator.gauss_next).encode(), random.getstate)
 
 
 def _numpy_state() -> _HostState:
     numpy = sys.modules["numpy.random"]
     generator, bits = numpy.random.__self__, numpy.get_bit_generator()
     if type(bits).__name__ == "MT19937":  # 624 words and the position
-        memory = ctypes.string_at(bits.ctypes.state_address, 2500) + _memory(generator)
+        memory = ctypes.string_at(bits.ctypes.state_address, 2500)
     else:  # replaced by np.random.set_bit_generator
-        memory = repr(bits.state).encode() + _memory(generator)
-    if _last["numpy"].memory != memory:
-        _last["numpy"] = _HostState(memory, generator.get_state(legacy=False))
-    return _last["numpy"]
+        memory = repr(bits.state).encode()
+    return _read("numpy", memory + _memory(generator), partial(generator.get_state, legacy=False))
+
+
+def _read(name: str, memory: bytes, full: Callable[[], Any]) -> _HostState:
+    if _last[name].memory != memory:
+        _last[name] = _HostState(memory, full())
+    return _last[name]
 
 
 def _memory(generator: Any) -> bytes:
