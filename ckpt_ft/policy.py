@@ -192,7 +192,8 @@ def _from_dict(cls: type[Policy], value: dict[str, Any]) -> Policy:
     if not isinstance(towers, dict) or not all(isinstance(policy, dict) for policy in towers.values()):
         raise UserError(f"policy: 'towers' holds a policy for each tower by name, not {towers!r}")
     own = tuple((name, _from_dict(cls, policy)) for name, policy in towers.items())
-    return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in value.items()} | {"towers": own})
+    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
+    return cls(**fields | {"towers": own})
 
 
 def _from_string(cls: type[Policy], text: str) -> Policy:

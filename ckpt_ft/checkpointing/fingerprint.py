@@ -1,9 +1,9 @@
 """Fingerprints of tensors: layout and a hash of the bits, which tell whether a restored tensor is the one saved.
 
-The hash is 64 bits, made on the tensor's device without waiting for it and without temporaries of its size. It reads
-each tensor once: it sums the bits as 64-bit integers over 256 rows, takes a sample of up to 2,048 words, and
-multiplies each by a fixed random odd weight of its position. Every changed bit changes a row's sum; the weights make
-the hash depend on the order of rows, and the sample on the order within a row.
+The hash is 64 bits, made on the tensor's device without waiting for it, in pieces of up to 4 MiB. A piece of a tensor
+with gaps is copied. In each piece it sums the bits as 64-bit integers over 256 rows, takes a sample of up to 2,048
+words, and multiplies each by a fixed random odd weight of its position. Every changed bit changes a row's sum; the
+weights make the hash depend on the order of rows, and the sample on the order within a row.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from ckpt_ft.compat.tensors import (
     no_torch_functions,
     without_fakes,
 )
+from ckpt_ft.units import MIB
 
 from .tensor_identity import as_stored
 
-_ROWS, _SAMPLE = 256, 2048  # sums of rows and sampled words per tensor: at most 20 KiB of temporaries
-_SMALL_WORDS = 4096  # words; a tensor of no more is weighted word by word
+_PIECE = 4 * MIB
+_ROWS, _SAMPLE = 256, 2048  # sums of rows and sampled words of a piece
+_SMALL_WORDS = 4096  # words; a piece of no more is weighted word by word
+_FACTOR = 0x9E3779B97F4A7C1  # odd: the order of pieces and parts counts
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _weights: dict[torch.device, torch.Tensor] = {}
 
@@ -45,7 +48,7 @@ def fingerprint(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor | None]:
             if part.device.type == "meta" or isinstance(part, FakeTensor) or _is_freed(part):
                 continue
             hashed = _hash(part)
-            total = hashed if total is None else total * 0x9E3779B97F4A7C1 + hashed
+            total = hashed if total is None else total * _FACTOR + hashed
     return tuple(layout), total
 
 
@@ -96,34 +99,23 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _hash(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    stored = as_stored(tensor)
+    total, stored = torch.zeros((), dtype=torch.int64, device=tensor.device), as_stored(tensor)
     if _is_dense(stored):
-        return _hash_flat(stored.as_strided((stored.numel(),), (1,)))
-    return _hash_strided(stored)
+        stored = stored.as_strided((stored.numel(),), (1,))
+    else:  # each repeated element once
+        stored = stored[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in stored.stride())]
+    for piece in _pieces(stored):
+        total = total * _FACTOR + _hash_flat(piece)
+    return total
 
 
-def _hash_strided(tensor: torch.Tensor) -> torch.Tensor:
-    """Hash a tensor with gaps or repeated elements: a sum for each index of its longest dimension, and a sample."""
-    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    if once.numel() <= _SMALL_WORDS or _is_dense(once):
-        once = once.contiguous()
-        return _hash_flat(once.as_strided((once.numel(),), (1,)))
-    if once.is_complex():
-        once = torch.view_as_real(once)
-    once = once.permute(sorted(range(once.dim()), key=once.stride, reverse=True)).squeeze()
-    kept = max(range(once.dim()), key=lambda dim: once.shape[dim] if once.shape[dim] <= 65536 else 0)
-    others = [dim for dim in range(once.dim()) if dim != kept]
-    try:
-        sums = once.view(torch.int64).sum(others)
-    except RuntimeError:  # its contiguous runs are not whole words
-        bits = once.view(_INTEGER_OF_SIZE[once.element_size()]) if once.element_size() < 8 else once.view(torch.int64)
-        sums = torch.hash_tensor(bits, dim=others).view(torch.int64)  # reads any dtype without a temporary
-    # words that occur an even number of times cancel in the XOR of `hash_tensor`; the sample detects constants
-    steps = [max(1, round(size / (_SAMPLE ** (1 / once.dim())))) for size in once.shape]
-    sample = once[tuple(slice(None, None, step) for step in steps)].contiguous()
-    return _mixed(sums) + 3 * _hash_flat(sample.as_strided((sample.numel(),), (1,)))
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements in 1-D tensors of up to `_PIECE` bytes, which are copies if the tensor has gaps."""
+    if tensor.nbytes <= _PIECE:
+        yield tensor.contiguous().flatten()
+    else:
+        for half in tensor.chunk(2, max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])):
+            yield from _pieces(half)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -141,37 +133,20 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _hash_flat(flat: torch.Tensor) -> torch.Tensor:
-    """The hash of a 1-D tensor without gaps; it does not depend on the offset in the storage."""
+    """The hash of a contiguous 1-D tensor, one word of many; it does not depend on the offset in the storage."""
     size = flat.element_size()
-    if size >= 8:
-        return _mixed(flat.view(torch.int64))
-    per = 8 // size
-    whole = flat.numel() // per * per
-    rest = flat[whole:].view(_INTEGER_OF_SIZE[size]).to(torch.int64) if whole < flat.numel() else None
-    if flat.storage_offset() % per == 0:
-        return _mixed(flat[:whole].view(torch.int64), rest)
-    words = whole // per
-    if words <= _SMALL_WORDS:
-        return _mixed(flat[:whole].clone().view(torch.int64), rest)
-    # a view as words must begin at a word boundary, so rows and sample are copied one after another
-    length, step = words // _ROWS, words // _SAMPLE | 1
-    rows = [flat[i * length * per : (i + 1) * length * per].clone().view(torch.int64).sum() for i in range(_ROWS)]
-    sample = flat.as_strided((-(-words // step), per), (step * per, 1)).clone().view(torch.int64).flatten()
-    last = flat[_ROWS * length * per : whole].clone().view(torch.int64)
-    return _weighted(torch.cat([torch.stack(rows), sample, last, *(() if rest is None else (rest,))]))
-
-
-def _mixed(words: torch.Tensor, rest: torch.Tensor | None = None) -> torch.Tensor:
-    """One word of many; see the module's docstring."""
-    n = words.numel()
+    if flat.storage_offset() * size % 8:  # a view as words must begin at a word boundary
+        flat = flat.clone()
+    whole = flat.numel() * size // 8 * 8 // size
+    words = flat[:whole].view(torch.int64)
+    n, parts = words.numel(), [words]
     if n > _SMALL_WORDS:
         length = n // _ROWS
         sums = words[: _ROWS * length].view(_ROWS, length).sum(1)
-        words = torch.cat([sums, words[:: n // _SAMPLE | 1], words[_ROWS * length :]])
-    return _weighted(words if rest is None else torch.cat([words, rest]))
-
-
-def _weighted(words: torch.Tensor) -> torch.Tensor:
+        parts = [sums, words[:: n // _SAMPLE | 1], words[_ROWS * length :]]
+    if whole < flat.numel():
+        parts.append(flat[whole:].view(_INTEGER_OF_SIZE[size]).to(torch.int64))
+    words = torch.cat(parts)
     return (words * _weight(words)).sum()
 
 
@@ -190,11 +165,8 @@ def _weight(words: torch.Tensor) -> torch.Tensor:
 def layout_change(before: Layout, now: Layout) -> str:
     if before[0] is not now[0] or len(before) != len(now):
         return f"kind of tensor: {before[0].__name__} in forward, {now[0].__name__} in backward"
-    for (dtype, shape, strides), (other_dtype, other_shape, other_strides) in zip(before[1:], now[1:], strict=True):
-        if shape != other_shape:
-            return f"shape: {shape} in forward, {other_shape} in backward"
-        if dtype != other_dtype:
-            return f"dtype: {dtype} in forward, {other_dtype} in backward"
-        if strides != other_strides:
-            return f"strides: {strides} in forward, {other_strides} in backward"
+    for what, place in (("shape", 1), ("dtype", 0), ("strides", 2)):
+        for old, new in zip(before[1:], now[1:], strict=True):
+            if old[place] != new[place]:
+                return f"{what}: {old[place]} in forward, {new[place]} in backward"
     return "layout"

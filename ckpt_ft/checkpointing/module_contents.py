@@ -141,7 +141,7 @@ class Contents:
                         self._add_buffers(inner)
                 return
             containers = [value] if isinstance(value, (tuple, dict, list, deque, set)) else []
-            if containers and _makes_entries(type(value)):
+            if containers and _makes_entries(type(value)):  # type: ignore[arg-type]
                 return
             if _keeps_state(type(value)):  # type: ignore[arg-type]
                 containers.append(value.__dict__)

@@ -154,8 +154,9 @@ class StateBeforeFirstRun:
 
     def _check(self, before: Values) -> None:
         """Raise UserError for the first parameter that cannot be restored."""
-        for change, old, new in zip(_CHANGES, before, _values(self._parameters, self._zero3), strict=True):
-            for value, was, now in zip(self._parameters, old, new, strict=True):
+        after = _values(self._parameters, self._zero3)
+        for change, *both in zip(_CHANGES, before, after, strict=True):
+            for value, was, now in zip(self._parameters, *both, strict=True):
                 if was != now:
                     raise UserError(
                         f"{self._described(value)} was {change} between forward and backward, so recomputation cannot "

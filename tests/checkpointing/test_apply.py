@@ -182,8 +182,7 @@ def test_kv_cache_is_off_in_training_only() -> None:
         assert model(ids).past_key_values.get_seq_length() == ids.shape[1]
     assert model(ids).past_key_values.get_seq_length() == ids.shape[1]  # eval mode with gradients is decoding
     cache = model(ids).past_key_values
-    with pytest.raises(UserError, match="past_key_values in training"):
-        model.train()(ids, past_key_values=cache)
+    assert model.train()(ids, past_key_values=cache).past_key_values is cache  # a given one stays
 
 
 def test_eval_mode_with_gradients_is_checkpointed() -> None:
