@@ -155,8 +155,8 @@ class StateBeforeFirstRun:
     def _check(self, before: Values) -> None:
         """Raise UserError for the first parameter that cannot be restored."""
         after = _values(self._parameters, self._zero3)
-        for change, *both in zip(_CHANGES, before, after, strict=True):
-            for value, was, now in zip(self._parameters, *both, strict=True):
+        for change, old, new in zip(_CHANGES, before, after, strict=True):
+            for value, was, now in zip(self._parameters, old, new, strict=True):
                 if was != now:
                     raise UserError(
                         f"{self._described(value)} was {change} between forward and backward, so recomputation cannot "
@@ -253,7 +253,7 @@ class _HeldTensor:
             self.container[self.place[2]] = self.copy.clone().requires_grad_(self.value.requires_grad)
 
 
-Values = tuple[list[int], list[bool], list[int]]
+Values = tuple[list[int], list[int], list[int]]
 # between forward and backward, of each of the `Values`
 _CHANGES = (
     "written in place (an optimizer's step?)", "switched to another requires_grad (another adapter?)",
