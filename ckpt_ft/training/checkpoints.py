@@ -6,9 +6,9 @@
     with keep_checkpoints(trainer, directory):      # deletes an earlier run if it is to be overwritten
         trainer.train(resume_from_checkpoint=directory.checkpoint)
 
-The manifest of a checkpoint has its run, and the name, size and SHA-256 of every file. It is written last and
-atomically, after all files are on the disk. A checkpoint is complete when its files match its manifest. A checkpoint
-that is partial, lacks a file, was overwritten by another run or contains a foreign file is never read.
+The manifest of a checkpoint has the name and the size of every file. It is written last and atomically, after all
+files are on the disk, and deleted before the files are written again. A checkpoint is complete when its files have the
+sizes in its manifest. One that is partial or lacks a file is never read.
 
 SIGINT (Ctrl-C) and SIGTERM (sent by schedulers) are deferred until the step and a checkpoint are finished. A second
 signal stops the process immediately. Loading a loop's checkpoint runs no code: tensors are safetensors, the rest is
@@ -21,18 +21,13 @@ convert them: it logs a warning and keeps its current weights. `published_names_
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import shlex
 import shutil
 import signal
-import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -42,7 +37,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
@@ -53,7 +48,6 @@ from transformers.trainer_utils import rotate_checkpoints
 from ckpt_ft.compat.libraries import LOAD_BEST, LOAD_WEIGHTS
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, one_line
 from ckpt_ft.files import flush, flush_tree, sweep, write
-from ckpt_ft.redact import redacted
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import FirstStep, is_of_the_disk, library_reads
 from ckpt_ft.workloads.adapters import without_adapters
@@ -68,31 +62,24 @@ _RESULT_FILES = (*ADAPTER_FILES, *MODEL_FILES, "adapter_model.safetensors", "mod
 _STATE_FILE = "training_state.pt"  # of a loop
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FORWARDED_WITHIN = 1.0  # seconds: a launcher forwards a signal that the terminal has already sent to its ranks
-_FLAGS_OF_A_START = ("resume_from_checkpoint", "overwrite_output_dir")  # a resumed run must not repeat them
 
 
 class Manifest(BaseModel):
-    """The contents of a complete checkpoint.
+    """The contents of a complete checkpoint: the size of each file but this one, by its path below the checkpoint."""
 
-    run: the identity of the run that wrote it. files: the size of each file, by its path below the checkpoint, without
-    the manifest itself. sha256: the hash of each file; earlier versions wrote none.
-    """
-
-    run: str
     files: dict[str, int]
-    sha256: dict[str, str] = {}
 
 
-def write_manifest(checkpoint: Path, run: str) -> None:
+def write_manifest(checkpoint: Path) -> None:
     """Mark `checkpoint` as complete: flushes all its files to the disk, then writes the manifest.
 
     Raises:
         OSError: the manifest cannot be written.
     """
     flush_tree(checkpoint)
-    sizes = _sizes_of(checkpoint)
-    whole = Manifest(run=run, files=sizes, sha256=_hashes_of(checkpoint, sizes))
-    write(checkpoint / MANIFEST, whole.model_dump_json(indent=1))
+    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MANIFEST]
+    sizes = {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
+    write(checkpoint / MANIFEST, Manifest(files=sizes).model_dump_json(indent=1))
     flush(checkpoint)
     flush(checkpoint.parent)
 
@@ -105,47 +92,18 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
         return None
 
 
-def why_incomplete(checkpoint: Path, reads: bool = False) -> str | None:
-    """Returns why `checkpoint` is not complete, or None if it is.
-
-    reads: also compare the contents of its files with their hashes.
-    """
+def why_incomplete(checkpoint: Path) -> str | None:
+    """Returns why `checkpoint` is not complete, or None if it is."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return f"without a {MANIFEST} it was not written to its end"
-    try:
-        found = _sizes_of(checkpoint)
-    except OSError as error:
-        return one_line(error)
-    for name in found.keys() - manifest.files.keys():
-        return f"it contains {name}, which is not one of its files"
     for name, size in manifest.files.items():
-        if name not in found:
+        path = checkpoint / name
+        if not path.is_file():
             return f"{name} is missing"
-        if found[name] != size:
-            return f"{name} has {found[name]} bytes instead of {size}"
-    hashes = _hashes_of(checkpoint, manifest.sha256) if reads else manifest.sha256
-    return next(
-        (f"{name} has other contents than were written" for name in hashes if hashes[name] != manifest.sha256[name]),
-        None,
-    )
-
-
-def _sizes_of(checkpoint: Path) -> dict[str, int]:
-    paths = (path for path in sorted(checkpoint.rglob("*")) if not path.is_dir() and path != checkpoint / MANIFEST)
-    return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in paths}
-
-
-def _hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
-    def sha256(name: str) -> str:
-        found = hashlib.sha256()
-        with (checkpoint / name).open("rb") as file:
-            while part := file.read(1 << 22):
-                found.update(part)
-        return found.hexdigest()
-
-    with ThreadPoolExecutor() as pool:  # hashing and reading release the interpreter's lock
-        return dict(zip(names, pool.map(sha256, names), strict=True))
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return None
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
@@ -157,56 +115,38 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def last_complete_checkpoint(output_dir: str, run: str | None = None) -> str | None:
-    """Returns the newest complete checkpoint, of the given `run` if there is one."""
-    return _newest_complete(output_dir, run)[0]
+def last_complete_checkpoint(output_dir: str) -> str | None:
+    """Returns the newest complete checkpoint."""
+    return next((str(path) for path in reversed(checkpoints(output_dir)) if why_incomplete(path) is None), None)
 
 
-def _newest_complete(output_dir: str, run: str | None = None, reads: bool = False) -> tuple[str | None, list[str]]:
-    """The newest complete checkpoint, and why each newer one is not; reads: as for `why_incomplete`."""
-    damaged: list[str] = []
-    for path in reversed(checkpoints(output_dir)):
-        manifest = read_manifest(path)
-        if run in (None, manifest and manifest.run):
-            wrong = why_incomplete(path, reads)
-            if wrong is None:
-                return str(path), damaged
-            damaged.append(f"{path.name} is damaged: {wrong}")
-    return None, damaged
+def damaged(output_dir: str | Path) -> list[str]:
+    """Returns a sentence for each checkpoint that is not complete, newest first."""
+    found = ((path.name, why_incomplete(path)) for path in reversed(checkpoints(output_dir)))
+    return [f"{name} is damaged: {why}" for name, why in found if why is not None]
 
 
-def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> tuple[str | None, list[str]]:
+def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | None:
     """The checkpoint for `--resume_from_checkpoint`: "latest" (or "true") or a path; None for a new run.
-
-    Returns:
-        The checkpoint, and a sentence for each newer one that is damaged.
 
     Raises:
         UserError: there is no complete checkpoint, or it holds weights only.
     """
     if resume_from_checkpoint is None or resume_from_checkpoint.lower() == "false":
-        return None, []
+        return None
     given = f"--resume_from_checkpoint {resume_from_checkpoint}"
-    damaged: list[str] = []
+    chosen: str | None = resume_from_checkpoint
     if resume_from_checkpoint.lower() in ("latest", "true"):
-        chosen, damaged = _newest_complete(output_dir, reads=True)
-        if chosen is None:
-            why = "".join(f" ({one}; --overwrite_output_dir starts anew)" for one in damaged[:1])
-            raise UserError(f"{given}: no complete checkpoint in {output_dir}{why}")
-    else:
-        chosen = resume_from_checkpoint
-        wrong = why_incomplete(Path(chosen), reads=True) if Path(chosen).is_dir() else "no such directory"
-        if wrong is not None:
-            inside = last_complete_checkpoint(chosen)
-            hint = f"; did you mean {inside}?" if inside else "; give a checkpoint-N directory, or latest"
-            raise UserError(f"{given}: no complete checkpoint there ({wrong}){hint}")
-    manifest = read_manifest(Path(chosen))
-    assert manifest is not None
+        chosen = last_complete_checkpoint(output_dir)
+    manifest = None if chosen is None else read_manifest(Path(chosen))
+    why = why_incomplete(Path(chosen)) if chosen else "; ".join([f"none in {output_dir}", *damaged(output_dir)])
+    if why is not None or manifest is None:
+        raise UserError(f"{given}: no complete checkpoint ({why}); give latest, or a directory checkpoint-N")
     if not any(name.startswith(("optimizer", "global_step")) for name in manifest.files):  # of a Trainer, of DeepSpeed
         raise UserError(
             f"{given}: {chosen} has weights only (--save_only_model), and resuming needs the optimizer state"
         )
-    return chosen, damaged
+    return chosen
 
 
 def mismatch(checkpoint: str) -> str:
@@ -224,8 +164,6 @@ class RunDirectory:
     Attributes:
         path: the directory.
         checkpoint: the checkpoint to resume from, None for a new run.
-        damaged: a sentence for each newer checkpoint that is damaged.
-        run: the identity of the run: that of the checkpoint, or a new one.
 
     Raises:
         UserError: `output_dir` holds another run, or there is no complete checkpoint to resume from.
@@ -234,28 +172,21 @@ class RunDirectory:
     def __init__(self, output_dir: str, resume: str | None = None, overwrite: bool = False) -> None:
         if not output_dir.strip():
             raise UserError("--output_dir is empty; give a directory ('.' for the current one)")
-        self.path, self.overwrite, self.run = Path(output_dir), overwrite, uuid.uuid4().hex
-        self.checkpoint, self.damaged = resume_path(resume, output_dir)
+        self.path, self.overwrite = Path(output_dir), overwrite
+        self.checkpoint = resume_path(resume, output_dir)
         if overwrite and self.checkpoint is not None:
             raise UserError(
                 "--overwrite_output_dir deletes the earlier run and --resume_from_checkpoint continues it; "
                 "give only one of them"
             )
-        if overwrite:
-            return
-        if self.checkpoint is None:
-            self._refuse_used_directory()
-            return
-        manifest = read_manifest(Path(self.checkpoint))
-        assert manifest is not None
-        self.run = manifest.run
-        for path in checkpoints(self.path):
-            other = read_manifest(path)
-            if other is not None and other.run != self.run:
-                raise UserError(
-                    f"--output_dir {self.path} holds {path.name} of another run than {self.checkpoint}; give another "
-                    "directory, or the --resume_from_checkpoint of that run"
-                )
+        continues = self.checkpoint is not None and Path(self.checkpoint).parent.resolve() == self.path.resolve()
+        there = [*reversed(checkpoints(self.path)), *(self.path / name for name in (*ADAPTER_FILES, *MODEL_FILES))]
+        used = next((path.name for path in there if os.path.exists(path)), None)  # a name may be too long for `stat`
+        if used is not None and not overwrite and not continues:
+            raise UserError(
+                f"--output_dir {self.path} holds {used} of an earlier run; continue it with --resume_from_checkpoint "
+                "latest, replace it with --overwrite_output_dir, or give another directory"
+            )
 
     @classmethod
     def of(cls, args: Any) -> RunDirectory:
@@ -272,25 +203,22 @@ class RunDirectory:
         if state.is_main_process:
             _lock(self.path.absolute())
             if self.checkpoint is not None:
-                print("; ".join([*self.damaged, f"resuming from {Path(self.checkpoint).name}"]), flush=True)
+                print("; ".join([*damaged(self.path), f"resuming from {Path(self.checkpoint).name}"]), flush=True)
         state.wait_for_everyone()
-        [self.run] = broadcast_object_list([self.run])
 
     def clear(self) -> None:
-        """Delete unfinished checkpoints of killed runs, and dangling symlinks to checkpoints.
+        """Delete unfinished checkpoints of killed runs.
 
         With `overwrite`, the first call also deletes the earlier run's checkpoints and result.
         """
         state = PartialState()
         if state.is_main_process:
-            left = [path for path in checkpoints(self.path) if self.overwrite or not (path / MANIFEST).exists()]
-            if self.overwrite:
-                left += [file for name in _RESULT_FILES for file in self.path.glob(name)]
-            for path in left:
-                if path.is_dir() and not path.is_symlink():
+            for path in checkpoints(self.path):
+                if self.overwrite or not (path / MANIFEST).exists():
                     shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
+            for pattern in _RESULT_FILES if self.overwrite else ():
+                for file in self.path.glob(pattern):
+                    file.unlink()
             sweep(self.path)
         self.overwrite = False
         state.wait_for_everyone()
@@ -321,7 +249,7 @@ class RunDirectory:
 
         A Trainer that deletes them itself does so before the new one has a manifest.
         """
-        write_manifest(self.path / f"checkpoint-{step}", self.run)
+        write_manifest(self.path / f"checkpoint-{step}")
         rotate_checkpoints(str(self.path), limit, best)
 
     def drop_unfinished(self) -> None:
@@ -331,8 +259,8 @@ class RunDirectory:
                 shutil.rmtree(path, ignore_errors=True)
 
     def last_complete(self) -> str | None:
-        """Returns the newest complete checkpoint of this run."""
-        return last_complete_checkpoint(str(self.path), self.run)
+        """Returns the newest complete checkpoint."""
+        return last_complete_checkpoint(str(self.path))
 
     def write_failure(self, what: str, reason: str) -> WorkFailed:
         """Returns an error with the reason why `what` was not written, the free space and the last complete
@@ -342,15 +270,6 @@ class RunDirectory:
         intact = f"; {Path(latest).name} {resume}" if latest else ""
         free = format_bytes(shutil.disk_usage(self.path).free)
         return WorkFailed(f"writing {what} to {self.path} failed: {reason} ({free} free on the disk){intact}")
-
-    def _refuse_used_directory(self) -> None:
-        there = [*reversed(checkpoints(self.path)), *(self.path / name for name in (*ADAPTER_FILES, *MODEL_FILES))]
-        used = next((path.name for path in there if os.path.exists(path)), None)
-        if used is not None:
-            raise UserError(
-                f"--output_dir {self.path} holds {used} of an earlier run; continue it with --resume_from_checkpoint "
-                "latest, replace it with --overwrite_output_dir, or give another directory"
-            )
 
 
 @cache
@@ -362,8 +281,6 @@ def _lock(path: Path) -> FileLock:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(f"--output_dir {path}: another process trains into it; give another directory") from error
-    except (FileExistsError, NotADirectoryError) as error:
-        raise UserError(f"--output_dir {path}: it or a directory above it is a file; give a directory") from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         raise UserError(f"--output_dir {path} cannot be written to ({one_line(error)})") from error
     return lock
@@ -424,21 +341,11 @@ class Stop:
 def stopped(number: int | None, checkpoint: str | None) -> Interrupted:
     """Returns the error for a run that stopped and left `checkpoint`; the main process says how to resume."""
     number = signal.SIGTERM if number is None else number  # another rank got the signal
-    said = f"stopped by {signal.Signals(number).name}; {checkpoint} is complete. To continue:\n{resuming_command()}"
+    said = (
+        f"stopped by {signal.Signals(number).name}; {checkpoint} is complete: the same command with "
+        "--resume_from_checkpoint latest continues from it"
+    )
     return Interrupted(said if PartialState().is_main_process else "", number)
-
-
-def resuming_command() -> str:
-    """Returns this process's command, changed to resume from the last checkpoint, without secrets."""
-    kept: list[str] = []
-    stays = True  # whether to keep a flag and its values
-    for token in sys.argv[1:]:
-        if token.startswith("--"):
-            stays = token.partition("=")[0][2:].replace("-", "_") not in _FLAGS_OF_A_START
-        if stays:
-            kept.append(token)
-    launcher = ["accelerate", "launch", "-q"] if PartialState().num_processes > 1 else ["python"]
-    return shlex.join([*launcher, sys.argv[0], *redacted(kept), "--resume_from_checkpoint", "latest"])
 
 
 class Finished(Exception):
@@ -471,6 +378,8 @@ class Checkpoints(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.first.made()
+        if state.is_world_process_zero:  # of a run that was resumed from an older checkpoint
+            (self.directory.path / f"checkpoint-{state.global_step}" / MANIFEST).unlink(missing_ok=True)
         if self.stop.agreed() and state.global_step < state.max_steps:
             self.stopping = control.should_save = control.should_training_stop = True
 

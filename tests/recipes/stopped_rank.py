@@ -27,7 +27,7 @@ def _signalled(self: Trainer, *args: Any, **kwargs: Any) -> Any:
 
 if __name__ == "__main__":
     script, out, *flags = sys.argv[1:]
-    sys.argv = [script, *flags]  # the printed command is made of it
+    sys.argv = [script, *flags]  # the report names it
     main = runpy.run_path(script)["main"]
     main([*flags, "--output_dir", f"{out}/whole"])
     Trainer.training_step = _signalled  # type: ignore[method-assign]

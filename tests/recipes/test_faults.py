@@ -18,7 +18,7 @@ from transformers import Trainer
 
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
 from ckpt_ft.memory.measure.report import MemoryReport
-from ckpt_ft.training.checkpoints import write_manifest
+from ckpt_ft.training.checkpoints import last_complete_checkpoint, write_manifest
 
 SMALL = ["--use_cpu", "--max_steps", "4", "--max_length", "32", "--per_device_train_batch_size", "1"]
 SMALL += ["--logging_steps", "1", "--save_steps", "2", "--disable_tqdm", "true", "--report_to", "none"]
@@ -121,7 +121,6 @@ def test_signal_is_deferred_to_the_end_of_the_step(
 ) -> None:
     """The run finishes its step, a checkpoint and the report; a resumed run ends like an undisturbed one."""
     out = tmp_path / "out"
-    monkeypatch.setattr("sys.argv", ["llm.py", "--hub_token", "hf_secret99", "--overwrite_output_dir", "True"])
     with monkeypatch.context() as patch:
         at_step(3, lambda: os.kill(os.getpid(), number), patch)
         with pytest.raises(SystemExit) as stopped:
@@ -129,7 +128,7 @@ def test_signal_is_deferred_to_the_end_of_the_step(
     assert stopped.value.code == 128 + number
     said = capfd.readouterr().err
     assert f"stopped by {signal.Signals(number).name}; {out / 'checkpoint-3'} is complete" in said
-    assert said.rstrip().endswith("python llm.py --hub_token '***' --resume_from_checkpoint latest")
+    assert said.rstrip().endswith("the same command with --resume_from_checkpoint latest continues from it")
     assert (out / "memory_report.json").is_file()
     assert not (out / WEIGHTS).exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -181,10 +180,10 @@ def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(
 
     out, write = tmp_path / "out", checkpoints.write_manifest
 
-    def killed(checkpoint: Path, run: str) -> None:
+    def killed(checkpoint: Path) -> None:
         if checkpoint.name == "checkpoint-3":
             raise KeyboardInterrupt
-        write(checkpoint, run)
+        write(checkpoint)
 
     monkeypatch.setattr(checkpoints, "write_manifest", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -193,6 +192,22 @@ def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(
     monkeypatch.undo()
     train(llm, out, *QUIET, "--save_steps", "1", "--save_total_limit", "1", "--resume_from_checkpoint", "latest")
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_kill_while_a_step_is_made_again_leaves_no_mixed_checkpoint(
+    llm: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that continues from an older checkpoint writes into the directory of a newer one."""
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "_save_checkpoint", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(llm, out, *QUIET, "--resume_from_checkpoint", str(out / "checkpoint-2"))
+    assert last_complete_checkpoint(str(out)) == str(out / "checkpoint-2")
 
 
 def test_output_of_a_run_contains_no_secret(
@@ -230,12 +245,12 @@ def test_output_of_a_run_contains_no_secret(
 def test_checkpoint_that_was_damaged_before_its_manifest_is_refused(
     llm: ModuleType, whole: Path, tmp_path: Path, file: str, damage: Callable[[bytes], bytes]
 ) -> None:
-    """Its manifest has the hash of the damaged bytes, so the damage shows only when they are read."""
+    """Its manifest has the sizes of the damaged files, so the damage shows only when they are read."""
     out = tmp_path / "out"
     shutil.copytree(whole / "checkpoint-2", out / "checkpoint-2")
     place = out / "checkpoint-2" / file
     place.write_bytes(damage(place.read_bytes()))
-    write_manifest(out / "checkpoint-2", "run")
+    write_manifest(out / "checkpoint-2")
     with pytest.raises(UserError, match=r"--resume_from_checkpoint .*checkpoint-2 does not fit this run") as refused:
         train(llm, out, *QUIET, "--resume_from_checkpoint", "latest")
     assert "\n" not in str(refused.value)

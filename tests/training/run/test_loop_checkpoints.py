@@ -111,7 +111,7 @@ def test_kill_while_pruning(accelerator: Accelerator, tmp_path: Path, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(accelerator, directory(tmp_path), 2, STATE, limit=1)
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
-    with pytest.raises(UserError, match="no complete checkpoint there"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         resume_path(str(tmp_path / "checkpoint-1"), str(tmp_path))
     save_checkpoint(accelerator, directory(tmp_path), 3, STATE, limit=1)
     assert names(tmp_path) == ["checkpoint-3"]
@@ -178,9 +178,7 @@ def test_checkpoint_never_runs_code(
     run = directory(out)
     save_checkpoint(accelerator, run, 1, {**STATE, "ema": torch.zeros(99)})
     torch.save(Bomb(), out / "checkpoint-1" / file)
-    with pytest.raises(UserError, match=f"{file}.*(was changed|bytes instead of|not one of its files)"):
-        resume_path("latest", str(out))
-    write_manifest(out / "checkpoint-1", run.run)
+    write_manifest(out / "checkpoint-1")
     with suppress(UserError):  # accelerate logs unreadable random states and continues
         load_checkpoint(accelerator, str(out / "checkpoint-1"), IDENTITY)
     assert not Path("exploded").exists()

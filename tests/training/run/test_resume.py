@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,25 +31,22 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_checkpoint(output_dir: Path, step: int, run: str = "run", state: str = "optimizer.pt") -> Path:
+def make_checkpoint(output_dir: Path, step: int, state: str = "optimizer.pt") -> Path:
     place = output_dir / f"checkpoint-{step}"
     place.mkdir()
     (place / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     (place / state).write_bytes(bytes(100))
     (place / "rng_state.pth").write_bytes(b"\1" * 50)
-    write_manifest(place, run)
+    write_manifest(place)
     return place
 
 
 def test_newest_complete_checkpoint_is_resumed(run: Path) -> None:
     assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-10")
     assert resume_path("latest", str(run)) == resume_path("True", str(run))
-    assert resume_path("latest", str(run)) == (str(run / "checkpoint-10"), [
-        "checkpoint-14 is damaged: without a manifest.json it was not written to its end",
-        "checkpoint-12 is damaged: trainer_state.json has 9 bytes instead of 19",
-    ])  # fmt: skip
-    assert resume_path(str(run / "checkpoint-2"), str(run)) == (str(run / "checkpoint-2"), [])
-    assert resume_path(None, str(run)) == resume_path("false", str(run)) == (None, [])
+    assert resume_path("latest", str(run)) == str(run / "checkpoint-10")
+    assert resume_path(str(run / "checkpoint-2"), str(run)) == str(run / "checkpoint-2")
+    assert resume_path(None, str(run)) is resume_path("false", str(run)) is None
 
 
 def test_path_without_a_checkpoint_is_one_line(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -58,9 +54,9 @@ def test_path_without_a_checkpoint_is_one_line(run: Path, tmp_path_factory: pyte
     for given in ("latest", empty):
         with pytest.raises(UserError, match=f"--resume_from_checkpoint {given}: no complete checkpoint"):
             resume_path(given, empty)
-    with pytest.raises(UserError, match=r"did you mean .*checkpoint-10\?"):
+    with pytest.raises(UserError, match="give latest, or a directory checkpoint-N"):
         resume_path(str(run), str(run))
-    with pytest.raises(UserError, match="no complete checkpoint there"):
+    with pytest.raises(UserError, match="no complete checkpoint .trainer_state.json has 9 bytes instead of 19"):
         resume_path(str(run / "checkpoint-12"), str(run))
     assert last_complete_checkpoint(f"{empty}/gone") is None
 
@@ -75,43 +71,22 @@ def test_checkpoint_with_a_missing_or_changed_file_is_not_resumed(run: Path, fil
     else:
         place.write_bytes(content[:-1])
     assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-2")
-    with pytest.raises(UserError, match=f"no complete checkpoint there .*{file}"):
+    with pytest.raises(UserError, match=f"no complete checkpoint .*{file}"):
         resume_path(str(run / "checkpoint-10"), str(run))
 
 
 def test_resuming_says_from_which_step_and_why(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (run / "checkpoint-14", run / "checkpoint-12"):
-        shutil.rmtree(path)
-    with (run / "checkpoint-10" / "optimizer.pt").open("r+b") as file:  # of the same size
-        file.write(b"\1")
     RunDirectory(str(run), "latest").open()
-    why = "checkpoint-10 is damaged: optimizer.pt has other contents than were written"
-    assert capsys.readouterr().out == f"{why}; resuming from checkpoint-2\n"
-    with pytest.raises(UserError, match="optimizer.pt has other contents than were written"):
-        resume_path(str(run / "checkpoint-10"), str(run))
-    manifest = run / "checkpoint-10" / "manifest.json"
-    manifest.write_text(json.dumps({"run": "run", "files": json.loads(manifest.read_text())["files"]}))
-    assert resume_path("latest", str(run))[0] == str(run / "checkpoint-10")  # earlier versions wrote no hashes
-
-
-def test_checkpoint_with_an_unlisted_file_is_refused(run: Path) -> None:
-    (run / "checkpoint-10" / "custom_checkpoint_0.pkl").write_bytes(b"code")
-    with pytest.raises(UserError, match=r"it contains custom_checkpoint_0\.pkl, which is not one of its files"):
-        resume_path(str(run / "checkpoint-10"), str(run))
+    assert capsys.readouterr().out == (
+        "checkpoint-14 is damaged: without a manifest.json it was not written to its end; "
+        "checkpoint-12 is damaged: trainer_state.json has 9 bytes instead of 19; resuming from checkpoint-10\n"
+    )
 
 
 def test_checkpoint_with_weights_only_is_refused(run: Path) -> None:
     make_checkpoint(run, 20, state="model.safetensors")
     with pytest.raises(UserError, match="checkpoint-20 has weights only"):
         resume_path("latest", str(run))
-
-
-def test_latest_ignores_checkpoints_of_other_runs(run: Path) -> None:
-    make_checkpoint(run, 30, run="another")
-    assert last_complete_checkpoint(str(run), "run") == str(run / "checkpoint-10")
-    assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-30")
-    with pytest.raises(UserError, match="holds checkpoint-2 of another run than"):
-        RunDirectory(str(run), "latest")
 
 
 def test_used_directory_is_refused_with_both_alternatives(run: Path) -> None:
@@ -122,9 +97,17 @@ def test_used_directory_is_refused_with_both_alternatives(run: Path) -> None:
     assert "--resume_from_checkpoint latest" in said
     assert "--overwrite_output_dir" in said
     assert "\n" not in said
-    assert RunDirectory(str(run), "latest").run == "run"
     with pytest.raises(UserError, match="give only one of them"):
         RunDirectory(str(run), "latest", overwrite=True)
+
+
+def test_resuming_from_elsewhere_needs_an_unused_directory(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    first = str(run / "checkpoint-2")
+    assert RunDirectory(str(elsewhere), first).checkpoint == first
+    make_checkpoint(elsewhere, 3)
+    with pytest.raises(UserError, match="holds checkpoint-3 of an earlier run"):
+        RunDirectory(str(elsewhere), first)
 
 
 def test_overwriting_deletes_files_of_runs_only(run: Path) -> None:
@@ -135,7 +118,7 @@ def test_overwriting_deletes_files_of_runs_only(run: Path) -> None:
     assert (run / "checkpoint-2").is_dir()  # deleted only after the input is checked
     directory.clear()
     assert sorted(path.name for path in run.iterdir()) == ["_run.lock", "checkpoint-best", "notes.txt"]
-    make_checkpoint(run, 1, directory.run)
+    make_checkpoint(run, 1)
     directory.clear()
     assert directory.last_complete() == str(run / "checkpoint-1")
 
@@ -180,22 +163,10 @@ def test_full_disk_is_reported_before_training(
 def test_output_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for given in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match=f"--output_dir {given}: it or a directory above it is a file"):
+        with pytest.raises(UserError, match=f"--output_dir {given} cannot be written to"):
             RunDirectory(str(given)).open()
     with pytest.raises(UserError, match="--output_dir .*File name too long|--output_dir .* \\.\\.\\. "):
         RunDirectory(str(tmp_path / ("x" * 300))).open()
     with pytest.raises(UserError, match="--output_dir is empty; give a directory"):  # which is no current directory
         RunDirectory("")
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_dangling_checkpoint_symlink_is_deleted(tmp_path: Path) -> None:
-    directory = RunDirectory(str(tmp_path))
-    (tmp_path / "checkpoint-4").symlink_to(tmp_path / "gone")
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "checkpoint-2").symlink_to(tmp_path / "kept")
-    write_manifest(tmp_path / "kept", "run")
-    directory.clear()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "kept"]
-    RunDirectory(str(tmp_path), overwrite=True).clear()
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
