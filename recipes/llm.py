@@ -27,7 +27,7 @@ from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.fit import fit_length, parallelism_of
 from ckpt_ft.training.models import LanguageModelArguments, load_model, load_tokenizer, within_positions
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
-from ckpt_ft.training.samples.language import make_docstrings
+from ckpt_ft.training.samples.language import make_reference
 from ckpt_ft.training.text import DataArguments, collator_of, encode_rows, load_rows
 from ckpt_ft.training.trainer import evaluate, start, train, with_sample, write_model_card
 from ckpt_ft.validation import library_reads
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     directory = start(training_args, ac_args, packing=data_args.packing)
 
     # 1. Model and tokenizer
-    model_args, data_args = with_sample(model_args, data_args, training_args, make_docstrings)
+    model_args, data_args = with_sample(model_args, data_args, training_args, make_reference)
     tokenizer = load_tokenizer(model_args)
     data_args = replace(data_args, max_length=within_positions(model_args, data_args.max_length))
 

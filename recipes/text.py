@@ -1,7 +1,7 @@
 """Fine-tune a text encoder (BERT, RoBERTa, DeBERTa ...), all weights or LoRA, under a checkpointing policy.
 
     accelerate launch -q recipes/text.py
-        a small BERT that tells docstrings of Python's modules apart, offline, in about a minute on a CPU
+        a small BERT that tells topics of Python's reference apart, offline, in about a minute on a CPU
 
     accelerate launch -q recipes/text.py --task text-classification --model_name_or_path MODEL --dataset_name my.jsonl
         a classifier of rows of 'text' and 'label'; token-classification has rows of 'tokens' and 'label'
@@ -27,7 +27,7 @@ from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.flags import changed
 from ckpt_ft.training.models import ModelArguments, load_tokenizer, within_positions
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
-from ckpt_ft.training.samples.language import make_labelled_docstrings
+from ckpt_ft.training.samples.language import make_labelled_reference
 from ckpt_ft.training.text_tasks import (
     PairTrainer,
     TextTaskArguments,
@@ -72,11 +72,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     pairs = task == "embedding"
     if pairs:  # a Trainer takes the names of labels from the model's forward, which has none
         training_args = changed(training_args, label_names=[POSITIVES], prediction_loss_only=True)
-    metrics = ("loss",) if pairs else ("loss", "accuracy")
-    directory = start(training_args, ac_args, metrics=metrics)
+    directory = start(training_args, ac_args)
 
     # 1. Rows and names of classes
-    model_args, data_args = with_sample(model_args, data_args, training_args, make_labelled_docstrings)
+    model_args, data_args = with_sample(model_args, data_args, training_args, make_labelled_reference)
     with training_args.main_process_first(desc="reading rows"):
         train_rows, eval_rows, names = load_labelled_texts(
             data_args, task, evaluate=training_args.do_eval, seed=training_args.seed

@@ -125,7 +125,7 @@ def _no_collection_after_training() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def sample(_caches: None) -> tuple[Path, Path]:
     """The built-in sample for language models: its model directory and its jsonl file."""
-    from ckpt_ft.training.samples.language import make_docstrings
+    from ckpt_ft.training.samples.language import make_reference
 
-    model, corpus = make_docstrings()
+    model, corpus = make_reference()
     return Path(model), Path(corpus)

@@ -37,8 +37,8 @@ def test_samples_and_plans_are_below_the_cache_root(own_cache: Path, monkeypatch
     from ckpt_ft.planning.results import cache_path
     from ckpt_ft.training.samples import language
 
-    monkeypatch.setattr(language, "_write_docstrings", lambda directory: (directory / "model").mkdir())
-    model, _ = language.make_docstrings()
+    monkeypatch.setattr(language, "_write_reference", lambda directory: (directory / "model").mkdir())
+    model, _ = language.make_reference()
     assert Path(model).parents[1] == own_cache
     assert cache_path("plans", {"budget": 1}).parents[1] == own_cache
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from ckpt_ft.training.checkpoints import why_incomplete
-from ckpt_ft.training.samples.language import make_docstrings
+from ckpt_ft.training.samples.language import make_reference
 
 SMALL = ["--max_steps", "3", "--max_length", "64", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
 BIN = Path(sys.executable).parent
@@ -191,7 +191,7 @@ def test_parallel_ranks_have_the_losses_of_one_process(
 @pytest.mark.slow
 def test_expert_parallel_ranks_have_the_weights_of_one_process(root: Path, llm: ModuleType, tmp_path: Path) -> None:
     """The weights equal those of one process with the whole batch, and each rank's peak is predicted."""
-    built_in, corpus = make_docstrings()
+    built_in, corpus = make_reference()
     tokenizer = AutoTokenizer.from_pretrained(built_in)
     tokenizer.save_pretrained(tmp_path / "model")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_local_experts": 4}

@@ -1,4 +1,4 @@
-"""recipes/text.py on the built-in docstrings and on small files of rows, run in this process."""
+"""recipes/text.py on the built-in texts and on small files of rows, run in this process."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def train(recipe: ModuleType, base: Path, out: Path, task: str, *flags: str) -> 
 
 @pytest.mark.slow
 def test_built_in_run_is_accurate(recipe: ModuleType, tmp_path: Path) -> None:
-    """The most common module has 30 % of the rows."""
+    """The most common topic has a fifth of the rows."""
     recipe.main(["--use_cpu", *QUIET[:4], "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "eval_results.json").read_text())["eval_accuracy"] > 0.6
 

@@ -1,8 +1,8 @@
-"""Drawn shapes and bar charts: image data sets that need no download.
+"""Drawn shapes: image data sets that need no download.
 
 A picture, its caption and its labels follow from a combination of properties alone, so every machine draws the same
 set; `seed` only sets the order. The shapes serve diffusion (`image`, `text`) and classification (`image`, `label`);
-shapes and charts with a question and an answer serve vision-language models.
+shapes with a question and an answer serve vision-language models.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ LEARNED_PROMPTS = [  # captions with every shape and colour, which the diffusion
     "a large pink heart at the bottom on black",
 ]
 _OVERSAMPLING = 4  # shapes are drawn this many times larger and averaged down, which smooths their edges
-# What the questions are about:
-_SIDE, _BAR = 48, 16  # pixels of a picture of a shape, and of a bar with the gap beside it
-_ASKED_SHAPES = ("circle", "square", "triangle", "cross")
-_ASKED_COLOURS = ("red", "yellow", "green", "blue", "purple")
-_HEIGHTS = (10, 18, 26, 34, 42)  # of bars; no two bars of a chart have the same
+_SIDE = 48  # pixels of a picture with a question
 
 
 @dataclass(frozen=True)
@@ -131,30 +127,14 @@ def drawn_shapes(count: int | None = None, resolution: int = 64) -> Dataset:
 
 
 def questions(count: int, seed: int = 0) -> list[tuple[Image.Image, str, str]]:
-    """Returns `count` pictures, each with a question and its one right answer, shapes and bar charts in turn."""
+    """Returns `count` pictures of shapes, each with a question and its one right answer."""
     draw = random.Random(seed)
-    shapes = [d for d in drawings(seed=seed) if d.shape in _ASKED_SHAPES and d.colour in _ASKED_COLOURS]
-    return [_about_chart(draw) if at % 2 else _about_shape(shapes[at // 2], draw) for at in range(count)]
+    return [(drawing.image(_SIDE), *draw.choice(_asked(drawing))) for drawing in drawings(count, seed)]
 
 
-def _about_shape(drawing: Drawing, draw: random.Random) -> tuple[Image.Image, str, str]:
-    return (drawing.image(_SIDE), *draw.choice((
+def _asked(drawing: Drawing) -> list[tuple[str, str]]:
+    return [
         ("Which shape is it?", drawing.shape),
         ("Which colour is it?", drawing.colour),
         ("What is in the picture?", f"a {drawing.colour} {drawing.shape} on {drawing.background}"),
-    )))  # fmt: skip
-
-
-def _about_chart(draw: random.Random) -> tuple[Image.Image, str, str]:
-    """A chart of two to five bars; its width grows with their number."""
-    count = draw.randint(2, 5)
-    colours, heights = draw.sample(_ASKED_COLOURS, count), draw.sample(_HEIGHTS, count)
-    image = Image.new("RGB", (_BAR * count, _SIDE), (255, 255, 255))
-    canvas = ImageDraw.Draw(image)
-    for at, (colour, height) in enumerate(zip(colours, heights, strict=True)):
-        canvas.rectangle((_BAR * at + 2, _SIDE - height, _BAR * at + _BAR - 3, _SIDE - 1), fill=COLOURS[colour])
-    return (image, *draw.choice((
-        ("How many bars are there?", str(count)),
-        ("Which bar is the highest?", colours[heights.index(max(heights))]),
-        ("Which bars are there?", " ".join(colours)),
-    )))  # fmt: skip
+    ]

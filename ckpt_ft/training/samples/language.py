@@ -1,22 +1,19 @@
 """The built-in language and vision-language models with their training data, made offline and cached.
 
-The text is questions and answers from the docstrings of Python's standard library, with a byte-level BPE tokenizer
-trained on it and a Llama of one million random parameters. The vision-language data is drawn pictures with questions,
+The text is paragraphs of Python's own reference by topic (`pydoc_data`), with a byte-level BPE tokenizer trained on
+them and a Llama of one million random parameters. The vision-language data is drawn pictures with questions,
 for a LLaVA-NeXT of less than one million random parameters. All are files that are read like any others.
 """
 
 from __future__ import annotations
 
-import ast
 import json
-import os
 import platform
 import random
-import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -31,7 +28,6 @@ from transformers import (
     ProcessorMixin,
 )
 
-from ckpt_ft.errors import WorkFailed
 from ckpt_ft.files import made_once
 
 VOCABULARY = 2048
@@ -45,11 +41,10 @@ IMAGE_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
     "{% endfor %}",
 )
 _IMAGE = "<image>"
-_PREFERENCES, _QUESTIONS = 2_000, 1_500  # rows
-_MODULES = 8  # classes of docstrings
+_QUESTIONS = 1_500  # rows
+_CLASSES = 8  # topics that texts are told apart by
 _DIGITS = 5  # of the sums: 0 to 4
-_VERSION = 2  # part of the cache directories' names: raise it when what is made changes
-_SKIPPED = ("test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "encodings", "ensurepip")
+_VERSION = 3  # part of the cache directories' names: raise it when what is made changes
 _TEXT_MODEL: dict[str, Any] = {
     "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True,
@@ -58,26 +53,26 @@ _TILE, _PATCH = 48, 12  # pixels of a side
 _GRIDS = [[_TILE, _TILE], [_TILE, 2 * _TILE]]  # (height, width) of the tiles beside the whole picture
 
 
-def make_docstrings() -> tuple[str, str]:
-    """Returns the language model's directory and its corpus, a jsonl file; made on first use (about ten seconds)."""
-    return str(_docstrings() / "model"), str(_docstrings() / "docstrings.jsonl")
+def make_reference() -> tuple[str, str]:
+    """Returns the language model's directory and its corpus, a jsonl file; made on first use (seconds)."""
+    return str(_reference() / "model"), str(_reference() / "reference.jsonl")
 
 
 def make_preferences() -> tuple[str, str]:
     """Returns the language model's directory and a jsonl file of preferences: an answer over its shuffled words."""
-    return str(_docstrings() / "model"), str(_docstrings() / "preferences.jsonl")
+    return str(_reference() / "model"), str(_reference() / "preferences.jsonl")
 
 
-def make_labelled_docstrings() -> tuple[str, str]:
-    """Returns a BERT's directory and a jsonl file of docstrings with their module, of the modules that have most.
+def make_labelled_reference() -> tuple[str, str]:
+    """Returns a BERT's directory and a jsonl file of paragraphs with their topic, of the topics that have most.
 
-    Rows also have the question and the answer as a pair, for embeddings.
+    Rows also have the two halves of the paragraph as a pair, for embeddings.
     """
-    return str(_docstrings() / "encoder"), str(_docstrings() / "labelled.jsonl")
+    return str(_reference() / "encoder"), str(_reference() / "labelled.jsonl")
 
 
-def _docstrings() -> Path:
-    return made_once(f"docstrings-v{_VERSION}-py{platform.python_version()}", _write_docstrings)
+def _reference() -> Path:
+    return made_once(f"reference-v{_VERSION}-py{platform.python_version()}", _write_reference)
 
 
 def make_questions(rows: int = _QUESTIONS) -> tuple[str, str]:
@@ -106,12 +101,27 @@ def _write_sums(directory: Path) -> None:
     _write_rows(directory / "sums.jsonl", rows)
 
 
-def _write_docstrings(directory: Path) -> None:
-    pairs = docstring_pairs()
-    _write_rows(directory / "docstrings.jsonl", pairs)
-    _write_rows(directory / "preferences.jsonl", islice(_preferences(pairs), _PREFERENCES))
-    _write_rows(directory / "labelled.jsonl", _labelled(pairs))
-    tokenizer = make_tokenizer(pair["prompt"] + pair["completion"] for pair in pairs)
+def paragraphs() -> list[tuple[str, str]]:
+    """Returns (topic, paragraph of about a sentence to five) of Python's reference, always in the same order."""
+    every = [(topic, " ".join(text.split())) for topic, page in sorted(topics.items()) for text in page.split("\n\n")]
+    return [*dict.fromkeys((topic, text) for topic, text in every if 40 <= len(text) <= 400)]
+
+
+def _write_reference(directory: Path) -> None:
+    draw = random.Random(0)
+    common = dict(Counter(topic for topic, _ in paragraphs()).most_common(_CLASSES))
+    rows: dict[str, list[dict[str, str]]] = {"reference": [], "preferences": [], "labelled": []}
+    for topic, text in paragraphs():
+        prompt, words = f"What does Python's reference say about `{topic}`?\n", text.split()
+        rows["reference"].append({"prompt": prompt, "completion": text})
+        shuffled = " ".join(draw.sample(words, len(words)))
+        rows["preferences"].append({"prompt": prompt, "chosen": text, "rejected": shuffled})
+        if topic in common:
+            begin, end = (" ".join(half) for half in (words[: len(words) // 2], words[len(words) // 2 :]))
+            rows["labelled"].append({"text": text, "label": topic, "anchor": begin, "positive": end})
+    for name, of_name in rows.items():
+        _write_rows(directory / f"{name}.jsonl", of_name)
+    tokenizer = make_tokenizer(row["prompt"] + row["completion"] for row in rows["reference"])
     config = LlamaConfig(vocab_size=VOCABULARY, intermediate_size=352, num_hidden_layers=4, **_TEXT_MODEL)
     encoder = BertConfig(
         vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=352,
@@ -121,24 +131,6 @@ def _write_docstrings(directory: Path) -> None:
     for name, model in models.items():
         model.save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
-
-
-def _preferences(pairs: list[dict[str, str]]) -> Iterator[dict[str, str]]:
-    draw = random.Random(0)
-    for pair in draw.sample(pairs, len(pairs)):
-        words = pair["completion"].split()
-        shuffled = " ".join(draw.sample(words, len(words)))
-        if shuffled != pair["completion"]:
-            yield {"prompt": pair["prompt"], "chosen": pair["completion"], "rejected": shuffled}
-
-
-def _labelled(pairs: list[dict[str, str]]) -> list[dict[str, str]]:
-    modules = [pair["prompt"].split("`")[1].partition(".")[0] for pair in pairs]
-    common = dict(Counter(modules).most_common(_MODULES))
-    return [
-        {"text": pair["completion"], "label": module, "anchor": pair["prompt"], "positive": pair["completion"]}
-        for pair, module in zip(pairs, modules, strict=True) if module in common
-    ]  # fmt: skip
 
 
 def _write_questions(directory: Path, count: int) -> None:
@@ -168,47 +160,6 @@ def _random_model(model: Any, config: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return model(config)
-
-
-def docstring_pairs() -> list[dict[str, str]]:
-    """Returns `{"prompt", "completion"}` of every documented module, class and function, always in the same order.
-
-    The source files are parsed, not imported. An answer is the first paragraph of a docstring, on one line.
-
-    Raises:
-        WorkFailed: this Python has no source files of its standard library.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    pairs, paths = [], []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _SKIPPED]
-        paths += [Path(folder, name) for name in files if name.endswith(".py")]
-    for path in sorted(paths):
-        parts = path.relative_to(root).with_suffix("").parts
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
-            continue
-        module = ".".join(part for part in parts if part != "__init__")
-        pairs += [
-            {"prompt": f"What is `{name}` in Python?\n", "completion": answer}
-            for name, answer in _documented(module, tree)
-        ]
-    if not pairs:
-        raise WorkFailed(
-            f"the built-in sample needs the standard library's source files, and {root} has none; give --dataset_name"
-        )
-    return pairs
-
-
-def _documented(name: str, node: Any) -> Iterator[tuple[str, str]]:
-    """Yields (qualified name, first paragraph of the docstring) of a definition and of the public ones in it."""
-    paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-    if len(paragraph) >= 20:
-        yield name, paragraph
-    for child in node.body:
-        if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and child.name[0] != "_":
-            yield from _documented(f"{name}.{child.name}", child)
 
 
 def make_tokenizer(corpus: Iterable[str], extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:

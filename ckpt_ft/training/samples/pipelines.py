@@ -7,6 +7,7 @@ still tell words and positions apart. The U-Net or transformer is random and is 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,41 +44,43 @@ _VAE_BATCH, _KL_WEIGHT = 16, 1e-4
 
 def tiny_pipeline_dir() -> str:
     """Returns the directory of the cached U-Net pipeline; made on first use, in about a minute."""
-    return str(made_once(f"tiny-sd2-v{_VERSION}", lambda directory: make_tiny_pipeline().save_pretrained(directory)))
+    return _made("tiny-sd2", make_tiny_pipeline)
 
 
 def tiny_transformer_dir() -> str:
     """Returns the directory of the cached FLUX.1 pipeline; made on first use, in about a minute."""
+    return _made("tiny-flux", lambda: make_tiny_flux(VAE_STEPS, heads=4, layers=2))
+
+
+def _made(name: str, make: Callable[[], DiffusionPipeline]) -> str:
+    """Returns the cached pipeline; the caller's random state is unchanged."""
 
     def fill(directory: Path) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            make_tiny_flux(VAE_STEPS, heads=4, layers=2).save_pretrained(directory)
+            make().save_pretrained(directory)
 
-    return str(made_once(f"tiny-flux-v{_VERSION}", fill))
+    return str(made_once(f"{name}-v{_VERSION}", fill))
 
 
 def make_tiny_pipeline() -> DiffusionPipeline:
-    """Returns a Stable Diffusion pipeline for `RESOLUTION` pixels, the same on each call; keeps the random state.
+    """Returns a Stable Diffusion pipeline for `RESOLUTION` pixels.
 
     Its U-Net predicts velocity (Salimans and Ho, 2022, https://arxiv.org/abs/2202.00512).
     """
     from diffusers import StableDiffusionPipeline  # logs a warning without torchvision
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return StableDiffusionPipeline(
-            vae=tiny_vae(VAE_STEPS),
-            text_encoder=tiny_clip("CLIPTextModel"),
-            tokenizer=tiny_tokenizer(),
-            scheduler=diffusion_scheduler("v_prediction"),
-            unet=tiny_unet((64, 96)),
-            safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-        )  # fmt: skip
+    return StableDiffusionPipeline(
+        vae=tiny_vae(VAE_STEPS),
+        text_encoder=tiny_clip("CLIPTextModel"),
+        tokenizer=tiny_tokenizer(),
+        scheduler=diffusion_scheduler("v_prediction"),
+        unet=tiny_unet((64, 96)),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
 
 
 def diffusion_scheduler(prediction_type: str) -> Any:
-    """Returns the noise schedule of Stable Diffusion."""
     return DDIMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type=prediction_type,
         clip_sample=False, set_alpha_to_one=False, steps_offset=1,
@@ -85,7 +88,6 @@ def diffusion_scheduler(prediction_type: str) -> Any:
 
 
 def tiny_unet(widths: tuple[int, ...], cross_attention_dim: int = TEXT_WIDTH, **conditioning: Any) -> nn.Module:
-    """Returns a random U-Net with levels of these widths."""
     return UNet2DConditionModel(
         sample_size=RESOLUTION // 4, in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS,
         block_out_channels=widths, layers_per_block=1, attention_head_dim=4, norm_num_groups=8,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.samples.language import docstring_pairs, make_docstrings
+from ckpt_ft.training.samples.language import make_reference, paragraphs
 from ckpt_ft.training.text import DataArguments, load_rows
 
 
@@ -92,10 +92,9 @@ def test_split_that_leaves_no_training_row_is_refused(tmp_path: Path) -> None:
 def test_sample_is_made_once_and_is_deterministic(sample: tuple[Path, Path]) -> None:
     model, corpus = sample
     before = corpus.stat().st_mtime_ns
-    assert make_docstrings() == (str(model), str(corpus))
+    assert make_reference() == (str(model), str(corpus))
     assert corpus.stat().st_mtime_ns == before
     rows = [json.loads(line) for line in corpus.read_text().splitlines()]
-    assert rows == docstring_pairs()
-    assert len(rows) > 3000
-    by_prompt = {row["prompt"]: row["completion"] for row in rows}
-    assert by_prompt["What is `json.dumps` in Python?\n"] == "Serialize ``obj`` to a JSON formatted ``str``."
+    assert [row["completion"] for row in rows] == [text for _, text in paragraphs()]
+    assert len(rows) > 1000
+    assert all("`" in row["prompt"] for row in rows)
