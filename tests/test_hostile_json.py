@@ -14,7 +14,7 @@ from rich.console import Console
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.timeline import Timeline
-from ckpt_ft.memory.measure.report import MaxBatch, MemoryReport, PolicyRow, Prediction, RankMemory
+from ckpt_ft.memory.measure.report import MaxBatch, MemoryReport, Prediction, RankMemory
 from ckpt_ft.planning.budget import Candidate, MemoryBudget
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.spec.peft_file import read_peft
@@ -46,7 +46,6 @@ REPORT = MemoryReport(
         )
     ],
     MaxBatch("cpu", 8, 7),
-    [PolicyRow("none", 2**22, 0.3)],
     Timeline([1, 2], {"activations": [3, 4]}, [(1, "backward")], 2, [HOLDER], "measured"),
     ["a note"],
 )

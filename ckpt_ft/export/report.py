@@ -61,9 +61,6 @@ def tables(report: MemoryReport) -> Iterator[Table]:
     if fullest.holders:
         yield holders_table(fullest.holders, total)
     yield from _predicted(report)
-    if report.next_policies:
-        others = [(row.policy, format_bytes(row.peak), _seconds(row.seconds)) for row in report.next_policies]
-        yield Table("Next best policies, predicted", ("policy", "peak", "s/step"), others)
 
 
 def lines(report: MemoryReport) -> list[str]:

@@ -20,7 +20,6 @@ from ckpt_ft.units import is_bare, parse_budget
 from .flags import flag
 
 logger = logging.getLogger(__name__)
-ON_OOM = ("replan", "stop")
 SEARCHES = ("find_max_batch_size", "find_max_length")
 
 
@@ -52,12 +51,6 @@ class ACArguments:
         False,
         "Use the largest micro-batch that fits, found by prediction and then by a real step; gradient accumulation "
         "keeps the effective batch.",
-    )
-    ac_on_oom: str | None = flag(
-        None,
-        "When memory runs out under --ac_policy auto: replan (continue from the last checkpoint with a policy "
-        "that keeps less; the default in one process) or stop (the default in several, where one runs out while the "
-        "others wait for it).",
     )
     ac_report: str = flag(
         "json,md,html,png",
@@ -93,8 +86,6 @@ class ACArguments:
                     f"--ac_budget {self.ac_budget} {given}: the budget is for --ac_policy auto or "
                     "--find_max_batch_size; add one, or drop it"
                 )
-        if self.ac_on_oom not in (None, *ON_OOM):
-            raise UserError(f"--ac_on_oom {self.ac_on_oom}: choose one of {', '.join(ON_OOM)}")
         if self.ac_check and self.ac_policy is None:
             raise UserError("--ac_check compares a policy with plain training; give one, as in --ac_policy full")
         self.reports  # noqa: B018  validated before anything is done

@@ -8,7 +8,6 @@ trainer.train()
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
@@ -38,7 +37,7 @@ from ckpt_ft.workloads.workload import Workload
 from .arguments import ACArguments
 from .fit import fit, launch_of, live_workload
 from .flags import changed
-from .session import Session, refuse_fsdp
+from .session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -185,10 +184,6 @@ class ACCallback(TrainerCallback):
         self.session.close()
         self.session.profiler = None
 
-    def peak_holders(self, n: int = 5) -> list[str]:
-        """The largest holders of this process's highest peak so far, largest first; empty before a measured step."""
-        return self.session.peak_holders(n)
-
     def _phase(self, name: str, between: bool) -> AbstractContextManager[Any]:
         profiler = self.session.profiler
         return nullcontext() if profiler is None else profiler.phase(name, between)
@@ -242,28 +237,6 @@ class ACCallback(TrainerCallback):
             return compute_loss(model, *args, **kwargs)
 
         return recording
-
-
-def check_conflicts(args: TrainingArguments, policy: Policy | None) -> None:
-    """Raises UserError if flags ask for `policy` and other activation checkpointing: blocks would be re-run twice."""
-    if policy is None:
-        return
-    name = _own_name(args)
-    kwargs = getattr(args, f"{name}_kwargs")
-    if isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
-        raise UserError(
-            "use_reentrant=True: reentrant checkpointing trains nothing behind inputs without gradients, as in LoRA; "
-            f"policy '{policy}' is always non-reentrant: drop {name}_kwargs"
-        )
-    if getattr(args, name):
-        raise UserError(
-            f"policy '{policy}' and {name} are both on: blocks would be re-run twice; "
-            f"pass {name}=False (TRL's configs turn it on by default), or drop the policy"
-        )
-    given = args.fsdp_config.get("activation_checkpointing") if args.fsdp else None
-    launched = os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING")
-    if str(given or launched).lower() in ("true", "1"):
-        refuse_fsdp(policy)
 
 
 def _own_name(args: TrainingArguments) -> str:

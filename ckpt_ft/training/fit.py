@@ -1,23 +1,19 @@
 """Fits a run to memory: plans what `--ac_policy auto`, `--find_max_batch_size` and `--find_max_length` leave open.
 
 `ACCallback.attach` calls `fit` with the workload of its trainer (workloads/from_trainer.py), the diffusion recipes
-call it with the workload of their loop (diffusion/workload.py). If a run in one process still runs out of memory,
-`start_again` starts its command again for a smaller budget. `launch_of` describes the distributed launch as a `Launch`
-that a trace can model.
+call it with the workload of their loop (diffusion/workload.py). `launch_of` describes the distributed launch as a
+`Launch` that a trace can model.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
@@ -28,9 +24,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.memory.gpus import calibrated
-from ckpt_ft.memory.measure.report import MaxBatch, PolicyRow
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.measure.report import MaxBatch
 from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective, predict_max_batch_size
 from ckpt_ft.planning.max_length import LADDER, find_max_length, predict_max_length
 from ckpt_ft.planning.plan import plan
@@ -43,12 +38,10 @@ from ckpt_ft.workloads.from_trainer import check_trainer, planned_step
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments, TextACArguments
-from .checkpoints import RunDirectory
 from .flags import changed
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
-_BUDGET_DECREASE = 0.9  # of the budget that was too large
 _MAX_BATCH_SIZE = 1024  # samples of a micro-batch
 _LOOP_SHARE = 0.05  # share of a CPU's budget for the loop outside of the step (prefetched batches, logging)
 
@@ -183,19 +176,10 @@ class Fitted:
 
     @property
     def max_batch(self) -> MaxBatch | None:
-        """The largest micro-batch, for the memory report."""
         if self.largest is None:
             return None
         device = self.plan.device if self.plan else str(next(self.workload.model.parameters()).device)
         return MaxBatch(device, self.largest.predicted, self.largest.batch)
-
-
-def next_policies(plan: Plan | None) -> list[PolicyRow]:
-    """The next best policies of a plan, for the memory report."""
-    if plan is None:
-        return []
-    timed = plan.device != "cpu" or calibrated("cpu") is not None  # otherwise seconds are nominal
-    return [PolicyRow(c.policy, c.reserved, c.seconds if timed else None) for c in plan.candidates[1:4]]
 
 
 def fit(
@@ -221,12 +205,6 @@ def fit(
         UserError: nothing fits, the plan is for another model, there is no budget on a CPU, or the request needs a
             single process.
     """
-    processes = PartialState().num_processes
-    if settings.ac_on_oom == "replan" and processes > 1:
-        raise UserError(
-            f"--ac_on_oom replan on {processes} processes: one runs out of memory while the others wait for it, so "
-            "all must be restarted; leave it out, and resume with a smaller --ac_budget"
-        )
     fitted = Fitted(workload, args, settings)
     if settings.plan is not None:
         settings.plan.check_model(workload.model, f"--ac_policy {settings.ac_policy}")
@@ -241,7 +219,7 @@ def fit(
         more: dict[str, Any] = {"margin": _cpu_margin(shared), "batch_size": batch_size, "report": logger.info}
         made = found_by_main(lambda: plan(shared, settings.ac_budget, **more))
         fitted = replace(fitted, plan=made)
-        print_on_main(f"--ac_policy auto: {made.why}\n{made.table()}")
+        PartialState().print(f"--ac_policy auto: {made.why}\n{made.table()}")
     return _with_largest_batch(fitted, device, batch_name) if settings.find_max_batch_size else fitted
 
 
@@ -291,7 +269,7 @@ def fit_length(trainer: Trainer, settings: TextACArguments, most: int) -> tuple[
             f"{flag}: not even {found.granularity} tokens fit in {format_bytes(found.room.budget)} under "
             f"--ac_policy {settings.ac_policy}; choose a policy that keeps less, or a larger budget"
         )
-    print_on_main(f"{flag}: {found}, under --ac_policy {settings.ac_policy}")
+    PartialState().print(f"{flag}: {found}, under --ac_policy {settings.ac_policy}")
     return settings, found.length
 
 
@@ -303,12 +281,6 @@ def live_workload(trainer: Trainer, flag: str, any_length: bool = False) -> Work
     except UserError as error:  # the run is the user's
         logger.warning("%s: the plan is of a run without %s", flag, error)
     return Workload(**planned_step(trainer, flag, any_length), compile=compiled)
-
-
-def print_on_main(text: str) -> None:
-    """Prints `text` on the main process."""
-    if PartialState().is_main_process:
-        print(text, flush=True)
 
 
 def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -> Fitted:
@@ -326,7 +298,7 @@ def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -
         if not more:
             break
         most = found.batch
-    print_on_main(f"--find_max_batch_size: {found}\n{note}")
+    PartialState().print(f"--find_max_batch_size: {found}\n{note}")
     args = changed(args, **{batch_name: batch}, gradient_accumulation_steps=steps)
     return replace(fitted, args=args, largest=found)
 
@@ -351,7 +323,6 @@ def _is_only_predicted(workload: Workload, policy: Policy | None) -> bool:
 
 
 def _run_under(workload: Workload, policy: Policy | None, device: torch.device, find: Callable[[], Answer]) -> Answer:
-    """Runs `find` with the model on `device` and under `policy`."""
     workload.model.to(device)
     with ExitStack() as stack:
         if policy is not None:
@@ -362,37 +333,3 @@ def _run_under(workload: Workload, policy: Policy | None, device: torch.device, 
 def _cpu_margin(workload: Workload) -> float | None:
     """Returns the share of a CPU's budget to keep free; None on a GPU, where the planner has its own margin."""
     return _LOOP_SHARE if workload.device == "cpu" else None
-
-
-def replans(settings: ACArguments) -> bool:
-    """Whether a run that runs out of memory is planned again."""
-    return PartialState().num_processes == 1 and settings.ac_policy == "auto" and settings.ac_on_oom != "stop"
-
-
-def start_again(fitted: Fitted, directory: RunDirectory, batch_name: str, error: Exception) -> NoReturn:
-    """Starts this process's command again after `error`, from the last checkpoint, planned for less memory.
-
-    The program is replaced, so nothing is left of the failed step. The last value of a flag holds.
-    """
-    budget, latest = smaller_budget(fitted), directory.last_complete()
-    flags = {"ac_budget": f"{budget}B", "find_max_batch_size": False, batch_name: getattr(fitted.args, batch_name)}
-    flags["gradient_accumulation_steps"] = fitted.args.gradient_accumulation_steps
-    if latest is not None:
-        flags |= {"resume_from_checkpoint": latest, "overwrite_output_dir": False}
-    place = latest or "the beginning"
-    logger.warning("%s; planning again for %s, from %s", one_line(error), format_bytes(budget), place)
-    traceback.clear_frames(error.__traceback__)
-    gc.collect()  # ends processes that prepare batches
-    sys.stdout.flush()
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    os.execv(sys.executable, [sys.executable, *sys.argv, *words])
-
-
-def smaller_budget(fitted: Fitted) -> int:
-    """The budget to plan for after the pick ran out of memory: less than that pick should have needed."""
-    assert fitted.plan is not None, "auto plans before it trains"
-    room = fitted.plan.room
-    budget, needed = room.budget, room.needs(fitted.plan.best)
-    while budget >= min(needed, room.budget):
-        budget = round(budget * _BUDGET_DECREASE)
-    return budget

@@ -2,7 +2,7 @@
 
     session = Session(ac_args, accelerator)
     session.apply(model)                                     # before accelerator.prepare
-    with advise_on_oom(session, directory), session.measure(model, optimizer, total_steps):
+    with advise_on_oom(session), session.measure(model, optimizer, total_steps):
         for batch in loader:
             ...
             session.step()
@@ -37,8 +37,7 @@ from ckpt_ft.workloads.from_trainer import compiled_by, is_sharded
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
-from .checkpoints import RunDirectory
-from .fit import Fitted, launch_of, next_policies, replans, start_again
+from .fit import Fitted, launch_of
 
 logger = logging.getLogger(__name__)
 # Each policy drops something that the one before it keeps.
@@ -76,7 +75,6 @@ class Session:
 
     @cached_property
     def accelerator(self) -> Accelerator:
-        """The run's Accelerator; a new one if none was given or set."""
         return Accelerator()
 
     def use(self, fitted: Fitted) -> None:
@@ -91,10 +89,15 @@ class Session:
         """
         self.model = model
         if self.policy is not None:
-            if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
-                refuse_fsdp(self.policy)
             state = self.accelerator.state
-            if self.policy.swap and (state.deepspeed_plugin is not None or getattr(state, "fsdp_plugin", None)):
+            fsdp = getattr(state, "fsdp_plugin", None)
+            if getattr(fsdp, "activation_checkpointing", False):
+                raise UserError(
+                    f"policy '{self.policy}' and FSDP's own activation checkpointing are both on: blocks would be "
+                    "re-run twice; set fsdp_activation_checkpointing to false in the launch configuration, or drop "
+                    "the policy"
+                )
+            if self.policy.swap and (state.deepspeed_plugin is not None or fsdp):
                 raise UserError(
                     f"policy '{self.policy}': FSDP and DeepSpeed place the weights themselves; drop swap, or launch "
                     "with accelerate_configs/single_gpu.yaml or multi_gpu.yaml"
@@ -144,7 +147,6 @@ class Session:
 
     @contextmanager
     def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Iterator[None]:
-        """Measures the steps inside; `start` and `stop` as a context manager."""
         self.start(model, optimizer, total_steps)
         try:
             yield
@@ -182,7 +184,6 @@ class Session:
             phases=phases,
             notes=[*notes, *self._notes()],
             max_batch=None if self.fitted is None else self.fitted.max_batch,
-            next_policies=next_policies(self.settings.plan if self.fitted is None else self.fitted.plan),
             policy=None if self.policy is None else str(self.policy),
             **{"model": getattr(getattr(self.model, "config", None), "name_or_path", ""), **facts},
         )
@@ -249,26 +250,22 @@ def cheaper_policies(policy: Policy | None) -> list[str]:
 
 
 @contextmanager
-def advise_on_oom(
-    session: Session, directory: RunDirectory | None = None, batch_name: str = "per_device_train_batch_size"
-) -> Iterator[None]:
+def advise_on_oom(session: Session, batch_name: str = "per_device_train_batch_size") -> Iterator[None]:
     """Turns running out of memory into a `WorkFailed` that lists the largest holders and cheaper policies.
 
-    Under `auto` the run in `directory` starts again for less memory instead. Closes `session` at the end. Checkpoints
-    are not changed.
+    Closes `session` at the end.
     """
     try:
         yield
     except Exception as error:
         if not is_oom(error):
             raise
-        if directory is not None and session.fitted is not None and replans(session.settings):
-            start_again(session.fitted, directory, batch_name, error)
         holders = session.peak_holders()
         lines = [
             f"out of memory: {one_line(error)}",
             *(["What held the peak:", *(f"  {holder}" for holder in holders)] if holders else []),
             "What needs less memory, mildest first:",
+            *(["  a smaller --ac_budget, for which auto plans again"] if session.settings.ac_policy == "auto" else []),
             *(f"  --ac_policy {policy}" for policy in cheaper_policies(session.policy)),
             f"  a smaller --{batch_name} with more --gradient_accumulation_steps",
             "Checkpoints written so far are complete: --resume_from_checkpoint latest continues from the last one.",
@@ -276,11 +273,3 @@ def advise_on_oom(
         raise WorkFailed("\n".join(lines)) from error
     finally:
         session.close()
-
-
-def refuse_fsdp(policy: Policy) -> None:
-    """Raises UserError: FSDP's own checkpointing is on."""
-    raise UserError(
-        f"policy '{policy}' and FSDP's own activation checkpointing are both on: blocks would be re-run twice; "
-        "set fsdp_activation_checkpointing to false in the launch configuration, or drop the policy"
-    )

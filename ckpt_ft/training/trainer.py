@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,9 +11,9 @@ from transformers import Trainer, TrainingArguments, set_seed
 from ckpt_ft.errors import UserError, WorkFailed, never_fatal, one_line
 from ckpt_ft.redact import redacted_text
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.checkpoints import Finished, RunDirectory, keep_checkpoints, load_finished
-from ckpt_ft.training.fit import parallelism_of, print_on_main
+from ckpt_ft.training.callback import ACCallback
+from ckpt_ft.training.checkpoints import RunDirectory, keep_checkpoints
+from ckpt_ft.training.fit import parallelism_of
 from ckpt_ft.training.flags import SplitArguments
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.session import advise_on_oom
@@ -22,22 +22,17 @@ Model = TypeVar("Model", bound=ModelArguments)
 Data = TypeVar("Data", bound=SplitArguments)
 
 
-def start(
-    args: Any, settings: ACArguments, *, packing: bool = False, metrics: Sequence[str] = ("loss",)
-) -> RunDirectory:
+def start(args: Any, settings: ACArguments, *, packing: bool = False) -> RunDirectory:
     """Checks flags against each other, opens the output directory and sets the seed.
 
     Args:
         args: RunArguments.
         packing: whether rows are packed; attention with a KV cache ignores their positions.
-        metrics: what an evaluation returns.
 
     Raises:
         UserError: flags contradict each other, or the output directory cannot be used.
     """
-    check_conflicts(args, settings.policy)
     args.swaps = settings.policy is not None and bool(settings.policy.swap)
-    check_best_metric(args, metrics)
     if packing and parallelism_of(args).cp_size > 1:
         raise UserError(
             "--packing under context parallelism, which drops masks: rows would see one another; add --packing false"
@@ -46,7 +41,7 @@ def start(
         raise UserError(
             "--packing with --use_cache: with a KV cache packed rows see one another; leave one of them out"
         )
-    directory = RunDirectory.of(args)
+    directory = RunDirectory(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir)
     directory.open()
     set_seed(args.seed)
     return directory
@@ -69,18 +64,10 @@ def with_sample(
     )
 
 
-def check_best_metric(args: TrainingArguments, metrics: Sequence[str]) -> None:
-    """Raises UserError if an evaluation does not return `--metric_for_best_model`; a Trainer only fails after it."""
-    name = args.metric_for_best_model
-    if name is not None and name.removeprefix("eval_") not in metrics:
-        raise UserError(f"--metric_for_best_model {name}: an evaluation gives {', '.join(metrics)}; name one of them")
-
-
 def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None:
     """Trains from `directory.checkpoint`, and saves the weights or adapters, the trainer's state and its metrics.
 
-    Checkpoints are complete or absent, a signal is deferred to the end of a step, and under `--ac_policy auto` a run
-    that runs out of memory continues with a policy that needs less.
+    Checkpoints are complete or absent, and a signal is deferred to the end of a step.
 
     Raises:
         Interrupted: SIGINT or SIGTERM was received; the last step has a checkpoint.
@@ -88,12 +75,8 @@ def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None
         WorkFailed: memory ran out, or a file could not be written.
     """
     metrics: dict[str, float] = {}
-    with advise_on_oom(memory.session, directory), keep_checkpoints(trainer, directory):
-        try:
-            metrics = trainer.train(resume_from_checkpoint=directory.checkpoint).metrics
-        except Finished:
-            print_on_main(f"{directory.checkpoint} is the last checkpoint of a finished run: nothing is left to train")
-            load_finished(trainer)
+    with advise_on_oom(memory.session), keep_checkpoints(trainer, directory):
+        metrics = trainer.train(resume_from_checkpoint=directory.checkpoint).metrics
     trainer.save_state()
     if metrics:
         trainer.log_metrics("train", metrics)
@@ -101,7 +84,6 @@ def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None
 
 
 def evaluate(trainer: Trainer) -> None:
-    """Evaluates if there are rows for it, then logs and saves the results."""
     if trainer.eval_dataset is not None:
         results = trainer.evaluate()
         trainer.log_metrics("eval", results)

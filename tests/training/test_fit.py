@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,14 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch, ZeroOptions
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
-from ckpt_ft.training.checkpoints import RunDirectory, write_manifest
-from ckpt_ft.training.fit import Fitted, next_policies
+from ckpt_ft.training.fit import Fitted
 from ckpt_ft.training.flags import check_offloaded
-from ckpt_ft.training.run_arguments import RunArguments, parse_args
-from ckpt_ft.training.session import Session, advise_on_oom
 from ckpt_ft.training.text import PadCollator
 from ckpt_ft.units import MIB
 from ckpt_ft.workloads.optimizers import OffloadedAdamW
@@ -122,85 +117,11 @@ def test_plan_file_is_a_policy(fitted: Fitted, tmp_path: Path) -> None:
     assert settings.policy == Policy.parse(fitted.plan.best.policy)
     attached = ACCallback(settings).attach(trainer(tmp_path))
     assert attached.policy == settings.policy
-    assert next_policies(settings.plan) == next_policies(fitted.plan) != []
     with pytest.raises(UserError, match="no such file"):
         ACArguments(ac_policy="missing.json")
     other = Trainer(torch.nn.Linear(2, 2), arguments(tmp_path), train_dataset=Dataset.from_list(ROWS))
     with pytest.raises(UserError, match="made for LlamaForCausalLM, .* and this is a Linear"):
         ACCallback(settings).attach(other)
-
-
-def runs_out(fitted: Fitted, out: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns the flags with which a run in `out`, whose step runs out of memory, starts again."""
-    monkeypatch.setattr(sys, "argv", ["llm.py", "--ac_policy", "auto", "--ac_budget", "5MiB"])
-    started: list[list[str]] = []
-
-    def execv(path: str, words: list[str]) -> None:
-        started.append(words)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.execv", execv)
-    directory = RunDirectory(str(out))
-    if out.is_dir():
-        (out / "checkpoint-7").mkdir()
-        (out / "checkpoint-7" / "optimizer.pt").write_text("{}")
-        write_manifest(out / "checkpoint-7")
-    with pytest.raises(KeyboardInterrupt), advise_on_oom(Session(fitted), directory):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    assert started[0][:2] == [sys.executable, "llm.py"]
-    return started[0][2:]
-
-
-@pytest.mark.slow
-def test_out_of_memory_makes_a_smaller_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the failed pick nor one with as much memory is tried again."""
-    settings = ACArguments(ac_policy="auto", ac_budget="5MiB")
-    plans = []
-    for _ in range(3):
-        fitted = fit(tmp_path, settings)
-        assert fitted.plan is not None
-        plans.append(fitted.plan)
-        (settings,) = parse_args((ACArguments,), runs_out(fitted, tmp_path / "none", monkeypatch)[:6])
-    for before, after in pairwise(plans):
-        assert after.best.reserved < before.best.reserved
-        assert not after.room.fits(before.best)
-        assert after.room.budget <= round(before.room.budget * 0.9)
-
-
-def test_run_starts_again_from_its_last_checkpoint(
-    fitted: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    words = runs_out(fitted, out, monkeypatch)
-    assert not {"--resume_from_checkpoint", "--overwrite_output_dir"} & {*words}  # from the beginning, with its flags
-    out.mkdir()
-    args, settings = parse_args((RunArguments, ACArguments), runs_out(fitted, out, monkeypatch))
-    assert args.resume_from_checkpoint == str(out / "checkpoint-7")
-    assert args.overwrite_output_dir is False
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 1)
-    assert (settings.ac_policy, settings.find_max_batch_size) == ("auto", False)
-    assert fitted.plan is not None
-    assert settings.limit < fitted.plan.room.needs(fitted.plan.best)
-
-
-@pytest.mark.parametrize("changes", [{"ac_on_oom": "stop"}, {"ac_policy": "full"}])
-def test_out_of_memory_is_raised_without_a_new_plan(changes: dict[str, str], fitted: Fitted, tmp_path: Path) -> None:
-    session = Session(replace(fitted, settings=replace(fitted.settings, ac_budget=None, **changes)))
-    with (
-        pytest.raises(WorkFailed, match="out of memory: CUDA out of memory"),
-        advise_on_oom(session, RunDirectory(str(tmp_path))),
-    ):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-@pytest.mark.slow
-def test_next_attempt_keeps_the_found_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ACArguments(ac_policy="auto", ac_budget="3MiB", find_max_batch_size=True)
-    fitted = fit(tmp_path, settings, per_device_train_batch_size=64)
-    args, settings = parse_args((RunArguments, ACArguments), runs_out(fitted, tmp_path / "none", monkeypatch))
-    assert args.per_device_train_batch_size == fitted.args.per_device_train_batch_size < 64
-    assert args.gradient_accumulation_steps == fitted.args.gradient_accumulation_steps > 1
-    assert not settings.find_max_batch_size
 
 
 def test_model_partitioned_by_zero3_is_planned_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +148,6 @@ def launch_of_deepspeed(*_: Any, **__: Any) -> None:
 
 
 def test_invalid_planning_flags_are_refused() -> None:
-    with pytest.raises(UserError, match="--ac_on_oom retry: choose one of replan, stop"):
-        ACArguments(ac_on_oom="retry")
     with pytest.raises(UserError, match="for --ac_policy auto or --find_max_batch_size"):
         ACArguments(ac_budget="1GiB")
 

@@ -115,14 +115,6 @@ def test_precision_of_the_launcher_is_the_default(tmp_path: Path, monkeypatch: p
         precision_of(arguments(tmp_path))
 
 
-@pytest.mark.usefixtures("second_of_four")
-def test_replanning_on_several_processes_is_refused(tmp_path: Path) -> None:
-    settings = ACArguments(ac_policy="auto", ac_budget="1GiB", ac_on_oom="replan")
-    args = arguments(tmp_path)
-    with pytest.raises(UserError, match="--ac_on_oom replan on 4 processes: one runs out of memory while the others"):
-        fit.fit(Workload.from_trainer(trainer(args, 16, 1, 32)), args, settings, args.device, lambda: None)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("second_of_four")
 def test_largest_batch_of_a_sharded_model_is_predicted_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

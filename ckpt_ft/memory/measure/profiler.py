@@ -38,7 +38,7 @@ from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 
-from .report import History, MaxBatch, MemoryReport, PolicyRow, Prediction, RankMemory, provenance
+from .report import History, MaxBatch, MemoryReport, Prediction, RankMemory, provenance
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -406,7 +406,6 @@ class MemoryProfiler:
         notes: Sequence[str] = (),
         phases: Mapping[str, StepTrace] | None = None,
         max_batch: MaxBatch | None = None,
-        next_policies: Sequence[PolicyRow] = (),
         **facts: Any,
     ) -> MemoryReport:
         """The report of all ranks' steps so far; every process must call it.
@@ -432,7 +431,6 @@ class MemoryProfiler:
             provenance(**{"shapes": self.batch.shapes, **facts}),
             [rank for rank, _ in gathered],
             max_batch,
-            list(next_policies),
             None if shown is None else Timeline.from_trace(shown),
             list(dict.fromkeys(note for _, said in gathered for note in said)),
             self.accelerator is None or self.accelerator.is_main_process,

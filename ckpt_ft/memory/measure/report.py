@@ -182,15 +182,6 @@ class MaxBatch:
 
 
 @dataclass(frozen=True)
-class PolicyRow:
-    """Another policy for the same step: predicted peak in bytes and seconds per step."""
-
-    policy: str
-    peak: Bytes
-    seconds: Seconds | None = None
-
-
-@dataclass(frozen=True)
 class Facts:
     """The part of a report's provenance that is read back; a provenance may hold more."""
 
@@ -209,7 +200,6 @@ class MemoryReport:
         provenance: what `provenance()` returns.
         ranks: the figures of each process, with its prediction.
         max_batch: the result of `--find_max_batch_size`.
-        next_policies: the next best policies of the plan.
         timeline: rank 0's step with the highest measured peak; the predicted step if none was recorded.
         notes: one sentence each.
         main: False on the processes that neither print nor write.
@@ -219,7 +209,6 @@ class MemoryReport:
     provenance: dict[str, Any]
     ranks: list[RankMemory]
     max_batch: MaxBatch | None = None
-    next_policies: list[PolicyRow] = field(default_factory=list)
     timeline: Timeline | None = None
     notes: list[str] = field(default_factory=list)
     main: bool = True

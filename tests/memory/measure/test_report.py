@@ -20,7 +20,6 @@ from ckpt_ft.memory.measure.profiler import MemoryProfiler, merge_peaks
 from ckpt_ft.memory.measure.report import (
     MaxBatch,
     MemoryReport,
-    PolicyRow,
     Prediction,
     RankMemory,
     provenance,
@@ -94,7 +93,6 @@ def gpu_report() -> MemoryReport:
         {**FACTS, "policy": "none"},
         [rank(0, 0), rank(1, 512 * MIB)],
         MaxBatch("t4", predicted=12, proved=11),
-        [PolicyRow("save:attention+matmul", 4 * GIB, 1.3), PolicyRow("full", 3 * GIB)],
         notes=["The router's load is taken as balanced."],
     )
 
