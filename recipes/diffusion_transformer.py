@@ -8,7 +8,7 @@
         a published one; --train_data_dir DIR trains it on a folder of images with captions; flags on the command line
         override the file
 
-Flags: TransformerArguments, ImageArguments, TransformerLoopArguments (named as in diffusers' scripts) and ACArguments.
+Flags: TransformerArguments, ImageArguments, LoopArguments (named as in diffusers' scripts) and ACArguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from ckpt_ft import errors
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.diffusion.arguments import TransformerArguments, TransformerLoopArguments
+from ckpt_ft.training.diffusion.arguments import LoopArguments, TransformerArguments
 from ckpt_ft.training.diffusion.denoiser import prepare
 from ckpt_ft.training.diffusion.encoders import load_denoiser
 from ckpt_ft.training.diffusion.loop import Run
@@ -31,6 +31,7 @@ from ckpt_ft.training.samples.pipelines import tiny_transformer_dir
 
 # The defaults if no pipeline is given.
 BUILT_IN = {
+    "output_dir": "out/diffusion_transformer",
     "resolution": 32,
     "max_sequence_length": 12,
     "weighting_scheme": "logit_normal",
@@ -49,7 +50,7 @@ BUILT_IN = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    groups = (TransformerArguments, ImageArguments, TransformerLoopArguments, ACArguments)
+    groups = (TransformerArguments, ImageArguments, LoopArguments, ACArguments)
     run = Run(*parse_args(
         groups, argv, builtin=BUILT_IN, unless="pretrained_model_name_or_path", description=__doc__,
     ))  # fmt: skip

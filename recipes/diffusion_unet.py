@@ -29,6 +29,7 @@ from ckpt_ft.training.samples.pipelines import tiny_pipeline_dir
 
 # The defaults if no pipeline is given.
 BUILT_IN = {
+    "output_dir": "out/diffusion_unet",
     "train_batch_size": 16,
     "max_train_steps": 800,
     "learning_rate": 1.5e-3,

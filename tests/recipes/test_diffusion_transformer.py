@@ -26,7 +26,7 @@ from ckpt_ft.cli import main as cli
 from ckpt_ft.errors import Interrupted, UserError, run
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.diffusion.arguments import TransformerArguments, TransformerLoopArguments
+from ckpt_ft.training.diffusion.arguments import LoopArguments, TransformerArguments
 from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.session import Session
@@ -232,7 +232,7 @@ def test_unsupported_transformers_are_refused(recipe: ModuleType, tiny: dict[str
     shutil.copytree(tiny["flux"], base)
     index = json.loads((base / "model_index.json").read_text())
     (base / "model_index.json").write_text(json.dumps({**index, "_class_name": "StableDiffusionPipeline"}))
-    with pytest.raises(UserError, match="its pipeline is StableDiffusionPipeline; supported transformers: FLUX"):
+    with pytest.raises(UserError, match="its pipeline is StableDiffusionPipeline; supported are FLUX"):
         train(recipe, str(base), tmp_path / "out")
     (base / "model_index.json").write_text(json.dumps(index))
     (base / "transformer" / "config.json").unlink()
@@ -274,7 +274,7 @@ PREDICTED = re.compile(r"predicted on an ([\w-]+): ([\d.]+) GiB reserved")
 def test_transformer_yaml_files_parse_and_contain_their_command(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if bitsandbytes were installed
     model, images, _, ac = parse_args(
-        (TransformerArguments, ImageArguments, TransformerLoopArguments, ACArguments), ["--config", str(config)]
+        (TransformerArguments, ImageArguments, LoopArguments, ACArguments), ["--config", str(config)]
     )
     assert find_model(model.pretrained_model_name_or_path) is not None
     assert (model.rank is not None) is ("lora" in config.stem)

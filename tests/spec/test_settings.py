@@ -69,7 +69,6 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "ckpt_ft.training.diffusion.arguments.LoopArguments": KINDS["diffusion_unet"],
     "ckpt_ft.training.images.ImageArguments": KINDS["diffusion_unet"],
     "ckpt_ft.training.diffusion.arguments.TransformerArguments": KINDS["diffusion_transformer"],
-    "ckpt_ft.training.diffusion.arguments.TransformerLoopArguments": KINDS["diffusion_transformer"],
 }
 # Targets of modelled settings that are not flags; the readers convert them.
 READ = {

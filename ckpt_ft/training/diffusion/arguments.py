@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -31,10 +30,7 @@ from ckpt_ft.training.flags import (
 from ckpt_ft.training.models import PEFT_CONFIG, check_peft_flag
 from ckpt_ft.validation import require_package
 
-logger = logging.getLogger(__name__)
-
 OPTIMIZERS = ("adamw", "adafactor", "prodigy")
-_LOW_PRODIGY_RATE = 0.1  # below this diffusers' scripts warn as well
 # The schedules of diffusers' get_scheduler that need no more arguments.
 SCHEDULES = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 # The schemes of diffusers' compute_density_for_timestep_sampling and compute_loss_weighting_for_sd3.
@@ -65,13 +61,7 @@ class PipelineArguments:
 
     @property
     def adapts(self) -> bool:
-        """Whether adapters are trained instead of the weights."""
         return self.rank is not None or self.peft_config is not None
-
-    @property
-    def text_rate(self) -> float | None:
-        """The peak learning rate of the text encoders; None if they are frozen."""
-        return None
 
 
 @dataclass
@@ -97,6 +87,7 @@ class DiffusionModelArguments(PipelineArguments):
 
     @property
     def text_rate(self) -> float | None:
+        """The peak learning rate of the text encoders; None if they are frozen."""
         rate = 5e-6 if self.text_encoder_lr is None else self.text_encoder_lr  # diffusers' own
         return rate if self.train_text_encoder else None
 
@@ -143,7 +134,7 @@ class LoopArguments:
 
     _argument_group_name = "training"
 
-    output_dir: str = flag("out/diffusion_unet", "Where the result, checkpoints, samples and reports go.")
+    output_dir: str = flag("out/diffusion", "Where the result, checkpoints, samples and reports go.")
     seed: Seed = flag(0, "Seed of every random choice.")
     train_batch_size: AtLeastOne = flag(16, "Images per device and forward pass.")
     gradient_accumulation_steps: AtLeastOne = flag(1, "Forward passes per optimizer step.")
@@ -178,7 +169,7 @@ class LoopArguments:
     validation_inference_steps: AtLeastOne = flag(25, "Denoising steps per image.")
     validation_guidance_scale: NotNegative = flag(7.5, "Scale of classifier-free guidance.")
     report_to: str = flag("none", "Trackers: tensorboard, wandb, ..., all, or none.")
-    tracker_project_name: str = flag("diffusion_unet", "Name of the run's project at the trackers.")
+    tracker_project_name: str = flag("diffusion", "Name of the run's project at the trackers.")
     logging_dir: str = flag("logs", "Where trackers write, inside output_dir.")
 
     def __post_init__(self) -> None:
@@ -194,8 +185,6 @@ class LoopArguments:
         check_offloaded(self.offload_optimizer, other.replace("--optimizer adamw", ""), *step)
         if self.optimizer == "prodigy":
             require_package("prodigyopt", "--optimizer prodigy")
-            if self.learning_rate < _LOW_PRODIGY_RATE:
-                logger.warning("--learning_rate %s with prodigy, which finds its rate: 1 is usual", self.learning_rate)
 
     @property
     def traced_optimizer(self) -> str:
@@ -203,11 +192,3 @@ class LoopArguments:
         if self.offload_optimizer and torch.cuda.is_available():
             return OFFLOADING[self.offload_optimizer]
         return "adamw_8bit" if self.use_8bit_adam else {"adamw": "adamw_fused"}.get(self.optimizer, self.optimizer)
-
-
-@dataclass
-class TransformerLoopArguments(LoopArguments):
-    """LoopArguments with the transformers' own default names."""
-
-    output_dir: str = flag("out/diffusion_transformer", "Where the result, checkpoints, samples and reports go.")
-    tracker_project_name: str = flag("diffusion_transformer", "Name of the run's project at the trackers.")

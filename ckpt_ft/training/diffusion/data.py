@@ -27,13 +27,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.files import cache_root, write
-from ckpt_ft.training.images import (
-    ImageArguments,
-    framed,
-    load_captioned,
-    open_image,
-    size_of,
-)
+from ckpt_ft.training.images import ImageArguments, framed, load_captioned, open_image, size_of
 from ckpt_ft.workloads.sample_sizes import Size, nearest, sizes_of
 
 from .arguments import LoopArguments
@@ -156,11 +150,7 @@ Samples = FramedImages | CachedLatents
 
 
 def load_samples(
-    encoders: Encoders,
-    resolution: int,
-    image_args: ImageArguments,
-    args: LoopArguments,
-    accelerator: Accelerator,
+    encoders: Encoders, resolution: int, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
 ) -> Samples:
     """Returns the images and captions; with `cache_latents` encoded by all ranks together, with the VAE on the CPU.
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from accelerate import Accelerator
-from diffusers import DiffusionPipeline
 from diffusers.training_utils import cast_training_params
 from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
@@ -21,7 +21,12 @@ from torch import Tensor, nn
 
 from ckpt_ft.training.models import adapter_of, sort_names
 from ckpt_ft.validation import library_reads
-from ckpt_ft.workloads.diffusion_models import ATTENTION_PROJECTIONS, TextAndUNet, add_text_adapters
+from ckpt_ft.workloads.diffusion_models import (
+    ATTENTION_PROJECTIONS,
+    TRAINABLE_ENCODERS,
+    TextAndUNet,
+    add_text_adapters,
+)
 
 from .arguments import PipelineArguments
 from .families import Family
@@ -84,15 +89,12 @@ def _pipelines_read(config: PeftConfig) -> bool:
     return {name for name, value in ours.items() if value != default[name]} <= _PIPELINE_SETTINGS
 
 
-def parameter_groups(
-    model: nn.Module, parameters: list[nn.Parameter], text_rate: float | None
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, text_rate: float | None) -> list[dict[str, Any]]:
     """Returns the optimizer's parameter groups; text encoders that are trained have a learning rate of their own."""
-    if text_rate is None or not isinstance(model, TextAndUNet):
-        return [{"params": parameters}]
-    of_unet = {id(parameter) for parameter in model.unet.parameters()}
-    text = [parameter for parameter in parameters if id(parameter) not in of_unet]
-    return [{"params": [p for p in parameters if id(p) in of_unet]}, {"params": text, "lr": text_rate}]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    text = [p for name, p in trained if name.startswith(TRAINABLE_ENCODERS)]
+    others = [p for name, p in trained if not name.startswith(TRAINABLE_ENCODERS)]
+    return [{"params": others}, {"params": text, "lr": text_rate}] if text else [{"params": others}]
 
 
 def register_checkpoint_hooks(accelerator: Accelerator, family: Family, lora: bool) -> None:
@@ -152,7 +154,7 @@ def save_trained(model: Any, family: Family, output_dir: str | Path, lora: bool)
             weights = {f"{_CLIP_PREFIX}{key.removeprefix(_CLIP_PREFIX)}": value for key, value in weights.items()}
         layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights) if family.old_lora_names else weights
         layers[f"{name}_lora_adapter_metadata"] = component.peft_config["default"].to_dict()
-    family.pipeline_class.save_lora_weights(output_dir, **layers)
+    getattr(diffusers, family.pipeline).save_lora_weights(output_dir, **layers)
 
 
 def save_result(model: Any, family: Family, vae: Any, args: PipelineArguments, output_dir: str) -> None:
@@ -165,7 +167,7 @@ def save_result(model: Any, family: Family, vae: Any, args: PipelineArguments, o
         save_trained(model, family, output_dir, lora=True)
         return
     try:
-        pipeline = DiffusionPipeline.from_pretrained(
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(
             args.pretrained_model_name_or_path, vae=vae, revision=args.revision, variant=args.variant,
             **{family.component: model},
         )  # fmt: skip
@@ -180,7 +182,6 @@ def save_result(model: Any, family: Family, vae: Any, args: PipelineArguments, o
 
 
 def set_prediction_type(scheduler: Any, args: PipelineArguments) -> None:
-    """Sets `--prediction_type`, if it is given, in a pipeline's scheduler."""
     prediction_type = getattr(args, "prediction_type", None)
     if prediction_type is not None:
         scheduler.register_to_config(prediction_type=prediction_type)

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import torch
-from accelerate import Accelerator
-from diffusers import BitsAndBytesConfig, DiffusionPipeline
 from torch import Tensor, nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.validation import library_reads, require_weights
 from ckpt_ft.workloads.diffusion_models import TRAINABLE_ENCODERS, TextAndUNet
 from ckpt_ft.workloads.model_config import check_sizes
-from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .arguments import DiffusionModelArguments, PipelineArguments, TransformerArguments
 from .denoiser import set_prediction_type
-from .families import FAMILIES, UNET, UNET_XL, Family, from_diffusers
+from .families import FAMILIES, Family
 
 _MULTIPLE = 8  # images are in steps of so many pixels, whatever the VAE
 
@@ -41,7 +39,7 @@ class Encoders:
         self.family, self.device, self.source = family, device, pipeline_flag(args)
         self.tokens = getattr(args, "max_sequence_length", None) or family.tokens
         self.vae = _load_vae(args, family)
-        self.scheduler = load_part(from_diffusers(family.scheduler), args, "scheduler")
+        self.scheduler = load_part(getattr(diffusers, family.scheduler), args, "scheduler")
         set_prediction_type(self.scheduler, args)
         absent = dict.fromkeys(TRAINABLE_ENCODERS) if getattr(args, "train_text_encoder", False) else {}
         self.pipeline = _load_text_parts(args, family, dtype, vae=self.vae, scheduler=self.scheduler, **absent)
@@ -53,13 +51,9 @@ class Encoders:
         self.identity = f"{dtype} {self.tokens} {[tokenizer.chat_template for tokenizer in self.tokenizers]}"
         self.vae_scale_factor: int = self.pipeline.vae_scale_factor
         self.token = max(_MULTIPLE, self.vae_scale_factor * family.patch)
+        self.modules: list[nn.Module] = [self.vae, *self.text_encoders]
         for module in self.modules:
             module.requires_grad_(False).eval().to(device)
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """All models with weights."""
-        return [self.vae, *self.text_encoders]
 
     @torch.no_grad()
     def encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -69,16 +63,13 @@ class Encoders:
             `moments` (B, 2C, h, w) of the latents, `time_ids` (B, 6), and the results of `encode_prompts`.
         """
         pixels, time_ids = batch["pixels"].to(self.device), batch["time_ids"].to(self.device)
-        encoded = {"moments": self.family.moments(self.vae, pixels), "time_ids": time_ids}
-        encoded |= self.encode_prompts(batch["caption"])
-        return encoded
+        moments = self.family.moments(self.vae, pixels)
+        return {"moments": moments, "time_ids": time_ids, **self.encode_prompts(batch["caption"])}
 
     @torch.no_grad()
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """Returns encoded prompts by the names of the pipeline's arguments, or their tokens (see `Family.encode`)."""
-        with library_reads(
-            f"{self.source}: its tokenizers and text encoders take no prompt; are their files all there?"
-        ):
+        with library_reads(f"{self.source}: its tokenizers and text encoders take no prompt"):
             return self.family.encode(self.pipeline, prompts, self.tokens, self.device)
 
     @torch.no_grad()
@@ -90,15 +81,7 @@ class Encoders:
 
 
 def pipeline_flag(args: PipelineArguments) -> str:
-    """The flag that names the pipeline, for errors."""
     return f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}"
-
-
-def frozen_dtype(accelerator: Accelerator) -> torch.dtype:
-    """Returns the dtype of weights that are not trained: that of mixed precision."""
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        raise UserError("--mixed_precision fp16 needs a GPU; on a CPU give bf16 or no")
-    return MIXED_PRECISION.get(accelerator.mixed_precision) or torch.float32
 
 
 def load_part(cls: Any, args: PipelineArguments, subfolder: str, **kwargs: Any) -> Any:
@@ -113,15 +96,12 @@ def load_part(cls: Any, args: PipelineArguments, subfolder: str, **kwargs: Any) 
 
 
 def _load_vae(args: PipelineArguments, family: Family) -> Any:
-    """Loads the pipeline's VAE, or the one that a flag names, which may be the `vae` folder of another pipeline."""
-    cls, path = from_diffusers(family.vae), getattr(args, "pretrained_vae_model_name_or_path", None)
+    """Loads the pipeline's VAE, or the one that a flag names."""
+    cls, path = getattr(diffusers, family.vae), getattr(args, "pretrained_vae_model_name_or_path", None)
     if path is None:
         return load_part(cls, args, "vae", variant=args.variant)
     with library_reads(f"--pretrained_vae_model_name_or_path {path} cannot be loaded"):
-        try:
-            vae = cls.from_pretrained(path)
-        except (OSError, ValueError):
-            vae = cls.from_pretrained(path, subfolder="vae")
+        vae = cls.from_pretrained(path)
         require_weights(vae)
     return vae
 
@@ -132,7 +112,7 @@ def _load_text_parts(args: PipelineArguments, family: Family, dtype: torch.dtype
     if "safety_checker" in absent:
         absent["requires_safety_checker"] = False
     with library_reads(f"{source}: no usable text_encoder or tokenizer"):
-        pipeline = family.pipeline_class.from_pretrained(
+        pipeline = getattr(diffusers, family.pipeline).from_pretrained(
             args.pretrained_model_name_or_path, revision=args.revision, variant=args.variant,
             dtype=dtype, **absent, **parts,
         )  # fmt: skip
@@ -166,61 +146,34 @@ def load_denoiser(args: PipelineArguments, family: Family, dtype: torch.dtype) -
     if isinstance(args, TransformerArguments):
         options["dtype"] = dtype if args.adapts else torch.float32
         if args.load_in_4bit:
-            options["quantization_config"] = BitsAndBytesConfig(
+            options["quantization_config"] = diffusers.BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
             )
-    model = load_part(family.model_class, args, family.component, variant=args.variant, **options)
-    if isinstance(args, DiffusionModelArguments):
-        _check_unet(args, model.config)
-        if args.train_text_encoder:
-            components = _load_text_parts(args, family, dtype, vae=None).components
-            model = TextAndUNet(
-                model, [components[name].requires_grad_(False) for name in TRAINABLE_ENCODERS if name in components]
-            )
+    model = load_part(getattr(diffusers, family.model), args, family.component, variant=args.variant, **options)
+    if getattr(args, "train_text_encoder", False):
+        components = _load_text_parts(args, family, dtype, vae=None).components
+        encoders = [components[name].requires_grad_(False) for name in TRAINABLE_ENCODERS if name in components]
+        return TextAndUNet(model, encoders)
     return model
-
-
-def _check_unet(args: PipelineArguments, config: Any) -> None:
-    if config.addition_embed_type not in (None, "text_time"):
-        raise UserError(
-            f"{args.pretrained_model_name_or_path}: its U-Net expects '{config.addition_embed_type}' conditions; "
-            "SD 1.x, 2.x and SDXL are supported"
-        )
-    if config.in_channels != config.out_channels:
-        raise UserError(
-            f"{args.pretrained_model_name_or_path}: its U-Net takes {config.in_channels} channels and returns "
-            f"{config.out_channels} (inpainting?); those that draw from text are trained here, and `ckpt-ft run` puts "
-            "a script that trains another one under a policy"
-        )
 
 
 def family_of(args: PipelineArguments) -> tuple[Family, Any]:
     """Returns the family of the pipeline and the configuration of what is trained, before any weights are read."""
-    unet = isinstance(args, DiffusionModelArguments)
-    if unet:
-        config = _load_config(UNET, args, "no U-Net in it (unet/config.json); give an SD 1.x, 2.x or SDXL pipeline")
-    with library_reads(f"{pipeline_flag(args)}: no usable model_index.json"):
-        index = DiffusionPipeline.load_config(args.pretrained_model_name_or_path, revision=args.revision)
-        name = index["_class_name"]
-    if unet:
-        if not isinstance(name, str):  # saving the result needs it
-            raise UserError(f"{pipeline_flag(args)}: its pipeline is custom code; SD 1.x, 2.x and SDXL are supported")
-        return (UNET_XL if config["addition_embed_type"] == "text_time" else UNET), config
-    if not isinstance(name, str) or name not in FAMILIES:
-        known = ", ".join(f"{family.name} ({pipeline})" for pipeline, family in FAMILIES.items())
-        raise UserError(f"{pipeline_flag(args)}: its pipeline is {name}; supported transformers: {known}")
-    family = FAMILIES[name]
-    return family, _load_config(family, args, f"no usable {family.component}")
-
-
-def _load_config(family: Family, args: PipelineArguments, missing: str) -> Any:
-    """Returns the configuration of what is trained, with the class's defaults."""
-    model, component = family.model_class, family.component
-    with library_reads(f"{pipeline_flag(args)}: {missing}"):
+    source, unet = pipeline_flag(args), isinstance(args, DiffusionModelArguments)
+    with library_reads(f"{source}: no usable model_index.json"):
+        index = diffusers.DiffusionPipeline.load_config(args.pretrained_model_name_or_path, revision=args.revision)
+        name = str(index["_class_name"])
+    known = {pipeline: family for pipeline, family in FAMILIES.items() if (family.component == "unet") is unet}
+    if name not in known:
+        supported = ", ".join(f"{family.name} ({pipeline})" for pipeline, family in known.items())
+        raise UserError(f"{source}: its pipeline is {name}; supported are {supported}")
+    family = known[name]
+    model, component = getattr(diffusers, family.model), family.component
+    with library_reads(f"{source}: no usable {component}"):
         config = model.load_config(args.pretrained_model_name_or_path, subfolder=component, revision=args.revision)
-        check_sizes(f"{pipeline_flag(args)}: {component}", config)
+        check_sizes(f"{source}: {component}", config)
         with torch.device("meta"):
-            return model.from_config(config).config
+            return family, model.from_config(config).config
 
 
 def checked_resolution(given: int | None, config: Any, encoders: Encoders) -> int:

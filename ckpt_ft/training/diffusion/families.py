@@ -13,14 +13,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_ft.errors import UserError
 from ckpt_ft.workloads.diffusion_models import IDS, TRAINABLE_ENCODERS, conditions, encoded_text
 
 Prompts = dict[str, Tensor]  # by the names of the pipeline's arguments
@@ -69,14 +67,6 @@ class Family:
     absent: tuple[str, ...] = ()
     old_lora_names: bool = False
 
-    @property
-    def model_class(self) -> Any:
-        return from_diffusers(self.model)
-
-    @property
-    def pipeline_class(self) -> Any:
-        return from_diffusers(self.pipeline)
-
     def draw(
         self,
         pipeline: Any,
@@ -84,7 +74,6 @@ class Family:
         guidance: float,
         arguments: dict[str, Any],
     ) -> list[Image.Image]:
-        """Returns the pipeline's images."""
         taken = inspect.signature(type(pipeline).__call__).parameters
         options: dict[str, Any] = {"output_type": "latent"} if self.decodes_apart else {}
         # A guidance-distilled transformer takes the scale as an input; any other runs twice.
@@ -101,17 +90,6 @@ class Family:
         return drawn
 
 
-def from_diffusers(name: str) -> Any:
-    try:
-        return getattr(diffusers, name)
-    except AttributeError:
-        raise UserError(f"diffusers {diffusers.__version__} has no {name}: pip install -U diffusers") from None
-
-
-def _unchanged(latents: Tensor) -> Tensor:
-    return latents
-
-
 def _packed(latents: Tensor) -> Tensor:
     """(B, C, h, w) -> (B, h/2 * w/2, 4C): squares of 2 x 2 as tokens (FluxPipeline._pack_latents)."""
     return functional.pixel_unshuffle(latents, 2).flatten(2).transpose(1, 2)
@@ -120,6 +98,10 @@ def _packed(latents: Tensor) -> Tensor:
 def _sequence(latents: Tensor) -> Tensor:
     """(B, C, h, w) -> (B, h * w, C)."""
     return latents.flatten(2).transpose(1, 2)
+
+
+def _unchanged(latents: Tensor) -> Tensor:
+    return latents
 
 
 def _places(latents: Tensor, patch: int, axes: int) -> Tensor:
@@ -296,9 +278,11 @@ def _unet(name: str, pipeline: str, *absent: str) -> Family:
 
 UNET = _unet("Stable Diffusion", "StableDiffusionPipeline", "safety_checker", "feature_extractor")
 UNET_XL = _unet("Stable Diffusion XL", "StableDiffusionXLPipeline")
-FAMILIES = {  # transformers, by the class of their pipeline
+FAMILIES = {  # by the class of their pipeline
     row.pipeline: row
     for row in (
+        UNET,
+        UNET_XL,
         Family(
             "FLUX.1", "transformer", "FluxTransformer2DModel", "FluxPipeline", "AutoencoderKL", 512,
             _flux_prompts, _flux_inputs, _moments, _shifted, _packed,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.checkpoints import (
     RunDirectory,
     Stop,
+    last_complete_checkpoint,
     load_checkpoint,
     save_checkpoint,
     stopped,
     write_on_ranks,
 )
-from ckpt_ft.training.fit import Fitted, fit, launch_of
+from ckpt_ft.training.fit import fit, launch_of
 from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.models import kind_of
 from ckpt_ft.training.session import Session, advise_on_oom
@@ -44,12 +45,11 @@ from .data import endless_batches
 from .denoiser import parameter_groups, register_checkpoint_hooks, save_result
 from .families import Family
 from .sampling import Validation
-from .workload import Data
+from .workload import Data, NoisyBatches
 
 LOSSES = "losses.jsonl"
 
 
-@dataclass
 class Run:
     """A run of a diffusion recipe, from loading the model to the saved result.
 
@@ -58,22 +58,20 @@ class Run:
         settings: the `--ac_*` flags.
         accelerator, directory: set by `start`.
         fitted, memory: the chosen settings and the session, set by `fit`.
+        step: optimizer steps made, of `total_steps`.
+        samples_seen: images of these steps, over all ranks.
+        ema: the moving average of the trained `parameters`, or None.
     """
 
-    model_args: Any
-    image_args: ImageArguments
-    args: Any
-    settings: ACArguments
-    directory: RunDirectory = field(init=False)
-    accelerator: Accelerator = field(init=False)
-    fitted: Fitted = field(init=False)
-    memory: Session = field(init=False)
+    def __init__(self, model_args: Any, image_args: ImageArguments, args: Any, settings: ACArguments) -> None:
+        self.model_args, self.image_args, self.args, self.settings = model_args, image_args, args, settings
+        self.step = self.samples_seen = 0
 
     def start(self, built_in: Callable[[], str]) -> Accelerator:
         """Returns Accelerate with its trackers; opens the output directory, sets the seed, and makes the `built_in`
         pipeline if none is given."""
         args = self.args
-        self.directory = RunDirectory.of(args)
+        self.directory = RunDirectory(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir)
         with library_reads("Accelerate cannot start with these flags"):
             self.accelerator = Accelerator(
                 gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -108,46 +106,35 @@ class Run:
         Raises:
             Interrupted: a signal stopped the run before its end.
         """
-        state = TrainingState(self.fitted.workload.model, len(data.samples), data.family, self)
-        state.resume(self)
-        signal = run_steps(state, data, self)
-        save_results(state, data, self)
-        if not state.done:
-            raise stopped(signal, self.directory.last_complete())
+        self._prepare(len(data.samples), data.family)
+        self._resume()
+        signal = self._make_steps(data)
+        self._save_results(data)
+        if not self.done:
+            raise stopped(signal, last_complete_checkpoint(self.directory.path))
 
+    @property
+    def done(self) -> bool:
+        return self.step >= self.total_steps
 
-class TrainingState:
-    """What changes from step to step: model, optimizer, schedule, moving average. A checkpoint holds all of it.
+    @property
+    def trained(self) -> nn.Module:
+        return self.accelerator.unwrap_model(self.model)
 
-    Args:
-        model: its trained parameters require gradients.
-        rows: images of an epoch, over all ranks.
-
-    Attributes:
-        model: as accelerate has prepared it.
-        ema: the moving average of `parameters`, or None.
-        step: optimizer steps made, of `total_steps`.
-        samples_seen: images of these steps, over all ranks.
-    """
-
-    def __init__(self, model: nn.Module, rows: int, family: Family, run: Run) -> None:
-        model_args, args, accelerator = run.model_args, run.args, run.accelerator
-        self.accelerator = accelerator
-        self.parameters = parameters = [p for p in model.parameters() if p.requires_grad]
+    def _prepare(self, rows: int, family: Family) -> None:
+        """Makes all that changes from step to step, which a checkpoint holds; rows: images of an epoch."""
+        model_args, args, accelerator = self.model_args, self.args, self.accelerator
+        model = self.fitted.workload.model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.per_step = args.train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
         self.total_steps = args.max_train_steps or args.num_train_epochs * -(-rows // self.per_step)
-        self.step = self.samples_seen = 0
-        scale = self.per_step if args.scale_lr else 1
-        text_rate = model_args.text_rate
-        groups = parameter_groups(model, parameters, None if text_rate is None else text_rate * scale)
+        scale, text_rate = self.per_step if args.scale_lr else 1, getattr(model_args, "text_rate", None)
+        groups = parameter_groups(model, None if text_rate is None else text_rate * scale)
         optimizer = make_optimizer(groups, args, args.learning_rate * scale)
         self.lr_scheduler = get_scheduler(
-            args.lr_scheduler,
-            optimizer,
-            num_warmup_steps=args.lr_warmup_steps,
-            num_training_steps=self.total_steps,
+            args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=self.total_steps
         )
-        self.ema = EMAModel(parameters) if args.use_ema else None
+        self.ema = EMAModel(self.parameters) if args.use_ema else None
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         register_checkpoint_hooks(accelerator, family, lora=model_args.adapts)
         self._identity = {
@@ -157,64 +144,121 @@ class TrainingState:
             "train_text_encoder": text_rate is not None or None,  # older checkpoints do not say
         }  # fmt: skip
 
-    @property
-    def done(self) -> bool:
-        """Whether all steps are made."""
-        return self.step >= self.total_steps
+    def _resume(self) -> None:
+        args, accelerator = self.args, self.accelerator
+        set_seed(args.seed, device_specific=True)  # each rank draws noise of its own
+        if self.directory.checkpoint is not None:
+            state = load_checkpoint(accelerator, self.directory.checkpoint, self._identity)
+            self.step, self.samples_seen = state["step"], state["samples_seen"]
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+            for weight, copy in getattr(self.optimizer.optimizer, "param_d2h_map", {}).items():
+                copy.data.copy_(weight.data)  # torchao's, made before the weights were loaded
+            if self.ema is not None:
+                self.ema.load_state_dict(state["ema"])
+                self.ema.to(accelerator.device)
+        if args.report_to != "none":
+            flags = (self.model_args, self.image_args, args, self.settings)
+            values = {f.name: str(getattr(given, f.name)) for given in flags for f in fields(given)}
+            accelerator.init_trackers(args.tracker_project_name, {**values, "policy": str(self.memory.policy)})
+        self.directory.clear()
 
-    @property
-    def trained(self) -> nn.Module:
-        """The model without accelerate's wrappers."""
-        return self.accelerator.unwrap_model(self.model)
+    def _make_steps(self, data: Data) -> int | None:
+        """Makes all remaining steps, or those until Ctrl-C or a scheduler's SIGTERM; returns the signal's number."""
+        args, accelerator, memory = self.args, self.accelerator, self.memory
+        batches = endless_batches(
+            data.samples, args, self.image_args.dataloader_num_workers, accelerator, self.samples_seen
+        )
+        if self.step == 0:
+            self._validate(data.validation)
+        losses = LossLog(accelerator, args.output_dir, self.step)
+        compute_loss = losses.recording(self.fitted.workload.compute_loss)
+        progress = tqdm(
+            total=self.total_steps, initial=self.step, disable=not accelerator.is_main_process, desc="steps"
+        )
+        stopping = False
+        with (
+            progress,
+            Stop() as stop,
+            FirstStep("training cannot begin with these flags") as first,
+            advise_on_oom(memory, "train_batch_size"),
+            memory.measure(self.model, self.optimizer, self.total_steps - self.step),
+        ):
+            while not (self.done or stopping):
+                first.begins()
+                optimizer_step(
+                    self.model, self.optimizer, self._micro_batches(batches, data.noisy), compute_loss,
+                    max_grad_norm=args.max_grad_norm, parameters=self.parameters, engine=accelerator,
+                )  # fmt: skip
+                memory.step()
+                first.made()
+                self.step, self.samples_seen = self.step + 1, self.samples_seen + self.per_step
+                progress.update()
+                progress.set_postfix(loss=f"{losses.step(self.step, self.lr_scheduler.get_last_lr()[0]):.4f}")
+                self.lr_scheduler.step()
+                if self.ema is not None:
+                    self.ema.step(self.parameters)
+                stopping = stop.agreed() and not self.done
+                if self.step % args.checkpointing_steps == 0 or stopping:
+                    self._save_checkpoint()
+                if self.step % args.validation_steps == 0 and not self.done:
+                    self._validate(data.validation)
+                if not self.done:
+                    memory.begin_step()  # checkpoints and validation are not part of a step
+        return stop.signal
 
-    def advance(self) -> None:
-        """Counts a step, and updates the schedule and the moving average."""
-        self.step, self.samples_seen = self.step + 1, self.samples_seen + self.per_step
-        self.lr_scheduler.step()
-        if self.ema is not None:
-            self.ema.step(self.parameters)
+    def _micro_batches(self, batches: Iterator[Any], noisy: NoisyBatches) -> Iterator[Batch]:
+        """Those of one step; the first step's are checked with and without the policy (--ac_check)."""
+        for rows in islice(batches, self.args.gradient_accumulation_steps):
+            batch = noisy(rows)
+            if self.memory.profiler is not None and self.memory.profiler.measuring:
+                noisy.largest = max(noisy.largest, noisy.size, key=math.prod)
+            if self.step == 0:
+                self.memory.check(batch["inputs"])
+            yield batch
 
-    def save(self, directory: RunDirectory, total_limit: int | None) -> None:
-        """Writes a checkpoint; every rank must call it (see `save_checkpoint`)."""
+    def _save_checkpoint(self) -> None:
         state = {
             "step": self.step, "samples_seen": self.samples_seen, "identity": self._identity,
             "lr_scheduler": self.lr_scheduler.state_dict(), "ema": None if self.ema is None else self.ema.state_dict(),
         }  # fmt: skip
-        save_checkpoint(self.accelerator, directory, self.step, state, total_limit)
+        save_checkpoint(self.accelerator, self.directory, self.step, state, self.args.checkpoints_total_limit)
 
-    def load(self, checkpoint: str) -> None:
-        """Continues from `checkpoint`, with its random states (see `load_checkpoint`)."""
-        state = load_checkpoint(self.accelerator, checkpoint, self._identity)
-        self.step, self.samples_seen = state["step"], state["samples_seen"]
-        self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        for weight, copy in getattr(self.optimizer.optimizer, "param_d2h_map", {}).items():
-            copy.data.copy_(weight.data)  # torchao's, made before the weights were loaded
-        if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
-            self.ema.to(self.accelerator.device)
+    def _validate(self, validation: Validation) -> None:
+        """Draws the validation prompts on the main process, with the averaged weights if there are any."""
+        if not validation.prompts:
+            return
+        if self.accelerator.is_main_process:
+            with never_fatal("validation"), averaged(self.ema, self.parameters):
+                validation.run(self.trained, self.accelerator, self.step)
+        self.accelerator.wait_for_everyone()
 
-    def resume(self, run: Run) -> None:
-        """Seeds each rank, loads the checkpoint of `run`, starts the trackers, checks the disk space."""
-        args = run.args
-        set_seed(args.seed, device_specific=True)  # each rank draws noise of its own
-        if run.directory.checkpoint is not None:
-            self.load(run.directory.checkpoint)
-        if args.report_to != "none":
-            flags = (run.model_args, run.image_args, args, run.settings)
-            values = {f.name: str(getattr(given, f.name)) for given in flags for f in fields(given)}
-            values["policy"] = str(run.memory.policy)
-            self.accelerator.init_trackers(args.tracker_project_name, values)
-        run.directory.check_space(self.trained, self.optimizer, run.model_args.adapts)
-        run.directory.clear()
-
-    def unwrap(self) -> None:
-        """Releases what accelerate has prepared.
-
-        DDP's wrapper must go before the process group. If it held the group's last reference, torch would join gloo's
-        thread with the GIL held, while that thread may wait for the GIL to free its last tensors: a deadlock.
-        """
+    def _save_results(self, data: Data) -> None:
+        """Writes adapters or a pipeline, the sheet of samples, and the memory report."""
+        model_args, args, accelerator, validation = self.model_args, self.args, self.accelerator, data.validation
+        if self.done:
+            with averaged(self.ema, self.parameters):
+                write_on_ranks(
+                    accelerator, self.directory, "the result",
+                    lambda: save_result(self.trained, data.family, validation.vae, model_args, args.output_dir),
+                    main_only=True,
+                )  # fmt: skip
+            self._validate(validation)
+            if validation.prompts and accelerator.is_main_process:
+                with never_fatal("drawing samples.png"):
+                    validation.write_sheet(Path(args.output_dir, "samples.png"))
+        # DDP's wrapper must go before the process group. If it held the group's last reference, torch would join
+        # gloo's thread with the GIL held, while that thread may wait for the GIL to free its last tensors: a deadlock.
         self.model = self.trained
-        self.accelerator.free_memory()
+        accelerator.free_memory()
+        workload, size = self.fitted.workload, math.prod(data.noisy.largest)
+        step = replace(workload, lengths=None, make_batch=lambda *_: workload.make_batch(args.train_batch_size, size))
+        self.memory.write_report(
+            args.output_dir, workload=lambda: step,
+            model=model_args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
+            gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=validation.size,
+            rank=model_args.rank, peft=kind_of(model_args.peft_config),
+        )  # fmt: skip
+        accelerator.end_training()
 
 
 def make_optimizer(
@@ -255,49 +299,6 @@ def averaged(ema: EMAModel | None, parameters: list[nn.Parameter]) -> Iterator[N
         yield
     finally:
         ema.restore(parameters)
-
-
-def run_steps(state: TrainingState, data: Data, run: Run) -> int | None:
-    """Makes all remaining steps, or those until Ctrl-C or a scheduler's SIGTERM; returns the signal's number."""
-    args, accelerator, memory = run.args, run.accelerator, run.memory
-    batches = endless_batches(
-        data.samples, args, run.image_args.dataloader_num_workers, accelerator, state.samples_seen
-    )
-    if state.step == 0:
-        validate(data.validation, state)
-    losses = LossLog(accelerator, args.output_dir, state.step)
-    compute_loss = losses.recording(run.fitted.workload.compute_loss)
-    progress = tqdm(total=state.total_steps, initial=state.step, disable=not accelerator.is_main_process, desc="steps")
-    stopping = False
-    with (
-        progress,
-        Stop() as stop,
-        FirstStep("training cannot begin with these flags") as first,
-        advise_on_oom(memory, run.directory, "train_batch_size"),
-        memory.measure(state.model, state.optimizer, state.total_steps - state.step),
-    ):
-        while not (state.done or stopping):
-            first.begins()
-            micro_batches = note_micro_batches(
-                map(data.noisy, islice(batches, args.gradient_accumulation_steps)), data, memory, state.step == 0
-            )
-            optimizer_step(
-                state.model, state.optimizer, micro_batches, compute_loss,
-                max_grad_norm=args.max_grad_norm, parameters=state.parameters, engine=accelerator,
-            )  # fmt: skip
-            memory.step()
-            first.made()
-            progress.update()
-            progress.set_postfix(loss=f"{losses.step(state.step + 1, state.lr_scheduler.get_last_lr()[0]):.4f}")
-            state.advance()
-            stopping = stop.agreed() and not state.done
-            if state.step % args.checkpointing_steps == 0 or stopping:
-                state.save(run.directory, args.checkpoints_total_limit)
-            if state.step % args.validation_steps == 0 and not state.done:
-                validate(data.validation, state)
-            if not state.done:
-                memory.begin_step()  # checkpoints and validation are not part of a step
-    return stop.signal
 
 
 class LossLog:
@@ -343,53 +344,3 @@ def read_losses(output_dir: str) -> list[dict[str, float]]:
     path = Path(output_dir) / LOSSES
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-
-
-def note_micro_batches(micro_batches: Iterable[Batch], data: Data, memory: Session, first: bool) -> Iterator[Batch]:
-    """Passes the micro-batches on, and notes those of measured steps.
-
-    first: whether the step is the run's first, on whose micro-batches --ac_check compares a step with and without
-        the policy.
-    """
-    for batch in micro_batches:
-        if memory.profiler is not None and memory.profiler.measuring:
-            data.noisy.note_measured()
-        if first:
-            memory.check(batch["inputs"])
-        yield batch
-
-
-def validate(validation: Validation, state: TrainingState) -> None:
-    """Draws the validation prompts on the main process, with the averaged weights if there are any."""
-    if not validation.prompts:
-        return
-    if state.accelerator.is_main_process:
-        with never_fatal("validation"), averaged(state.ema, state.parameters):
-            validation.run(state.trained, state.accelerator, state.step)
-    state.accelerator.wait_for_everyone()
-
-
-def save_results(state: TrainingState, data: Data, run: Run) -> None:
-    """Writes adapters or a pipeline, the sheet of samples, and the memory report."""
-    model_args, args, accelerator, validation = run.model_args, run.args, state.accelerator, data.validation
-    if state.done:
-        with averaged(state.ema, state.parameters):
-            write_on_ranks(
-                accelerator, run.directory, "the result",
-                lambda: save_result(state.trained, data.family, validation.vae, model_args, args.output_dir),
-                main_only=True,
-            )  # fmt: skip
-        validate(validation, state)
-        if validation.prompts and accelerator.is_main_process:
-            with never_fatal("drawing samples.png"):
-                validation.write_sheet(Path(args.output_dir, "samples.png"))
-    state.unwrap()
-    workload, measured = run.fitted.workload, math.prod(data.noisy.largest)
-    step = replace(workload, lengths=None, make_batch=lambda *_: workload.make_batch(args.train_batch_size, measured))
-    run.memory.write_report(
-        args.output_dir, workload=lambda: step,
-        model=model_args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=validation.size,
-        rank=model_args.rank, peft=kind_of(model_args.peft_config),
-    )  # fmt: skip
-    accelerator.end_training()

@@ -7,12 +7,11 @@ https://arxiv.org/abs/2210.02747), at times s drawn as in section 3.1 of https:/
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3, compute_snr
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from ckpt_ft.workloads.workload import MIXED_PRECISION, Batch, Forward, Workload
 
 from .arguments import DiffusionModelArguments, LoopArguments, TransformerArguments
 from .data import Samples, load_samples
-from .encoders import Encoders, checked_resolution, family_of, frozen_dtype
+from .encoders import Encoders, checked_resolution, family_of
 from .families import Family
 from .sampling import Validation
 
@@ -71,10 +70,6 @@ class NoisyBatches:
             pixels = torch.zeros(images, 3, *size)
             self._encoders.encode({"pixels": pixels, "time_ids": time_ids, "caption": [""] * images})
 
-    def note_measured(self) -> None:
-        """Records that the last micro-batch belongs to a measured step."""
-        self.largest = max(self.largest, self.size, key=math.prod)
-
 
 def drop_prompts(encoded: dict[str, Tensor], empty: dict[str, Tensor], share: float) -> None:
     """Replaces, in place, the captions of a random `share` of the batch by the empty prompt's encoding."""
@@ -85,26 +80,30 @@ def drop_prompts(encoded: dict[str, Tensor], empty: dict[str, Tensor], share: fl
             encoded[name] = torch.where(dropped.view(-1, *[1] * (value.dim() - 1)), value, encoded[name])
 
 
-class Denoising:
+@dataclass
+class _Objective:
+    """Turns encoded rows into micro-batches.
+
+    Attributes:
+        config: of what is trained.
+        vae: its configuration scales the latents.
+        scheduler: has the times.
+    """
+
+    family: Family
+    config: Any
+    vae: Any
+    scheduler: Any
+    args: Any
+
+
+class Denoising(_Objective):
     """Adds noise to the latents of `moments`, for a U-Net.
 
     Min-SNR weighs the loss in terms of the clean image by min(SNR, gamma), divided by the SNR where noise is
     predicted, and by SNR + 1 where velocity is (Hang et al., 2023, https://arxiv.org/abs/2303.09556). Without
     `snr_gamma` all weights are 1.
-
-    Args:
-        vae: its configuration scales the latents.
     """
-
-    def __init__(
-        self,
-        family: Family,
-        config: Any,
-        vae: Any,
-        scheduler: DDPMScheduler,
-        args: DiffusionModelArguments,
-    ) -> None:
-        self.family, self.config, self.vae, self.scheduler, self.args = family, config, vae, scheduler, args
 
     def __call__(self, encoded: dict[str, Tensor]) -> Batch:
         """Draws latents, noise and times from torch's global random state.
@@ -134,26 +133,13 @@ class Denoising:
         }
 
 
-class FlowMatching:
-    """Mixes latents and noise, for a transformer; the target is the path's direction.
+class FlowMatching(_Objective):
+    """Mixes latents and noise, for a transformer; the target is the path's direction."""
 
-    Args:
-        config: the transformer's.
-        vae: its configuration scales the latents.
-        scheduler: has the times.
-    """
-
-    def __init__(
-        self,
-        family: Family,
-        config: Any,
-        vae: Any,
-        scheduler: FlowMatchEulerDiscreteScheduler,
-        args: TransformerArguments,
-    ) -> None:
-        self.family, self.config, self.vae, self.args = family, config, vae, args
-        self.scheme = args.weighting_scheme or family.weighting
-        self._sigmas, self._steps = scheduler.sigmas, scheduler.config.num_train_timesteps
+    @property
+    def scheme(self) -> str:
+        """How times are drawn and weighted."""
+        return self.args.weighting_scheme or self.family.weighting
 
     def __call__(self, encoded: dict[str, Tensor]) -> Batch:
         """Draws latents, noise and times from torch's global random state."""
@@ -162,8 +148,10 @@ class FlowMatching:
         drawn = compute_density_for_timestep_sampling(
             self.scheme, len(latents), self.args.logit_mean, self.args.logit_std, self.args.mode_scale
         )
-        places = (drawn * self._steps).long().clamp(max=self._steps - 1)  # a half-precision 0.9999 may round to 1
-        return self.batch(latents, noise, self._sigmas[places].to(latents.device), encoded)
+        steps = self.scheduler.config.num_train_timesteps
+        places = (drawn * steps).long().clamp(max=steps - 1)  # a half-precision 0.9999 may round to 1
+        sigmas = self.scheduler.sigmas[places].to(latents.device)
+        return self.batch(latents, noise, sigmas, encoded)
 
     def batch(self, latents: Tensor, noise: Tensor, sigmas: Tensor, prompts: dict[str, Tensor]) -> Batch:
         """Returns the micro-batch of `latents` (B, C, h, w) at `sigmas` (B,): 0 is the image and 1 is noise."""
@@ -190,6 +178,7 @@ class Data(NamedTuple):
         samples: the rows.
         noisy: turns rows into micro-batches.
         validation: the prompts that show what is learned, and the pipeline that draws them.
+        family: the pipeline's.
         sizes: the sizes of the images.
         channels, scale: of latents, and pixels per latent along a side.
         dtype: of weights that are not trained.
@@ -198,15 +187,11 @@ class Data(NamedTuple):
     samples: Samples
     noisy: NoisyBatches
     validation: Validation
+    family: Family
     sizes: ImageSizes
     channels: int
     scale: int
     dtype: torch.dtype
-
-    @property
-    def family(self) -> Family:
-        """The pipeline's family."""
-        return self.validation.family
 
 
 def diffusion_workload(model: nn.Module, args: LoopArguments, accelerator: Accelerator, data: Data) -> Workload:
@@ -249,20 +234,18 @@ def load_data(
 ) -> Data:
     """Returns the data of a U-Net or transformer; of the frozen parts it holds those that the loop still needs."""
     family, config = family_of(model_args)
-    dtype = frozen_dtype(accelerator)
+    dtype = MIXED_PRECISION.get(accelerator.mixed_precision) or torch.float32
     encoders = Encoders(model_args, family, accelerator.device, dtype)
     resolution = checked_resolution(image_args.resolution, config, encoders)
     channels, side, _ = encoders.latent_shape(resolution)  # before the VAE leaves the device
-    objective: Denoising | FlowMatching
-    if isinstance(model_args, TransformerArguments):
-        objective = FlowMatching(family, config, encoders.vae, encoders.scheduler, model_args)
-    else:
-        objective = Denoising(family, config, encoders.vae, encoders.scheduler, model_args)
+    kind = FlowMatching if isinstance(model_args, TransformerArguments) else Denoising
+    objective = kind(family, config, encoders.vae, encoders.scheduler, model_args)
     samples = load_samples(encoders, resolution, image_args, args, accelerator)
     return Data(
         samples,
         NoisyBatches(encoders, objective, image_args),
         Validation(family, model_args, encoders, resolution, args),
+        family,
         ImageSizes(tuple(samples.sizes), tuple(map(len, samples.buckets))),
         channels,
         resolution // side,

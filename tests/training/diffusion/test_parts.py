@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from diffusers import DDPMScheduler, UNet2DConditionModel
+from diffusers import DDPMScheduler
 from diffusers.training_utils import EMAModel
 from tiny_unets import make_tiny_pipeline
 
@@ -160,13 +160,9 @@ def test_unsupported_pipelines_are_refused(tiny: DiffusionModelArguments, tmp_pa
     def args(path: Path) -> DiffusionModelArguments:
         return DiffusionModelArguments(pretrained_model_name_or_path=str(path))
 
-    with pytest.raises(UserError, match="no U-Net in it"):
+    with pytest.raises(UserError, match="no usable model_index.json"):
         family_of(args(tmp_path))
-    pipeline = make_tiny_pipeline("sd1", 0, (16,))
-    pipeline.unet = UNet2DConditionModel.from_config({**pipeline.unet.config, "in_channels": 16})
-    pipeline.save_pretrained(tmp_path / "odd")
-    with pytest.raises(UserError, match=r"takes 16 channels and returns 8 \(inpainting\?\); those that draw"):
-        load_denoiser(args(tmp_path / "odd"), UNET, torch.float32)
+    make_tiny_pipeline("sd1", 0, (16,)).save_pretrained(tmp_path / "odd")
     (tmp_path / "odd" / "vae" / "config.json").unlink()
     with pytest.raises(UserError, match="no usable vae"):
         Encoders(args(tmp_path / "odd"), UNET, torch.device("cpu"), torch.float32)
