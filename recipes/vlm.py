@@ -1,7 +1,7 @@
 """Fine-tune a vision-language model: all weights or LoRA, in one tower or both, under one policy or one per tower.
 
     accelerate launch -q recipes/vlm.py
-        the built-in model on drawn shapes and charts, offline, in about two minutes on a CPU
+        the built-in model on drawn shapes, offline, in about two minutes on a CPU
 
     accelerate launch -q recipes/vlm.py --config recipes/vlm/qwen2.5_vl_7b_lora_24gb.yaml --dataset_name data.jsonl
         a published model; flags on the command line override the file
@@ -29,12 +29,10 @@ from ckpt_ft.training.samples.language import make_questions
 from ckpt_ft.training.trainer import evaluate, start, train, with_sample, write_model_card
 from ckpt_ft.training.vision_language import (
     VisionLanguageModelArguments,
-    check_all_have_images,
     collator_of,
     encode_conversations,
     load_model,
     load_processor,
-    patch_size,
 )
 from ckpt_ft.validation import library_reads
 
@@ -81,9 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_rows, eval_rows, folder = load_conversations(
             data_args, evaluate=training_args.do_eval, seed=training_args.seed
         )
-        images = ImageLoader(folder, smallest=patch_size(model.config.to_dict()))
+        images = ImageLoader(folder)
         train_dataset = encode_conversations(train_rows, processor, images, data_args)
-        check_all_have_images(train_dataset, model_args.train_towers)
         eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, images, data_args)
 
     # 3. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy

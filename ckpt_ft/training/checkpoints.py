@@ -41,7 +41,6 @@ from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -58,7 +57,14 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 PIPELINE_LORA = "pytorch_lora_weights.safetensors"  # LoRA weights of a U-Net, transformer or text encoder
 ADAPTER_FILES = ("adapter_config.json", PIPELINE_LORA)  # files that identify an adapter of PEFT or diffusers
 MODEL_FILES = ("config.json", "model_index.json")
-_RESULT_FILES = (*ADAPTER_FILES, *MODEL_FILES, "adapter_model.safetensors", "model*.safetensors*", "losses.jsonl")
+_RESULT_FILES = (
+    *ADAPTER_FILES,
+    *MODEL_FILES,
+    "adapter_model.safetensors",
+    "model*.safetensors*",
+    "losses.jsonl",
+    "samples/step-*.png",
+)
 _STATE_FILE = "training_state.pt"  # of a loop
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FORWARDED_WITHIN = 1.0  # seconds: a launcher forwards a signal that the terminal has already sent to its ranks
@@ -93,7 +99,6 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
-    """Returns why `checkpoint` is not complete, or None if it is."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return f"without a {MANIFEST} it was not written to its end"
@@ -115,8 +120,7 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def last_complete_checkpoint(output_dir: str) -> str | None:
-    """Returns the newest complete checkpoint."""
+def last_complete_checkpoint(output_dir: str | Path) -> str | None:
     return next((str(path) for path in reversed(checkpoints(output_dir)) if why_incomplete(path) is None), None)
 
 
@@ -150,7 +154,6 @@ def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | No
 
 
 def mismatch(checkpoint: str) -> str:
-    """Returns the beginning of the error message for a checkpoint that does not match this run."""
     return (
         f"--resume_from_checkpoint {checkpoint} does not fit this run; resume with the flags that it was written with"
     )
@@ -188,11 +191,6 @@ class RunDirectory:
                 "latest, replace it with --overwrite_output_dir, or give another directory"
             )
 
-    @classmethod
-    def of(cls, args: Any) -> RunDirectory:
-        """Returns the directory that RunArguments or LoopArguments name."""
-        return cls(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir)
-
     def open(self) -> None:
         """Create the directory and lock it until this process ends. Called on every rank.
 
@@ -223,27 +221,6 @@ class RunDirectory:
         self.overwrite = False
         state.wait_for_everyone()
 
-    def check_space(self, model: nn.Module, optimizer: torch.optim.Optimizer, adapters: bool) -> None:
-        """Check before training that the disk has room for a checkpoint of `model`.
-
-        With `adapters`, only trainable weights are counted. Optimizer state is counted for Adam only; sharded runs are
-        skipped.
-
-        Raises:
-            WorkFailed: there is not enough free space.
-        """
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        saved = trained if adapters else list(model.parameters())
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-        moments = 2 if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) else 0
-        needed = sum(p.numel() * p.element_size() for p in [*saved, *moments * trained])
-        free = shutil.disk_usage(self.path).free
-        if PartialState().num_processes == 1 and free < needed:
-            raise WorkFailed(
-                f"--output_dir {self.path}: a checkpoint needs {format_bytes(needed)} and {format_bytes(free)} are "
-                "free; nothing was trained: free some space, or give a directory on another disk"
-            )
-
     def finish(self, step: int, limit: int | None, best: str | None = None) -> None:
         """Mark `checkpoint-{step}` as complete, then delete older ones beyond `limit`, except the `best` one.
 
@@ -252,22 +229,13 @@ class RunDirectory:
         write_manifest(self.path / f"checkpoint-{step}")
         rotate_checkpoints(str(self.path), limit, best)
 
-    def drop_unfinished(self) -> None:
-        """Delete the newest checkpoint if it has no manifest, to free disk space."""
-        for path in checkpoints(self.path)[-1:]:
-            if not (path / MANIFEST).exists():
-                shutil.rmtree(path, ignore_errors=True)
-
-    def last_complete(self) -> str | None:
-        """Returns the newest complete checkpoint."""
-        return last_complete_checkpoint(str(self.path))
-
     def write_failure(self, what: str, reason: str) -> WorkFailed:
         """Returns an error with the reason why `what` was not written, the free space and the last complete
         checkpoint."""
-        latest = self.last_complete()
-        resume = "is complete: --resume_from_checkpoint latest continues from it"
-        intact = f"; {Path(latest).name} {resume}" if latest else ""
+        latest = last_complete_checkpoint(self.path)
+        intact = (
+            f"; {Path(latest).name} is complete: --resume_from_checkpoint latest continues from it" if latest else ""
+        )
         free = format_bytes(shutil.disk_usage(self.path).free)
         return WorkFailed(f"writing {what} to {self.path} failed: {reason} ({free} free on the disk){intact}")
 
@@ -325,8 +293,7 @@ class Stop:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a data loader worker, which inherits the handler
             if number == signal.SIGTERM:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+                os._exit(128 + number)
             return
         if self.signal is None:
             self.signal, self._received_at = number, time.monotonic()
@@ -348,7 +315,7 @@ def stopped(number: int | None, checkpoint: str | None) -> Interrupted:
     return Interrupted(said if PartialState().is_main_process else "", number)
 
 
-class Finished(Exception):
+class _Finished(Exception):
     """The resumed checkpoint is the last one of its run: its weights are loaded and no training is left."""
 
 
@@ -370,8 +337,7 @@ class Checkpoints(TrainerCallback):
         if resumed and Path(resumed, MODEL_FILES[0] if adapters else ADAPTER_FILES[0]).is_file():
             raise UserError(mismatch(resumed))
         if state.global_step >= state.max_steps:  # a Trainer would do one more step
-            raise Finished
-        self.directory.check_space(model, kwargs["optimizer"], adapters)
+            raise _Finished
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.first.begins()
@@ -396,7 +362,9 @@ class Checkpoints(TrainerCallback):
 
 @contextmanager
 def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None]:
-    """Context manager for `trainer.train()` that adds `Checkpoints`. Resuming a finished run trains nothing.
+    """Context manager for `trainer.train()` that adds `Checkpoints`.
+
+    If the resumed run is finished, nothing is trained, and its weights are saved.
 
     Raises:
         Interrupted: SIGINT or SIGTERM was received; the last step has a checkpoint.
@@ -410,22 +378,21 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
         trainer.callback_handler.callbacks.insert(0, keeper)
         try:
             with keeper.first, published_names_loaded(trainer):
-                yield
+                try:
+                    yield
+                except _Finished:
+                    if PartialState().is_main_process:
+                        print(f"{directory.checkpoint} is the last of a finished run: nothing is left to train")
+                    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+                        getattr(trainer, LOAD_BEST)()
+                    trainer.save_model()
         except (OSError, RuntimeError, SafetensorError) as error:
             if not is_of_the_disk(error):
                 raise
-            directory.drop_unfinished()
             reason = one_line(f"{type(error).__name__}: {error}", 300)
             raise directory.write_failure("a checkpoint or the result", reason) from error
     if keeper.stopping:
-        raise stopped(stop.signal, directory.last_complete())
-
-
-def load_finished(trainer: Trainer) -> None:
-    """Load the best weights if requested and save the model, as `trainer.train()` does at its end. For `Finished`."""
-    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
-        getattr(trainer, LOAD_BEST)()
-    trainer.save_model()
+        raise stopped(stop.signal, last_complete_checkpoint(directory.path))
 
 
 @contextmanager
@@ -481,17 +448,11 @@ def save_checkpoint(
         torch.save(state, target / _STATE_FILE)
         directory.finish(step, limit)
 
-    try:
-        # One with this name exists only after resuming from an older one.
-        write_on_ranks(
-            accelerator, directory, target.name, lambda: shutil.rmtree(target, ignore_errors=True), main_only=True
-        )
-        write_on_ranks(accelerator, directory, target.name, lambda: accelerator.save_state(str(target)))
-        write_on_ranks(accelerator, directory, target.name, finish, main_only=True)
-    except WorkFailed:
-        if accelerator.is_main_process:
-            directory.drop_unfinished()
-        raise
+    if accelerator.is_main_process:  # one with this name exists only after resuming from an older one
+        shutil.rmtree(target, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    write_on_ranks(accelerator, directory, target.name, lambda: accelerator.save_state(str(target)))
+    write_on_ranks(accelerator, directory, target.name, finish, main_only=True)
 
 
 def load_checkpoint(accelerator: Accelerator, checkpoint: str, identity: dict[str, Any]) -> dict[str, Any]:

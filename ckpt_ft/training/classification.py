@@ -212,7 +212,6 @@ def load_processor(args: ModelArguments) -> Any:
 
 
 def own_resolution(processor: Any) -> int:
-    """Returns the pixels of a side that `processor` gives a square image."""
     size = (getattr(processor, "do_center_crop", None) and processor.crop_size) or processor.size or {}
     for key in ("height", "shortest_edge"):
         if size.get(key):
@@ -234,18 +233,7 @@ def position_arguments(model: Any, resolution: int | None) -> dict[str, Any]:
 
 def check_batch_norm(model: nn.Module, args: TrainingArguments, count: int) -> TrainingArguments:
     """Returns `args` with `dataloader_drop_last` if the last of `count` images were alone in a batch of BatchNorm."""
-    if not has_batch_norm(model):
+    if not has_batch_norm(model) or args.world_size > 1 or count % args.train_batch_size != 1:
         return args
-    size = args.train_batch_size
-    if size == 1:
-        raise UserError(
-            f"--per_device_train_batch_size 1: {type(model).__name__} has BatchNorm, which takes statistics over a "
-            "batch; give at least 2 (gradient accumulation does not help)"
-        )
-    if args.world_size == 1 and count % size == 1 and not args.dataloader_drop_last:
-        print(
-            f"the last of {count} images is left out of each epoch: BatchNorm cannot train on a batch of one",
-            flush=True,
-        )
-        return changed(args, dataloader_drop_last=True)
-    return args
+    print(f"each epoch leaves out the last of {count} images: BatchNorm cannot train on a batch of one", flush=True)
+    return changed(args, dataloader_drop_last=True)

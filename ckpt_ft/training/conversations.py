@@ -93,27 +93,19 @@ def conversation(row: Mapping[str, Any], place: str) -> tuple[list[dict[str, Any
     turns = row["messages"]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) and turn.get("role") for turn in turns):
         raise UserError(f"{place}: expected 'messages', a list of turns with 'role' and 'content'")
-    given = row.get("images")
-    unused = [_cell(image, place) for image in (given if isinstance(given, list) else [given] if given else [])]
-    count, messages, images = len(unused), [], []
-    for turn in turns:
-        parts = []
-        for part in _parts(turn.get("content"), place):
-            if part["type"] == "image":
-                if turn["role"] == "assistant":
-                    raise UserError(f"{place}: an assistant's turn holds an image; models answer in text")
-                own = part.pop("image", None)
-                if own is None and not unused:
-                    raise UserError(f"{place}: its messages mention more images than the {count} of 'images'")
-                images.append(unused.pop(0) if own is None else _cell(own, place))
-            parts.append(part)
-        messages.append({"role": turn["role"], "content": parts})
-    if unused:
+    images = row.get("images") or []
+    given = images if isinstance(images, list) else [images]
+    messages = [{"role": turn["role"], "content": [*_parts(turn.get("content"), place)]} for turn in turns]
+    if any(part["type"] == "image" for turn in messages if turn["role"] == "assistant" for part in turn["content"]):
+        raise UserError(f"{place}: an assistant's turn holds an image; models answer in text")
+    named = [part.pop("image", None) for turn in messages for part in turn["content"] if part["type"] == "image"]
+    if named.count(None) != len(given):
         raise UserError(
-            f"{place}: {count} images, and its messages mention {count - len(unused)}; put a part "
+            f"{place}: {len(given)} images, and its messages mention {named.count(None)}; put a part "
             f'{{"type": "image"}}, or {MARK} in the text, where each belongs'
         )
-    return messages, images
+    rest = iter(given)
+    return messages, [_cell(next(rest) if own is None else own, place) for own in named]
 
 
 def _parts(content: Any, place: str) -> Iterator[dict[str, Any]]:
@@ -158,40 +150,27 @@ class ImageLoader:
 
     Attributes:
         folder: where files named by path are; None for a Hub dataset, which holds its images itself.
-        smallest: least pixels of a side, those of the model's patch.
     """
 
     folder: Path | None
-    smallest: int = 1
 
     def open(self, image: Cell, place: str) -> Image.Image:
-        """Returns the RGB picture."""
         if image.get("bytes") is None:
             image = {"bytes": None, "path": str(self._file(str(image["path"]), place))}
         try:
-            picture = open_image(image)
+            return open_image(image)
         except UserError as error:
             raise UserError(f"{place}: {error}") from error
-        if min(picture.size) < self.smallest:
-            width, height = picture.size
-            raise UserError(
-                f"{place}: {image['path'] or 'its image'} has {width} x {height} pixels, less than the model's patch "
-                f"of {self.smallest}; take it out"
-            )
-        return picture
 
     def _file(self, path: str, place: str) -> Path:
-        if "://" in path or path.startswith("data:") or "\0" in path:
-            raise UserError(f"{place}: image {path:.80} is not a file; download it into the data folder")
-        if self.folder is None and not Path(path).is_absolute():
-            raise UserError(f"{place}: image {path} is a path, and the dataset is the Hub's; give --image_folder")
-        file = Path(path) if self.folder is None else self.folder / path
-        if self.folder is not None and not Path(os.path.realpath(file)).is_relative_to(os.path.realpath(self.folder)):
+        file = (self.folder or Path()) / path
+        if not os.path.isfile(file):
+            where = "" if self.folder else "; --image_folder names the folder of files"
+            raise UserError(f"{place}: image {str(file)!r:.200} does not exist{where}")
+        if self.folder is not None and not file.resolve().is_relative_to(self.folder.resolve()):
             raise UserError(
                 f"{place}: image {path} lies outside of the data folder {self.folder}; name theirs, --image_folder"
             )
-        if not os.path.isfile(file):
-            raise UserError(f"{place}: image {file} does not exist")
         return file
 
 

@@ -25,17 +25,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from ckpt_ft.errors import UserError, did_you_mean, one_line
-from ckpt_ft.training.flags import (
-    AtLeastOne,
-    Count,
-    Needs,
-    Pixels,
-    Share,
-    check_flags,
-    flag,
-    load_split,
-)
+from ckpt_ft.training.flags import AtLeastOne, Count, Needs, Pixels, Share, check_flags, flag, load_split
 from ckpt_ft.training.samples.drawings import COMBINATIONS, drawn_shapes
+from ckpt_ft.training.text import check_filled
 from ckpt_ft.workloads.sample_sizes import AUTO, Size, read_buckets
 
 DECODED = 5_000  # images that are decoded completely before training; of later ones only the header is read
@@ -58,10 +50,11 @@ def image_files(folder: Path, *, below: bool = True) -> list[Path]:
 
 def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) -> Dataset:
     """Selects and renames columns, each given as (the flag that names it, its name, its new name)."""
-    flags: dict[str, str] = {}
+    if len({column for _, column, _ in columns}) < len(columns):
+        raise UserError(
+            f"{' and '.join(f'--{option}' for option, _, _ in columns)} name one column; give each its own"
+        )
     for option, column, _ in columns:
-        if (other := flags.setdefault(column, option)) != option:
-            raise UserError(f"--{other} and --{option} both name the column {column}; give each its own")
         if column not in rows.column_names:
             suggestion, there = did_you_mean(column, rows.column_names), ", ".join(rows.column_names)
             raise UserError(f"--{option} {column}: {source} has no such column{suggestion}; it has {there}")
@@ -107,7 +100,7 @@ def _problem(image: Mapping[str, Any] | None, row: int) -> str | None:
         with _opened(image) as opened:
             if row < DECODED:
                 to_rgb(opened)
-    except UnidentifiedImageError:
+    except UnidentifiedImageError:  # which names the file once more
         return f"{name} is no image that Pillow can read"
     except UNDECODABLE as error:
         return f"{name} cannot be read ({one_line(error)})"
@@ -126,12 +119,9 @@ def open_image(image: Mapping[str, Any]) -> Image.Image:
 
 def size_of(image: Mapping[str, Any]) -> tuple[int, int]:
     """Returns height and width of the picture that `open_image` returns; reads only the file's header."""
-    try:
-        with _opened(image) as opened:
-            width, height = opened.size
-            turned = opened.getexif().get(_ORIENTATION) in _QUARTER_TURNS
-    except UNDECODABLE as error:
-        raise UserError(f"{image['path'] or 'an image'} cannot be read ({one_line(error)})") from error
+    with _opened(image) as opened:
+        width, height = opened.size
+        turned = opened.getexif().get(_ORIENTATION) in _QUARTER_TURNS
     return (width, height) if turned else (height, width)
 
 
@@ -192,11 +182,8 @@ class ImageArguments:
         sources = [name for name in _SOURCES if getattr(self, name) is not None]
         if len(sources) > 1:
             raise UserError(f"--{sources[0]} and --{sources[1]} are two sources of images; give one of them")
-        if self.instance_data_dir is not None and not (self.instance_prompt or "").strip():
-            raise UserError(
-                f"--instance_data_dir {self.instance_data_dir}: what does it show? add --instance_prompt, such as "
-                "'a photo of sks dog'"
-            )
+        if self.instance_data_dir is not None and not self.instance_prompt:
+            raise UserError("--instance_data_dir needs --instance_prompt, such as 'a photo of sks dog'")
         random_each_time = self.random_flip or not self.center_crop
         if self.cache_latents and random_each_time:
             raise UserError(
@@ -224,12 +211,7 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     rows = undecoded(rows)
     if args.max_train_samples is not None:
         rows = rows.select(range(min(args.max_train_samples, len(rows))))
-    missing = next(
-        (number for number, text in enumerate(rows["text"], start=1) if not isinstance(text, str) or not text.strip()),
-        None,
-    )
-    if missing is not None:
-        raise UserError(f"{source}: row {missing} of {len(rows)} has no caption ('{args.caption_column}')")
+    check_filled(rows, source, "text")
     return readable(rows, source, skip=args.skip_bad_images)
 
 
@@ -273,9 +255,6 @@ def _load_text_files(folder: Path, caption_column: str) -> Dataset:
     for image, kind in zip(images, kinds, strict=True):
         caption = _caption_beside(image, kind[2] if kind else None)
         rows += [(str(image), caption)] * (int(kind[1]) if kind else 1)
-    for path, kind in repeated.items():
-        count = sum(image.parent == path for image in images)
-        print(f"{folder}: {count} images of '{path.name}', each {int(kind[1])} times in an epoch", flush=True)
     return Dataset.from_dict({"image": [image for image, _ in rows], "text": [text for _, text in rows]})
 
 
@@ -285,12 +264,9 @@ def _caption_beside(image: Path, without: str | None) -> str:
     if without is not None and not file.exists():
         return without
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise UserError(f"{image} has no caption: {file.name} beside it: {one_line(error, 200)}") from error
-    if not text:
-        raise UserError(f"{image} has no caption: {file.name} is empty")
-    return text
 
 
 def framed(image: Image.Image, size: Size, args: ImageArguments, draw: random.Random) -> tuple[Tensor, Tensor]:

@@ -33,13 +33,11 @@ def class_names(rows: Dataset, source: str) -> list[str]:
 
 
 def _own_names(rows: Dataset) -> list[str] | None:
-    """The names of the classes that the dataset has itself."""
     feature = rows.features["label"]
     return getattr(getattr(feature, "feature", feature), "names", None)
 
 
 def labelled(rows: Dataset, names: list[str], source: str) -> Dataset:
-    """Replaces the labels by positions in `names`."""
     own = _own_names(rows)
     place = {name: index for index, name in enumerate(names)}
 

@@ -118,7 +118,6 @@ class ModelArguments:
 
     @property
     def adapts(self) -> bool:
-        """Whether adapters are trained instead of the weights."""
         return self.use_peft or self.peft_config is not None
 
     @property
@@ -135,8 +134,6 @@ class ModelArguments:
 
 @dataclass
 class LanguageModelArguments(ModelArguments):
-    """Which language model to load, in which precision, and which weights to train."""
-
     router_aux_loss_coef: NotNegative | None = flag(
         None, "Weight of the auxiliary loss of a mixture's routers, 0 for none; the model's own when left out."
     )
@@ -164,9 +161,8 @@ def within_positions(args: ModelArguments, max_length: int, limit: int = 0) -> i
     """
     config = _config(args)
     positions = limit or trained_positions(config)
-    if not positions or max_length <= positions:
-        return max_length
-    if args.rope_scaling is not None and is_rotary(config):
+    scaled = args.rope_scaling is not None and is_rotary(config)
+    if not positions or max_length <= positions or scaled:
         return max_length
     if max_length != SEQ_LENGTH:
         fix = "give at most that"
@@ -242,15 +238,12 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
     if file.is_file():
         read_config(str(file))  # rejects absurd sizes, which would take forever to build
     with library_reads(f"model {args.model_name_or_path} cannot be loaded"):
-        if args.lora_target_parameters:  # before any weight is read
-            with torch.device("meta"):
-                model = auto.from_config(config, trust_remote_code=args.trust_remote_code)
-            check_target_parameters(model, args.lora_target_parameters)
         return auto.from_pretrained(args.model_name_or_path, **kwargs)
 
 
 def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> PreTrainedModel:
     """Freezes `model` and adds LoRA adapters or those of a PEFT configuration; `more` goes to `adapter_config`."""
+    check_target_parameters(model, args.lora_target_parameters or ())
     config = adapter_config(args, **more)
     if args.peft_config is None and args.lora_dropout is None and fused_experts(model):
         config.lora_dropout = 0.0  # PEFT adapts parameters without dropout
@@ -365,5 +358,4 @@ def adapter_of(
 
 
 def kind_of(path: str | None) -> str | None:
-    """Returns the PEFT type in the file."""
     return None if path is None else str(read_peft(path, f"--peft_config {path}")["peft_type"])

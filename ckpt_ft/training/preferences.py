@@ -20,12 +20,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_NUMBERS = {
-    "beta": NotNegative,
-    "label_smoothing": Share,
-    "max_length": Length,
-    "ref_model_sync_steps": AtLeastOne,
-}
+_NUMBERS = {"beta": NotNegative, "label_smoothing": Share, "max_length": Length, "ref_model_sync_steps": AtLeastOne}
 
 
 @dataclass
@@ -45,8 +40,6 @@ class _TRLArguments(RunArguments):
 
 @dataclass
 class DPOArguments(_TRLArguments, DPOConfig):
-    """TRL's `DPOConfig`."""
-
     pad_token: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -56,8 +49,6 @@ class DPOArguments(_TRLArguments, DPOConfig):
 
 @dataclass
 class GRPOArguments(_TRLArguments, GRPOConfig):
-    """TRL's `GRPOConfig`."""
-
     remove_unused_columns: bool = field(default=False, init=False)  # rewards read the other columns
 
     def __post_init__(self) -> None:
@@ -77,7 +68,6 @@ def _last_number(text: str) -> float | None:
 
 
 def check_problems(rows: Dataset, name: str) -> None:
-    """Raises UserError if a row has no prompt, or no number as its answer."""
     check_columns(rows, name, ("prompt", "answer"), ("prompt", "answer"), "problems are rows of 'prompt' and 'answer'")
     wordy = next((at for at, value in enumerate(rows["answer"], start=1) if _last_number(str(value)) is None), None)
     if wordy is not None:
@@ -87,7 +77,6 @@ def check_problems(rows: Dataset, name: str) -> None:
 
 
 def check_preferences(rows: Dataset, name: str) -> None:
-    """Raises UserError if a column is missing or a value is empty; the error names it."""
     what = "'prompt', 'chosen' and 'rejected', texts or conversations"
     check_columns(
         rows, name, ("chosen", "rejected"), ("prompt", "chosen", "rejected"), f"preferences are rows of {what}"

@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -122,9 +123,14 @@ def check_columns(rows: Dataset, name: str, needed: Sequence[str], filled: Seque
         raise UserError(f"dataset {name}: no column '{missing[0]}' among {', '.join(rows.column_names)}; {what}")
     for column in filled:
         if column in rows.column_names:
-            empty = next((at for at, value in enumerate(rows[column], start=1) if value in (None, "", [])), None)
-            if empty is not None:
-                raise UserError(f"dataset {name}: row {empty} has no '{column}'; drop the row, or fill it in")
+            check_filled(rows, f"dataset {name}", column)
+
+
+def check_filled(rows: Dataset, source: str, column: str) -> None:
+    """Raises UserError if a value of `column` is empty; the message begins with `source`."""
+    for number, value in enumerate(rows[column], start=1):
+        if value in (None, "", []) or (isinstance(value, str) and not value.strip()):
+            raise UserError(f"{source}: row {number} has no '{column}'; drop the row, or fill it in")
 
 
 def known_columns(rows: Dataset, text_field: str) -> Dataset:
@@ -228,7 +234,6 @@ def dataset_lengths(dataset: str, model: str, max_length: int) -> Lengths:
     if "input_ids" not in rows.column_names:
         source = str(Path(model).parent) if Path(model).is_file() else model  # a config file lies beside its tokenizer
         try:
-            row_layout(known_columns(rows, args.dataset_text_field).column_names, args.dataset_text_field)
             rows = encode_rows(rows, load_tokenizer(ModelArguments(model_name_or_path=source)), args)
         except UserError as error:
             raise UserError(f"--dataset {dataset}: its rows have no length: {error}; or give 'input_ids'") from error
@@ -398,7 +403,8 @@ class PadCollator:
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         packed = "position_ids" in rows[0]
         if self.in_one and packed:
-            rows = [flattened(rows, ("input_ids", "labels", "position_ids"))]
+            names = ("input_ids", "labels", "position_ids")
+            rows = [{name: [*chain.from_iterable(row[name] for row in rows)] for name in names}]
         longest = max(len(row["input_ids"]) for row in rows)
         longest += -longest % self.multiple
         batch = {
@@ -411,11 +417,6 @@ class PadCollator:
         if self.numbered:
             return {**batch, "position_ids": torch.arange(longest).repeat(len(rows), 1)}
         return {**batch, "attention_mask": _padded([[1] * len(row["input_ids"]) for row in rows], longest, 0)}
-
-
-def flattened(rows: list[dict[str, Any]], names: Iterable[str]) -> dict[str, Any]:
-    """Joins the columns `names` of all rows into one row."""
-    return {name: [value for row in rows for value in row[name]] for name in names}
 
 
 def _padded(rows: list[list[int]], length: int, value: int) -> torch.Tensor:

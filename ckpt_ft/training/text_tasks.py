@@ -119,11 +119,7 @@ def _encode(
     columns += ["text_pair"] if task == "text-classification" and "text_pair" in batch else []
     cut: dict[str, Any] = {"truncation": True, "max_length": max_length}
     with library_reads("a text cannot be tokenized"):
-        made = tokenizer(
-            *(batch[name] for name in columns),
-            is_split_into_words=task == "token-classification",
-            **cut,
-        )
+        made = tokenizer(*(batch[name] for name in columns), is_split_into_words=task == "token-classification", **cut)
         encoded: dict[str, list[Any]] = dict(made)
         if task == "embedding":
             return {**encoded, POSITIVES: tokenizer(batch["positive"], **cut).input_ids}
@@ -166,8 +162,6 @@ def load_text_model(
 
 
 class PairTrainer(Trainer):
-    """A Trainer with the in-batch loss of pairs."""
-
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -184,7 +178,6 @@ def pad_pairs(rows: Sequence[dict[str, list[int]]], tokenizer: PreTrainedTokeniz
 
 
 def collator_of(task: str, tokenizer: Any) -> Callable[..., Any]:
-    """Returns the collator of encoded rows of `task`."""
     if task == "embedding":
         return partial(pad_pairs, tokenizer=tokenizer)
     kind = DataCollatorForTokenClassification if task == "token-classification" else DataCollatorWithPadding

@@ -9,7 +9,7 @@ names the row, the model, the dataset or the flag.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,22 +25,10 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.defaults import TRAINED_TOWERS
-from ckpt_ft.training.conversations import (
-    Cell,
-    ImageLoader,
-    VisionLanguageArguments,
-    conversation,
-    image_files_digest,
-)
+from ckpt_ft.training.conversations import Cell, ImageLoader, VisionLanguageArguments, conversation, image_files_digest
 from ckpt_ft.training.flags import flag
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
-from ckpt_ft.training.text import (
-    IGNORED,
-    PadCollator,
-    chat_segments,
-    row_number,
-    warn_of_cut_rows,
-)
+from ckpt_ft.training.text import IGNORED, PadCollator, chat_segments, row_number, warn_of_cut_rows
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import TrainedTowers, without_adapters
 from ckpt_ft.workloads.images import choose_size
@@ -134,7 +122,7 @@ class _Encoder:
             first += count
             piece = self._piece(text, cells, place)
             pixels += sum(value.numel() for name, value in piece.items() if name not in TOKENS)
-            _extend(tokens, {name: value for name, value in piece.items() if name in TOKENS}, trained)
+            _extend(tokens, piece, trained)
             image_end = len(tokens["input_ids"]) if count else image_end
         labels = tokens["labels"][: self.max_length]
         labels[:1] = [IGNORED]  # no token of this row predicts the first one
@@ -179,13 +167,12 @@ def processed(
     return {name: value[0].tolist() if name in TOKENS else value for name, value in made.items()}
 
 
-def _extend(tokens: dict[str, list[int]], piece: dict[str, list[int]], trained: bool) -> None:
+def _extend(tokens: dict[str, list[int]], piece: dict[str, Any], trained: bool) -> None:
     ids = piece["input_ids"]
-    zeros = [0] * len(ids)
     tokens["input_ids"] += ids
     tokens["labels"] += ids if trained else [IGNORED] * len(ids)
     for name in TOKEN_TYPES:
-        tokens[name] += piece.get(name, zeros)
+        tokens[name] += piece.get(name, [0] * len(ids))
 
 
 def _images_per_segment(messages: list[dict[str, Any]]) -> list[int]:
@@ -266,10 +253,8 @@ def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArgum
             "does not train; `ckpt-ft run` puts a script that does under a policy"
         )
     tokenizer = processor.tokenizer
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if processor.chat_template is None:
-        processor.chat_template = tokenizer.chat_template
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    processor.chat_template = processor.chat_template or tokenizer.chat_template
     choose_size(processor.image_processor, data.max_pixels, data.longest_side)
     return processor
 
@@ -291,26 +276,8 @@ def load_model(args: VisionLanguageModelArguments, max_length: int = 0) -> PreTr
 
 def collator_of(model: Any, pad_token_id: int) -> ImageCollator:
     """Returns the collator of encoded rows for `model`, with the inputs that its forward takes."""
-    model = without_adapters(model)
-    forward = inspect.signature(model.forward)
-    token_types = tuple(name for name in TOKEN_TYPES if name in forward.parameters)
-    return ImageCollator(pad_token_id, token_types)
-
-
-def check_all_have_images(rows: Dataset, train_towers: str) -> None:
-    """Raises UserError if only the vision tower is trained and a row has no image."""
-    without = sum(not count for count in rows.with_format(None)["pixels"])
-    if train_towers == "vision" and without:
-        raise UserError(
-            f"--train_towers vision: {without} of {len(rows)} rows have no image, from which that tower learns "
-            "nothing; leave them out, or train both towers"
-        )
-
-
-def patch_size(config: Mapping[str, Any]) -> int:
-    """Returns the pixels of the shorter side of a vision model's patch; 1 if the configuration does not say."""
-    patch = (config.get("vision_config") or {}).get("patch_size") or 1
-    return min(patch) if isinstance(patch, (list, tuple)) else int(patch)
+    taken = inspect.signature(without_adapters(model).forward).parameters
+    return ImageCollator(pad_token_id, tuple(name for name in TOKEN_TYPES if name in taken))
 
 
 class _VideoSettings(BaseVideoProcessor):

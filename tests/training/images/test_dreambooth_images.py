@@ -34,8 +34,7 @@ def test_images_of_a_subject_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"instance_data_dir": "a"}, "--instance_data_dir a: what does it show. add --instance_prompt"),
-        ({"instance_data_dir": "a", "instance_prompt": " "}, "add --instance_prompt"),
+        ({"instance_data_dir": "a"}, "--instance_data_dir needs --instance_prompt"),
         ({"instance_prompt": "sks"}, "--instance_prompt belongs to --instance_data_dir: add"),
         (
             {"instance_data_dir": "a", "instance_prompt": "sks", "train_data_dir": "b"},

@@ -148,7 +148,7 @@ def test_unreadable_images_are_refused_or_skipped(tmp_path: Path, capsys: pytest
     with pytest.raises(UserError) as error:
         load(tmp_path)
     assert "a/empty.png is no image" in str(error.value)
-    assert "a/text.png is no image that Pillow can read" in str(error.value)
+    assert "a/text.png is no image" in str(error.value)
     assert "b/cut.png cannot be read" in str(error.value)
     assert "--skip_bad_images" in str(error.value)
     train, _, _ = load(tmp_path, skip_bad_images=True)

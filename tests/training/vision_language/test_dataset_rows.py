@@ -16,9 +16,7 @@ from ckpt_ft.training.vision_language import (
     VisionLanguageModelArguments,
     encode_conversations,
     load_processor,
-    patch_size,
 )
-from ckpt_ft.workloads.model_config import read_config
 from ckpt_ft.workloads.sample_sizes import rows_by_length
 
 
@@ -54,10 +52,3 @@ def test_largest_batch_has_the_longest_row_and_largest_images(model: str, tmp_pa
     assert worst["image_sizes"].tolist() == [[48, 48], [48, 96], [48, 96]]  # (height, width)
     usual = collate(chosen(3, lengths.tokens[0]))
     assert usual["image_sizes"].tolist() == [[48, 48]] * 3
-
-
-def test_patch_size_is_a_number_or_a_pair(model: str) -> None:
-    """InternVL's configurations have height and width."""
-    assert patch_size(read_config(model)) == 12
-    assert patch_size({"vision_config": {"patch_size": [16, 14]}}) == 14
-    assert patch_size({"vision_config": {}}) == patch_size({}) == 1

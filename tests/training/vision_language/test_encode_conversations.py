@@ -156,7 +156,7 @@ def test_error_names_the_conversation_number_before_the_split(tmp_path: Path) ->
     assert test is not None
     bad = train if ["none.png"] in train["images"] else test
     assert list(bad["images"]).index(["none.png"]) != 6
-    with pytest.raises(UserError, match="^row 7: image .*none.png does not exist"):
+    with pytest.raises(UserError, match="^row 7: image .*none.png' does not exist"):
         encode_conversations(bad, processor, ImageLoader(folder), args)
 
 

@@ -31,7 +31,7 @@ def test_changed_or_deleted_image_is_read_again(tmp_path: Path) -> None:
 
     def lengths() -> list[int]:
         rows, _, folder = load_conversations(data, evaluate=False, seed=0)
-        return list(encode_conversations(rows, processor, ImageLoader(folder, 12), data).with_format(None)["length"])
+        return list(encode_conversations(rows, processor, ImageLoader(folder)).with_format(None)["length"])
 
     first = lengths()
     assert first == lengths()
@@ -40,7 +40,7 @@ def test_changed_or_deleted_image_is_read_again(tmp_path: Path) -> None:
     assert reread[0] == first[0]
     assert reread[1] > first[1]  # two tiles
     (tmp_path / "0.png").unlink()
-    with pytest.raises(UserError, match="row 1: image .*0.png does not exist"):
+    with pytest.raises(UserError, match="row 1: image .*0.png' does not exist"):
         lengths()
 
 
