@@ -238,12 +238,13 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
     if file.is_file():
         read_config(str(file))  # rejects absurd sizes, which would take forever to build
     with library_reads(f"model {args.model_name_or_path} cannot be loaded"):
-        return auto.from_pretrained(args.model_name_or_path, **kwargs)
+        model = auto.from_pretrained(args.model_name_or_path, **kwargs)
+    check_target_parameters(model, args.lora_target_parameters or ())
+    return model
 
 
 def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> PreTrainedModel:
     """Freezes `model` and adds LoRA adapters or those of a PEFT configuration; `more` goes to `adapter_config`."""
-    check_target_parameters(model, args.lora_target_parameters or ())
     config = adapter_config(args, **more)
     if args.peft_config is None and args.lora_dropout is None and fused_experts(model):
         config.lora_dropout = 0.0  # PEFT adapts parameters without dropout

@@ -208,8 +208,7 @@ class Run:
 
     def _micro_batches(self, batches: Iterator[Any], noisy: NoisyBatches) -> Iterator[Batch]:
         """Those of one step; the first step's are checked with and without the policy (--ac_check)."""
-        for rows in islice(batches, self.args.gradient_accumulation_steps):
-            batch = noisy(rows)
+        for batch in map(noisy, islice(batches, self.args.gradient_accumulation_steps)):  # which keeps no rows
             if self.memory.profiler is not None and self.memory.profiler.measuring:
                 noisy.largest = max(noisy.largest, noisy.size, key=math.prod)
             if self.step == 0:

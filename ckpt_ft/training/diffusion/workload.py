@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3, compute_snr
 from torch import Tensor, nn
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.workloads.adapters import without_adapters
@@ -233,6 +234,8 @@ def load_data(
     accelerator: Accelerator,
 ) -> Data:
     """Returns the data of a U-Net or transformer; of the frozen parts it holds those that the loop still needs."""
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise UserError("--mixed_precision fp16 needs a GPU; on a CPU give bf16 or no")
     family, config = family_of(model_args)
     dtype = MIXED_PRECISION.get(accelerator.mixed_precision) or torch.float32
     encoders = Encoders(model_args, family, accelerator.device, dtype)

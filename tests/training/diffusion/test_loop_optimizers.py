@@ -79,7 +79,7 @@ def test_resumed_run_with_a_named_optimizer_has_the_same_losses(name: str, tmp_p
     part = copy_checkpoint(tmp_path / "whole", 2, tmp_path / "part")
     assert run(part, "--resume_from_checkpoint", "latest") == whole
     with pytest.raises(UserError, match=f"was written with optimizer {name}, this run has None"):
-        run(part, "--optimizer", "adamw", "--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2"))
+        run(part, "--optimizer", "adamw", "--resume_from_checkpoint", str(part / "checkpoint-2"))
 
 
 def test_invalid_optimizer_flags_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
