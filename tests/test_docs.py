@@ -182,7 +182,7 @@ def parse_recipe(script: str, flags: list[str]) -> None:
     recipe = load(script)
     loops = {
         "recipes/diffusion_unet.py": ("DiffusionModelArguments", "LoopArguments"),
-        "recipes/diffusion_transformer.py": ("TransformerArguments", "TransformerLoopArguments"),
+        "recipes/diffusion_transformer.py": ("TransformerArguments", "LoopArguments"),
     }
     if script in loops:
         from ckpt_ft.training.run_arguments import parse_args

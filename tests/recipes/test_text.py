@@ -82,7 +82,7 @@ def train(recipe: ModuleType, base: Path, out: Path, task: str, *flags: str) -> 
 
 @pytest.mark.slow
 def test_built_in_run_is_accurate(recipe: ModuleType, tmp_path: Path) -> None:
-    """The most common topic has a fifth of the rows."""
+    """The most common topic has 31 % of the rows."""
     recipe.main(["--use_cpu", *QUIET[:4], "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "eval_results.json").read_text())["eval_accuracy"] > 0.6
 

@@ -42,7 +42,7 @@ IMAGE_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
 )
 _IMAGE = "<image>"
 _QUESTIONS = 1_500  # rows
-_CLASSES = 8  # topics that texts are told apart by
+_CLASSES = 5  # topics that texts are told apart by
 _DIGITS = 5  # of the sums: 0 to 4
 _VERSION = 3  # part of the cache directories' names: raise it when what is made changes
 _TEXT_MODEL: dict[str, Any] = {
@@ -102,9 +102,9 @@ def _write_sums(directory: Path) -> None:
 
 
 def paragraphs() -> list[tuple[str, str]]:
-    """Returns (topic, paragraph of about a sentence to five) of Python's reference, always in the same order."""
+    """Returns (topic, paragraph of 8 to 60 words) of Python's reference, always in the same order."""
     every = [(topic, " ".join(text.split())) for topic, page in sorted(topics.items()) for text in page.split("\n\n")]
-    return [*dict.fromkeys((topic, text) for topic, text in every if 40 <= len(text) <= 400)]
+    return [*dict.fromkeys((topic, text) for topic, text in every if 8 <= len(text.split()) <= 60)]
 
 
 def _write_reference(directory: Path) -> None:

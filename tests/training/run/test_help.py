@@ -23,7 +23,7 @@ def test_help_shows_common_flags_only(capsys: pytest.CaptureFixture[str]) -> Non
     assert "  as it\n  is written" in out
     titles = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles == ["options:", "model:", "data:", "memory:", "training (transformers.TrainingArguments):"]
-    assert sum(line.startswith("  --ac_") for line in out.splitlines()) == 6
+    assert sum(line.startswith("  --ac_") for line in out.splitlines()) == 5
     for name in ("--learning_rate", "--lora_r", "--packing", "--config", "--help-all"):
         assert f"  {name}" in out
     assert "--neftune_noise_alpha" not in out

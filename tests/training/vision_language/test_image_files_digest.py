@@ -31,7 +31,7 @@ def test_changed_or_deleted_image_is_read_again(tmp_path: Path) -> None:
 
     def lengths() -> list[int]:
         rows, _, folder = load_conversations(data, evaluate=False, seed=0)
-        return list(encode_conversations(rows, processor, ImageLoader(folder)).with_format(None)["length"])
+        return list(encode_conversations(rows, processor, ImageLoader(folder), data).with_format(None)["length"])
 
     first = lengths()
     assert first == lengths()
