@@ -150,12 +150,9 @@ def cross_entropy(
     not sliced, because a split has one backward node, which writes their gradient once.
     """
     loss = partial(F.cross_entropy, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    if size_average is not None or reduce is not None:
-        return loss(
-            input.whole("cross_entropy with size_average or reduce"), target, size_average=size_average, reduce=reduce
-        )
-    if reduction == "none" or target.ndim != 1:
-        return loss(input.whole("cross_entropy without a sum"), target, reduction=reduction)
+    if size_average is not None or reduce is not None or reduction == "none" or target.ndim != 1:
+        whole = input.whole("cross_entropy without a sum")
+        return loss(whole, target, size_average=size_average, reduce=reduce, reduction=reduction)
     projection, hidden = input.projection, input.positions()
     rows = max(1, CHUNK_BYTES // (4 * input.width), -(-len(hidden) // MOST_CHUNKS))
     layer, comparison = projection.layer, projection.given and projection.given[0]

@@ -80,11 +80,6 @@ class Guard(StandIn):
         except RuntimeError as error:  # torch.func inside of a block
             if "saved tensor hooks" in str(error):
                 raise self._without_hooks(str(error)) from error
-            if "NestedTensorImpl" in str(error):
-                raise UserError(
-                    f"policy '{self.policy}' on {type(self.module).__name__}: a block makes a nested tensor of layout "
-                    "torch.strided, which has no shape; make it with layout=torch.jagged, or remove the policy"
-                ) from error
             raise
         finally:
             verification.end_forward()

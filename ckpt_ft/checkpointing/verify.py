@@ -97,14 +97,12 @@ class Schedule:
 class TensorComparison:
     """Fingerprints of what one call of a region saved, and flags of what was put back."""
 
-    __slots__ = ("differing", "hashes", "index", "kind", "layouts", "name", "operators", "verification")
+    __slots__ = ("differing", "index", "kind", "name", "slots", "verification")
 
     def __init__(self, verification: Verification, name: str, kind: str) -> None:
         self.verification, self.name, self.kind = verification, name, kind
         self.index = verification.comparisons = verification.comparisons + 1  # in the order of forward
-        self.layouts: list[Layout] = []
-        self.hashes: list[torch.Tensor | None] = []
-        self.operators: list[str] = []
+        self.slots: list[tuple[Layout, torch.Tensor | None, str]] = []  # with the operator that made the tensor
         self.differing: list[tuple[int, torch.Tensor | str]] = []  # by slot: a flag, or what differs
 
     def saved(self, tensor: torch.Tensor, what: str = "") -> int:
@@ -116,10 +114,8 @@ class TensorComparison:
         """
         layout, hashed = fingerprint(tensor)
         node = tensor.grad_fn if not what and tensor.requires_grad else None
-        self.layouts.append(layout)
-        self.hashes.append(hashed)
-        self.operators.append(what or ("" if node is None else node.name()))
-        return len(self.hashes) - 1
+        self.slots.append((layout, hashed, what or ("" if node is None else node.name())))
+        return len(self.slots) - 1
 
     def restored(self, slot: int, tensor: torch.Tensor) -> torch.Tensor:
         """Compare a tensor that was put back in backward with the one saved in `slot`.
@@ -131,16 +127,16 @@ class TensorComparison:
             VerificationError: no such zeros can be made for a tensor of another kind.
         """
         layout, hashed = fingerprint(tensor)
-        if layout != self.layouts[slot]:
-            return self.absent(slot, layout_change(self.layouts[slot], layout))
-        before = self.hashes[slot]
+        known, before, _ = self.slots[slot]
+        if layout != known:
+            return self.absent(slot, layout_change(known, layout))
         if before is not None and hashed is not None:
             self.differs(slot, before.to(hashed.device, non_blocking=True) != hashed)
         return tensor
 
     def absent(self, slot: int, differs: str) -> torch.Tensor:
         """Note that the tensor of `slot` was not put back; return zeros in its place (see `restored`)."""
-        layout, hashed = self.layouts[slot], self.hashes[slot]
+        layout, hashed, _ = self.slots[slot]
         if layout[0] is not torch.Tensor or len(layout) != 2 or hashed is None:
             raise self.failed(slot, differs)
         self.differs(slot, differs)
@@ -334,13 +330,13 @@ class Verification:
         comparison, slot, differs = min(wrong, key=lambda found: (found[0].index, found[1]))
         regions = dict.fromkeys(one for one, _, _ in wrong)
         slots = {at for one, at, _ in wrong if one is comparison}
-        layout, operator = comparison.layouts[slot], comparison.operators[slot]
+        layout, _, operator = comparison.slots[slot]
         what = f"made by {operator}" if operator.endswith(("Backward", *"0123456789")) else operator or "an input"
         lines = [
             f"policy '{self.policy}': backward would compute with other numbers than forward did. No optimizer step "
             "was taken.",
             f"  where: {comparison.name or 'the model'} ({comparison.kind}), saved tensor {slot + 1} of "
-            f"{len(comparison.hashes)}, {what}: {_described(layout)}",
+            f"{len(comparison.slots)}, {what}: {_described(layout)}",
             f"  what differs: {differs} ({len(slots)} of its saved tensors, {len(regions)} "
             f"region{'s' if len(regions) > 1 else ''})",
         ]
