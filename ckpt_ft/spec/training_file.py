@@ -34,7 +34,7 @@ _SWITCHES = (
     "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant", "tf32",
     "quantize_moe_experts",
     "torch_compile", "fp8",
-    "use_8bit_adam", "use_muon", "use_adam_mini", "use_galore", "use_apollo", "use_badam",
+    "use_8bit_adam", "use_muon", "use_adam_mini", "use_galore", "use_apollo",
     "layerwise", "checkpointing", "no_checkpointing", "pure_bf16", "pure_fp16",
     "train_text_encoder", "liger",
     "cut_cross_entropy", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation",
@@ -392,8 +392,8 @@ class _Entries:
                 ends = "float32"
         if "llama" in self.kind and not self.given.get("dtype"):
             dtype = "bfloat16" if bf16 or self.get("pure_bf16") else "float16" if fp16 else "auto"
-            # Trained weights are cast to float32, except by pure_bf16 and BAdam.
-            trained = dtype != "auto" and not any((self._adapted(), self.get("pure_bf16"), self.get("use_badam")))
+            # Trained weights are cast to float32, except by pure_bf16.
+            trained = dtype != "auto" and not any((self._adapted(), self.get("pure_bf16")))
         if self.get("fp8") and (self._adapted() or self.get("deepspeed")):
             self.leave_out("fp8", "predicted in bf16: products in 8 bits take less time")
         elif self.get("fp8"):  # accelerate's mixed precision, in place of bf16
@@ -458,12 +458,6 @@ class _Entries:
         if self.get("finetuning_type") == "freeze":
             count = int(self.get("freeze_trainable_layers") or 0)
             return f"!last:{count}" if count > 0 else f"!first:{-count}"
-        if self.get("use_badam"):
-            self.leave_out(
-                "use_badam",
-                "one block is trained at a time, and the first is predicted: its float32 copy comes on top",
-            )
-            return "!first:1"
         names = self.get("trained") or []
         names = names if isinstance(names, list) else [names]
         whole = [re.sub(r"\[\d*:\d*\]$", "", str(name)).replace(",", ".") for name in names]

@@ -13,7 +13,7 @@ Forward rounds its input to 8 bits row by row and multiplies integers; backward 
 dtype. bitsandbytes multiplies columns with outliers separately. The stand-in assumes that there are none: their number
 depends on the data, and in published models it is below one in a hundred. [autograd/_functions.py, MatMul8bitLt]
 
-`PACKINGS` has one row for each of the other methods (GPTQ, AWQ, HQQ, FP8).
+`PACKINGS` has one row for each of the other methods (GPTQ, AWQ, FP8).
 """
 
 from __future__ import annotations
@@ -415,11 +415,6 @@ class Packing:
     experts: bool = False
 
 
-def _in_groups(rows: int, columns: int, bits: int, group: int) -> Shapes:
-    groups = -(-rows * columns // group)
-    return [((rows * columns * bits // 8,), _U8), ((groups, 1), None), ((groups, 1), None)]
-
-
 PACKINGS: dict[str, Packing] = {
     "gptq": Packing(
         "gptqmodel, nn_modules/qlinear: qweight, qzeros, scales, g_idx",
@@ -437,7 +432,6 @@ PACKINGS: dict[str, Packing] = {
         ],
         experts=True,
     ),
-    "hqq": Packing("hqq, core/quantize.py: Quantizer.quantize, HQQMatmulNoCacheMul", _in_groups, group=64),
     "fp8": Packing(
         "transformers, integrations/finegrained_fp8.py: FP8LinearFunction",
         lambda rows, columns, bits, group: [((rows, columns), _I8), ((-(-rows // group), -(-columns // group)), _F32)],

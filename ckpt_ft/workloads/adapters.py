@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ckpt_ft.checkpointing.blocks import find_blocks
-from ckpt_ft.checkpointing.towers import Tower, find_towers
+from ckpt_ft.checkpointing.towers import find_towers
 from ckpt_ft.compat.libraries import mark_packed
 from ckpt_ft.compat.modules import weight_cache
 from ckpt_ft.compat.tensors import TorchDispatchMode
@@ -77,8 +77,8 @@ class TrainedTowers:
                 for module in [*tower.modules.values(), *(end for end in beside if end is not None)]:
                     module.requires_grad_(False)
 
-    def adapted_layers(self, asked: Sequence[str] | str | None, by: str = "LoRA targets") -> str:
-        """Returns a pattern for PEFT that matches the layers of these towers that get an adapter.
+    def adapted_layers(self, asked: Sequence[str] | str | None, by: str = "LoRA targets") -> list[str] | str:
+        """Returns the paths of the layers of these towers that get an adapter.
 
         Args:
             asked: names of layers; None or "all-linear" for every linear layer except the head. A pattern is returned
@@ -91,43 +91,18 @@ class TrainedTowers:
         linear = asked in (None, "all-linear", ["all-linear"])
         if isinstance(asked, str) and not linear:
             return asked
-        head = self.model.get_output_embeddings()
-        patterns = []
-        for tower in self.towers:
-            inside = [item for root in tower.modules.values() for item in root.named_modules()]
-            if linear:
-                names = _endings(inside, head)
-            else:
-                names = {end for end in asked or () if any(f".{name}".endswith(f".{end}") for name, _ in inside)}
-            if names:
-                patterns.append(_pattern(tower, names))
-        if not patterns:
+        head, ends = self.model.get_output_embeddings(), tuple(f".{name}" for name in asked or ())
+        found = []
+        for root, module in (item for tower in self.towers for item in tower.modules.items()):
+            for name, layer in module.named_modules():
+                path = ".".join(filter(None, (root, name)))
+                is_asked = f".{path}".endswith(ends)
+                if (isinstance(layer, nn.Linear) and layer is not head) if linear else is_asked:
+                    found.append(path)
+        if not found:
             where = " or ".join(tower.name for tower in self.towers)
             raise UserError(f"{by} {' '.join(asked or ())}: no layer of that name is {where}'s")
-        return "|".join(patterns)
-
-
-def _endings(modules: list[tuple[str, nn.Module]], head: nn.Module | None) -> set[str]:
-    """For each linear layer except the head, the shortest ending of its path that identifies linear layers.
-
-    No path of another module has this ending. It is `q_proj`, for example, or `mlp.0` for a layer in a Sequential,
-    because a block may also be called `0`.
-    """
-    others = {end for name, module in modules if not isinstance(module, nn.Linear) for end in _ends(name)}
-    layers = [name for name, module in modules if isinstance(module, nn.Linear) and module is not head]
-    return {next((end for end in _ends(name) if end not in others), name) for name in layers}
-
-
-def _ends(path: str) -> list[str]:
-    """The last name of `path`, its last two names, and so on."""
-    names = path.split(".")
-    return [".".join(names[first:]) for first in reversed(range(len(names)))]
-
-
-def _pattern(tower: Tower, names: set[str]) -> str:
-    """A pattern for the modules of `tower` whose paths end in one of `names`."""
-    roots = "|".join(re.escape(f"{root}.") if root else "" for root in tower.modules)
-    return rf"(?:{roots})(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(names)))})"
+        return found
 
 
 _BY_VALUES = ("ADAMSS", "FROD", "SHIRA", "UNILORA")  # PEFT's types with masks or clusters of values
@@ -233,16 +208,17 @@ def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
         return ()
     if quantised.quantize_moe_experts:
         return ("4 bits: experts are packed, too, as axolotl does; forward unpacks all experts of a block at once",)
+    remedy = "--load-in-4bit with --quantize-moe-experts packs them"
+    if quantised.load_in_4bit:
+        remedy = (
+            "axolotl's quantize_moe_experts packs them (--quantize-moe-experts predicts it); transformers unpacks an "
+            "MXFP4 checkpoint to train; --lora-target-parameters adapts them unpacked"
+        )
     dtype = "float32" if quantised.prepare_kbit else spec.precision.dtype
     nbytes = nbytes * DTYPES[dtype].itemsize // DTYPES[spec.precision.dtype].itemsize
     left = f"bitsandbytes packs linear layers only, and {format_bytes(nbytes)} of experts in fused parameters are in "
     left += dtype + (", to which PEFT's k-bit preparation casts what is not packed" if quantised.prepare_kbit else "")
-    if quantised.load_in_8bit:
-        return (f"8 bits: {left}; --load-in-4bit with --quantize-moe-experts packs them",)
-    return (
-        f"4 bits: {left}; axolotl's quantize_moe_experts packs them (--quantize-moe-experts predicts it); "
-        "transformers unpacks an MXFP4 checkpoint to train; --lora-target-parameters adapts them unpacked",
-    )
+    return (f"{quantised.bits} bits: {left}; {remedy}",)
 
 
 def notes_on(spec: TrainingSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -451,25 +427,26 @@ def with_quantisation_of(name: str, config: Mapping[str, Any], spec: TrainingSpe
         raise UserError(f"{name}: quantization_config is an object with a quant_method, not {str(stated)[:50]!r}")
     four, eight = bool(stated.get("load_in_4bit")), bool(stated.get("load_in_8bit"))
     method = str(stated.get("quant_method") or ("bitsandbytes" if four or eight else "")).lower()
-    if method == "mxfp4":  # unpacked when it is loaded: see `notes_on`
-        if spec.quantisation.bits:
-            raise UserError(
-                f"{name} is quantised by mxfp4, over which transformers loads no other bits: leave "
-                f"--load-in-{spec.quantisation.bits}bit out, or name a checkpoint in bfloat16"
-            )
-        return spec
-    if method in _UNTRAINABLE and not stated.get("dequantize"):
+    bits = spec.quantisation.bits
+    if method == "mxfp4" and bits:
+        raise UserError(
+            f"{name} is quantised by mxfp4, over which transformers loads no other bits: leave --load-in-{bits}bit "
+            "out, or name a checkpoint in bfloat16"
+        )
+    unpacked = method in (*_UNTRAINABLE, "compressed-tensors", "fp8") and stated.get("dequantize")
+    if method == "mxfp4" or unpacked:
+        return spec  # as if it had never been quantised: see `notes_on`
+    if method in _UNTRAINABLE:
         raise UserError(f"{name} is quantised by {method}, over which transformers trains nothing")
-    if method in (*_UNTRAINABLE, "compressed-tensors", "fp8") and stated.get("dequantize"):
-        return spec  # as if it had never been quantised
     if not spec.adapter.trains:
         raise UserError(
             f"{name} is quantised by {method}, and such weights cannot be trained themselves: give a LoRA rank too, "
             "16 for example"
         )
-    if method in _BITSANDBYTES and (four or eight):
-        if (spec.quantisation.load_in_8bit and four) or (spec.quantisation.load_in_4bit and eight):
-            raise UserError(f"{name} is quantised to {4 if four else 8} bits already: leave the other bits out")
+    own = (4 if four else 8) if method in _BITSANDBYTES and (four or eight) else 0
+    if bits not in (0, own):
+        raise UserError(f"{name} is quantised by {method} already: leave --load-in-{bits}bit out")
+    if own:
         storage = str(stated.get("bnb_4bit_quant_storage") or "uint8") if four else "uint8"
         return spec.edit(
             load_in_4bit=four,
@@ -477,8 +454,6 @@ def with_quantisation_of(name: str, config: Mapping[str, Any], spec: TrainingSpe
             double_quant=four and bool(stated.get("bnb_4bit_use_double_quant")),
             quant_storage=storage.removeprefix("torch."),
         )
-    if spec.quantisation.bits:
-        raise UserError(f"{name} is quantised by {method} already: leave --load-in-{spec.quantisation.bits}bit out")
     if method == "compressed-tensors":
         return spec  # its layers decompress their weights in the first forward pass, and keep them so
     method_of({**stated, "quant_method": method}, name)
@@ -495,10 +470,6 @@ def method_of(stated: Mapping[str, Any], name: str = "the checkpoint") -> tuple[
     if method in ("gptq", "awq"):
         bits = _number(stated, "bits", "w_bit") or 4
         group = _number(stated, "group_size", "q_group_size")
-    elif method == "hqq":
-        inner: Any = stated.get("quant_config") or {}
-        options = inner.get("weight_quant_params") or inner
-        bits, group = _number(options, "nbits") or 4, _number(options, "group_size")
     elif method == "fp8":
         block = stated.get("weight_block_size")
         group = int(block[0]) if block else 2**24

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.peft_file import takes
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.validation import library_reads
-from ckpt_ft.workloads.adapters import Valueless, adapt
+from ckpt_ft.validation import library_reads, require_package
+from ckpt_ft.workloads.adapters import adapt
 from ckpt_ft.workloads.model_config import known_models, read_parts
 from ckpt_ft.workloads.sample_sizes import ImageSizes, Size, sizes_of
 from ckpt_ft.workloads.workload import DTYPES, MIXED_PRECISION, Batch, Forward, Workload
@@ -205,16 +205,13 @@ class Encoding:
     def __call__(self, images: int, size: Size) -> None:
         """Encode `images` images of `size` (height, width) and their prompts."""
         pixels = torch.zeros(images, 3, *size)
-        moments = self._encode(pixels)
+        moments = self.vae.encode(pixels.unsqueeze(2) if type(self.vae).__name__ in _VIDEO else pixels)
         if self.text_encoders and self.tokens is None:
             encoded_text(self.text_encoders, blank_ids(self.text_encoders, images))
         for encoder in self.text_encoders if self.tokens else ():
             most: int = getattr(encoder.config, "max_position_embeddings", None) or 2**20
             encoder(torch.zeros(images, min(self.tokens or 0, most), dtype=torch.long))
         del moments  # the step's batch has its own latents
-
-    def _encode(self, pixels: torch.Tensor) -> Any:
-        return self.vae.encode(pixels.unsqueeze(2) if type(self.vae).__name__ in _VIDEO else pixels)
 
 
 CLIP_TOKENS = 77  # of a prompt for CLIP's text encoders
@@ -401,12 +398,9 @@ def _build(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> tuple[An
         UserError: diffusers is missing or has no such class, no training step is known for it, or its config makes no
             model.
     """
-    try:
-        import diffusers
-    except ImportError as error:
-        raise UserError(
-            f"{name} is a diffusers model and diffusers is not installed: pip install 'ckpt_ft[diffusion]'"
-        ) from error
+    require_package("diffusers", f"{name}, a diffusion model,")
+    import diffusers
+
     kind = config["_class_name"]
     if kind not in KINDS:
         raise UserError(f"{name}: no training step is known for {kind} ({', '.join(KINDS)})")
@@ -460,7 +454,7 @@ def _with_parts(
     dtype = MIXED_PRECISION[spec.precision.mixed_precision] or DTYPES[spec.precision.dtype]
     encoders = [build_text_encoder(name, parts[part], dtype) for part in TEXT_ENCODERS if part in parts]
     if spec.adapter.train_text_encoder:
-        with torch.device("meta"), Valueless():
+        with torch.device("meta"):
             model = TextAndUNet(model, encoders)
             add_text_adapters(model, spec.adapter.lora_r, dropout=spec.adapter.lora_dropout or 0.0)
         encoders = []

@@ -125,12 +125,12 @@ def read_config(name: str) -> dict[str, Any]:
     if path.is_file():
         return _read_json(path)
     if path.is_dir():
-        for place in ("unet/config.json", "transformer/config.json", "config.json"):
-            if (path / place).is_file() and (place != "config.json" or not (path / "model_index.json").is_file()):
-                return _read_json(path / place)
-        if (path / "model_index.json").is_file():
-            raise UserError(f"{name}: this pipeline has neither a unet nor a transformer to train")
-        raise UserError(f"{name}: no config.json in this directory")
+        is_pipeline = (path / "model_index.json").is_file()
+        own = ["unet/config.json", "transformer/config.json", *([] if is_pipeline else ["config.json"])]
+        if files := _files(name, own):
+            return _read_json(files[0])
+        pipeline = "this pipeline has neither a unet nor a transformer to train"
+        raise UserError(f"{name}: {pipeline if is_pipeline else 'no config.json in this directory'}")
     known = find_model(name)
     return dict(known.config) if known else _from_hub(name)
 
@@ -139,7 +139,7 @@ def checkpoint_dtype(name: str) -> str:
     """The dtype of a model's checkpoint, which `dtype: auto` loads it in.
 
     Raises:
-        UserError: neither its configuration nor its weights say it.
+        UserError: its configuration does not say it.
     """
     config, known = read_config(name), find_model(name)
     for part in (config, config.get("text_config") or {}):
@@ -148,11 +148,6 @@ def checkpoint_dtype(name: str) -> str:
             return stated
     if known is not None and known.dtype:
         return known.dtype
-    for file in sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else ():
-        from safetensors import safe_open
-
-        with safe_open(file, "pt") as weights:
-            return str(weights.get_tensor(next(iter(weights.keys()))).dtype).removeprefix("torch.")
     raise UserError(f"dtype auto: nothing says the dtype of {name}'s checkpoint; give float32, bfloat16 or float16")
 
 

@@ -14,6 +14,9 @@ from ckpt_ft.compat.tensors import FakeTensor
 from ckpt_ft.standins.optimizers import LAYOUTS, MINIMUM, RANK, Tabulated
 from ckpt_ft.validation import require_package
 
+_OF_TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop, "adamw": torch.optim.AdamW,
+}  # fmt: skip
 _EMA_DECAY = 0.9999  # default of EMAModel
 
 
@@ -51,19 +54,15 @@ def make_optimizer(model: nn.Module, name: str, on_cpu: bool = False, targets: s
     trainable = [p for p in model.parameters() if p.requires_grad]
     if name.startswith("ao_adamw_offload") and not on_cpu:
         return HostAdamW(trainable, frees=name.endswith("gradients"))
-    if name == "sgd":
-        return torch.optim.SGD(trainable, lr=1e-2)
-    if name == "adagrad":
-        return torch.optim.Adagrad(trainable, lr=1e-2)
-    if name == "rmsprop":
-        return torch.optim.RMSprop(trainable, lr=1e-4)
+    if name in _OF_TORCH:
+        return _OF_TORCH[name](trainable, lr=1e-4)
     if name == "muon":
         return Muon(model)
     if name == "adafactor":
         from transformers import Adafactor
 
         return Adafactor(_decayed_first(model), scale_parameter=False, relative_step=False, lr=1e-4)
-    return torch.optim.AdamW(trainable, lr=1e-4, fused=None if name == "adamw" else True)
+    return torch.optim.AdamW(trainable, lr=1e-4, fused=True)
 
 
 def notes_on(name: str, targets: str = "", rank: int = RANK) -> tuple[str, ...]:

@@ -39,11 +39,6 @@ POSITIVES_MASK = "positives_mask"  # the attention mask of these ids
 _SCALE = 20.0  # default of sentence-transformers' MultipleNegativesRankingLoss
 
 
-def own_contrastive_loss(model: Forward, batch: Batch) -> torch.Tensor:
-    """The contrastive loss of CLIP and similar models, which compute it if `return_loss` is set."""
-    return own_loss(model, {**batch, "return_loss": True})
-
-
 def in_batch_loss(model: Forward, batch: Batch) -> torch.Tensor:
     """The in-batch contrastive loss of sentence-transformers (MultipleNegativesRankingLoss)."""
     anchors = _embedded(model, batch["input_ids"], batch.get("attention_mask"))
@@ -199,7 +194,7 @@ TASKS = (
     ),
     Task(
         "contrastive", "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_", {"input_ids": _ids, "pixel_values": _pixels},
-        ("resolution", "seq_length"), own_contrastive_loss,
+        ("resolution", "seq_length"), lambda model, batch: own_loss(model, {**batch, "return_loss": True}),
     ),
     Task(
         "embedding", "", {"input_ids": _ids, POSITIVES: _ids}, loss=in_batch_loss, loss_fields=frozenset({POSITIVES})
@@ -244,11 +239,6 @@ def notes_on(model: Any, task: Task, spec: TrainingSpec) -> tuple[str, ...]:
     if senses:
         said = f"rows are text alone: what takes {', '.join(sorted(senses))} is resident and does not run"
         return (f"{said}; --images 1 gives rows one" if "pixel_values" in senses else said,)
-    if "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
-        return (
-            "linear attention runs as without flash-linear-attention and causal-conv1d; with these packages a step "
-            "needs less memory and far less time",
-        )
     return ("sources and targets are of the same length",) if model.config.is_encoder_decoder else ()
 
 
@@ -267,7 +257,6 @@ def in_one_sequence(model: Any) -> bool:
 
 
 _SECONDS = 10  # default length of audio
-_OF_SEVERAL_TASKS = ("MULTITASK_PROMPT_TUNING", "POLY")  # adapters for which a batch has the task of each row
 
 
 def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
@@ -315,9 +304,9 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # for the longest row; the others are padded
             batch["attention_mask"][1:, -1:] = 0
         elif spec.data.rows == "packed":
-            batch["position_ids"] = _packed_positions(batch["input_ids"])
-        if (spec.adapter.peft or {}).get("peft_type") in _OF_SEVERAL_TASKS:
-            batch["task_ids"] = torch.zeros(samples, dtype=torch.long)
+            tokens = batch["input_ids"].shape[1]  # of two rows, one after the other
+            positions = torch.cat([torch.arange(tokens // 2), torch.arange(tokens - tokens // 2)])
+            batch["position_ids"] = positions.expand(samples, -1).clone()
         return batch
 
     shape = {sized: (spec.data.tokens if sized == "seq_length" else spec.get(sized)) for sized in task.sized}
@@ -366,13 +355,6 @@ def _of_size(config: Mapping[str, Any], side: int) -> Mapping[str, Any]:
     if isinstance(config.get("vision_config"), Mapping):
         return {**config, "vision_config": _of_size(config["vision_config"], side)}
     return {**config, "image_size": side} if "image_size" in config else config
-
-
-def _packed_positions(ids: torch.Tensor) -> torch.Tensor:
-    """Positions (samples, tokens) of two rows in each sequence, one after the other."""
-    samples, tokens = ids.shape
-    first = tokens // 2
-    return torch.cat([torch.arange(first), torch.arange(tokens - first)]).expand(samples, -1).clone()
 
 
 def class_and_task(name: str, config: Mapping[str, Any], asked: str = "") -> tuple[Any, Task]:
@@ -444,8 +426,10 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
                 parsed, dtype=DTYPES[spec.precision.dtype], attn_implementation=attention,
                 experts_implementation=spec.kernels.experts_implementation or None,
             )  # fmt: skip
-    if config.get("tie_word_embeddings") is False:
-        _untie(model)
+    if config.get("tie_word_embeddings") is False:  # a checkpoint has two weights, even if the class ties them (T5)
+        head = model.get_output_embeddings()
+        if head is not None and head.weight is model.get_input_embeddings().weight:
+            head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     keep_in_float32(model, spec.precision.dtype)
     model.config.use_cache = model.config.get_text_config().use_cache = False  # the recipes train without a KV cache
     return model.train()
@@ -476,13 +460,6 @@ def keep_in_float32(model: Any, dtype: str) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and any(re.search(part.replace("*", ".*"), name) for part in kept):
             tensor.data = tensor.data.float()
-
-
-def _untie(model: Any) -> None:
-    """Give the head its own weight. A checkpoint with two weights loads this way, even if the class ties them (T5)."""
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and head.weight is embeddings.weight:
-        head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
 
 
 def _image_size(config: Mapping[str, Any], task: Task) -> int:

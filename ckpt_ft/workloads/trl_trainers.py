@@ -234,23 +234,18 @@ def _batches(trainer: Any, spec: TrainingSpec) -> Callable[[int, int | None], Ba
 
 def _rows(spec: TrainingSpec, samples: int, tokens: int, uneven: bool = False, trainer: Any = None) -> list[Any]:
     """Rows as the trainer's collator takes them. uneven: all but the first have one token less."""
-    kind = spec.trainer.trainer
     packed = spec.data.rows == "packed" and getattr(trainer, "padding_free", False)
-    rows: list[dict[str, Any]] = []
+    kind, rows = spec.trainer.trainer, list[dict[str, Any]]()
     for number in range(samples):
         row = [1] * (tokens - 1 if uneven and number else tokens)
-        prompt, answer = row[:1], row[1:]
-        if kind == "sft":
-            parts = {"seq_lengths": [len(row) // 2, len(row) - len(row) // 2]} if packed else {}
-            rows.append({"input_ids": row, "labels": row, **parts})
-        elif kind == "dpo":
-            rows.append({"prompt_ids": prompt, "chosen_ids": answer, "rejected_ids": answer})
-        elif kind == "kto":
-            rows.append({"prompt_ids": prompt, "completion_ids": answer, "label": number % 2 == 0})
-        elif kind == "reward":
-            rows.append({"chosen_ids": row, "rejected_ids": row})
-        else:
-            rows.append({"prompt": _TOKEN})
+        prompt, answer, half = row[:1], row[1:], len(row) // 2
+        columns: dict[str, dict[str, Any]] = {
+            "sft": {"input_ids": row, "labels": row, **({"seq_lengths": [half, len(row) - half]} if packed else {})},
+            "dpo": {"prompt_ids": prompt, "chosen_ids": answer, "rejected_ids": answer},
+            "kto": {"prompt_ids": prompt, "completion_ids": answer, "label": number % 2 == 0},
+            "reward": {"chosen_ids": row, "rejected_ids": row},
+        }
+        rows.append(columns.get(kind, {"prompt": _TOKEN}))
     if getattr(trainer, "calculate_KL", False):
         rows = [{**row, "KL_completion_ids": row["completion_ids"]} for row in rows]
     if getattr(trainer, "precompute_ref_logps", False):

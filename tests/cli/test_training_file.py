@@ -366,7 +366,6 @@ STEPS = {  # the content of a file -> parts of its command line
     ),
     M + "template: q\nfinetuning_type: freeze\nbf16: true": "--freeze '!last:2'",
     M + "template: q\nstage: dpo\nbf16: true": "--trainer dpo --float32-logits",
-    M + "template: q\nfinetuning_type: full\nbf16: true\nuse_badam: true": "--freeze '!first:1'",
     M + "template: q\nfinetuning_type: full\nbf16: true\nuse_galore: true\ngalore_layerwise: true": (
         "--optimizer galore_adamw_layerwise --optim-target-modules '(?!.*lm_head).*' --optim-rank 16"
     ),

@@ -79,7 +79,7 @@ READ = {
     "with_prior_preservation",
     "adapter", "lora_target_linear", "fused_lora", "pure_bf16", "pure_fp16", "float32",
     "rl", "stage", "pref_loss", "reward_model", "process_reward_model", "num_labels", "activation_offloading",
-    "tiled_mlp", "trained", "max_prompt_length", "use_galore", "use_apollo", "layerwise", "use_badam",
+    "tiled_mlp", "trained", "max_prompt_length", "use_galore", "use_apollo", "layerwise",
     "galore_rank", "galore_target", "apollo_rank", "apollo_target",
     "oft_block_size", "freeze_trainable_layers", "fsdp_options",
     "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "finetuning_type", "quantization_bit", "no_checkpointing",

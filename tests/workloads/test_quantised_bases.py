@@ -45,10 +45,6 @@ def frozen(path: Path, quantisation: Any, spec: TrainingSpec = LORA) -> int:
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, N // 2 + N // 128 * 5 // 2 + 4 * COLUMNS),
         ({"quant_method": "gptq", "bits": 8, "group_size": -1}, N + 3 * ROWS + 4 * COLUMNS),
         ({"quant_method": "awq", "bits": 4, "group_size": 64}, N // 2 + N // 64 * 5 // 2),
-        (
-            {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}},
-            N // 2 + N // 64 * 4,
-        ),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, N + 4 * N // 128**2),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, N // 2 + 4 * N // 64 + 14 * 64),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, N + 4 * ROWS),
