@@ -63,33 +63,27 @@ class History:
 
     def add(self, step: int, peaks: dict[str, dict[str, int]]) -> None:
         """Adds the peaks (phase -> figure -> bytes) of a measured step."""
-        reserved = [figures["reserved"] for figures in peaks.values() if "reserved" in figures]
-        values = {phase: peaks.get(phase, {}).get("allocated", 0) for phase in PHASES}
-        if self.steps and self.filled < self.every:
-            self.filled += 1
-            self.ends[-1] = step
-            for phase, column in self.allocated.items():
-                column[-1] = max(column[-1], values[phase])
-            self.reserved[-1:] = [max(self.reserved[-1:] + reserved)] if reserved else []
-            return
-        if len(self.steps) == MAX_POINTS:
-            self._halve()
-        self.steps.append(step)
-        self.ends.append(step)
-        self.filled = 1
-        for phase, column in self.allocated.items():
-            column.append(values[phase])
-        self.reserved += [max(reserved)] if reserved else []
+        columns = [(column, peaks.get(phase, {}).get("allocated", 0)) for phase, column in self.allocated.items()]
+        if reserved := [figures["reserved"] for figures in peaks.values() if "reserved" in figures]:
+            columns.append((self.reserved, max(reserved)))
+        if not self.steps or self.filled == self.every:
+            if len(self.steps) == MAX_POINTS:
+                self._halve()
+            self.steps.append(step)
+            self.ends.append(step)
+            self.filled = 0
+            for column, _ in columns:
+                column.append(0)
+        self.filled += 1
+        self.ends[-1] = step
+        for column, nbytes in columns:
+            column[-1] = max(column[-1], nbytes)
 
     def _halve(self) -> None:
         self.every *= 2
         self.steps, self.ends = self.steps[::2], self.ends[1::2]
-        self.allocated = {phase: _pairs(column) for phase, column in self.allocated.items()}
-        self.reserved = _pairs(self.reserved)
-
-
-def _pairs(values: list[int]) -> list[int]:
-    return [max(values[i : i + 2]) for i in range(0, len(values), 2)]
+        for column in (*self.allocated.values(), self.reserved):
+            column[:] = map(max, column[::2], column[1::2])
 
 
 @dataclass(frozen=True)
