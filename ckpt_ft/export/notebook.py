@@ -1,16 +1,16 @@
-"""Small pieces of HTML for notebooks: headings, paragraphs and tables in the reader's own colours, without scripts."""
+"""HTML for notebooks: headings, paragraphs and tables in the reader's own colours, and pages in a frame."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpt_ft.tables import Table
 from ckpt_ft.units import format_bytes
 
-from .holders import holders_table
-from .timeline import Timeline
+from .page import Page, step_page
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.trace import StepTrace
@@ -39,9 +39,15 @@ def table_html(table: Table) -> str:
     return f"<table>{caption}<thead>{row('th', table.header)}</thead><tbody>{body}</tbody></table>"
 
 
+def embedded(heading: str, page: Page) -> str:
+    """A heading with a page below it, in a frame whose scripts reach nothing outside."""
+    source = html.escape(replace(page, asked="").html())
+    frame = f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:640px;border:0"></iframe>'
+    return fragment(heading, frame)
+
+
 def step_html(trace: StepTrace) -> str:
-    """A trace in a notebook: its peaks, its timeline and the largest holders."""
+    """A trace in a notebook: its peaks, and its page."""
     reserved = "" if trace.device == "cpu" else f", {format_bytes(trace.peak_reserved)} reserved"
     peak = f"peak {format_bytes(trace.peak_allocated)} allocated{reserved}"
-    held = table_html(holders_table(trace.grouped_holders(6), trace.peak_allocated))
-    return fragment(f"A step on {trace.device}, {trace.source}: {peak}", Timeline.from_trace(trace, 400).svg(), held)
+    return embedded(f"A step on {trace.device}, {trace.source}: {peak}", step_page(trace))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.tables import DASH, Table, code_span, markdown_table, print_table
@@ -127,8 +126,7 @@ def report_page(report: MemoryReport, step: dict[str, Any] | None) -> Page:
     if step is not None:
         sections.append(Section("step", f"{STEP_TITLE}, {step['source']}", step))
     elif report.timeline is not None:
-        timeline = {**asdict(report.timeline), "svg": report.timeline.svg(1230, 440)}
-        sections.append(Section("timeline", f"{STEP_TITLE}, {report.timeline.source}", timeline))
+        sections.append(Section("timeline", f"{STEP_TITLE}, {report.timeline.source}", report.timeline))
     sections.append(Section("tables", "The report", list(tables(report))))
     made = _made_by(report, report.provenance.get("command", ""))
     model = report.provenance.get("model") or ""

@@ -1,4 +1,4 @@
-"""Memory over a step as stacked areas, one per category: the data, and the SVG in notebooks and report pages.
+"""Memory over a step, by category: the data of plots, and of a report that is read back.
 
 A trace has tens of thousands of events. A Timeline splits the step into at most `POINTS` stretches and keeps the
 moment of each with the most bytes, so no peak is lost.
@@ -6,13 +6,9 @@ moment of each with the most bytes, so no peak is lost.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
-
-from ckpt_ft.units import format_bytes
 
 from .holders import Holder, holder_line
 
@@ -37,8 +33,6 @@ HOST_COLOURS = {
 }  # fmt: skip
 PHASES = ("forward", "backward", "optimizer")  # of a step, in order
 POINTS = 1500
-_TOP, _LEFT, _RIGHT, _BOTTOM = 22, 70, 10, 8  # margins of the SVG
-_DASHED = "stroke='currentColor' stroke-dasharray='3 4' stroke-opacity='.6'"
 
 
 @dataclass
@@ -90,63 +84,8 @@ class Timeline:
         """The largest holders at the peak, one line of text each."""
         return [holder_line(holder) for holder in self.holders]
 
-    def layers(self) -> Iterator[tuple[str, list[int], list[int]]]:
-        """The stacked areas from bottom to top: category, and the bytes below and above it at each moment."""
-        levels = [*accumulate(self.series.values(), _sums, initial=[0] * len(self.moments))]
-        yield from zip(self.series, levels, levels[1:], strict=False)
-
     def phases(self) -> Iterator[tuple[str, int, int]]:
         """Each phase with the moments at which it begins and ends."""
         ends = [at for at, _ in self.marks[1:]] + [max(self.moments[-1], 1)]
         for (at, phase), end in zip(self.marks, ends, strict=False):
             yield phase, at, end
-
-    def svg(self, width: int = 760, height: int = 240) -> str:
-        """The areas as SVG with a legend below, as HTML without scripts."""
-        last, high = max(self.moments[-1], 1), self.peak_bytes
-        most = 1.1 * high or 1.0
-
-        def x(moment: int) -> float:
-            return _LEFT + moment / last * (width - _LEFT - _RIGHT)
-
-        def y(nbytes: float) -> float:
-            return height - _BOTTOM - nbytes / most * (height - _TOP - _BOTTOM)
-
-        parts = []
-        for name, low, top in self.layers():
-            edge = [*zip(self.moments, top, strict=True), *reversed([*zip(self.moments, low, strict=True)])]
-            points = " ".join(f"{x(moment):.1f},{y(nbytes):.1f}" for moment, nbytes in edge)
-            parts.append(f"<polygon points='{points}' fill='{_fill(name)}'><title>{name}</title></polygon>")
-        for phase, at, end in self.phases():
-            parts.append(f"<line x1='{x(at):.1f}' x2='{x(at):.1f}' y1='4' y2='{height - _BOTTOM}' {_DASHED}/>")
-            if x(end) - x(at) > 8 * len(phase):
-                parts.append(_text(x(at) + 5, 14, phase))
-        side = "end" if self.peak > last / 2 else "start"
-        parts.append(_text(x(self.peak), y(high) - 5, f"peak {format_bytes(high)}", side))
-        for share in (0, 0.5, 1):
-            parts.append(_text(_LEFT - 6, y(share * high) + 4, format_bytes(round(share * high)), "end"))
-        legend = "".join(
-            f"<span style='margin-right:12px'><span style='color:{_fill(name)}'>■</span> {name}</span>"
-            for name in self.series
-        )
-        label = html.escape(f"Memory over the step, {self.source}: peak {format_bytes(high)}")
-        size = f"viewBox='0 0 {width} {height}' width='{width}' style='max-width:100%'"
-        axis = f"data-left='{_LEFT}' data-right='{width - _RIGHT}'"  # where the pointer finds the moments
-        picture = f"<svg {size} {axis} role='img' aria-label='{label}'>{''.join(parts)}</svg>"
-        return f"{picture}<div>{legend}</div>"
-
-
-def _sums(below: list[int], values: list[int]) -> list[int]:
-    return [a + b for a, b in zip(below, values, strict=True)]
-
-
-def _fill(category: str) -> str:
-    """The page's colour of a category, which follows its theme; elsewhere the light one."""
-    return f"var(--{category},{CATEGORY_COLOURS[category][0]})"
-
-
-def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    return (
-        f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' fill='currentColor' font-size='11'>"
-        f"{html.escape(words)}</text>"
-    )

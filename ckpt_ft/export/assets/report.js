@@ -94,23 +94,36 @@ function stretches(steps, ends) {
   }, []);
 }
 
-/** The timeline of a report: the picture comes with the data; the script adds the figures below the pointer. */
+/** The stacked categories of a report that was read back, whose single allocations are not known. */
 function timelineView(section) {
-  const { moments, series } = section.data;
-  const picture = new DOMParser().parseFromString(section.data.svg, "text/html").body;
-  const element = el("div", {}, ...picture.childNodes);
-  const chart = element.querySelector("svg");
-  const [left, right] = [Number(chart.dataset.left), Number(chart.dataset.right)];
-  const names = Object.keys(series);
+  const { moments, series, marks, peak, source } = section.data;
+  const [names, last] = [Object.keys(series), moments.at(-1) || 1];
+  const tops = names.map((name, k) => moments.map((_, i) => names.slice(0, k + 1).reduce((sum, below) => sum + series[below][i], 0)));
+  const highest = Math.max(0, ...(tops.at(-1) || []));
+  const most = 1.1 * highest || 1;
+  const element = el("div");
   const tip = tooltip();
-  chart.addEventListener("pointermove", (event) => {
-    const box = chart.getBoundingClientRect();
-    const x = ((event.clientX - box.left) / box.width) * chart.viewBox.baseVal.width;
-    const at = ((x - left) / (right - left)) * (moments.at(-1) || 1);
-    const i = moments.reduce((best, moment, k) => (Math.abs(moment - at) < Math.abs(moments[best] - at) ? k : best), 0);
-    const total = names.reduce((sum, name) => sum + series[name][i], 0);
-    tip.show(event, el("p", { class: "bytes" }, bytes(total)), facts(names.toReversed().map((name) => [name, bytes(series[name][i])])));
+  onWidth(element, (width) => {
+    const x = (moment) => LEFT + (moment / last) * (width - LEFT - RIGHT);
+    const y = (n) => LOW - BOTTOM - (n / most) * (LOW - TOP - BOTTOM);
+    const edge = (levels) => moments.map((moment, i) => `${x(moment)},${y(levels ? levels[i] : 0)}`);
+    const said = `Memory over the step, ${source}: peak ${bytes(highest)}`;
+    const picture = svg("svg", { width, height: LOW, role: "img", "aria-label": said },
+      ...byteMarks(0, most, 5).map(([n, label]) => svg("text", { x: LEFT - 8, y: y(n) + 4, "text-anchor": "end" }, label)),
+      ...names.map((name, k) => svg("polygon", { points: [...edge(tops[k]), ...edge(tops[k - 1]).reverse()].join(" "), fill: categoryColour(name) }, svg("title", {}, name))),
+      ...marks.flatMap(([at, phase]) => [
+        svg("line", { class: "between", x1: x(at), x2: x(at), y1: TOP, y2: LOW - BOTTOM }),
+        svg("text", { x: x(at) + 4, y: LOW - 7 }, phase),
+      ]),
+      svg("text", { x: x(peak), y: y(highest) - 5, "text-anchor": peak > last / 2 ? "end" : "start" }, `peak ${bytes(highest)}`));
+    picture.addEventListener("pointermove", (event) => {
+      const at = event.clientX - picture.getBoundingClientRect().left;
+      const i = moments.reduce((best, moment, k) => (Math.abs(x(moment) - at) < Math.abs(x(moments[best]) - at) ? k : best), 0);
+      tip.show(event, el("p", { class: "bytes" }, bytes(tops.at(-1)[i])), facts(names.toReversed().map((name) => [name, bytes(series[name][i])])));
+    });
+    picture.addEventListener("pointerleave", () => tip.hide());
+    element.replaceChildren(picture);
   });
-  chart.addEventListener("pointerleave", () => tip.hide());
-  return [el("section", {}, el("h2", {}, section.title), element)];
+  const keys = names.map((name) => el("span", {}, el("i", { class: "swatch", style: `background: ${categoryColour(name)}` }), name));
+  return [el("section", {}, el("h2", {}, section.title), el("div", { class: "tools" }, ...keys), element)];
 }

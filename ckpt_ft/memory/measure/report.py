@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from ckpt_ft.errors import UserError, never_fatal
 from ckpt_ft.export import plots
 from ckpt_ft.export.holders import Holder
-from ckpt_ft.export.notebook import fragment, paragraph, table_html
-from ckpt_ft.export.report import headline, lines, markdown_report, print_report, report_page, tables
+from ckpt_ft.export.notebook import embedded
+from ckpt_ft.export.report import headline, markdown_report, print_report, report_page
 from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.files import write
 from ckpt_ft.memory.record.events import PHASES
@@ -259,10 +259,7 @@ class MemoryReport:
         return report_page(self, self.step).write(path)
 
     def _repr_html_(self) -> str:
-        step = [] if self.timeline is None else [self.timeline.svg()]
-        return fragment(
-            f"Memory: {headline(self)}", *step, *map(table_html, tables(self)), *map(paragraph, lines(self))
-        )
+        return embedded(f"Memory: {headline(self)}", report_page(self, self.step))
 
     def plot(self, path: str | Path) -> Path | None:
         """Draws memory over the step to `path` (PNG, SVG or PDF); returns None if no step was recorded.
