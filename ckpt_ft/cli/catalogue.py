@@ -6,7 +6,6 @@ import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -72,28 +71,20 @@ def gpus(part: Part = "", as_json: AsJson = False) -> None:
             console.print(f"{gpu.name}: calibrated on {gpu.calibration.date}, {path}", markup=False)
 
 
-def calibrate(
-    report: Annotated[
-        Path | None, typer.Option("--from", help="correct the card by a run's memory_report.json, or its directory")
-    ] = None,
-) -> None:
+def calibrate() -> None:
     """Measure this machine's GPU or CPU in about a minute, so that `--device here` predicts its seconds.
 
-    The card is written to the cache and is the default device from then on. `--from` measures nothing: it multiplies
-    the predicted seconds by a run's own ratio of measured to predicted seconds.
+    The card is written to the cache and is the default device from then on.
     """
-    if report is None:
-        check_writable(card_path("cpu"), "the cache's card")
+    check_writable(card_path("cpu"), "the cache's card")
     with progress("importing PyTorch") as say:
         from ckpt_ft.memory.measure import calibrate
-        from ckpt_ft.memory.measure.report import MemoryReport
 
-        card = calibrate.calibrate(say) if report is None else calibrate.from_report(MemoryReport.from_json(report))
+        card = calibrate.calibrate(say)
         path = write_card(card)
     own = card.calibration
     assert own is not None
-    said = f"{1e6 * own.per_op:.1f} us for each op, {len(own.curves)} kinds of operators"
-    print(f"{card.name}: {said if report is None else f'steps take {own.pace:.3g} times the predicted seconds'}")
+    print(f"{card.name}: {1e6 * own.per_op:.1f} us for each op, {len(own.curves)} kinds of operators")
     print(f"wrote {path}; it is --device here, and the default")
 
 

@@ -41,7 +41,6 @@ class Calibration:
         host_bandwidth, link: bytes per second between host and card, and between two cards; 0 if not measured.
         host_memory: bytes per second that AdamW reads and writes on the host, with the threads of the calibration.
         curves: "kind dtype" -> the measured share of the predicted seconds.
-        pace: measured over predicted seconds of a step, from a run's report.
     """
 
     date: str
@@ -51,7 +50,6 @@ class Calibration:
     host_memory: float = 0.0
     link: float = 0.0
     curves: tuple[tuple[str, Curve], ...] = ()
-    pace: float = 1.0
 
     def __post_init__(self) -> None:
         curves = tuple((name, tuple((float(a), float(b)) for a, b in points)) for name, points in self.curves)

@@ -38,7 +38,7 @@ OPTIONS = {
     "max-batch": f"--policy --budget --margin --max-batch-size --json {GPU} {ONE_LAUNCH} {MODEL}",
     "plan": "--budget --host-memory --batch-size --target --dataset --margin --max-batch-size --gpus --jobs --output "
     f"--html --fresh --json {GPU} {ONE_LAUNCH} {MODEL}",
-    "calibrate": "--from",
+    "calibrate": "",
     "gpus": "--json",
     "models": "--json",
     "recipe": "--path",

@@ -26,16 +26,13 @@ from torch.utils.benchmark import Measurement, Timer
 from torch.utils.benchmark.utils.timer import timer as default_timer
 
 from ckpt_ft.compat.tensors import tree_map_only
-from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.kernels import device_seconds, in_turn, kind_of
 from ckpt_ft.memory.cost.op_work import measure
 from ckpt_ft.memory.cost.schedule import Host, step_seconds
 from ckpt_ft.memory.fake.step import trace_step
-from ckpt_ft.memory.gpus import CPU, GPU, Calibration, Curve, calibrated, current_gpu, find_gpu
+from ckpt_ft.memory.gpus import CPU, GPU, Calibration, Curve, current_gpu
 from ckpt_ft.memory.record.events import Op
 from ckpt_ft.units import MIB
-
-from .report import MemoryReport
 
 aten = torch.ops.aten
 Case = partial[Any]  # an operator with its arguments
@@ -213,26 +210,6 @@ def calibrate(say: Callable[[str], object] = lambda line: None) -> GPU:
     card = replace(card, calibration=own)
     per_launch = 0.0 if card.is_cpu else _per_launch(device)
     return replace(card, calibration=replace(own, per_op=_per_op(card, device, per_launch), per_launch=per_launch))
-
-
-def from_report(report: MemoryReport) -> GPU:
-    """The card of a measured run, with the run's ratio of measured to predicted seconds.
-
-    Raises:
-        UserError: the report has no measured or no predicted seconds, or its device is no card.
-    """
-    rank = report.fullest
-    predicted = rank.predicted and rank.predicted.seconds
-    if not predicted or not rank.seconds or rank.predicted is None or rank.predicted.device != rank.device:
-        raise UserError(
-            f"the report of a run on {rank.device} has no pair of measured and predicted seconds: a ratio needs some "
-            "steps that were not measured (--ac_measure), and a prediction for the device of the run"
-        )
-    card = calibrated(rank.device) or (None if rank.device == "cpu" else find_gpu(rank.device))
-    if card is None:
-        raise UserError("the report of a run on a CPU corrects its card, and there is none: run `ckpt-ft calibrate`")
-    own = card.calibration or Calibration(date.today().isoformat())
-    return replace(card, calibration=replace(own, pace=own.pace * rank.seconds / predicted))
 
 
 def _cpu() -> GPU:

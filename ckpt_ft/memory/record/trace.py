@@ -312,8 +312,7 @@ class StepTrace:
     @cached_property
     def seconds_parts(self) -> Parts:
         """`seconds` split into computing and waiting, and what bounds the step."""
-        card = self._card
-        return self.seconds_on(card) * (card.calibration.pace if card.calibration else 1.0)
+        return self.seconds_on(self._card)
 
     def seconds_on(self, gpu: GPU, host: Host | None = None) -> Parts:
         """The seconds on `gpu` with ops issued by `host`; None is the host that such a card usually has.

@@ -20,7 +20,6 @@ from ckpt_ft.memory.cost.kernels import STRIDED, WINDOW, device_seconds, kind_of
 from ckpt_ft.memory.cost.schedule import HOST, Host
 from ckpt_ft.memory.gpus import GPU, Calibration, calibrated, card_path, find_gpu, gpu_of, write_card
 from ckpt_ft.memory.measure import calibrate
-from ckpt_ft.memory.measure.report import MemoryReport, Prediction, RankMemory
 from ckpt_ft.memory.record.events import Op
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.optimizers import make_optimizer
@@ -151,25 +150,6 @@ def test_interrupted_calibration_writes_no_file(own_cache: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         calibrate.calibrate()
     assert not list(own_cache.rglob("*.json"))
-
-
-def report(seconds: float | None, device: str = "cpu") -> MemoryReport:
-    predicted = Prediction(device, 1, {}, seconds=0.2)
-    return MemoryReport({}, [RankMemory(0, device, 20, 3, {}, seconds=seconds, predicted=predicted)])
-
-
-def test_measured_run_corrects_the_calibration(own_cache: Path) -> None:
-    card = calibrate.from_report(report(0.3, "h100"))
-    assert card.calibration is not None
-    assert card.calibration.pace == pytest.approx(1.5)
-    with pytest.raises(UserError, match="run `ckpt-ft calibrate`"):
-        calibrate.from_report(report(0.3))
-    write_card(replace(CARD, calibration=Calibration("2026-11-23", per_op=1e-3)))
-    before = trace().seconds
-    write_card(calibrate.from_report(report(0.3)))
-    assert trace().seconds == pytest.approx(1.5 * before)
-    with pytest.raises(UserError, match="no pair of measured and predicted seconds"):
-        calibrate.from_report(report(None))
 
 
 def test_invalid_calibration_file_is_refused(own_cache: Path) -> None:
