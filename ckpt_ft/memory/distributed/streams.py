@@ -21,7 +21,7 @@ from ckpt_ft.memory.record.recorder import Recorder
 
 
 class _Stream:
-    """One stream, with its `name` in the record; "" for the default one."""
+    """One stream, with its `name` in the record; "" for the default one. The record has no clock: all has ended."""
 
     def __init__(self, streams: Streams, name: str) -> None:
         self.streams, self.name = streams, name
@@ -36,30 +36,27 @@ class _Stream:
         self.wait_event(other.record_event())
 
     def record_event(self, event: _Event | None = None) -> _Event:
-        """Mark the kernels issued so far."""
         event = event or _Event(self.streams)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """The host waits for the kernels issued so far."""
         self.record_event().synchronize()
 
     def query(self) -> bool:
-        """Whether all kernels issued so far have ended: the record has no clock."""
         return True
 
     def is_capturing(self) -> bool:
-        """No stream is captured in a CUDA graph."""
         return False
 
 
 class _Event:
+    """The kernels issued to a stream before it; `number` counts the events of all streams, 0 before it is recorded."""
+
     def __init__(self, streams: Streams) -> None:
         self.streams, self.number = streams, 0
 
     def record(self, stream: _Stream | None = None) -> None:
-        """Mark the kernels issued to `stream` (None: the current one) so far."""
         stream = stream or self.streams.current_stream()
         self.streams.recorded += 1
         self.number = self.streams.recorded
@@ -71,16 +68,13 @@ class _Event:
             self.streams.note(what, stream, self.streams.recorded - self.number)
 
     def synchronize(self) -> None:
-        """The host waits for this event."""
         self.awaited("sync", "")
 
     def query(self) -> bool:
-        """Whether the kernels before it have ended: the record has no clock."""
         return True
 
     def elapsed_time(self, end: _Event) -> float:
-        """One millisecond: the record has no clock."""
-        return 1.0
+        return 1.0  # milliseconds
 
 
 class Streams:

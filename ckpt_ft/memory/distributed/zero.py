@@ -78,6 +78,7 @@ class Flat:
         pieces: for each parameter, by id, (rank, elements) for each rank in whose part it lies.
         gradients: reduced gradients of `mine`, as far as they are in the part.
         half: if the optimizer is offloaded, the copy of the part in host memory.
+        places: if it is, for each of `mine`, by id, its place in the gradient of `master`; the elements before it.
     """
 
     def __init__(self, parameters: list[nn.Parameter], ranks: int) -> None:
@@ -98,6 +99,7 @@ class Flat:
         self.pieces: dict[int, list[tuple[int, int]]] = {}
         self.gradients: list[Tensor] = []
         self.half = torch.empty(0)
+        self.places: dict[int, tuple[Tensor, int]] = {}
         self._sums: list[Tensor] = []  # whole gradients of `mine`
         at = 0
         for parameter in parameters:
@@ -123,17 +125,11 @@ class Flat:
         self.master.grad = torch.zeros_like(self.master)
         recorder.put_on_host([self.master, self.half], "optimizer")
         recorder.put_on_host([self.master.grad], "gradients")
-
-    def place_of(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
-        """The place of a gradient of `mine` in the master weights' gradient; the elements before it."""
         at = 0
-        for other, before in self.mine:
-            elements = other.numel() - before
-            if other is parameter:
-                assert self.master.grad is not None
-                return self.master.grad.narrow(0, at, min(elements, self.size - at)), before
+        for parameter, before in self.mine:
+            elements = min(parameter.numel() - before, self.size - at)
+            self.places[id(parameter)] = self.master.grad.narrow(0, at, elements), before
             at += elements
-        raise AssertionError("not a parameter of this part")
 
     def take_gradients(self) -> None:
         """The step's gradients are complete: keep those in the part."""
@@ -192,6 +188,11 @@ class ZeroOptimizer:
         self.elements += size
 
     def _reduce(self) -> None:
+        self._reduce_filled()
+        self.filled.clear()
+        self.elements = 0
+
+    def _reduce_filled(self) -> None:
         """Reduce the bucket's gradients, and keep this rank's."""
         raise NotImplementedError
 
@@ -249,9 +250,7 @@ class Zero(ZeroOptimizer):
 
     def _reduce(self) -> None:
         with on_stream(self.streams, self.stream) if self.overlaps else nullcontext():
-            self._reduce_filled()
-        self.filled.clear()
-        self.elements = 0
+            super()._reduce()
 
     def _reduce_filled(self) -> None:
         first = self.filled[0].grad
@@ -308,7 +307,7 @@ class Zero(ZeroOptimizer):
                 gradient.view(-1).add_(self._temporary.narrow(0, 0, parameter.numel()).copy_(total))
             total.copy_(gradient.view(-1))
         if self.synchronises:
-            place, before = self._of[id(parameter)].place_of(parameter)
+            place, before = self._of[id(parameter)].places[id(parameter)]
             own = gradient.view(-1).narrow(0, before, place.numel())
             torch.linalg.vector_norm(own.to(torch.float64))
             place.copy_(own.to(torch.float32))

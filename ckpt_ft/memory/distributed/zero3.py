@@ -488,7 +488,7 @@ class Zero3(ZeroOptimizer):
         self._wait_for_the_end()
         self._take(parameter, self.stream)
 
-    def _reduce(self) -> None:
+    def _reduce_filled(self) -> None:
         """Reduce-scatter the bucket's gradients, and add them to those of the parts."""
         shards = sorted((self._of[id(p)] for p in self.filled), key=lambda shard: shard.number)
         ranks = self.group.size()
@@ -509,8 +509,6 @@ class Zero3(ZeroOptimizer):
                 else:
                     total.add_(reduced) if self._adds else total.copy_(reduced)
                 shard.parameter.grad = None
-        self.filled.clear()
-        self.elements = 0
 
     def _to_host(self, shard: Shard, total: Tensor, reduced: Tensor) -> None:
         """Add a reduced gradient to the host's `total`, on the device."""
