@@ -23,7 +23,7 @@ def headline(report: MemoryReport) -> str:
     facts = report.provenance
     device = report.ranks[0].device
     where = device if len(report.ranks) == 1 else f"{len(report.ranks)} x {device}"
-    shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in facts.get("shapes", {}).items())
+    shapes = ", ".join(f"{name} {_size(shape)}" for name, shape in facts.get("shapes", {}).items())
     return " · ".join(filter(None, (f"policy {facts.get('policy') or 'as it is'}", where, shapes)))
 
 

@@ -41,6 +41,8 @@ def check(model: nn.Module, launch: Launch) -> None:
     split = next((name for name in ("cp", "sp", "tp", "ep") if getattr(launch, name) > 1), "")
     if not split:
         return
+    from ckpt_ft.compat.libraries import parallel_plans
+
     size = getattr(launch, split)
     if config is None or not hasattr(config, "get_text_config"):
         raise UserError(f"launch {split} {size}: {type(model).__name__} is no language model of transformers")
@@ -62,9 +64,9 @@ def check(model: nn.Module, launch: Launch) -> None:
         f"{heads_of_both} are no multiples of {launch.tp}": heads % launch.tp or of_keys % launch.tp,
         "tensor parallelism of adapters is not predicted": tp and adapted,
         "expert parallelism of adapters in experts is not predicted":
-            ep and adapted and any(p.requires_grad for p in _of_experts(model)),
+            ep and adapted and any(p.requires_grad and ".experts." in name for name, p in model.named_parameters()),
         "tensor and expert parallelism need transformers 5.23 or newer":
-            launch.by_transformers and not _divided_by_transformers(),
+            launch.by_transformers and parallel_plans is None,
         f"transformers has no expert-parallel plan for {kind}": ep and not getattr(model, "ep_plan", None),
         f"{experts} experts are no multiple of {launch.ep}": experts % launch.ep,
         f"transformers has no tensor-parallel plan for {kind}": tp and not getattr(model, "tp_plan", None),
@@ -75,12 +77,6 @@ def check(model: nn.Module, launch: Launch) -> None:
     if problem := next((problem for problem, applies in problems.items() if applies), ""):
         other = {"attn_implementation": "sdpa"} if "attention" in problem and (cp or sp) else {}
         raise UserError(f"launch {split} {size}: {problem}", **other)
-
-
-def _divided_by_transformers() -> bool:
-    from ckpt_ft.compat.libraries import parallel_plans
-
-    return parallel_plans is not None
 
 
 def carries_state(config: Any) -> bool:
@@ -94,13 +90,6 @@ def _windowed(config: Any) -> list[str]:
     if kinds is None:  # a model that has one kind of layers
         kinds = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
     return sorted({*kinds} - {"full_attention"})
-
-
-def _of_experts(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of the experts that transformers divides, and of the adapters around them."""
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            yield parameter
 
 
 def experts_of(model: nn.Module) -> int:
