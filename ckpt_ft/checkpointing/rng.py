@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_Generator = type(torch.default_generator)  # a dry run replaces `torch.Generator` by a class of its own
 _RATES = ("p", "dropout", "dropout_p", "attention_dropout", "activation_dropout", "drop_prob")
 
 
@@ -43,7 +44,7 @@ class Snapshot:
                 random.setstate(state.full)
             elif generator == "numpy":
                 sys.modules["numpy.random"].set_state(state.full)
-            elif isinstance(generator, torch.Generator):
+            elif isinstance(generator, _Generator):
                 generator.set_state(state)
             else:
                 torch.get_device_module(generator).set_rng_state(state, generator)
@@ -76,7 +77,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 def _state(generator: Any) -> Any:
     """The state of a generator, of a device's default one, or of the one that has this name in `HOST`."""
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, _Generator):
         return generator.get_state()
     return HOST[generator]() if generator in HOST else torch.get_device_module(generator).get_rng_state(generator)
 
