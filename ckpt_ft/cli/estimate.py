@@ -156,31 +156,18 @@ def _compare(specs: Sequence[TrainingSpec], as_json: bool) -> None:
     rows = [((one.model.rpartition("/")[2], one.device), one) for one in found]
     console, several = stdout(), len(specs) > 1
     print_table(estimates_table(title, ("model", "device"), rows), console)
-    fitting = [one for one in found if (one.headroom or 0) >= 0]
+    fitting = sorted((one for one in found if (one.headroom or 0) >= 0), key=lambda one: one.seconds or 0)
     for spec in specs:
-        fast = min(
-            (one for one in fitting if one.model == spec.title and one.command),
-            key=lambda one: one.seconds or 0,
-            default=None,
-        )
+        fast = next((one for one in fitting if one.model == spec.title and one.command), None)
         if fast is not None:
             on = f", fastest on {fast.device}" if len(cards) > 1 else ""
             console.print(f"train {'it' if not several else fast.model}{on}: {fast.command}", markup=False,
                           soft_wrap=True)  # fmt: skip
-    if several:
-        return
     if not fitting:
-        from ckpt_ft.planning.where import where
-
-        from .where import print_places, tables_of
-
-        console.print("fits on none of these cards; what does, under the fastest policy that fits:\n")
-        sys.stdout.flush()
-        with progress() as say:
-            places = where(spec, [card for card in cards if card], report=say)
-        print_places(tables_of(spec, places), places)
+        console.print("fits on none of these cards as it is")
+    if several or specs[0].launch.asked:  # `where` chooses launches itself
         return
-    words = words_of(spec, without=("policy", "batch_size", "device"))
+    words = words_of(specs[0], without=("policy", "batch_size", "device"))
     more = shlex.join(["ckpt-ft", "where", *words, "--device", ",".join(card.name for card in cards if card)])
     console.print(f"other methods and policies on these cards: {more}", markup=False, soft_wrap=True)
 

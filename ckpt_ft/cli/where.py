@@ -79,7 +79,7 @@ def where(
             policies=POLICIES if policy == "auto" else (policy,), most_gpus=gpus, prices=prices, jobs=jobs, report=say,
         )  # fmt: skip
     spec = with_task(spec)
-    tables = tables_of(spec, found)
+    tables = _tables_of(spec, found)
     if html:
         from ckpt_ft.export.page import Page, Section
 
@@ -94,7 +94,7 @@ def where(
             json.dumps({"model": spec.title, "unit": found.unit, "places": rows, "refused": found.refused}, indent=2)
         )
     else:
-        print_places(tables, found)
+        _print_places(tables, found)
     if html:
         page.write(html)
 
@@ -153,7 +153,7 @@ def _said(one: Fit) -> str:
     return f"the largest that trains is {one.model}, {one.method}{swap}: {one.length:,} tokens{speed}"
 
 
-def print_places(tables: Sequence[Table], found: Places) -> None:
+def _print_places(tables: Sequence[Table], found: Places) -> None:
     """Print the tables, what is refused, and the command of each method's best place."""
     from ckpt_ft.planning.where import best_of
 
@@ -195,7 +195,7 @@ def _lengths(text: str) -> list[int | None]:
     return [*dict.fromkeys(lengths)]
 
 
-def tables_of(spec: TrainingSpec, found: Places) -> list[Table]:
+def _tables_of(spec: TrainingSpec, found: Places) -> list[Table]:
     """One table for each method and length; with prices the cheapest row first, else in the order of the cards."""
     priced = any(place.dollars_per_hour is not None for place in found.rows)
     groups: dict[tuple[str, int], list[Place]] = {}
