@@ -47,7 +47,8 @@ def print_table(table: Table, console: Console) -> None:
     for i, (head, width) in enumerate(zip(table.header, widths, strict=True)):
         grid.add_column(_folded(head, width), justify="left" if i in table.text else "right", no_wrap=True)
     for row in table.rows:
-        grid.add_row(*(_fitted(cell, widths[i], i in table.names) for i, cell in enumerate(row)))
+        cells = zip(row, widths, strict=True)
+        grid.add_row(*((shortened if i in table.names else _folded)(*cell) for i, cell in enumerate(cells)))
     console.print(grid, markup=False, crop=False)
     console.print()
 
@@ -106,10 +107,6 @@ def _floors(table: Table, cells: Sequence[tuple[str, ...]]) -> Iterator[list[int
     yield floors
 
 
-def _fitted(cell: str, width: int, name: bool) -> str:
-    return shortened(cell, width) if name else _folded(cell, width)
-
-
 def _folded(text: str, width: int) -> str:
     """Wraps `text` at `width` columns, between words and terms of policies."""
     if len(text) <= width:
@@ -129,11 +126,6 @@ def _longest(text: str) -> int:
 
 def code_span(text: str) -> str:
     """Returns `text` as inline code in Markdown, safe for backticks in it."""
-    fence = "`" * (_longest_run(text) + 1)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{space}{' '.join(text.split())}{space}{fence}"
-
-
-def _longest_run(text: str) -> int:
-    """The number of backticks in the longest run of them in `text`."""
-    return max(map(len, re.findall("`+", text)), default=0)

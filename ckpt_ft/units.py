@@ -10,20 +10,9 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 TIB = 2**40
 BARE = 10_000  # a smaller number without a unit means GiB of a card's memory: no card has so few bytes
 _FACTORS = {
-    "b": 1,
-    "kib": KIB,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": TIB,
-    "k": KIB,
-    "m": MIB,
-    "g": GIB,
-    "t": TIB,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
+    "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB, "k": KIB, "m": MIB, "g": GIB, "t": TIB,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
