@@ -16,7 +16,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.peft_file import ADAPTER_CONFIG
 from ckpt_ft.spec.settings import KINDS
 from ckpt_ft.spec.trainer import kind_of
-from ckpt_ft.spec.training_file import MODELS, read_yaml
+from ckpt_ft.spec.training_file import MODELS
 from ckpt_ft.workloads.model_config import find_model, hub_answers, hub_id
 
 from .words import TUNED, WORDS, alike, hear, pieces_of
@@ -83,14 +83,13 @@ def _of_json(path: Path) -> Named:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return Named(str(path))  # the error is that of a model's configuration
-    keys = {name.lstrip("-") for name in content} if isinstance(content, dict) else set()
+    keys = set(content) if isinstance(content, dict) else set()
     if "zero_optimization" in keys:
         raise UserError(f"{path} is DeepSpeed's: name a model, and give --launch {path}")
     if "peft_type" in keys:
         return _of_adapter(path.parent)
     is_model = keys & {"model_type", "_class_name", "architectures"}
-    is_training = (keys & {*MODELS} and not is_model) or keys & _BY_FAMILY["SimpleTuner's"]
-    return Named("", str(path)) if is_training else Named(str(path))
+    return Named("", str(path)) if keys & {*MODELS} and not is_model else Named(str(path))
 
 
 def _of_adapter(path: Path) -> Named:
@@ -110,38 +109,6 @@ def _of_run(path: Path) -> Named:
     return replace(
         of, content={"model_name_or_path": of.model, **content}, kind=kind, file=str(path), notes=(*of.notes, note)
     )
-
-
-def contents(path: str) -> dict[str, Any]:
-    """Returns the entries of a training file.
-
-    Raises:
-        UserError: it cannot be read, or is of a trainer whose files name no model of the Hub; how to ask.
-    """
-    if Path(path).suffix == ".toml" and Path(path).is_file():
-        found = dict(re.findall(r'^\s*(\w+)\s*=\s*"?([^"#\n]+)', Path(path).read_text(encoding="utf-8"), re.MULTILINE))
-    else:
-        found = {name.lstrip("-"): value for name, value in read_yaml(path).items()}
-    trainer = next((name for name, marks in _BY_FAMILY.items() if marks & found.keys()), "")
-    if not trainer and Path(path).suffix != ".toml":
-        return found
-    values = {option: str(found[name]).split(",")[0].strip() for name, option in _ASKED.items() if found.get(name)}
-    words = [f"{option} {value}" for option, value in values.items()]
-    words += [option for name, option in _SWITCHED.items() if str(found.get(name)).lower() == "true"]
-    trainer = trainer or "no training file that is known"
-    raise UserError(f"{path} is {trainer}: name the model and say the rest: ckpt-ft estimate MODEL {' '.join(words)}")
-
-
-# Trainers whose files name a family of models or a file of weights -> entries that only their files have.
-_BY_FAMILY = {
-    "SimpleTuner's": {"model_family", "data_backend_config"},
-    "Kohya's": {"network_module", "network_dim", "cache_latents_to_disk", "max_token_length", "sdxl"},
-}
-_ASKED = {
-    "lora_rank": "--lora", "network_dim": "--lora", "train_batch_size": "--batch-size", "resolution": "--resolution",
-    "gradient_accumulation_steps": "--accumulation", "mixed_precision": "--mixed-precision",
-}  # fmt: skip
-_SWITCHED = {"gradient_checkpointing": "--policy full", "use_ema": "--ema"}
 
 
 def packed_copy(name: str) -> Named | None:

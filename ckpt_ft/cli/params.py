@@ -29,7 +29,7 @@ from ckpt_ft.spec.training_file import read_training_file, read_typed
 from ckpt_ft.spec.training_spec import DTYPES, TrainingSpec
 from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id
 
-from .named import Named, contents, named, unpacked
+from .named import Named, named, unpacked
 from .words import hear
 
 Command = Callable[..., None]
@@ -107,7 +107,7 @@ def takes_spec(
             model, config, typed_flags = found.model, found.file, {**found.flags, **typed_flags}
             print_notes(found.notes)
             if config:
-                length, content = typed_flags.get("seq_length"), found.content or contents(config)
+                length, content = typed_flags.get("seq_length"), found.content
                 read = read_training_file(
                     config, recipe or found.kind, bool(given.get("dataset")), length, bool(typed_flags.get("strict")),
                     content, bool(typed_flags.get("images")),
@@ -306,25 +306,28 @@ def require_applicable(spec: TrainingSpec) -> None:
 
 
 # What people type for our options, and no library calls so.
-_PEOPLE_SAY = {
-    **dict.fromkeys(("gpus", "num_gpus", "n_gpu", "n_gpus", "ngpu", "nproc_per_node", "num_processes"), "processes"),
-    **dict.fromkeys(("world_size", "multi_gpu", "num_devices", "devices"), "processes"),
-    **dict.fromkeys(("context", "context_length", "ctx", "length", "seq_len", "seqlen", "max_len"), "seq-length"),
-    **dict.fromkeys(("batch", "bs", "batchsize"), "batch-size"),
-    **dict.fromkeys(("memory", "gpu_memory", "device_memory"), "device"),
-    **dict.fromkeys(("strategy", "accelerate_config", "distributed"), "launch"),
-    "model": "model_name_or_path", "precision": "dtype", "cpu_offload": "offload=all", "labels": "num-labels",
-    "4bit": "load-in-4bit", "8bit": "load-in-8bit",
-    **{name: f"trainer={name}" for name in TRAINERS},
+_SYNONYMS = {
+    "processes": (
+        "gpus", "num_gpus", "n_gpu", "n_gpus", "ngpu", "nproc_per_node", "num_processes", "world_size", "multi_gpu",
+        "num_devices", "devices",
+    ),
+    "seq-length": ("context", "context_length", "ctx", "length", "seq_len", "seqlen", "max_len"),
+    "batch-size": ("batch", "bs", "batchsize"),
+    "device": ("memory", "gpu_memory", "device_memory"),
+    "launch": ("strategy", "accelerate_config", "distributed"),
+    "model_name_or_path": ("model",), "dtype": ("precision",), "num-labels": ("labels",),
 }  # fmt: skip
-# Options whose value says which of ours is meant: value -> ours, with {} for the value. "" is an option without one.
-_METHODS = {r"q-?lora": "--qlora", r"lora|peft|true|": "--lora", r"full|none|false": ""}
+# Name -> value -> ours, with {} for the value; "" is an option without a value, or none of ours.
+_METHODS = {r"q-?lora": f"--lora={LORA_R} --load-in-4bit", r"lora|peft|true|": "--lora", r"full|none|false": ""}
 _PACKINGS = {r".*4.*|awq|gptq|gguf|true|": "--load-in-4bit", r".*8.*": "--load-in-8bit", r"none|false|16|32": ""}
-_NOTHING = {"true|": ""}
-_BY_VALUE: dict[str, Mapping[str, str | None]] = {
+_PEOPLE_SAY: dict[str, Mapping[str, str | None]] = {
+    **{name: {".+": f"--{ours}={{}}"} for ours, names in _SYNONYMS.items() for name in names},
     **dict.fromkeys(("peft", "method", "adapter_type", "fine_tuning", "finetune"), _METHODS),
     **dict.fromkeys(("bits", "quant", "quantize", "quantization"), _PACKINGS),
-    **dict.fromkeys(("unet", "train_unet", "dreambooth", "full"), _NOTHING),
+    **{name: {"true|": ""} for name in ("unet", "train_unet", "dreambooth", "full")},
+    **{name: {"true|": f"--trainer={name}"} for name in TRAINERS},
+    "cpu_offload": {"true|": "--offload=all"}, "qlora": {"true|": _METHODS["q-?lora"]},
+    "4bit": {"true|": "--load-in-4bit"}, "8bit": {"true|": "--load-in-8bit"},
     "zero": {"[123]": "--launch=zero{}"}, "classifier": {"true|": "--task=text-classification"},
     "ddp": {"true|": "--launch=ddp"},
     "fsdp": {r"(full_shard|hybrid_shard|auto_wrap|true|[12]|\s)*": "--launch=fsdp2", ".*(shard|load|false).*": None},
@@ -332,11 +335,8 @@ _BY_VALUE: dict[str, Mapping[str, str | None]] = {
     "stage": {"rm": "--trainer=reward", "sft|pt": ""} | {name: f"--trainer={name}" for name in TRAINERS},
     "task": {name: f"--trainer={name}" for name in TRAINERS},
 }  # fmt: skip
-_CHOSEN = {
-    "--batch-size": "max-batch",
-    "--seq-length": "max-length",
-    "--policy": "plan",
-}  # auto or max -> who finds it
+# Options whose value is auto or max -> the command that finds it.
+_CHOSEN = {"--batch-size": "max-batch", "--seq-length": "max-length", "--policy": "plan"}
 _CARDS = ("--device", "--gpu", "--card", "--vram")
 _WITH_MODEL = ("estimate", *_CHOSEN.values())
 
@@ -372,8 +372,6 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
         if meant is not None and (option not in own or plain == "task"):
             ours, text = meant
             rest = [*ours, *rest[bool(text) and not equals :]]
-        elif option not in own and plain in _PEOPLE_SAY:
-            rest.insert(0, f"--{_PEOPLE_SAY[plain]}{equals}{value}")
         elif own.get(option) and follows and rest[0].lower() in ("true", "false"):
             kept += [word] if rest.pop(0).lower() == "true" else []  # as HfArgumentParser reads switches
         elif option in ("--help", "--help-all") or own.get(option):
@@ -387,8 +385,6 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
                 continue
             kept += [f"--{name}={value}"] if equals else [word, *filter(None, [value])]
             values[option] = value
-        elif plain == "qlora":
-            kept += ["--lora", str(LORA_R), "--load-in-4bit"]
         elif entry_of(plain, TYPED) is None:
             known = [*own, *(f"--{name}" for name in known_names(TYPED))]
             raise UserError(f"No such option: --{name}{did_you_mean(f'--{name}', known)}")
@@ -416,9 +412,9 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
 def _by_value(option: str, values: Sequence[str]) -> tuple[list[str], str] | None:
     """What an option says in our words with the first of `values` that it takes, and that value; None if unknown."""
     for value in values:
-        for pattern, ours in _BY_VALUE.get(option, {}).items():
+        for pattern, ours in _PEOPLE_SAY.get(option, {}).items():
             if re.fullmatch(pattern, value, re.IGNORECASE):
-                return None if ours is None else (list(filter(None, [ours.format(value)])), value)
+                return None if ours is None else ([word.format(value) for word in ours.split()], value)
     return None
 
 

@@ -85,8 +85,8 @@ def test_flag_is_read_under_every_name(row: str) -> None:
     ("typed", "ours"),
     [
         ("estimate m --learning_rate 1e-4 --logging_steps=10 --report_to none", "estimate m"),
-        ("estimate m --gpus 4 --ctx=4096", "estimate m --processes 4 --seq-length=4096"),
-        ("estimate m --bs 2 --4bit --memory 8GB", "estimate m --batch-size 2 --load-in-4bit --device 8GB"),
+        ("estimate m --gpus 4 --ctx=4096", "estimate m --processes=4 --seq-length=4096"),
+        ("estimate m --bs 2 --4bit --memory 8GB", "estimate m --batch-size=2 --load-in-4bit --device=8GB"),
         ("plan m --gpus 2", "plan m --gpus 2"),
         (
             "estimate m --bf16 True --fp16 False --optim adamw_torch_fused",
@@ -104,7 +104,7 @@ def test_flag_is_read_under_every_name(row: str) -> None:
         ("estimate m --lora 8", "estimate m --lora 8"),
         ("where m --method lora", "where m --method lora"),
         ("estimate m --lora -1", "estimate m --lora -1"),
-        ("estimate m --qlora --fp16", "estimate m --lora 16 --load-in-4bit --fp16"),
+        ("estimate m --qlora --fp16", "estimate m --lora=16 --load-in-4bit --fp16"),
         ("gpus --json", "gpus --json"),
     ],
 )
