@@ -8,14 +8,13 @@
    adapters that come after the first that fits are traced as well.
 
 A suggestion is an edit of the spec. It is offered only if the edited spec is valid, builds a model and was traced.
-`advise` finds what lowers the peak of a plan's pick besides another policy; often that is not checkpointing at all.
+`advise` finds what less padding would save.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,7 @@ from ckpt_ft.planning.budget import LESS, Candidate, MemoryBudget, memory_budget
 from ckpt_ft.planning.methods import offloaded
 from ckpt_ft.planning.results import Estimate, Fix, Suggestion, Suggestions
 from ckpt_ft.planning.scaled_traces import Estimates
-from ckpt_ft.planning.search import blocks_of, fewest_swapped, with_term
+from ckpt_ft.planning.search import blocks_of, fewest_swapped, search, with_term
 from ckpt_ft.planning.tracing import Tracer, on_card, refusal, run_tasks, trace_policies
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.command import command_for, recipe_command
@@ -42,7 +41,6 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_at_least, format_bytes
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import with_rope_scaling
-from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, has_batch_norm
 
 _HOLDERS = 8  # number of largest holders to list
@@ -248,20 +246,29 @@ def suggest(
     spec = spec.edit(policy=policy, batch_size=batch)
     workload = load(spec)
     tokens = workload.shape.get("seq_length", spec.data.tokens)  # as many as the model has positions
-    misfit = _Misfit(spec, workload.kind, tokens, seconds(asked) / (batch * spec.data.accumulation))
-    kept = _kept_by_all_policies(asked)
+    per_sample = seconds(asked) / (batch * spec.data.accumulation)
+    kept = {category: asked.at_peak.get(category, 0) for category in _KEPT}
     hopeless = sum(kept.values()) > room.limit  # under any policy, at any batch size
+
+    def suggestion(trace: StepTrace, changes: dict[str, Any]) -> Suggestion:
+        """The suggestion of `changes`, under which the step has this trace."""
+        changes = {name: value for name, value in changes.items() if spec.get(name) != value}
+        edited, length = spec.edit(**changes), changes.get("seq_length", tokens)
+        # seconds are compared per token
+        each = seconds(trace) / (edited.data.batch_size * edited.data.accumulation * length / tokens)
+        slower, command = round(each / per_sample - 1, 4), command_for(edited, workload.kind, length)
+        return Suggestion(Edit(changes).text(spec), trace.peak_reserved, slower, changes, command, trace.peak_host)
+
+    traced = {policy: asked}
     if not hopeless:
         report("looking for a policy under which it fits")
-    others = {} if hopeless else dict(_policies(workload, policy, batch))
-    fitting = {name: trace for name, trace in others.items() if room.holds(trace)}
-    quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
-    # Traced again, each alone: a shared session shifts the bytes reserved.
-    alone = {name: _trace_alone(workload, name, batch) for name in quickest}
-    ways = [misfit.suggestion(trace, {"policy": name}) for name, trace in alone.items() if room.holds(trace)]
-    if ways:
-        return Suggestions(sorted(ways, key=lambda way: way.slower), 0)
-    traced = {policy: asked, **others}
+        estimates = Estimates(Tracer(workload), room, batch=batch)
+        found = search(estimates, _other_policies(policy), _SHOWN)
+        if found:
+            traces = {one.policy: estimates.tracer.trace_of(one.policy, batch) for one in found}
+            ways = [suggestion(trace, {"policy": name}) for name, trace in traces.items()]
+            return Suggestions(sorted(ways, key=lambda way: way.slower), 0)
+        traced |= estimates.anchors
     smallest = min(traced, key=lambda name: traced[name].peak_reserved)
     if hopeless:
         smallest = next((name for name in _SMALLEST_POLICIES if not refusal(workload.model, name)), policy)
@@ -272,7 +279,7 @@ def suggest(
             steps = -(-batch * spec.data.accumulation // largest)
             trace = _trace_alone(replace(several, accumulation=steps), smallest, largest)
             return Suggestions(
-                [misfit.suggestion(trace, {"policy": smallest, "batch_size": largest, "accumulation": steps})], 0
+                [suggestion(trace, {"policy": smallest, "batch_size": largest, "accumulation": steps})], 0
             )
     needed = min(trace.peak_reserved for trace in traced.values())
     rungs: list[Suggestion] = []
@@ -283,71 +290,23 @@ def suggest(
         report(f"tracing {Edit(changes).text(spec)}")
         smaller = _traced_edit(load, spec, changes)
         if smaller is not None and room.holds(smaller):
-            rungs.append(misfit.suggestion(smaller, changes))
+            rungs.append(suggestion(smaller, changes))
         elif smaller is not None:
             needed = min(needed, smaller.peak_reserved)
-    for name, trace in _swapped(workload, smallest, room):
-        rungs.append(misfit.suggestion(trace, {"policy": name, "batch_size": 1}))
+    alone = Estimates(Tracer(workload), room, batch=1)
+    if blocks := 0 if Policy.parse(smallest).swap else fewest_swapped(alone, smallest):
+        name = with_term(smallest, f"swap:{blocks}")
+        if room.holds(alone.anchors[name]):
+            rungs.append(suggestion(alone.anchors[name], {"policy": name, "batch_size": 1}))
     if hopeless and not rungs:
         needed = min(needed, _trace_alone(workload, smallest, 1).peak_reserved)
     return Suggestions(sorted(rungs, key=lambda way: way.slower), 0 if rungs else room.context + room.margin + needed)
 
 
-def _kept_by_all_policies(trace: StepTrace) -> dict[str, int]:
-    """The most bytes of weights, gradients and optimizer states, by category, which no policy changes."""
-    now: Counter[str] = Counter()
-    most: dict[str, int] = {}
-    for event in trace.events:
-        storage = trace.storages[max(event, ~event)]
-        if storage.category in _KEPT:
-            now[storage.category] += storage.nbytes if event >= 0 else -storage.nbytes
-            if now.total() > sum(most.values()):
-                most = dict(now)
-    return most
-
-
-@dataclass(frozen=True)
-class _Misfit:
-    """The step that does not fit: its spec, kind of model, tokens of a sequence, and seconds per sample."""
-
-    spec: TrainingSpec
-    kind: str
-    tokens: int
-    seconds: float
-
-    def suggestion(self, trace: StepTrace, changes: dict[str, Any]) -> Suggestion:
-        """The suggestion of `changes`, under which the step has this trace."""
-        changes = {name: value for name, value in changes.items() if self.spec.get(name) != value}
-        edit, edited = Edit(changes), self.spec.edit(**changes)
-        tokens = changes.get("seq_length", self.tokens)
-        shorter = tokens / self.tokens  # seconds are compared per token
-        each = seconds(trace) / (edited.data.batch_size * edited.data.accumulation * shorter)
-        slower = round(each / self.seconds - 1, 4)
-        command = command_for(edited, self.kind, tokens)
-        return Suggestion(edit.text(self.spec), trace.peak_reserved, slower, changes, command, trace.peak_host)
-
-
-def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:
-    """The traces of policies other than `policy` that suit the model."""
-    plain = [name for name in _POLICIES if name != policy]
-    headed = [with_term(name, "head") for name in dict.fromkeys((policy, *_POLICIES)) if "head" not in name]
-    names = [name for name in dict.fromkeys((*plain, *headed)) if name != policy]
-    for name, trace in zip(names, trace_policies(workload, names, workload.step(batch)), strict=True):
-        if isinstance(trace, StepTrace):
-            yield name, trace
-
-
-def _swapped(workload: Workload, policy: str, room: MemoryBudget) -> Iterator[tuple[str, StepTrace]]:
-    """`policy` with the fewest swapped blocks under which a batch of 1 fits, and its trace; nothing if none fits."""
-    traces: dict[int, StepTrace] = {}
-
-    def reserved(blocks: int) -> int:
-        traces[blocks] = _trace_alone(workload, with_term(policy, f"swap:{blocks}"), 1)
-        return traces[blocks].peak_reserved
-
-    blocks = 0 if Policy.parse(policy).swap else fewest_swapped(reserved, workload, room.limit)
-    if blocks and room.holds(traces[blocks]):
-        yield with_term(policy, f"swap:{blocks}"), traces[blocks]
+def _other_policies(policy: str) -> list[str]:
+    """The policies that a suggestion may have in place of `policy`."""
+    headed = [with_term(name, "head") for name in (policy, *_POLICIES) if "head" not in name]
+    return [name for name in dict.fromkeys((*_POLICIES, *headed)) if name != policy]
 
 
 def _trace_alone(workload: Workload, policy: str, batch: int, length: int | None = None) -> StepTrace:
@@ -404,7 +363,7 @@ def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
     room, at = estimates.room, estimates.batch or 1
     if not estimates.anchors:
         return f"no policy suits {type(model).__name__}: " + "; ".join(estimates.rejected.values())
-    smallest = min(estimates.anchors, key=lambda policy: estimates.reserved(policy, at))
+    smallest = estimates.smallest().policy
     estimates.tracer.trace(smallest, at)
     traced = estimates.estimate(smallest, at)
     asked = works = ""
@@ -427,45 +386,26 @@ _FASTER = 0.05  # share of the seconds
 _NEARLY_ALL = 0.99  # share of a dataset's rows; longer rows may be cut
 
 
-def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: bool) -> list[Fix]:
-    """Changes that save at least 1 % of `candidate`'s bytes or 5 % of its time, the largest saving first.
+def advise(workload: Workload, candidate: Candidate) -> list[Fix]:
+    """Less padding, if it saves at least 1 % of the bytes or 5 % of the time of `candidate`, the largest saving first.
 
-    fixed_batch: whether the batch size was given; only then are smaller micro-batches a fix.
+    Fewer bytes if the few longest rows are cut, less time if rows of similar length are grouped.
     """
-    per_sample = seconds(trace) / candidate.batch
-
-    def fix(change: str, other: StepTrace | str | None, batch: int = candidate.batch) -> Iterator[Fix]:
-        if isinstance(other, StepTrace):
-            slower = seconds(other) / batch / per_sample - 1
-            yield Fix(change, candidate.reserved - other.peak_reserved, round(slower, 4))
-
+    policy, batch, lengths = candidate.policy, candidate.batch, workload.lengths
+    if lengths is None or lengths.unit != "tokens":
+        return []
     found: list[Fix] = []
-    if "head" not in candidate.policy.split(","):
-        headed = with_term(candidate.policy, "head")
-        found += fix(f"--ac_policy {headed}: the loss in chunks", tracer.trace(headed, candidate.batch))
-    if fixed_batch and candidate.batch > 1:
-        half = candidate.batch // 2
-        change = f"micro-batches of {half} and twice the gradient accumulation"
-        found += fix(change, tracer.trace(candidate.policy, half), half)
-    lengths = tracer.workload.lengths
-    if lengths is not None and lengths.unit == "tokens":
-        found += _padding(tracer.workload, lengths, candidate)
-    worth = [fix for fix in found if fix.saves >= _WORTH * candidate.reserved or fix.slower <= -_FASTER]
-    return sorted(worth, key=lambda fix: -fix.saves)
-
-
-def _padding(workload: Workload, lengths: Lengths, candidate: Candidate) -> Iterator[Fix]:
-    """Less padding: fewer bytes if the few longest rows are cut, less time if rows of similar length are grouped."""
-    policy, batch = candidate.policy, candidate.batch
     cut = lengths.quantile(_NEARLY_ALL)
     if cut < lengths.longest:
         worst, usual = (_trace_alone(workload, policy, batch, n) for n in (cut, lengths.cut(cut).padded(batch)))
         slower = round(seconds(usual) / candidate.seconds - 1, 4)
         change = f"--max_length {cut}, which cuts the longest 1 % of the rows"
-        yield Fix(change, candidate.reserved - worst.peak_reserved, slower)
+        found.append(Fix(change, candidate.reserved - worst.peak_reserved, slower))
     if not lengths.by_length and lengths.mean < lengths.padded(batch):
         grouped = _trace_alone(workload, policy, batch, round(lengths.mean))
         faster = round(seconds(grouped) / candidate.seconds - 1, 4)
         share = 1 - lengths.mean / lengths.padded(batch)
         change = f"--train_sampling_strategy group_by_length (or --packing): {share:.0%} of the tokens are padding"
-        yield Fix(change, 0, faster)
+        found.append(Fix(change, 0, faster))
+    worth = [fix for fix in found if fix.saves >= _WORTH * candidate.reserved or fix.slower <= -_FASTER]
+    return sorted(worth, key=lambda fix: -fix.saves)

@@ -9,7 +9,7 @@ shown was traced under its own launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
@@ -24,7 +24,7 @@ from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .budget import Candidate, MemoryBudget, better, limited_by_phases
 from .depth import Shallow, suits
-from .scaled_traces import LOW, Estimates, Latest, host_bytes, with_sizes
+from .scaled_traces import LOW, Estimates, with_sizes
 from .search import ends, pick_first, search, timed, trace_final_batches
 from .tracing import Key, Traced, Tracer, trace_all
 
@@ -62,16 +62,13 @@ def with_experts(launches: Sequence[Launch], model: nn.Module) -> list[Launch]:
 
 def search_shared(
     tracer: Tracer, launches: Sequence[Launch], room_of: Room, target: str, batch: int | None, most: int,
-    tolerance: float = 0.0, policies: Sequence[str] = OF_LONG, *, on_fit: Callable[[Candidate], None],
+    tolerance: float = 0.0, policies: Sequence[str] = OF_LONG,
 ) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:  # fmt: skip
     """The candidates under each of `launches`, which share sequences, and the launches that do not suit the model.
 
-    By default few policies are tried, those that long sequences need. Of a later launch, only candidates whose
-    estimate beats all earlier ones are traced at their batch and returned.
-
-    Args:
-        on_fit: called with each candidate that fits. The figures of a deep model are then extended from those of
-            shallow ones, and a later launch is tried only under the best policy so far.
+    By default few policies are tried, those that long sequences need; under a later launch, only the best so far. Of a
+    later launch, only candidates whose estimate beats all earlier ones are traced at their batch and returned. The
+    figures of a deep model are extended from those of shallow ones.
     """
     found: list[tuple[Estimates, list[Candidate]]] = []
     rejected, key = {}, better(target)
@@ -81,13 +78,12 @@ def search_shared(
             beside, room = tracer.under(launch), room_of(launch)
             limits = room, target, batch, limited_by_phases(beside.workload, room, most, batch), tolerance
             estimates = Estimates(beside, *limits)
-            with ExitStack() as processes:
-                if all(map(suits, policies)) and (shallow := Shallow.of(beside.workload)):
-                    few, more = (processes.enter_context(tracer.of(one)) for one in shallow.workloads)
-                    estimates = Extended(more, *limits, few=few, shallow=shallow)
-                estimates.trace_candidates([leader.policy] if leader else policies)
-                likely = [one for one in estimates.candidates() if leader is None or key(one) > key(leader)]
-                trace_final_batches([(estimates, best) for best in likely], on_fit)
+            if all(map(suits, policies)) and (shallow := Shallow.of(beside.workload)):
+                few, more = map(tracer.of, shallow.workloads)
+                estimates = Extended(more, *limits, few=few, shallow=shallow)
+            estimates.trace_candidates([leader.policy] if leader else policies)
+            likely = [one for one in estimates.candidates() if leader is None or key(one) > key(leader)]
+            trace_final_batches([(estimates, best) for best in likely])
             settled = [best for one in likely if (best := estimates.best(one.policy)) is not None]
             found.append((estimates, sorted(settled, key=key, reverse=True)))
         except UserError as error:
@@ -95,38 +91,14 @@ def search_shared(
     return found, rejected
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A linear function from a figure of one process to the figure under a launch."""
-
-    start: float = 0.0
-    slope: float = 1.0
-
-    @classmethod
-    def through(cls, one: tuple[float, float], other: tuple[float, float]) -> _Line:
-        """The line through two points (one process, under the launch); a shift if they are too close or the same."""
-        run = other[0] - one[0]
-        slope = (other[1] - one[1]) / run if abs(run) > 0.05 * one[0] else 1.0
-        return cls(one[1] - slope * one[0], slope)
-
-    def __call__(self, value: float) -> float:
-        return self.start + self.slope * value
-
-
 @dataclass
 class Launched(Estimates):
     """Estimates under the tracer's launch, derived from the estimates `alone` of one process."""
 
+    launch: Launch = field(kw_only=True)
     alone: Estimates = field(kw_only=True)
-    lines: dict[str, _Line] = field(default_factory=dict, kw_only=True)
+    lines: dict[str, tuple[float, float]] = field(default_factory=dict, kw_only=True)  # start and slope, by figure
     ratios: dict[str, float] = field(default_factory=dict, kw_only=True)  # traced bytes over those of the line
-
-    @property
-    def launch(self) -> Launch:
-        """The tracer's launch."""
-        launch = self.tracer.workload.launch
-        assert launch is not None
-        return launch
 
     @cached_property
     def points(self) -> list[tuple[str, int]]:
@@ -158,30 +130,36 @@ class Launched(Estimates):
             trace = self.tracer.trace_of(policy, at)
             pairs.append((self.alone.estimate(policy, at), self._candidate(policy, at, trace)))
         for figure in ("peak", "reserved", "seconds"):
-            ends = [(getattr(one, figure), getattr(under, figure)) for one, under in pairs]
-            self.lines[figure] = _Line.through(ends[0], ends[-1])
+            (one, under), (other, beside) = [[getattr(c, figure) for c in pair] for pair in (pairs[0], pairs[-1])]
+            apart = abs(other - one) > 0.05 * one
+            slope = (beside - under) / (other - one) if apart else 1.0  # a shift if they are too close or the same
+            self.lines[figure] = under - slope * one, slope
+
+    def _line(self, figure: str, value: float) -> float:
+        """The figure under the launch, from that of one process."""
+        start, slope = self.lines[figure]
+        return start + slope * value
 
     def trace_candidates(self, policies: Iterable[str]) -> None:
         """Trace the anchors of `policies`, in one process."""
         self.alone.trace_candidates(policies)
         self.anchors, self.rejected = self.alone.anchors, self.alone.rejected
 
-    def estimate(self, policy: str, batch: int) -> Candidate:
-        traced = self.tracer.traced.get((policy, batch))
-        if isinstance(traced, StepTrace):
-            return self._candidate(policy, batch, traced)
+    def _estimated(self, policy: str, batch: int) -> Candidate:
         one = self.alone.estimate(policy, batch)
-        peak, reserved, seconds = (self.lines[name](getattr(one, name)) for name in ("peak", "reserved", "seconds"))
-        return replace(one, peak=round(peak), reserved=round(reserved), seconds=seconds, launch=self.launch)
+        peak, reserved = (round(self._line(name, getattr(one, name))) for name in ("peak", "reserved"))
+        seconds = self._line("seconds", one.seconds)
+        return replace(one, peak=peak, reserved=reserved, seconds=seconds, launch=self.launch)
 
     def scaled_reserved(self, policy: str, batch: int) -> int:
-        return round(self.ratios.get(policy, 1.0) * self.lines["reserved"](self.alone.reserved(policy, batch)))
+        return round(self.ratios.get(policy, 1.0) * self._line("reserved", self.alone.reserved(policy, batch)))
 
     def floor(self, policy: str, batch: int) -> int:
-        return round(self.ratios.get(policy, 1.0) * self.lines["reserved"](self.alone.floor(policy, batch)))
+        return round(self.ratios.get(policy, 1.0) * self._line("reserved", self.alone.floor(policy, batch)))
 
-    def _correct(self, policy: str, batch: int, trace: StepTrace) -> None:
-        self.ratios[policy] = self.ratios.get(policy, 1.0) * trace.peak_reserved / self.scaled_reserved(policy, batch)
+    def _correct(self, policy: str, batch: int) -> None:
+        traced = self.tracer.trace_of(policy, batch).peak_reserved
+        self.ratios[policy] = self.ratios.get(policy, 1.0) * traced / self.scaled_reserved(policy, batch)
 
 
 @dataclass
@@ -191,12 +169,19 @@ class Extended(Estimates):
     The tracer's model is the deeper of the two, and that of `few` the other one.
     """
 
+    few: Tracer = field(kw_only=True)
     shallow: Shallow = field(kw_only=True)
-    resized: dict[str, list[Latest]] = field(default_factory=dict, kw_only=True)  # both models' latest traces
+
+    def __post_init__(self) -> None:
+        self.fewer = Estimates(self.few, self.room, batch=self.batch, growth=self.growth)
 
     @property
     def tracers(self) -> list[Tracer]:
-        return [tracer for tracer in (self.few, self.tracer) if tracer is not None]
+        return [self.few, self.tracer]
+
+    def trace_candidates(self, policies: Iterable[str]) -> None:
+        super().trace_candidates(policies)
+        self.fewer.trace_candidates(self.anchors)
 
     def _trace(self, wanted: list[Key]) -> list[Traced]:
         return trace_all([(tracer, wanted) for tracer in self.tracers], alone=True)[-1]
@@ -205,37 +190,27 @@ class Extended(Estimates):
         """The traces of both models."""
         return [tracer.trace_of(policy, batch) for tracer in self.tracers]
 
-    def estimate(self, policy: str, batch: int) -> Candidate:
-        if (policy, batch) in self.tracer.traced:
-            return self.shallow.candidate(policy, batch, self._both(policy, batch))
-        if (policy, batch) not in self.scaled:
-            scaled = [self.growth.scale(trace, batch) for trace in self._both(policy, LOW)]
-            made = self.shallow.candidate(policy, batch, scaled)
-            self.scaled[policy, batch] = replace(made, host=self._host(policy, batch))
-        return self.scaled[policy, batch]
+    def _traced(self, policy: str, batch: int) -> Candidate:
+        return self.shallow.candidate(policy, batch, self._both(policy, batch))
 
-    def _correct(self, policy: str, batch: int, trace: StepTrace) -> None:
-        """Scale the traces at `batch` from now on."""
-        pairs = zip(self._both(policy, LOW), self._both(policy, batch), strict=True)
-        self.resized[policy] = [
-            Latest(latest, batch, self.growth.like(low, latest), self.growth) for low, latest in pairs
-        ]
+    def _estimated(self, policy: str, batch: int) -> Candidate:
+        return self.shallow.candidate(
+            policy, batch, [self.growth.scale(trace, batch) for trace in self._both(policy, LOW)]
+        )
 
-    def _sizes(self, policy: str, batch: int) -> list[tuple[StepTrace, list[int]]]:
-        """Both models' latest traces, and the bytes of their storages at `batch`."""
-        if policy in self.resized:
-            return [(latest.trace, latest.sizes(batch)) for latest in self.resized[policy]]
-        return [(trace, self.growth.sizes(trace, batch)) for trace in self._both(policy, LOW)]
+    def _correct(self, policy: str, batch: int) -> None:
+        super()._correct(policy, batch)
+        self.fewer._correct(policy, batch)
 
     def scaled_reserved(self, policy: str, batch: int) -> int:
-        return self.shallow.peaks([with_sizes(*each) for each in self._sizes(policy, batch)])[1]
+        both = ((one._scaled(policy).trace, one._sizes(policy, batch)) for one in (self.fewer, self))
+        return self.shallow.peaks([with_sizes(*each) for each in both])[1]
 
     def floor(self, policy: str, batch: int) -> int:
-        ends = [trace.requested_with(sizes) for trace, sizes in self._sizes(policy, batch)]
-        return int(self.shallow.extend(*ends))
+        return int(self.shallow.extend(self.fewer.floor(policy, batch), super().floor(policy, batch)))
 
     def _host(self, policy: str, batch: int) -> int:
-        return int(self.shallow.extend(*(host_bytes(trace, LOW, batch) for trace in self._both(policy, LOW))))
+        return int(self.shallow.extend(self.fewer._host(policy, batch), super()._host(policy, batch)))
 
     def whole(self, tracer: Tracer, found: Sequence[Candidate]) -> tuple[Estimates, list[Candidate]]:
         """The first of the candidates `found` whose trace fits on the whole model, at its batch or the next below.
@@ -298,7 +273,7 @@ class Launches:
         # DeepSpeed changes the precision: estimates of one process do not apply
         if launch.stage or launch.ranks_of_a_sample > 1:
             return Estimates(tracer, room, *more)
-        return Launched(tracer, room, *more, alone=self.alone)
+        return Launched(tracer, room, *more, launch=launch, alone=self.alone)
 
     def never_fits(self) -> bool:
         """Whether the policy that needs the fewest bytes does not fit, even without all that is sharded."""
@@ -315,31 +290,24 @@ class Launches:
         first = self.first = ends() if policies is None else policies
         self.alone.trace_candidates(first)
         self._learn(first)
-        order = sorted(self.under, key=self._rank, reverse=True)
-        found: dict[int, list[Candidate]] = {}
-        for estimates in order:
-            found[id(estimates)] = search(estimates, policies, _SHOWN)
-            if found[id(estimates)]:
-                break
-        shown = [candidate.policy for candidates in found.values() for candidate in candidates]
-        others = {id(e): self._best(e, [*first, *shown]) for e in order if id(e) not in found}
-        trace_final_batches((e, best) for e in order if (best := others.get(id(e))) is not None)
-        for estimates in order:
-            if others.get(id(estimates)) is not None:
-                found[id(estimates)] = self._of(estimates, found, policies, [*first, *shown])
-        candidates = sorted((c for each in found.values() for c in each), key=self.key, reverse=True)
-        return pick_first(candidates, self.more[0])
+        found: list[Candidate] = []
+        known = list(first)
+        for estimates in sorted(self.under, key=self._rank, reverse=True):
+            leader = max(found, key=self.key, default=None)
+            best = None if leader is None else self._traced_best(estimates, known)
+            if leader is None:
+                found = search(estimates, policies, _SHOWN)
+                known += [candidate.policy for candidate in found]
+            elif best is not None:
+                beats = self.key(best) > self.key(leader)
+                found += search(estimates, policies, _SHOWN) if beats else timed(estimates, [best])
+        return pick_first(sorted(found, key=self.key, reverse=True), self.more[0])
 
-    def _of(
-        self, estimates: Estimates, found: dict[int, list[Candidate]], policies: list[str] | None, known: list[str]
-    ) -> list[Candidate]:
-        """The traced best candidate of another launch; if it beats the best so far, all that a search finds there."""
+    def _traced_best(self, estimates: Estimates, known: list[str]) -> Candidate | None:
+        """The best candidate of the `known` policies under another launch, traced there."""
         while (best := self._best(estimates, known)) and (best.policy, best.batch) not in estimates.tracer.traced:
             trace_final_batches([(estimates, best)])
-        leader = max((c for each in found.values() for c in each), key=self.key, default=None)
-        if best is not None and leader is not None and self.key(best) > self.key(leader):
-            return search(estimates, policies, _SHOWN)
-        return [] if best is None else timed(estimates, [best])
+        return best
 
     def _learn(self, first: list[str]) -> None:
         launched = [estimates for estimates in self.under if isinstance(estimates, Launched)]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ckpt_ft.checkpointing.applied_policy import suspended
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.memory.gpus import gpu_of
@@ -27,7 +28,6 @@ from .batch_size import Trial, find_max_batch_size
 from .budget import Candidate, MemoryBudget, better, largest_fitting, limited_by_phases, memory_budget
 from .depth import Shallow, suits
 from .launches import OF_LONG, Extended, Launches, search_shared, split_by_sharing
-from .plan import searching
 from .scaled_traces import HIGH, Estimates
 from .search import trace_final_batches
 from .tracing import Report, Tracer
@@ -37,7 +37,6 @@ LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "f
 OF_SEVERAL_GPUS = LADDER[3:]
 _TARGET = "effective_batch"
 _EXTENDED = "figures are extended from models with fewer blocks; `ckpt-ft estimate --launch` traces the whole model"
-_RING = "the last row is a launch in which the GPUs share each sequence: --cp"
 _TOLERANCE = 0.02  # reserved bytes do not grow evenly with the length: within it, a longer one may or may not fit
 
 
@@ -81,8 +80,7 @@ class MaxLength:
         predicted: the longest sequence whose predicted bytes fit.
         batch_size: sequences of a micro-batch.
         room: the memory budget.
-        ladder: the longest sequence of every policy that fits, the longest first; under FSDP2 that of context
-            parallelism is the last one, if it is longer.
+        ladder: the longest sequence of every policy that fits, the longest first.
         holders: what holds the peak of the first of them; empty if its figures are extended.
         rejected: policies and launches that do not suit the model, each with the reason.
         needed: if nothing fits, the smallest budget that works for `granularity` tokens; else 0.
@@ -175,26 +173,20 @@ def predict_max_length(
 
     of_several = OF_SEVERAL_GPUS if tuple(policies) == LADDER else policies
     policies = [str(Policy.parse(policy)) for policy in policies]
-    longest = 0
-    in_a_ring: list[Candidate] = []
 
     def say(line: str) -> None:
         if report is not None:
-            line = re.sub(r"batch (\d+)", lambda at: f"{int(at[1]) * granularity:,} tokens", line)
-            report(f"at least {longest:,} tokens; {line}" if longest else line)
+            report(re.sub(r"batch (\d+)", lambda at: f"{int(at[1]) * granularity:,} tokens", line))
 
-    def on_fit(one: Candidate) -> None:
-        nonlocal longest
-        longest = max(longest, one.batch * granularity)
-
-    with searching(replace(pieces, launch=None) if launches else pieces, jobs, say) as tracer:
+    alone = replace(pieces, launch=None) if launches else pieces
+    with suspended(alone.model), Tracer(alone, jobs, say) as tracer:
         if launches:
             own, sharing = split_by_sharing(
                 [one for one in launches if one.reshard_after_forward and one.strategy != "ddp"] or launches
             )
             of_long = OF_LONG if of_several is OF_SEVERAL_GPUS else policies
             limits = _TARGET, None, most_pieces, _TOLERANCE
-            shared, rejected = search_shared(tracer, sharing, room_of, *limits, of_long, on_fit=on_fit)
+            shared, rejected = search_shared(tracer, sharing, room_of, *limits, of_long)
             candidates = sorted((one for _, each in shared for one in each), key=better(_TARGET), reverse=True)
             if candidates:  # longer than any sequence that fits a single GPU
                 estimates = next(each for each, found in shared if candidates[0] in found)
@@ -208,15 +200,7 @@ def predict_max_length(
             room = room_of(workload.launch)
             most_pieces = limited_by_phases(pieces, room, most_pieces)
             estimates, whole = _estimates(tracer, room, most_pieces, policies)
-            candidates, rejected = _proved(estimates, whole, on_fit), dict(estimates.rejected)
-            ring = _in_a_ring(workload.launch)
-            if candidates and ring is not None:
-                longest_of = OF_LONG[-1:] if of_several is OF_SEVERAL_GPUS else policies  # one row
-                shared, unsuited = search_shared(
-                    tracer, [ring], room_of, _TARGET, None, most // granularity, _TOLERANCE, longest_of, on_fit=on_fit
-                )
-                rejected |= unsuited
-                in_a_ring = [one for _, each in shared for one in each if one.batch > candidates[0].batch][:1]
+            candidates, rejected = _proved(estimates, whole), dict(estimates.rejected)
         if not estimates.anchors:
             raise UserError("no policy suits the model: " + "; ".join(rejected.values()))
         if not candidates:
@@ -233,20 +217,10 @@ def predict_max_length(
         for one in candidates
     ]
     length = ladder[0].length
-    ladder += [LongestSequence.of(one, granularity, batch_size) for one in in_a_ring]
     holders, notes = ([], [_EXTENDED]) if isinstance(whole, Extended) else (best.grouped_holders(8), [])
-    notes += [_RING] if in_a_ring else []
     return MaxLength(
         length, length, batch_size, estimates.room, ladder, holders, rejected, 0, granularity, [*best.notes, *notes]
     )
-
-
-def _in_a_ring(launch: Launch | None) -> Launch | None:
-    """FSDP2's `launch`, where the GPUs of a machine share each sequence as well; None if they cannot."""
-    if launch is None or launch.strategy != "fsdp2" or launch.ep > 1 or launch.mesh.keys() != {"dp_shard"}:
-        return None
-    here = launch.processes // launch.machines
-    return replace(launch, cp=here) if here > 1 else None
 
 
 def _estimates(tracer: Tracer, room: MemoryBudget, most: int, policies: Sequence[str]) -> tuple[Estimates, Estimates]:
@@ -257,22 +231,18 @@ def _estimates(tracer: Tracer, room: MemoryBudget, most: int, policies: Sequence
     whole = estimates = Estimates(tracer, room, _TARGET, most=most, tolerance=_TOLERANCE, separate=True)
     alike = not tracer.workload.compile and all(map(suits, policies))
     if alike and (shallow := Shallow.of(tracer.workload)):
-        with tracer.of(shallow.workloads[0]) as few, tracer.of(shallow.workloads[1]) as more:
-            estimates = Extended(more, room, _TARGET, most=most, tolerance=_TOLERANCE, few=few, shallow=shallow)
-            estimates.trace_candidates(policies)
+        few, more = map(tracer.of, shallow.workloads)
+        estimates = Extended(more, room, _TARGET, most=most, tolerance=_TOLERANCE, few=few, shallow=shallow)
         whole = replace(whole, growth=estimates.growth, anchors=estimates.anchors)
     estimates.trace_candidates(policies)
-    tracer.end_processes()  # one trace after another from now on
     return estimates, whole
 
 
-def _proved(estimates: Estimates, whole: Estimates, on_fit: Callable[[Candidate], None]) -> list[Candidate]:
+def _proved(estimates: Estimates, whole: Estimates) -> list[Candidate]:
     """The candidate of every policy that fits, the longest first.
 
     Estimates from copies are on the safe side. `whole` therefore traces each policy whose allocated bytes alone would
     allow a sequence as long as the longest so far; the others keep their estimates.
-
-    on_fit: called with each traced candidate that fits.
     """
     limit, bests = whole.room.limit, {policy: estimates.best(policy) for policy in estimates.anchors}
     guesses = {policy: best.batch if best else 1 for policy, best in bests.items()}
@@ -280,7 +250,7 @@ def _proved(estimates: Estimates, whole: Estimates, on_fit: Callable[[Candidate]
     for policy in sorted(guesses, key=guesses.__getitem__, reverse=True):
         if largest_fitting(partial(estimates.floor, policy), limit, whole.most) < longest:
             continue
-        trace_final_batches([(whole, estimates.estimate(policy, guesses[policy]))], on_fit)
+        trace_final_batches([(whole, estimates.estimate(policy, guesses[policy]))])
         bests[policy] = best = whole.best(policy)
         longest = max(longest, best.batch if best else 0)
     return sorted(filter(None, bests.values()), key=better(_TARGET), reverse=True)

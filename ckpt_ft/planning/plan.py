@@ -8,8 +8,7 @@ allocator would reserve, the CUDA context and a margin are within the budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ckpt_ft.checkpointing.applied_policy import suspended
@@ -23,7 +22,7 @@ from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
-from .budget import Candidate, MemoryBudget, better, limited_by_phases, memory_budget
+from .budget import MemoryBudget, better, limited_by_phases, memory_budget
 from .launches import LONG, OF_LONG, Extended, Launches, search_shared, split_by_sharing
 from .scaled_traces import Estimates
 from .search import search
@@ -80,19 +79,12 @@ def traced_plan(
     workload: Workload, asked: PlanRequest, jobs: int = 1, report: Report | None = None
 ) -> tuple[Plan, StepTrace]:
     """The plan, and the trace of its first candidate; errors are those of `plan`."""
-    with searching(replace(workload, launch=None) if asked.launches else workload, jobs, report) as tracer:
-        return planned(tracer, asked)
-
-
-@contextmanager
-def searching(workload: Workload, jobs: int, report: Report | None) -> Iterator[Tracer]:
-    """A tracer of `workload`; any policy on its model is suspended meanwhile."""
+    workload = replace(workload, launch=None) if asked.launches else workload
     with suspended(workload.model), Tracer(workload, jobs, report) as tracer:
-        yield tracer
+        return _planned(tracer, asked)
 
 
-def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
-    """As `traced_plan`, with the traces of `tracer`."""
+def _planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
     workload = tracer.workload
     gpu = gpu_of(workload.device)
 
@@ -100,12 +92,6 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
         return memory_budget(asked.budget, gpu, asked.margin, launch, asked.host_memory)
 
     limits = asked.target, asked.batch_size, asked.max_batch_size
-    report = tracer.report
-
-    def on_fit(one: Candidate) -> None:
-        under = f" with {one.launch.sharing}" if one.launch else ""
-        tracer.report = lambda line: report(f"{one.policy}{under} fits at batch {one.batch}; {line}")
-
     if asked.launches:
         launches, sharing = split_by_sharing(asked.launches)
         policies = asked.chosen or OF_LONG
@@ -115,7 +101,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
         if found:
             estimates = several.of(found[0].launch)
         else:
-            shared, refused = search_shared(tracer, sharing, room_of, *limits, policies=policies, on_fit=on_fit)
+            shared, refused = search_shared(tracer, sharing, room_of, *limits, policies=policies)
             several.rejected |= refused
             best_first = sorted(shared, key=lambda each: [better(asked.target)(one) for one in each[1]], reverse=True)
             for estimates, found in best_first:
@@ -139,29 +125,23 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
     if not found:
         raise NothingFits(no_policy_fits(estimates, workload.model))
     best = estimates.tracer.trace_of(found[0].policy, found[0].batch)
-    fixes = advise(estimates.tracer, found[0], best, asked.batch_size is not None)
-    made = _made(estimates, found, best)
-    return replace(made, fixes=fixes, rejected=rejected), best
-
-
-def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan:
-    """The plan of the candidates `found`; `best` is the trace of the first one."""
     workload = estimates.tracer.workload
-    gpu = gpu_of(workload.device)
-    return Plan(
+    made = Plan(
         candidates=found,
         room=estimates.room,
         model=workload.name or type(workload.model).__name__,
         device=gpu.name if gpu else "cpu",
-        target=estimates.target,
+        target=asked.target,
         architecture=type(without_adapters(workload.model)).__name__,
+        fixes=advise(workload, found[0]),
         holders=best.grouped_holders(8),
-        rejected=estimates.rejected,
+        rejected=rejected,
         notes=best.notes,
         kind=workload.kind,
         tokens=workload.shape.get("seq_length", 0),
         data="" if workload.lengths is None else _describe(workload.lengths, found[0].batch),
     )
+    return made, best
 
 
 def _describe(lengths: Lengths, batch: int) -> str:

@@ -234,7 +234,7 @@ class Plan:
         candidates: traced policies at their best batch sizes, ranked by the target.
         room: budget, context and margin in bytes.
         model, device, target: the inputs of the plan; `architecture` is the model's class.
-        fixes: changes other than a policy that lower the peak of `best`, each with its predicted saving.
+        fixes: what less padding would save.
         holders: the largest holders of the peak of `best`.
         rejected: policies and launches that do not suit this model, each with the reason.
         kind, tokens: the kind of workload, such as "causal-lm", and the tokens of a sequence; 0 for none.

@@ -13,8 +13,8 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import Generic, TypeVar
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 from ckpt_ft.memory.record.events import Op, Storage
 from ckpt_ft.memory.record.trace import StepTrace
@@ -22,25 +22,30 @@ from ckpt_ft.memory.record.trace import StepTrace
 from .budget import Candidate, MemoryBudget, better, largest_fitting
 from .tracing import Key, Traced, Tracer
 
-Value = TypeVar("Value", bound=tuple[int, ...])
-_AMBIGUOUS = None
 EXACT = 1e-3
 _STAYS = ("parameters", "buffers", "gradients", "optimizer", "workspace")
 
 
-class _Table(Generic[Value]):
-    """Values of records at the batch size `high`, by the first key that is known, from the finest to the coarsest."""
+class Anchor(NamedTuple):
+    """A trace that is scaled. `ends`: the bytes of each storage at two batch sizes, None if they do not grow."""
 
-    def __init__(self) -> None:
-        self._values: dict[Hashable, Value | None] = {}
+    trace: StepTrace
+    batch: int
+    ends: Sequence[tuple[int, int] | None] = ()
 
-    def learn(self, keys: Sequence[Hashable], value: Value) -> None:
-        for key in keys:
-            if self._values.setdefault(key, value) != value:
-                self._values[key] = _AMBIGUOUS
 
-    def get(self, keys: Sequence[Hashable]) -> Value | None:
-        return next((self._values[key] for key in keys if key in self._values), None)
+Table = dict[Hashable, Any]  # values by key; None for a key that several records with other values have
+
+
+def _learn(table: Table, keys: Sequence[Hashable], value: tuple[int, ...]) -> None:
+    for key in keys:
+        if table.setdefault(key, value) != value:
+            table[key] = None
+
+
+def _known(table: Table, keys: Sequence[Hashable]) -> Any:
+    """The value of the first key that is known; `keys` are from the finest to the coarsest."""
+    return next((table[key] for key in keys if key in table), None)
 
 
 class Growth:
@@ -52,8 +57,8 @@ class Growth:
 
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = low, high
-        self._storages: _Table[tuple[int]] = _Table()
-        self._ops: _Table[tuple[int, ...]] = _Table()
+        self._storages: Table = {}
+        self._ops: Table = {}
         # By the trace's list of records, which the same step on another card shares.
         self._sizes: dict[int, tuple[Sequence[Storage], list[tuple[int, int]]]] = {}
         self._costs: dict[int, tuple[Sequence[Op], list[tuple[int, ...]]]] = {}
@@ -67,19 +72,19 @@ class Growth:
         self._sizes, self._costs = {}, {}
         for one, other in _paired(_measured(small), _measured(large), lambda s: (s.module, s.phase, s.op)):
             for before, after in zip(one, other if len(one) == len(other) else one, strict=True):
-                self._storages.learn(_storage_keys(before), (after.nbytes,))
+                _learn(self._storages, _storage_keys(before), (after.nbytes,))
         for storage in small.storages:
-            if self._storages.get(_storage_keys(storage)) is None and storage.category in _STAYS:
-                self._storages.learn(_storage_keys(storage), (storage.nbytes,))
+            if _known(self._storages, _storage_keys(storage)) is None and storage.category in _STAYS:
+                _learn(self._storages, _storage_keys(storage), (storage.nbytes,))
         for ones, others in _paired(small.ops, large.ops, lambda o: (o.module, o.phase, o.name)):
             if len(ones) == len(others):
                 for op, grown in zip(ones, others, strict=True):
-                    self._ops.learn(_op_keys(op), _figures(grown))
+                    _learn(self._ops, _op_keys(op), _figures(grown))
                 continue
             more = self.high / self.low  # the chunks are as long as the batch, however many they are
             for op in ones:
                 work = int(op.flops * more), int(op.nbytes * more), round(op.kernels * more)
-                self._ops.learn(_op_keys(op), (*work, *op.shape))
+                _learn(self._ops, _op_keys(op), (*work, *op.shape))
 
     def knows(self, trace: StepTrace) -> bool:
         """Whether the growth of all but 0.1 % of the bytes that `trace` (at `low`) allocates and moves is known.
@@ -87,13 +92,13 @@ class Growth:
         What the optimizer moves does not grow.
         """
         moving = [o for o in trace.ops if o.phase != "optimizer"]
-        unknown = sum(s.nbytes for s in trace.storages if self._storages.get(_storage_keys(s)) is None)
-        unmoved = sum(o.nbytes for o in moving if self._ops.get(_op_keys(o)) is None)
+        unknown = sum(s.nbytes for s in trace.storages if _known(self._storages, _storage_keys(s)) is None)
+        unmoved = sum(o.nbytes for o in moving if _known(self._ops, _op_keys(o)) is None)
         return unknown <= EXACT * trace.peak_allocated and unmoved <= EXACT * sum(o.nbytes for o in moving)
 
     def scale(self, trace: StepTrace, batch: int) -> StepTrace:
         """Returns `trace` (at `low`) scaled to `batch`; records of unknown growth keep their size."""
-        return replace(with_sizes(trace, self.sizes(trace, batch)), ops=self.ops(trace, batch))
+        return replace(with_sizes(trace, self.sizes(Anchor(trace, self.low), batch)), ops=self.ops(trace, batch))
 
     def ops(self, trace: StepTrace, batch: int) -> list[Op]:
         """The ops of `trace`, scaled to `batch`."""
@@ -109,11 +114,13 @@ class Growth:
             scaled.append(Op(o.name, flops, nbytes, *here, kernels, o.stream, o.wire, tuple(shape), o.around, o.group))
         return scaled
 
-    def sizes(self, trace: StepTrace, batch: int) -> list[int]:
-        """The bytes of each storage of `trace` (at `low`), scaled to `batch`."""
-        grown = self._grown(trace)
-        scaled = {ends: self.at(batch, *ends) if ends[0] != ends[1] else ends[0] for ends in set(grown)}
-        return [scaled[ends] for ends in grown]
+    def sizes(self, anchor: Anchor, batch: int) -> list[int]:
+        """The bytes of each storage of `anchor`, scaled to `batch`."""
+        grown = anchor.ends or self._grown(anchor.trace)
+        factors: dict[tuple[int, int] | None, float] = {None: 1.0}
+        for ends in filter(None, set(grown)):
+            factors[ends] = self.at(batch, *ends) / (self.at(anchor.batch, *ends) or 1)
+        return [round(s.nbytes * factors[ends]) for s, ends in zip(anchor.trace.storages, grown, strict=True)]
 
     def at(self, batch: int, low: int, high: int) -> int:
         """A figure at `batch` whose values at the batch sizes `low` and `high` are given."""
@@ -126,24 +133,20 @@ class Growth:
     def _on_a_line(self, batch: int, low: int, high: int) -> int:
         return max(0, round(low + (high - low) * (batch - self.low) / (self.high - self.low)))
 
-    def like(self, anchor: StepTrace, trace: StepTrace) -> list[tuple[int, int] | None]:
-        """For each storage of `trace`, at any batch size, its bytes at `low` and `high` as in `anchor`.
-
-        None for a storage that does not grow, or that has no counterpart.
-        """
-        table: _Table[tuple[int, int]] = _Table()
-        grown = dict(zip(map(id, anchor.storages), self._grown(anchor), strict=True))
-        for ones, others in _paired(_measured(anchor), _measured(trace), lambda s: (s.module, s.phase, s.op)):
+    def like(self, first: StepTrace, trace: StepTrace, batch: int) -> Anchor:
+        """The anchor `trace`, at any batch size, whose storages grow as those of the same policy at `low` do."""
+        table: Table = {}
+        grown = dict(zip(map(id, first.storages), self._grown(first), strict=True))
+        for ones, others in _paired(_measured(first), _measured(trace), lambda s: (s.module, s.phase, s.op)):
             for one, other in zip(ones, others, strict=True) if len(ones) == len(others) else ():
-                table.learn(_storage_keys(other), grown[id(one)])
-        found = (table.get(_storage_keys(s)) for s in trace.storages)
-        return [ends if ends and ends[0] != ends[1] else None for ends in found]
+                _learn(table, _storage_keys(other), grown[id(one)])
+        return Anchor(trace, batch, [_known(table, _storage_keys(s)) for s in trace.storages])
 
     def _grown(self, trace: StepTrace) -> list[tuple[int, int]]:
         """For each storage of `trace` (at `low`) its bytes at `low` and `high`."""
         records = trace.storages
         if id(records) not in self._sizes:
-            sizes = [(s.nbytes, (self._storages.get(_storage_keys(s)) or (s.nbytes,))[0]) for s in records]
+            sizes = [(s.nbytes, (_known(self._storages, _storage_keys(s)) or (s.nbytes,))[0]) for s in records]
             self._sizes[id(records)] = records, sizes
         return self._sizes[id(records)][1]
 
@@ -151,7 +154,7 @@ class Growth:
         """For each op of `trace` (at `low`) its figures at `high`; () if they do not grow."""
         records = trace.ops
         if id(records) not in self._costs:
-            grown = [(_figures(o), self._ops.get(_op_keys(o)) or ()) for o in records]
+            grown = [(_figures(o), _known(self._ops, _op_keys(o)) or ()) for o in records]
             dearer = [at_high if len(at_high) == len(was) and at_high != was else () for was, at_high in grown]
             self._costs[id(records)] = records, dearer
         return self._costs[id(records)][1]
@@ -209,30 +212,7 @@ def _op_keys(o: Op) -> tuple[Hashable, ...]:
 # in a compiled region, each block with replaced modules is compiled by itself, and `swap` was not tried with it.
 _IDLE_COMPILED = ("pointwise", "head", "offload", "modules:", "swap")
 _SIZES_TRIED_ABOVE = 8  # batch sizes to look at above the first that does not fit
-_ESTIMATE_ERROR = 1.005  # estimates near a traced batch are off by less than this factor
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
-
-
-@dataclass(frozen=True)
-class Latest:
-    """A trace at `batch`; `ends` as from `Growth.like`."""
-
-    trace: StepTrace
-    batch: int
-    ends: list[tuple[int, int] | None]
-    growth: Growth
-
-    def sizes(self, batch: int) -> list[int]:
-        """The bytes of each storage, scaled to another batch size."""
-        factors: dict[tuple[int, int] | None, float] = {None: 1.0}
-        for ends in filter(None, set(self.ends)):
-            factors[ends] = self.growth.at(batch, *ends) / (self.growth.at(self.batch, *ends) or 1)
-        return [round(s.nbytes * factors[ends]) for s, ends in zip(self.trace.storages, self.ends, strict=True)]
-
-
-def host_bytes(trace: StepTrace, at: int, batch: int) -> int:
-    """Bytes in host memory of the step `trace` (at batch size `at`) at another one."""
-    return max(trace.peak_host + trace.at_host_peak.get("activations", 0) * (batch - at) // at, 0)
 
 
 @dataclass
@@ -242,7 +222,6 @@ class Estimates:
     Attributes:
         batch: the only batch size to look at; None for all sizes up to `most`.
         tolerance: share of the largest batch that a search may miss, so that it ends after fewer traces.
-        few: traces the same model with fewer blocks, if the growth with the batch is to be learned from it.
         separate: whether each anchor has a session of its own, as final traces have, with the same reserved bytes. A
             search then also finds batch sizes that fit above one that does not.
         anchors: the trace of each policy at `batch`, or at `LOW`.
@@ -250,8 +229,7 @@ class Estimates:
         scaled: candidates that were estimated from an anchor instead of traced.
         bests: the best candidate of each policy; None if none fits.
         typical_seconds: seconds of a step on a typical batch, if the rows of the dataset differ in length.
-        _latest: the trace of a policy at the batch size given to `following`, which is resized in place of its
-            anchor.
+        _latest: the trace of a policy at the batch size given to `following`, which is scaled in place of its anchor.
     """
 
     tracer: Tracer
@@ -261,14 +239,13 @@ class Estimates:
     most: int = 1024
     tolerance: float = 0.0
     separate: bool = False
-    few: Tracer | None = None
     growth: Growth = field(default_factory=lambda: Growth(LOW, HIGH))
     anchors: dict[str, StepTrace] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     scaled: dict[tuple[str, int], Candidate] = field(default_factory=dict)
     bests: dict[str, Candidate | None] = field(default_factory=dict)
     typical_seconds: dict[tuple[str, int], float] = field(default_factory=dict)
-    _latest: dict[str, Latest] = field(default_factory=dict, init=False)
+    _latest: dict[str, Anchor] = field(default_factory=dict, init=False)
     _peaks: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
     _floors: dict[tuple[str, int, int], int] = field(default_factory=dict)
 
@@ -287,7 +264,7 @@ class Estimates:
         while unsure := [policy for policy in unsure if not self.growth.knows(self.anchors[policy])]:
             ends = unsure[:: max(len(unsure) - 1, 1)] if self.tracer.parallel else unsure[:1]  # the least similar ones
             unsure = [policy for policy in unsure if policy not in ends]
-            smalls, larges = ((self.few or self.tracer).all([(policy, at) for policy in ends]) for at in (LOW, HIGH))
+            smalls, larges = (self.tracers[0].all([(policy, at) for policy in ends]) for at in (LOW, HIGH))
             for small, large in zip(smalls, larges, strict=True):
                 assert not isinstance(small, str), "its policy has an anchor"
                 assert not isinstance(large, str), "it was traced at LOW"
@@ -298,21 +275,24 @@ class Estimates:
 
     @property
     def tracers(self) -> list[Tracer]:
-        """Those that trace the final batch sizes."""
+        """Those that trace the final batch sizes; the growth with the batch is learned from the first."""
         return [self.tracer]
 
     def estimate(self, policy: str, batch: int) -> Candidate:
         """The candidate of `policy` at `batch`: from its trace if there is one, else scaled from the anchor."""
-        traced = self.tracer.traced.get((policy, batch))
-        if isinstance(traced, StepTrace):
-            return self._candidate(policy, batch, traced)
-        key = (policy, batch)
-        if key not in self.scaled:
-            anchor = self.anchors[policy]
-            scaled = replace(anchor, ops=self.growth.ops(anchor, batch))
-            made = self._candidate(policy, batch, scaled, self._scaled_peaks(policy, batch))
-            self.scaled[key] = replace(made, host=self._host(policy, batch))
-        return self.scaled[key]
+        if isinstance(self.tracer.traced.get((policy, batch)), StepTrace):
+            return self._traced(policy, batch)
+        if (policy, batch) not in self.scaled:
+            self.scaled[policy, batch] = replace(self._estimated(policy, batch), host=self._host(policy, batch))
+        return self.scaled[policy, batch]
+
+    def _traced(self, policy: str, batch: int) -> Candidate:
+        return self._candidate(policy, batch, self.tracer.trace_of(policy, batch))
+
+    def _estimated(self, policy: str, batch: int) -> Candidate:
+        anchor = self.anchors[policy]
+        scaled = replace(anchor, ops=self.growth.ops(anchor, batch))
+        return self._candidate(policy, batch, scaled, self._scaled_peaks(policy, batch))
 
     def _candidate(self, policy: str, batch: int, trace: StepTrace, peaks: tuple[int, int] | None = None) -> Candidate:
         """The candidate of a trace: its bytes are those of the longest batch, its seconds those of a typical one."""
@@ -336,34 +316,36 @@ class Estimates:
 
     def floor(self, policy: str, batch: int) -> int:
         """A lower bound of `scaled_reserved` that needs no replay."""
-        trace, sizes, key = self._scaled(policy, batch)
+        trace = self._scaled(policy).trace
+        key = policy, batch, id(trace.storages)
         if key not in self._floors:
-            self._floors[key] = trace.requested_with(sizes(batch))
+            self._floors[key] = trace.requested_with(self._sizes(policy, batch))
         return self._floors[key]
 
     def _scaled_peaks(self, policy: str, batch: int) -> tuple[int, int]:
         """Peak bytes allocated and reserved, from one replay of the scaled trace."""
-        trace, sizes, key = self._scaled(policy, batch)
+        trace = self._scaled(policy).trace
+        key = policy, batch, id(trace.storages)
         if key not in self._peaks:
-            replay = trace.replay_with(sizes(batch))
+            replay = trace.replay_with(self._sizes(policy, batch))
             self._peaks[key] = replay.peak_allocated(trace.start), replay.peak_reserved()
         return self._peaks[key]
 
-    def _scaled(self, policy: str, batch: int) -> tuple[StepTrace, Callable[[int], list[int]], tuple[str, int, int]]:
-        """The latest trace of `policy`, or its anchor; the bytes of its storages at a batch; a cache's key."""
-        latest, trace = self._latest.get(policy), self.anchors[policy]
-        if latest is not None:
-            return latest.trace, latest.sizes, (policy, batch, id(latest.trace.storages))
-        return trace, partial(self.growth.sizes, trace), (policy, batch, id(trace.storages))
+    def _scaled(self, policy: str) -> Anchor:
+        """The latest trace of `policy`, or its first."""
+        return self._latest.get(policy) or Anchor(self.anchors[policy], self.batch or LOW)
 
-    def _correct(self, policy: str, batch: int, trace: StepTrace) -> None:
-        """Scale `trace`, at `batch`, from now on."""
-        self._latest[policy] = Latest(trace, batch, self.growth.like(self.anchors[policy], trace), self.growth)
+    def _sizes(self, policy: str, batch: int) -> list[int]:
+        return self.growth.sizes(self._scaled(policy), batch)
+
+    def _correct(self, policy: str, batch: int) -> None:
+        """Scale the trace at `batch` from now on."""
+        self._latest[policy] = self.growth.like(self.anchors[policy], self.tracer.trace_of(policy, batch), batch)
 
     def runs(self, policy: str, batch: int) -> bool:
         """Whether a step runs at all, if cached segments are returned to the device when it is full."""
-        trace, sizes, _ = self._scaled(policy, batch)
-        return trace.replay_with(sizes(batch), self.room.limit).oom_at is None
+        sizes = self._sizes(policy, batch)
+        return self._scaled(policy).trace.replay_with(sizes, self.room.limit).oom_at is None
 
     def best(self, policy: str) -> Candidate | None:
         """The candidate of `policy` at the largest batch that fits, or at batch 1 for the target "memory"."""
@@ -414,30 +396,18 @@ class Estimates:
 
     def _exceeds(self, policy: str, batch: int) -> bool:
         """Whether the scaled trace reserves more than the limit; the replay ends where it does."""
-        trace, sizes, _ = self._scaled(policy, batch)
-        limit = self.room.limit
-        return trace.replay_with(sizes(batch), until=limit).peak_reserved() > limit
+        sizes, limit = self._sizes(policy, batch), self.room.limit
+        return self._scaled(policy).trace.replay_with(sizes, until=limit).peak_reserved() > limit
 
     def _host(self, policy: str, batch: int) -> int:
         """Estimated bytes in host memory, where only activations grow."""
-        latest = self._latest.get(policy)
-        trace, at = (latest.trace, latest.batch) if latest else (self.anchors[policy], self.batch or LOW)
-        return host_bytes(trace, at, batch)
-
-    def _is_known_largest(self, policy: str, batch: int) -> bool:
-        """Whether the traced `batch` fits, and the next one exceeds the limit by more than an estimate's error."""
-        traced = self.estimate(policy, batch)
-        here, above = (self.scaled_reserved(policy, one) for one in (batch, batch + 1))
-        return self.room.fits(traced) and above * traced.reserved / here > _ESTIMATE_ERROR * self.room.limit
+        trace, at, _ = self._scaled(policy)
+        return max(trace.peak_host + trace.at_host_peak.get("activations", 0) * (batch - at) // at, 0)
 
     def following(self, policy: str, batch: int) -> int | None:
         """The batch size to trace after `batch`; None if the best batch of `policy` is known, which is then stored."""
         if self.batch is None and self.target != "memory":
-            trace = self.tracer.trace_of(policy, batch)
-            if not self.separate and self._is_known_largest(policy, batch):
-                self._settle(policy, batch)
-                return None
-            self._correct(policy, batch, trace)
+            self._correct(policy, batch)
             self.scaled = {key: one for key, one in self.scaled.items() if key[0] != policy}
             batches = [at for name, at in self.tracer.traced if name == policy and at not in (LOW, HIGH)]
             made = {at: self.estimate(policy, at) for at in batches}
@@ -470,13 +440,4 @@ class Estimates:
     def smallest(self) -> Candidate:
         """The candidate with the fewest bytes at the fixed batch, or at batch size 1."""
         at = self.batch or 1
-
-        def least(policy: str) -> int:
-            return self.reserved(policy, at) if (policy, at) in self.tracer.traced else self.floor(policy, at)
-
-        found: dict[str, int] = {}
-        for policy in sorted(self.anchors, key=least):
-            if found and least(policy) > min(found.values()):
-                break
-            found[policy] = self.reserved(policy, at)
-        return self.estimate(min(filter(found.__contains__, self.anchors), key=found.__getitem__), at)
+        return self.estimate(min(self.anchors, key=lambda policy: self.reserved(policy, at)), at)

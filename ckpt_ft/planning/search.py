@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -167,7 +167,6 @@ def _crossing(left: int, right: int, at_left: float, at_right: float, limit: int
 
 _TIE = 0.01  # relative; predicted speeds this close cannot be told apart
 _SHOWN = 5  # candidates that are traced alone to be shown
-_OFFLOADED, _SPLITS = 1, 4  # traces that they usually take, for the progress report
 
 
 def search(estimates: Estimates, policies: list[str] | None = None, shown: int = _SHOWN) -> list[Candidate]:
@@ -181,10 +180,6 @@ def search(estimates: Estimates, policies: list[str] | None = None, shown: int =
     if policies is not None:
         estimates.trace_candidates(policies)
     else:
-        if estimates.tracer.workload.launch is None:  # searches under several launches share most of their traces
-            count = len(other_policies(estimates.tracer.workload.model))
-            grown = 3 if estimates.batch is None else 0  # second batch sizes: of the plain model, head and offload
-            estimates.tracer.expected = len(ends()) + count + grown + _OFFLOADED + _SPLITS * bool(count) + shown
         _explore(estimates)
     return _confirmed(estimates, shown)
 
@@ -195,11 +190,7 @@ def ends() -> list[str]:
 
 
 def _explore(estimates: Estimates) -> None:
-    def trace(policies: Iterable[str]) -> None:
-        estimates.trace_candidates(policies)
-        best = max(estimates.candidates(), key=better(estimates.target), default=None)
-        estimates.tracer.best = f"so far {best.policy}, batch {best.batch}; " if best else ""
-
+    trace = estimates.trace_candidates
     trace(ends())
     headed = ends()[len(FIRST) :]
     head = any(estimates.beats(headed[i], FIRST[i]) for i in range(len(headed)) if headed[i] in estimates.anchors)
@@ -228,11 +219,16 @@ def blocks_to_swap(workload: Workload) -> tuple[int, int]:
     return (len(able), nbytes // len(able)) if len(able) >= LEAST_SWAPPED else (0, 1)
 
 
-def fewest_swapped(reserved: Callable[[int], int], workload: Workload, limit: int) -> int:
-    """The smallest N of `swap:N` under which at most `limit` bytes are reserved; 0 if not even all blocks suffice."""
-    count, each = blocks_to_swap(workload)
-    needed = reserved(count) if count else limit + 1
-    if needed > limit:
+def fewest_swapped(estimates: Estimates, base: str) -> int:
+    """The smallest N of `swap:N` with which `base` fits at the fixed batch, or at batch size 1; 0 if none does."""
+    (count, each), limit = blocks_to_swap(estimates.tracer.workload), estimates.room.limit
+
+    def reserved(blocks: int) -> int:
+        policy = with_term(base, f"swap:{blocks}")
+        estimates.trace_candidates([policy])
+        return estimates.reserved(policy, estimates.batch or 1) if policy in estimates.anchors else 2**62
+
+    if not count or (needed := reserved(count)) > limit:
         return 0
     blocks = max(count - (limit - needed) // each, LEAST_SWAPPED)
     while blocks < count and (needed := reserved(blocks)) > limit:
@@ -242,16 +238,9 @@ def fewest_swapped(reserved: Callable[[int], int], workload: Workload, limit: in
 
 def _swap(estimates: Estimates) -> None:
     """The policy of the fewest bytes, with the smallest N of swapped blocks that fits, with all, and in between."""
-    workload, at = estimates.tracer.workload, estimates.batch or 1
     base = without_term(estimates.smallest().policy, "offload")
-
-    def reserved(blocks: int) -> int:
-        policy = with_term(base, f"swap:{blocks}")
-        estimates.trace_candidates([policy])
-        return estimates.reserved(policy, at) if policy in estimates.anchors else 2**62
-
-    if fewest := fewest_swapped(reserved, workload, estimates.room.limit):
-        half = (blocks_to_swap(workload)[0] + fewest) // 2
+    if fewest := fewest_swapped(estimates, base):
+        half = (blocks_to_swap(estimates.tracer.workload)[0] + fewest) // 2
         estimates.trace_candidates([with_term(base, f"swap:{half}")])
 
 
@@ -307,20 +296,15 @@ def pick_first(candidates: list[Candidate], target: str) -> list[Candidate]:
     return [pick, *(candidate for candidate in candidates if candidate is not pick)]
 
 
-def trace_final_batches(
-    estimated: Iterable[tuple[Estimates, Candidate]], on_fit: Callable[[Candidate], None] = lambda one: None
-) -> None:
-    """Trace each policy alone, then at the batch size that follows from its trace, until that was traced already.
-
-    on_fit: called with each traced candidate that fits.
-    """
+def trace_final_batches(estimated: Iterable[tuple[Estimates, Candidate]]) -> None:
+    """Trace each policy alone, then at the batch size that follows from its trace, until that was traced already."""
     wanted = [(estimates, candidate.policy, candidate.batch) for estimates, candidate in estimated]
     while wanted:
         asked = [(tracer, (policy, batch)) for estimates, policy, batch in wanted for tracer in estimates.tracers]
         trace_all([(tracer, [key]) for tracer, key in asked], alone=True)
         for estimates, policy, batch in wanted:
-            if estimates.room.fits(one := estimates.estimate(policy, batch)):
-                on_fit(one)
+            if estimates.room.fits(estimates.estimate(policy, batch)):
+                estimates.tracer.fits.append(f"batch {batch} under {policy} fits; ")
         wanted = [
             (estimates, policy, following)
             for estimates, policy, batch in wanted

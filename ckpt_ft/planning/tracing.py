@@ -160,46 +160,33 @@ class Tracer:
 
     Args:
         jobs: number of processes; 0 for one per core, 1 for this process alone. They are forked, so a step may be any
-            closure. This process makes all traces if it cannot fork (CUDA in use, other threads that may hold locks,
-            another system than Linux).
+            closure. This process makes all traces if it cannot fork (see `can_fork`).
         report: called with one line before each trace.
 
     Attributes:
-        expected: about how many traces there will be, for the progress report; 0 if unknown.
-        best: the best answer so far, for the same report.
+        fits: what was found to fit, for the report; all tracers of a search share it.
     """
 
     def __init__(self, workload: Workload, jobs: int = 1, report: Report | None = None) -> None:
         self.workload, self.report = workload, report or (lambda line: None)
         self.traced: dict[Key, Traced] = {}
-        self.expected, self.best = 0, ""
+        self.fits: list[str] = []
         self._alone: set[Key] = set()  # keys that were traced in separate sessions
-        self._jobs = jobs or cores() if can_fork() else 1
-        self._pool: ProcessPoolExecutor | None = None
+        self.jobs = 1 if jobs == 1 or not can_fork() else jobs or cores()
 
     def __enter__(self) -> Tracer:
         self._collects = gc.isenabled()
         gc.disable()  # traces are millions of small objects without cycles
-        if self._jobs > 1:
-            fork = multiprocessing.get_context("fork")  # the workload is inherited, not pickled
-            self._pool = ProcessPoolExecutor(self._jobs, fork, initializer=_inherit, initargs=(self.workload,))
         return self
 
     def __exit__(self, *exception: Any) -> None:
         if self._collects:
             gc.enable()
-        self.end_processes()
-
-    def end_processes(self) -> None:
-        """Make all further traces in this process."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
 
     @property
     def parallel(self) -> bool:
         """Whether several traces run at once."""
-        return self._pool is not None
+        return self.jobs > 1
 
     def trace(self, policy: str, batch: int) -> Traced:
         """One trace, or the reason why there is none."""
@@ -212,14 +199,14 @@ class Tracer:
         return trace
 
     def under(self, launch: Launch | None) -> Tracer:
-        """A tracer of the same workload under `launch`, on the same processes, with separate traces."""
-        other = copy.copy(self)
-        other.workload, other.traced, other._alone = replace(self.workload, launch=launch), {}, set()
-        return other
+        """A tracer of the same workload under `launch`, with traces of its own."""
+        return self.of(replace(self.workload, launch=launch))
 
     def of(self, workload: Workload) -> Tracer:
-        """A tracer of another workload, with as many processes of its own."""
-        return Tracer(workload, self._jobs, lambda line: self.report(line))
+        """A tracer of another workload, with as many processes and the same report."""
+        other = copy.copy(self)
+        other.workload, other.traced, other._alone = workload, {}, set()
+        return other
 
     def all(self, wanted: Iterable[Key], alone: bool = False) -> list[Traced]:
         """A trace for each (policy, batch), in order.
@@ -241,49 +228,58 @@ class Tracer:
         if alone:
             return [[key] for keys in missing.values() for key in keys]
         # Dealt in turn to the processes: neighbours are similar policies that cost about the same.
-        shares = [keys[start :: self._jobs] for keys in missing.values() for start in range(self._jobs)]
+        shares = [keys[start :: self.jobs] for keys in missing.values() for start in range(self.jobs)]
         return [share for share in shares if share]
-
-    def _keep(self, sessions: list[list[Key]], traced: Iterable[list[Traced]]) -> None:
-        for keys, traces in zip(sessions, traced, strict=True):
-            if len(keys) == 1:
-                self._alone.add(keys[0])
-            self.traced.update(zip(keys, traces, strict=True))
 
     def trace_typical(self, wanted: Iterable[Key]) -> list[StepTrace]:
         """The trace of the step on a typical batch, for each (policy, batch) that has a trace."""
-        traces = self._run([[key] for key in wanted], typical=True)
-        return [trace for (trace,) in traces if isinstance(trace, StepTrace)]
+        found = dict(_run([(self, [key]) for key in wanted], typical=True))
+        return [trace for _, (trace,) in sorted(found.items()) if isinstance(trace, StepTrace)]
 
-    def _run(self, sessions: list[list[Key]], typical: bool = False) -> Iterator[list[Traced]]:
-        """The traces of each session; all sessions start at once if there are other processes."""
-        results: list[Callable[[], list[Traced]]]
-        if self._pool is None:
-            results = [partial(_session, self.workload, keys, typical) for keys in sessions]
-        else:
-            results = [self._pool.submit(_trace, keys, typical, self.workload.launch).result for keys in sessions]
-        return map(self._reported, sessions, results)
+    def session(self, keys: list[Key], typical: bool) -> list[Traced]:
+        """The traces of a session, which this process makes."""
+        traces = _session(self.workload, keys, typical)
+        for trace in traces if self.parallel else ():
+            if not isinstance(trace, str):
+                trace.replay  # noqa: B018  cached in the trace, so that the parent need not compute it
+                if trace.device != "cpu":
+                    trace.seconds_parts  # noqa: B018
+        return traces
 
-    def _reported(self, keys: list[Key], result: Callable[[], list[Traced]]) -> list[Traced]:
-        """The result of a session, of which a line was reported first."""
+    def say(self, keys: list[Key]) -> None:
+        """Report that a session begins."""
         batches = ((batch, [policy for policy, _ in same]) for batch, same in groupby(keys, key=lambda key: key[1]))
         said = ", ".join(f"batch {batch} under {'; '.join(policies)}" for batch, policies in batches)
-        done, launch = len(self.traced), self.workload.launch
-        about = f"{done} of about {max(self.expected, done + len(keys))}: " if self.expected else ""
-        self.report(f"{about}{self.best}tracing {said}{f' with {launch}' if launch else ''}")
-        return result()
+        launch = self.workload.launch
+        self.report(f"{''.join(self.fits[-1:])}tracing {said}{f' with {launch}' if launch else ''}")
 
 
 def trace_all(asked: Sequence[tuple[Tracer, Iterable[Key]]], alone: bool = False) -> list[list[Traced]]:
     """Returns `tracer.all(wanted, alone)` for each (tracer, wanted); all of them start at once."""
     each = [(tracer, list(wanted)) for tracer, wanted in asked]
-    begun = []
-    for tracer, wanted in each:
-        sessions = tracer._missing(wanted, alone)
-        begun.append((tracer, sessions, tracer._run(sessions)))
-    for tracer, sessions, traced in begun:
-        tracer._keep(sessions, traced)
+    sessions = [(tracer, keys) for tracer, wanted in each for keys in tracer._missing(wanted, alone)]
+    for number, traces in _run(sessions):
+        tracer, keys = sessions[number]
+        if len(keys) == 1:
+            tracer._alone.add(keys[0])
+        tracer.traced.update(zip(keys, traces, strict=True))
     return [[tracer.traced[key] for key in wanted] for tracer, wanted in each]
+
+
+def _run(sessions: Sequence[tuple[Tracer, list[Key]]], typical: bool = False) -> Iterator[tuple[int, list[Traced]]]:
+    """The number and the traces of each session, as they end."""
+
+    def task(number: int, tell: Callable[[int], None]) -> list[Traced]:
+        tell(number)
+        tracer, keys = sessions[number]
+        return tracer.session(keys, typical)
+
+    def say(number: int) -> None:
+        tracer, keys = sessions[number]
+        tracer.say(keys)
+
+    jobs = max((tracer.jobs for tracer, _ in sessions), default=1)
+    return run_tasks([partial(task, number) for number in range(len(sessions))], jobs, say)
 
 
 def cores() -> int:
@@ -291,39 +287,22 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-_WORKLOAD: Workload | None = None  # of a forked process
-
-
-def _end_with_parent() -> None:
-    """Have the kernel end this forked process if its parent is killed: it would wait for work for ever."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def _inherit(workload: Workload) -> None:
-    global _WORKLOAD
-    _WORKLOAD = workload
-    _end_with_parent()
+def begin_process(ended_by: int = signal.SIGKILL) -> None:
+    """In a forked process: have the kernel end it by a signal if its parent is killed, and use one thread.
+
+    Threads of autograd that run at once in such a process would race for the pool of threads.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ended_by)
     torch.set_num_threads(1)
 
 
 def _session(workload: Workload, keys: list[Key], typical: bool) -> list[Traced]:
     steps = {batch: workload.typical_step(batch) if typical else workload.step(batch) for _, batch in keys}
     return _traced(workload, [(policy, steps[batch]) for policy, batch in keys])
-
-
-def _trace(keys: list[Key], typical: bool, launch: Launch | None) -> list[Traced]:
-    """Runs a session in a forked process."""
-    assert _WORKLOAD is not None, "set by _inherit"
-    traces = _session(replace(_WORKLOAD, launch=launch), keys, typical)
-    for trace in traces:
-        if not isinstance(trace, str):
-            trace.replay  # noqa: B018  cached in the trace, so that the parent need not compute it
-            if trace.device != "cpu":
-                trace.seconds_parts  # noqa: B018
-    return traces
 
 
 def can_fork() -> bool:
@@ -361,7 +340,7 @@ def run_tasks(
     fork = multiprocessing.get_context("fork")
     messages, _TASKS = fork.SimpleQueue(), tasks
     _MESSAGES, others = messages, multiprocessing.active_children()
-    with ProcessPoolExecutor(jobs, fork, _end_with_parent) as pool:
+    with ProcessPoolExecutor(jobs, fork, begin_process) as pool:
         running = {pool.submit(_run_task, number): number for number in range(len(tasks))}
         try:
             while running:
@@ -375,6 +354,7 @@ def run_tasks(
             raise
         finally:
             pool.shutdown(cancel_futures=True)
+            _TASKS = ()  # they keep models alive
 
 
 _POLL_SECONDS = 0.5  # seconds after which this process polls its tasks

@@ -11,7 +11,7 @@ cards are extended from those of shallower ones (depth.py).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -29,11 +29,11 @@ from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload
 
-from .budget import Candidate, MemoryBudget, largest_fitting, memory_budget
+from .budget import Candidate, MemoryBudget, memory_budget
 from .depth import Shallow, suits
-from .launches import SHARDED
+from .launches import SHARDED, Extended
 from .methods import METHODS, method_of, named_method
-from .scaled_traces import HIGH, LOW, Estimates
+from .scaled_traces import HIGH, LOW, Anchor, Estimates, Growth
 from .search import blocks_to_swap, search, with_term
 from .tracing import Key, Report, Traced, Tracer, on_card, run_tasks, trace_policies
 
@@ -43,9 +43,7 @@ CARDS = (
 )  # fmt: skip
 POLICIES = ("none", "pointwise,head", "full,head")
 MOST_BATCH = 256
-_SLACK = 1.05  # a sharded step is traced if its estimate exceeds the memory by less than this factor
-_BATCHES = sorted(size for n in range(9) for size in (2**n, 3 * 2**n) if size <= MOST_BATCH)  # under FSDP2
-_CAUTION = 0.95  # share of a card's memory that a batch under FSDP2 is estimated for
+_TOLERANCE = 0.05  # share of the largest batch that a search under FSDP2 may miss
 
 
 @dataclass(frozen=True)
@@ -216,7 +214,7 @@ class _Method:
         self.policies = policies if count == 1 or moves else policies[-1:]  # no policy makes such weights fit
         self.tokens = self.workload.shape.get("seq_length", 0)
         self.traces: dict[tuple[Any, int, int], list[Tracer]] = {}  # by kernels, number of cards and of models
-        self.added: dict[str, dict[int, int]] = {}  # policy -> batch -> the most bytes that FSDP2 added
+        self.sharded_growth = Growth(LOW, HIGH)
         tracer = self._tracers(cards[0], 1)[0].tracer
         tracer.all((policy, batch) for batch in (LOW, HIGH) for policy in self.policies)  # a session for each batch
         self.first = Estimates(tracer, self._room(cards[0]), most=MOST_BATCH)
@@ -252,51 +250,24 @@ class _Method:
             (trace,) = trace_policies(tracer.workload, [lean], tracer.workload.step(1, tokens))
             if isinstance(trace, StepTrace) and room.holds(trace):
                 return self._found(card, 1, Candidate.of(lean, 1, trace, self.spec.data.accumulation), tokens)
-        return Place(card.name, self.method, self.tokens, needed=room.needs(self._candidate(card, 1, lean, 1)))
+        one = Candidate.of(lean, 1, tracer.trace_of(lean, 1), self.spec.data.accumulation)
+        return Place(card.name, self.method, self.tokens, needed=room.needs(one))
 
     def _largest(self, card: GPU, gpus: int, policy: str) -> Candidate | None:
-        """Traces a batch near the largest that fits each of several cards; None if no sample fits.
-
-        Traces under FSDP2 are slow, so the batch is estimated: from the step of one process with a card's share of the
-        sharded bytes, and from the bytes that FSDP2 added in earlier traces. It is rounded down, so that cards share
-        traces.
-        """
-        room = self._room(card, self._of(gpus).launch.launch)
-        anchor, growth = self.first.anchors[policy], self.first.growth
-        is_sharded = [storage.category in SHARDED for storage in anchor.storages]
-
-        def share(samples: int) -> int:
-            sizes = zip(growth.sizes(anchor, samples), is_sharded, strict=True)
-            return anchor.requested_with([nbytes // gpus if divided else nbytes for nbytes, divided in sizes])
-
-        added = self.added.setdefault(policy, {})
-
-        def needs(samples: int) -> int:
-            return share(samples) + max((more for at, more in added.items() if at <= samples), default=0)
-
-        def traced(samples: int) -> Candidate:
-            found = self._candidate(card, gpus, policy, samples)
-            added[samples] = max(added.get(samples, 0), found.reserved - share(samples))
-            return found
-
-        if needs(1) > _SLACK * room.limit or (not added and not room.fits(traced(1))):
+        """The largest batch that fits each of several cards; None if no sample fits."""
+        room, anchor = self._room(card, self._of(gpus).launch.launch), self.first.anchors[policy]
+        sizes = zip(anchor.storages, self.first.growth.sizes(Anchor(anchor, LOW), 1), strict=True)
+        share = [nbytes // gpus if storage.category in SHARDED else nbytes for storage, nbytes in sizes]
+        if anchor.requested_with(share) > room.limit:
             return None
-        most = MOST_BATCH
-        while most:
-            most = max(largest_fitting(needs, int(_CAUTION * room.limit), most), 1)
-            batch = max(size for size in _BATCHES if size <= most)
-            found = traced(batch)
-            if room.fits(found):
-                return found
-            most = batch - 1
-        return None
-
-    def _candidate(self, card: GPU, gpus: int, policy: str, batch: int) -> Candidate:
-        """The candidate on that many cards, extended from shallow models if the model is deep."""
-        traces = [tracer.trace_of(policy, batch) for tracer in self._tracers(card, gpus, policy)]
-        if len(traces) > 1 and (shallow := self._several[1]) is not None:
-            return shallow.candidate(policy, batch, traces)
-        return Candidate.of(policy, batch, traces[0], self.spec.data.accumulation)
+        *few, tracer = self._tracers(card, gpus, policy)
+        more: dict[str, Any] = {"most": MOST_BATCH, "tolerance": _TOLERANCE, "growth": self.sharded_growth}
+        shallow = self._several[1]
+        if few and shallow is not None:
+            estimates: Estimates = Extended(tracer, room, **more, few=few[0], shallow=shallow)
+        else:
+            estimates = Estimates(tracer, room, **more)
+        return next(iter(search(estimates, [policy], shown=1)), None)
 
     def _of(self, gpus: int) -> TrainingSpec:
         """The spec on that many cards, under FSDP2 if there are several."""
@@ -346,6 +317,5 @@ class _CardTracer(Tracer):
     def _missing(self, wanted: Iterable[Key], alone: bool) -> list[list[Key]]:
         return super()._missing(wanted, True)
 
-    def _run(self, sessions: list[list[Key]], typical: bool = False) -> Iterator[list[Traced]]:
-        for keys in sessions:
-            yield [on_card(trace, self.card) for trace in self.tracer.all(keys, alone=True)]
+    def session(self, keys: list[Key], typical: bool) -> list[Traced]:
+        return [on_card(trace, self.card) for trace in self.tracer.all(keys, alone=True)]

@@ -162,18 +162,6 @@ def test_long_sequences_are_planned_with_context_parallel_launches(tmp_path: Pat
         plan(workload, "776MiB", batch_size=1, margin="0", launches=launches)
 
 
-def test_ring_of_the_gpus_of_a_stated_launch_is_the_last_row(config: str) -> None:
-    found = {}
-    for launch in (Launch("fsdp2", 2), Launch("ddp", 2)):
-        workload = replace(load(TrainingSpec.of(config), "t4"), launch=launch)
-        found[launch.strategy] = predict_max_length(workload, ("full,head",), "260MiB", margin="0")
-    own, ring = found["fsdp2"].ladder
-    assert (own.launch, ring.launch) == (Launch("fsdp2", 2), Launch("fsdp2", 2, cp=2))
-    assert found["fsdp2"].length == own.length < 0.6 * ring.length
-    assert "--cp" in found["fsdp2"].notes[-1]
-    assert len(found["ddp"].ladder) == 1
-
-
 def test_real_steps_prove_the_longest_sequence() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**_SIZES, use_cache=False))

@@ -23,7 +23,7 @@ from ckpt_ft.planning.estimate import no_policy_fits
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.planning.scaled_traces import HIGH, LOW, Estimates, Growth
-from ckpt_ft.planning.search import _swap
+from ckpt_ft.planning.search import _swap, search
 from ckpt_ft.planning.tracing import Tracer, trace_policies
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import GIB, MIB, format_bytes
@@ -95,19 +95,20 @@ def test_plan_of_another_torch_or_model_is_refused(llama_plan: Plan) -> None:
         Plan.from_json("[]")
 
 
-def test_progress_counts_traces() -> None:
+def test_progress_names_what_is_traced_and_what_fits() -> None:
     said: list[str] = []
+    with Tracer(MODELS["vit"]().workload("cpu"), report=said.append) as tracer:
+        search(Estimates(tracer, MemoryBudget(3 * MIB), batch=6), ["pointwise", "full"])
+        tracer.trace("none", 6)
+    assert said[0] == "tracing batch 6 under pointwise; full"
+    assert sorted(said[1:3]) == ["tracing batch 6 under full", "tracing batch 6 under pointwise"]
+    assert re.fullmatch(r"batch 6 under (full|pointwise) fits; tracing batch 6 under none", said[3])
 
-    def report(line: str) -> None:
-        said.append(line)
-        if len(said) == 2:
-            raise KeyboardInterrupt
+    def stop(line: str) -> None:
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        small_plan("vit", "3MiB", report=report, batch_size=6)
-    counts = [re.match(r"(\d+) of about (\d+): (so far .*, batch 6; )?tracing batch 6 under ", line) for line in said]
-    shown = [(int(found[1]), int(found[2]) > 15, bool(found[3])) for found in counts if found]
-    assert shown == [(0, True, False), (6, True, True)]
+        small_plan("vit", "3MiB", report=stop, batch_size=6)
 
 
 @pytest.mark.slow
