@@ -17,12 +17,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from ckpt_ft.compat.card import record_history
 from ckpt_ft.compat.distributed import local_tensor
-from ckpt_ft.compat.modules import APPLY
 from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes, storage_pointer, tree_map_only
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
@@ -32,7 +29,6 @@ from .ops import ScriptTracker, on_card, swap
 _CARD, _HOST = torch.device("cuda", 0), torch.device("cpu")
 _CLASSES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 _MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "zeros")
-_MOVES = "_ckpt_ft_moves"  # of a tensor without a shape: what is to be done when it has one
 _UNKNOWN = "values that the script reads from tensors are taken as 1"
 
 
@@ -68,23 +64,6 @@ def show_tensors(tracker: ScriptTracker) -> None:
 
     def described(tensor: Tensor, **options: Any) -> str:
         return f"tensor(..., size={tuple(tensor.shape)})"
-
-    def applied(module: Any, move: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Moves a module whose tensors may have no shapes yet: those move when they get them."""
-        waiting = [one for one in (*module.parameters(False), *module.buffers(False)) if is_lazy(one)]
-        for tensor in waiting:
-            vars(tensor).setdefault(_MOVES, []).append(move)
-        return module if waiting else getattr(nn.Module, APPLY)(module, move, recurse)
-
-    def materialized(tensor: Any, *args: Any, **kwargs: Any) -> None:
-        materialize(tensor, *args, **kwargs)
-        for move in vars(tensor).pop(_MOVES, ()):
-            tensor.data = move(tensor.data)
-
-    materialize = UninitializedParameter.materialize
-    _replace(LazyModuleMixin, **{APPLY: applied})
-    for without_shape in (UninitializedParameter, UninitializedBuffer):
-        _replace(without_shape, materialize=materialized)
 
     data: Any = Tensor.data
 
@@ -146,10 +125,7 @@ def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams, count: int = 1
         device=lambda *args: nullcontext(),
         device_of=lambda *args: nullcontext(),
     )
-    nested: Any = lambda: defaultdict(lambda: defaultdict(lambda: defaultdict(int)))  # noqa: E731
-    nested_stats = _always(nested())
-    _replace(torch.cuda.memory, **{record_history.__name__: nothing}, memory_stats_as_nested_dict=nested_stats)
-    _replace(torch.cuda, memory_stats_as_nested_dict=nested_stats)
+    _replace(torch.cuda.memory, **{record_history.__name__: nothing})
     torch.version.cuda = torch.version.cuda or "13.0"
     accelerator: dict[str, Any] = {
         "is_available": True, "device_count": count, "current_accelerator": torch.device("cuda"),
@@ -192,9 +168,6 @@ def _show_devices(tracker: ScriptTracker) -> None:
         if ops.depth or tensor.fake_mode.in_kernel_invocation:
             return plain.fget(tensor)  # type: ignore[attr-defined]
         return _CARD if is_on_card(tensor) else _HOST
-
-    def device_of_part(tensor: DTensor) -> torch.device:
-        return local_tensor(tensor).device
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         flags = [value for value in args if isinstance(value, bool)]  # non_blocking, copy
@@ -263,7 +236,7 @@ def _show_devices(tracker: ScriptTracker) -> None:
         is_cuda=property(is_on_card),
         get_device=lambda tensor: 0 if is_on_card(tensor) else -1,
     )
-    _replace(DTensor, device=property(device_of_part), is_cuda=property(is_on_card))
+    _replace(DTensor, device=property(lambda part: local_tensor(part).device), is_cuda=property(is_on_card))
     _replace(
         Tensor,
         to=to,

@@ -8,7 +8,6 @@ steps and ends; the script's savers are not reached, and what it has written is 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import inspect
 import os
@@ -20,7 +19,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -29,13 +27,14 @@ import torch
 from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.compat.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, no_modes
+from ckpt_ft.compat.tensors import FakeTensor, no_modes
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.fsdp2 import gathers_in_8_bits, host_copies, offloaded_parameters
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.fake import patches
 from ckpt_ft.memory.fake.step import torch_like
 from ckpt_ft.memory.gpus import GPUS
+from ckpt_ft.planning.tracing import begin_process
 from ckpt_ft.policy import STREAMS
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention, fused_head, liger, liger_kernels
@@ -48,7 +47,7 @@ from .ops import ScriptOps, ScriptTracker
 from .ranks import as_wrapped, buckets_of, environment_of, join_ranks, unwrapped
 from .script import AS_IT_IS, OUTPUT, Answer, Question, random_states, set_random_states
 from .training_loop import TrainingLoop, before_saving, modules_alive, whole_model
-from .weightless import load_no_weights, when_imported
+from .weightless import load_no_weights
 
 _SMALL = 64 << 20  # bytes of models whose steps on the CPU are computed
 _EAGER = "torch.compile is left out: the answer is that of the eager step"
@@ -56,7 +55,7 @@ _EAGER = "torch.compile is left out: the answer is that of the eager step"
 
 def main(path: str) -> NoReturn:
     """Answer the question in the file `path`, in this process, which then ends."""
-    _end_with_parent()
+    begin_process(signal.SIGTERM)
     if "" in sys.path:
         sys.path.remove("")  # the folder of `python -c`
     _DryRun(pickle.loads(Path(path).read_bytes()), Path(path).parent).run()
@@ -82,11 +81,11 @@ class _DryRun:
     def run(self) -> NoReturn:
         """Run the script to the end of what is looked at."""
         gpu, launch = self.question.gpu, self.question.launch
-        torch.set_num_threads(1)
         for name in (
             "transformers.integrations.moe",
             "trl.kernels.chunked_logprob",
             "bitsandbytes",  # it looks for a GPU when it is imported
+            "diffusers.models.modeling_utils",
         ):  # before their kernels are replaced
             with contextlib.suppress(ImportError):
                 __import__(name)
@@ -165,7 +164,7 @@ class _DryRun:
                 self._put(module)
         notes = []
         if self.policy != AS_IT_IS:
-            notes = [*replace_own_checkpointing(model, self.policy), *apply_policy(model, self.policy).notes]
+            notes = under_policy(model, self.policy)
         for note in notes:
             self.tracker.recorder.note(note)
         enter = self.stack.enter_context
@@ -189,27 +188,21 @@ class _DryRun:
 
     def _fork(self) -> None:
         """Fork for each policy and return in the forks. This process waits for them and ends."""
-        asked, running = list(self.question.policies), []
-        statuses: list[int] = []
-        for number in count():
-            if not asked:
-                break
-            policy = asked.pop(0)
+        policies, children, statuses = list(self.question.policies), [], []
+        for number, policy in enumerate(policies):
             child = os.fork()
             if not child:
-                _end_with_parent()
-                torch.set_num_threads(1)  # before threads of autograd do it, which race for the pool after a fork
+                begin_process(signal.SIGTERM)
                 queues: Any = queue.Queue
                 queues.join = lambda waited: None  # its threads are left in the parent
                 self.policy, self.number = policy, number
                 self.files.begin()
                 return
-            running.append(child)
-            if len(running) >= (os.cpu_count() or 1) or (number == 0 and self.question.otherwise):
-                statuses.append(os.waitpid(running.pop(0), 0)[1])
-            if number == 0 and self._misses():
-                asked += self.question.otherwise
-        statuses += [os.waitpid(child, 0)[1] for child in running]
+            children.append(child)
+            if number == 0 and self.question.otherwise:
+                statuses.append(os.waitpid(children.pop(), 0)[1])
+                policies += self.question.otherwise if self._misses() else ()
+        statuses += [os.waitpid(child, 0)[1] for child in children]
         self.files.restore()
         os._exit(max(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0 for status in statuses))
 
@@ -223,7 +216,7 @@ class _DryRun:
             return False
         child = os.fork()
         if not child:
-            _end_with_parent()
+            begin_process(signal.SIGTERM)
             self.files.begin()
             self.tracker.compute(self._give_up)
             self.computes = True
@@ -282,12 +275,8 @@ class _DryRun:
         name = self.question.script.name
         if error is not None and not isinstance(error, SystemExit):
             traceback.print_exception(error)
-        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-            said = f"its step calls {error.func}, whose result depends on values that a dry run does not have"
-        elif isinstance(error, UserError):
+        if isinstance(error, UserError):
             said = str(error)
-        elif isinstance(error, ModuleNotFoundError):
-            said = f"it needs the package {error.name}, which is not installed"
         elif error is None or isinstance(error, SystemExit):
             code = getattr(error, "code", None)
             last = self._last_line() if isinstance(code, int) else code
@@ -317,31 +306,24 @@ class _DryRun:
         os._exit(0)
 
 
-def _end_with_parent() -> None:
-    """On Linux, end this process when its parent is killed, so that none is left behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def replace_own_checkpointing(model: nn.Module, policy: str) -> list[str]:
-    """Switch off the script's own checkpointing, or blocks would be run again twice; returns a note."""
+def under_policy(model: nn.Module, policy: str) -> list[str]:
+    """Apply `policy` in place of the script's own checkpointing, or blocks would be run again twice; returns notes."""
     own: list[Any] = [one for one in model.modules() if getattr(one, "gradient_checkpointing", False) is True]
     for module in own:
         module.gradient_checkpointing = False
-    return [f"policy '{policy}' replaces the script's own gradient checkpointing"] if own else []
+    replaced = [f"policy '{policy}' replaces the script's own gradient checkpointing"] if own else []
+    return [*replaced, *apply_policy(model, policy).notes]
 
 
 def _where(error: BaseException, name: str) -> str:
     """The last line of the script itself on the way to `error`."""
-    at = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == Path(name).name]
+    script = Path(name).resolve()
+    at = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == script]
     return f"line {at[-1].lineno}" if at else "a library"
 
 
 def _leave_out(note: Callable[[str], None], longest: bool) -> None:
-    """Leave out torch.compile, inference mode, processes that load data, and with `longest` the order of the rows.
-
-    Also the graph that a SummaryWriter draws of a model: it runs the model under torch.jit, which takes no fakes.
-    """
+    """Leave out torch.compile, inference mode, processes that load data, and with `longest` the order of the rows."""
 
     def compile(model: Any = None, **kwargs: Any) -> Any:
         note(_EAGER)
@@ -355,11 +337,6 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
         guard.prev = torch.is_grad_enabled()
         torch.set_grad_enabled(not guard.mode)
 
-    def draw_no_graph() -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        SummaryWriter.add_graph = lambda *args, **kwargs: None  # type: ignore[method-assign]
-
     def script(written: Any, *args: Any, **kwargs: Any) -> Any:
         """As `torch.jit.script`; what it cannot compile stays Python: it does not know our functions for torch's."""
         try:
@@ -372,7 +349,6 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
 
     jit: Any = torch.jit
     compiled, jit.script = jit.script, script
-    when_imported("torch.utils.tensorboard.writer", draw_no_graph)
     loaders: Any = torch.utils.data.DataLoader
     loader, iterate = loaders.__init__, loaders.__iter__
     in_workers = WeakSet[Any]()

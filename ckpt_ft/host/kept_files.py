@@ -8,19 +8,12 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _CACHES = (
-    "HF_HOME",
-    "HF_DATASETS_CACHE",
-    "HF_HUB_CACHE",
-    "TORCH_HOME",
-    "XDG_CACHE_HOME",
-    "TRITON_CACHE_DIR",
-    "MPLCONFIGDIR",
-)
-
-
+    "HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "TORCH_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "MPLCONFIGDIR",
+)  # fmt: skip
 KEPT = "kept-"  # the beginning of the names of such folders
 _JOURNAL = "journal"  # of a folder of copies: a line for each path, with the name of its copy if it existed
 
@@ -45,31 +38,16 @@ class KeptFiles:
 
     def begin(self) -> None:
         """Note from here on what this process writes; a child process that was forked begins anew."""
-        self._active, self._process = False, os.getpid()
         self._saved = Path(tempfile.mkdtemp(prefix=KEPT, dir=self.folder))
         self._known: set[str] = set()
-        self._active = True
+        self._process = os.getpid()
 
-    def _hear(self, event: str, args: tuple[object, ...]) -> None:
-        if event not in ("open", "os.mkdir") or not self._active or os.getpid() != self._process:
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if event not in ("open", "os.mkdir") or not isinstance(args[0], (str, bytes)):
             return
-        path = args[0]
-        if not isinstance(path, (str, bytes)) or (event == "open" and not self._writes(args)):
+        if os.getpid() != self._process or (event == "open" and not args[2] & _WRITES):
             return
-        self._active = False
-        try:
-            self._note(os.path.realpath(os.fsdecode(path)))
-        finally:
-            self._active = True
-
-    @staticmethod
-    def _writes(args: tuple[object, ...]) -> bool:
-        mode, flags = args[1], args[2]
-        if isinstance(mode, str):
-            return any(letter in mode for letter in "wax+")
-        return isinstance(flags, int) and bool(flags & _WRITES)
-
-    def _note(self, path: str) -> None:
+        path = os.path.realpath(os.fsdecode(args[0]))
         exists = os.path.lexists(path)
         if path.startswith(self._free) or "__pycache__" in path or path in self._known:
             return
@@ -84,7 +62,7 @@ class KeptFiles:
 
     def restore(self) -> None:
         """Remove what was made and put back what was there."""
-        self._active = False
+        self._process = 0
         put_back(self._saved)
 
 

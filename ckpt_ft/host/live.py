@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError, is_oom, never_fatal, one_line
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
@@ -27,7 +26,7 @@ from ckpt_ft.memory.measure.report import write_report
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import format_bytes, parse_bytes
 
-from .dry import replace_own_checkpointing
+from .dry import under_policy
 from .ranks import unwrapped
 from .script import AS_IT_IS, OTHERWISE, Answer, Question, Script, ask, random_states, run_command
 from .training_loop import TrainingLoop, before_saving, modules_alive, whole_model
@@ -111,7 +110,7 @@ class LiveRun:
         if gpu is None and not self.budget:
             raise UserError("policy auto on a CPU: give --budget, such as --budget 24GiB")
         room = parse_bytes(self.budget) if self.budget else gpu.usable  # type: ignore[union-attr]
-        answers = _asked(Question(self.script, gpu, (AS_IT_IS, *OTHERWISE), randomness=self._randomness))
+        answers = ask(Question(self.script, gpu, (AS_IT_IS, *OTHERWISE), randomness=self._randomness))
         if answers[0].trace is None:
             raise UserError(answers[0].error)
         fits = [one for one in answers if one.trace is not None and one.trace.peak_reserved <= room]
@@ -131,9 +130,7 @@ class LiveRun:
         whole = whole_model(trained, alive) if trained is model else trained
         self.model = type(whole).__name__
         if self.policy is not None:
-            for line in replace_own_checkpointing(whole, self.policy):
-                _say(line)
-            for note in apply_policy(whole, self.policy).notes:
+            for note in under_policy(whole, self.policy):
                 _say(note)
         inside = set(model.modules())
         beside = [one for one in alive if one not in inside]
@@ -211,7 +208,10 @@ class LiveRun:
         far = step * len(policies) > _MOST_STEPS
         steps = 3 if far else max(step, 3)
         asked = Question(self.script, self.gpu, policies, steps, longest=far, randomness=self._randomness)
-        return _asked(asked) if self.alone else []
+        try:
+            return ask(asked) if self.alone else []
+        except UserError as error:
+            return [Answer(policies[0], error=one_line(error))]
 
     def _print_ways(self, answers: Sequence[Answer]) -> None:
         """The policies that would have needed less."""
@@ -228,14 +228,6 @@ def _card() -> GPU | None:
     import torch
 
     return gpu_of("") if torch.cuda.is_available() else None
-
-
-def _asked(question: Question) -> list[Answer]:
-    """The answers of a dry run; one with an error if there are none."""
-    try:
-        return ask(question)
-    except UserError as error:
-        return [Answer(question.policies[0], error=one_line(error))]
 
 
 def _of_script(error: BaseException) -> BaseException:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,47 +39,29 @@ def load_no_weights(put: Put, below: int = 0) -> None:
     put: called with each model on "meta", and turns its tensors into fakes.
     below: checkpoints on this machine with fewer bytes are loaded.
     """
-    with suppress(ImportError):  # a package that is missing, or broken on this machine, is none of the script's
-        _patch_transformers(put, below)
-    when_imported("diffusers.models.modeling_utils", lambda: _patch_diffusers(put, below))
+    for patch in (_patch_transformers, _patch_diffusers):
+        with suppress(ImportError):  # a package that is missing, or broken on this machine, is none of the script's
+            patch(put, below)
 
 
-def when_imported(name: str, call: Callable[[], None]) -> None:
-    """Call `call` when the script imports a module, after it: few scripts need one that takes long to import."""
-    sys.meta_path.insert(0, _WhenImported(name, call))
+def _local_file(name: Any, files: Iterable[str], given: Mapping[str, Any]) -> Path | None:
+    """The first of `files` that a checkpoint has on this machine."""
+    from transformers.utils import cached_file
 
-
-class _WhenImported(MetaPathFinder):
-    def __init__(self, name: str, call: Callable[[], None]) -> None:
-        self.name, self.call = name, call
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = find_spec(name)
-        execute = spec.loader.exec_module
-
-        def executed(module: Any) -> None:
-            execute(module)
-            self.call()
-
-        spec.loader.exec_module = executed
-        return spec
+    where = {"subfolder": given.get("subfolder") or "", "revision": given.get("revision"), "local_files_only": True}
+    for file in files:
+        with suppress(OSError):
+            return Path(cached_file(str(name), file, **where))
+    return None
 
 
 def _is_small(name: Any, given: Mapping[str, Any], below: int) -> bool:
     """Whether a checkpoint is one file on this machine with fewer bytes than `below`, and not to be quantised."""
-    from transformers.utils import cached_file
-
     if not below or given.get("quantization_config") is not None:
         return False
-    where = {"subfolder": given.get("subfolder") or "", "revision": given.get("revision"), "local_files_only": True}
-    for file in ("model", "diffusion_pytorch_model", "pytorch_model"):
-        for kind in ("safetensors", "bin"):
-            with suppress(OSError):
-                return Path(cached_file(str(name), f"{file}.{kind}", **where)).stat().st_size < below
-    return False
+    names = ("model", "diffusion_pytorch_model", "pytorch_model")
+    found = _local_file(name, [f"{one}.{kind}" for one in names for kind in ("safetensors", "bin")], given)
+    return found is not None and found.stat().st_size < below
 
 
 def _patch_transformers(put: Put, below: int) -> None:
@@ -110,17 +89,12 @@ def _patch_transformers(put: Put, below: int) -> None:
         quantised = given.get("quantization_config") or getattr(config, "quantization_config", None)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        experts = (
-            {"experts_implementation": kwargs.pop("experts_implementation")}
-            if kwargs.get("experts_implementation")
-            else {}
-        )
-        kwargs.pop("experts_implementation", None)
+        experts = {key: value for key in ("experts_implementation",) if (value := kwargs.pop(key, None))}
         model = built(
             cls, config, *args, dtype=_dtype(given, config), attn_implementation=_fused(attention), **experts, **kwargs
         )
         model.name_or_path = model.config.name_or_path = str(name)
-        _draw_missing(model, str(name), str(given.get("subfolder") or ""))
+        _draw_missing(model, str(name), given)
         _quantise(model, quantised)
         put(model)
         _to_device_map(model, given.get("device_map"))
@@ -149,7 +123,7 @@ def _patch_transformers(put: Put, below: int) -> None:
     setattr(PreTrainedModel, make.__name__, classmethod(from_config))
 
 
-def _draw_missing(model: Any, name: str, subfolder: str) -> None:
+def _draw_missing(model: Any, name: str, given: Mapping[str, Any]) -> None:
     """Draw the random numbers that loading draws for weights that the checkpoint lacks, such as those of a new head.
 
     So a script that sets a seed gets its batches in the order of a live run. Checkpoints that are not on this machine
@@ -157,7 +131,7 @@ def _draw_missing(model: Any, name: str, subfolder: str) -> None:
     """
     from transformers import PreTrainedModel
 
-    known = _names_in_checkpoint(name, subfolder)
+    known = _names_in_checkpoint(name, given)
     prefix = f"{model.base_model_prefix}."
     seen: set[int] = set()
 
@@ -174,22 +148,18 @@ def _draw_missing(model: Any, name: str, subfolder: str) -> None:
         draw(model, "", model)
 
 
-def _names_in_checkpoint(name: str, subfolder: str) -> set[str]:
+def _names_in_checkpoint(name: str, given: Mapping[str, Any]) -> set[str]:
     """The names of a checkpoint's tensors; none if it is not on this machine."""
     from safetensors import safe_open
-    from transformers.utils import cached_file
 
-    where = {"subfolder": subfolder, "local_files_only": True}
-    for file in ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors"):
-        try:
-            found = cached_file(name, file, **where)
-        except OSError:
-            continue
-        if file.endswith(".json"):
-            return set(json.loads(Path(found).read_text())["weight_map"])
-        with safe_open(found, "pt") as tensors:
-            return set(tensors.keys())
-    return set()
+    files = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors")
+    found = _local_file(name, files, given)
+    if found is None:
+        return set()
+    if found.suffix == ".json":
+        return set(json.loads(found.read_text())["weight_map"])
+    with safe_open(found, "pt") as tensors:
+        return set(tensors.keys())
 
 
 def _dtype(given: dict[str, Any], config: Any) -> torch.dtype:
