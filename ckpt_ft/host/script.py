@@ -115,12 +115,10 @@ class Answer:
     """What one policy gives.
 
     Attributes:
-        policy: as asked for; AS_IT_IS for the script's own.
         model: the class of the model that the script trains.
         trace: of the step with the highest peak; None if there is an `error`.
         step, steps: the number of that step, and how many were looked at.
         batches: for each micro-batch of that step, the shapes of the tensors that the model was given.
-        error: one line.
     """
 
     policy: str

@@ -33,11 +33,9 @@ class Candidate:
     """A policy at a batch size with its predicted memory and time.
 
     Attributes:
-        batch: samples of a micro-batch.
-        peak: peak bytes allocated.
-        reserved: peak bytes reserved; on "cpu" the same as `peak`.
+        batch, accumulation: samples of a micro-batch, and micro-batches of a step.
+        peak, reserved: peak bytes allocated and reserved, which are the same on "cpu".
         seconds: of one optimizer step; nominal on "cpu" (see `NOMINAL_CPU`), for ranking only.
-        accumulation: micro-batches of a step.
         launch: the processes, each with its own micro-batch; None for one process.
         bound: what limits the speed of the step: "compute", "host", "network" or "copies"; "" on "cpu".
         host: peak bytes in host memory.

@@ -42,14 +42,9 @@ _TOLERANCE = 0.02  # reserved bytes do not grow evenly with the length: within i
 
 @dataclass(frozen=True)
 class LongestSequence:
-    """The longest sequence that fits under one policy.
+    """The longest sequence that fits under one policy, in tokens; tokens a second are those of one process.
 
-    Attributes:
-        length: tokens of each sequence.
-        peak_allocated, peak_reserved: bytes.
-        seconds: of one optimizer step.
-        tokens_per_second: of one process.
-        scaled: whether the figures are scaled from traces of shorter sequences.
+    scaled: whether the figures are scaled from traces of shorter sequences.
     """
 
     policy: str

@@ -65,12 +65,8 @@ def cache_path(kind: str, question: Mapping[str, Any]) -> Path:
 
 @dataclass(frozen=True)
 class Fix:
-    """One change and what it is predicted to save.
-
-    Attributes:
-        change: what to do, in words.
-        saves: bytes reserved that the plan's best candidate saves at its batch size.
-        slower: seconds per sample over those of the best candidate, less 1; below 0 is faster.
+    """A change in words, the bytes reserved that it saves the best candidate, and its seconds per sample over those
+    of this candidate, less 1.
     """
 
     change: str
@@ -84,11 +80,9 @@ class Suggestion:
 
     Attributes:
         change: the flags to add or replace, and those to leave out.
-        reserved: bytes reserved, predicted.
         slower: seconds per sample (per token if sequences are shorter) relative to the requested step, minus 1.
         edits: what changes in the spec: its fields by their names.
         command: the whole command that trains with the change; if no recipe trains the model, the estimate's.
-        host: bytes in host memory, predicted.
     """
 
     change: str
@@ -124,9 +118,8 @@ class Estimate:
     """The predicted memory and time of one training step.
 
     Attributes:
-        model, policy, device, launch: as requested; `launch` is "" for one process.
-        batch_size: samples of a micro-batch.
-        accumulation: micro-batches of the step.
+        launch: "" for one process.
+        batch_size, accumulation: samples of a micro-batch, and micro-batches of the step.
         shape: sizes of a sample, `{"seq_length": 1024}`.
         peak_allocated, peak_reserved: bytes on each device.
         peaks: bytes allocated at the peak of each phase: of the step, and of what runs between steps.
@@ -232,15 +225,13 @@ class Plan:
 
     Attributes:
         candidates: traced policies at their best batch sizes, ranked by the target.
-        room: budget, context and margin in bytes.
-        model, device, target: the inputs of the plan; `architecture` is the model's class.
+        architecture: the model's class.
         fixes: what less padding would save.
         holders: the largest holders of the peak of `best`.
         rejected: policies and launches that do not suit this model, each with the reason.
         kind, tokens: the kind of workload, such as "causal-lm", and the tokens of a sequence; 0 for none.
         data: the lengths of the dataset's rows in words; "" if all batches are alike.
         notes: assumptions of the traces, one sentence each.
-        versions: the versions of the packages that made it.
     """
 
     candidates: list[Candidate]

@@ -4,8 +4,7 @@ A trace depends on the card only through the kernels that run there, so cards wi
 (`same_kernels`), and reserved bytes and seconds are computed for each card. The policies are ranked by the traces of
 one card, scaled to each batch; every row of one card was traced alone, so it is the answer of `estimate` for its
 card, policy and batch. A method that does not fit one card is tried with its frozen weights in host memory, then
-under FSDP2, then on one card with shorter sequences; figures of a deep model on several
-cards are extended from those of shallower ones (depth.py).
+under FSDP2, then on one card with shorter sequences; figures of several cards may be extended (depth.py).
 """
 
 from __future__ import annotations
@@ -129,7 +128,6 @@ def where(
         policies: those to choose from, the one of the fewest bytes last; the fastest that fits is taken.
         most_gpus: of one kind of card, for a method that does not fit a single one.
         prices: dollars an hour of one card, by its name.
-        jobs: processes that trace; 0 for one per core.
 
     Raises:
         UserError: an unknown method or model, or a spec that does not match the model.
