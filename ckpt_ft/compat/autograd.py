@@ -1,7 +1,5 @@
 """Autograd's hooks, nodes and state."""
 
-from __future__ import annotations
-
 from . import Table
 
 __getattr__ = Table(

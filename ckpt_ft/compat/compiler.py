@@ -1,7 +1,5 @@
 """The inside of torch.compile: dynamo, the partitioner, Inductor."""
 
-from __future__ import annotations
-
 from . import Table
 
 __getattr__ = Table(

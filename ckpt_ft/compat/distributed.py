@@ -1,7 +1,5 @@
 """torch.distributed, FSDP2 and DTensor, and DeepSpeed."""
 
-from __future__ import annotations
-
 from . import Table
 
 __getattr__ = Table(

@@ -1,7 +1,5 @@
 """What libraries on top of torch do not offer to their callers."""
 
-from __future__ import annotations
-
 from . import Table
 
 __getattr__ = Table(

@@ -23,6 +23,8 @@ fakes_tolist: torch._subclasses.fake_tensor.FakeTensor.tolist
 on_cuda: torch.cuda empty_cache synchronize reset_peak_memory_stats
 on_accelerator: torch.accelerator empty_cache synchronize reset_peak_memory_stats
     what a step asks of its device by Python functions is recorded
+record_history: torch.cuda.memory._record_memory_history
+    called by scripts that record their allocations; a dry run has none
 make_autocast: torch.amp.autocast_mode.autocast.__init__
 autocast_is_on: torch.is_autocast_enabled
 autocast_dtype: torch.get_autocast_dtype

@@ -1,15 +1,11 @@
 """Tensors, their storages, fake tensors, and the modes that see operators."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from . import Table
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
-    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
-    from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
