@@ -13,6 +13,7 @@ the opposite assumption is up to 6 % off (benchmarks/accuracy.py).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import cast
 
@@ -23,7 +24,7 @@ SMALL_SIZE = MIB  # the largest request that the small pool serves; also the lar
 SMALL_SEGMENT = 2 * MIB
 MIN_LARGE = 10 * MIB  # from this size on, a request gets a segment of its own size
 ROUND_LARGE = 2 * MIB
-LARGE_SEGMENT = 20 * MIB  # that requests between 1 and 10 MiB share, and a page of a large expandable segment
+LARGE_SEGMENT = 20 * MIB  # that requests between 1 and 10 MiB share; the page of a large expandable segment
 
 
 class OutOfMemory(Exception):
@@ -62,7 +63,7 @@ class Pool:
     """The free blocks of one size class: mapped ones in best-fit order, unmapped (expandable) ones by address."""
 
     def __init__(self, small: bool) -> None:
-        self.small = small
+        self.small, self.page = small, SMALL_SEGMENT if small else LARGE_SEGMENT
         self.fits: list[tuple[int, int]] = []  # size and address of the mapped blocks, sorted
         self.unmapped: list[int] = []  # addresses, sorted
         self.at: dict[int, Block] = {}
@@ -82,26 +83,24 @@ class Pool:
             del self.unmapped[bisect_left(self.unmapped, block.address)]
 
 
-@dataclass
 class CachingAllocator:
     """The allocator of one device.
 
-    expandable: segments grow page by page.
-    capacity: bytes of all segments together, None for no limit.
-    allocated, reserved: torch.cuda.memory_allocated and memory_reserved.
-    retries: allocations that gave cached segments back first (torch's num_alloc_retries).
-    actions: if it is a list, every change of `reserved` is appended to it.
+    Args:
+        expandable: segments grow page by page.
+        capacity: bytes of all segments together, None for no limit.
+
+    Attributes:
+        allocated, reserved: torch.cuda.memory_allocated and memory_reserved.
+        retries: allocations that gave cached segments back first (torch's num_alloc_retries).
+        actions: if it is a list, every change of `reserved` is appended to it.
     """
 
-    expandable: bool = False
-    capacity: int | None = None
-    allocated: int = 0
-    reserved: int = 0
-    retries: int = 0
-    actions: list[Action] | None = None
-
-    def __post_init__(self) -> None:
-        self._pools: dict[str, tuple[Pool, Pool]] = {}  # stream -> its small and its large pool
+    def __init__(self, expandable: bool = False, capacity: int | None = None) -> None:
+        self.expandable, self.capacity = expandable, capacity
+        self.allocated = self.reserved = self.retries = 0
+        self.actions: list[Action] | None = None
+        self._pools: dict[str, tuple[Pool, Pool]] = defaultdict(lambda: (Pool(small=True), Pool(small=False)))
         self._lowest_address = 1 << 62
 
     @property
@@ -117,10 +116,7 @@ class CachingAllocator:
         if nbytes == 0:
             return None
         size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK
-        pools = self._pools.get(stream)
-        if pools is None:
-            pools = self._pools[stream] = Pool(small=True), Pool(small=False)
-        pool = pools[size > SMALL_SIZE]
+        pool = self._pools[stream][size > SMALL_SIZE]
         block = self._cached_block(pool, size) or self._new_segment(pool, size) or self._after_release(pool, size)
         rest = block.size - size
         if rest >= MIN_BLOCK if pool.small or self.expandable else rest > SMALL_SIZE:
@@ -148,7 +144,8 @@ class CachingAllocator:
                 if block.expandable:
                     self._unmap(block)
                 elif block.prev is None and block.next is None:
-                    self._release(block)
+                    pool.remove(block)
+                    self._reserve("segment_free", block.address, -block.size)
 
     def _cached_block(self, pool: Pool, size: int) -> Block | None:
         """The best fit among the cached blocks (get_free_block)."""
@@ -169,12 +166,7 @@ class CachingAllocator:
         """A new segment, or None if the device is full (alloc_block, get_allocation_size)."""
         if self.expandable:
             return self._grow(pool, size)
-        if pool.small:
-            segment = SMALL_SEGMENT
-        elif size < MIN_LARGE:
-            segment = LARGE_SEGMENT
-        else:
-            segment = -(-size // ROUND_LARGE) * ROUND_LARGE
+        segment = pool.page if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
         if not self._fits(segment):
             return None
         block = Block(self._addresses(segment, align=ROUND_LARGE), segment, pool)
@@ -189,10 +181,6 @@ class CachingAllocator:
         if block is None:
             raise OutOfMemory(f"{size} bytes wanted, {self.reserved} of {self.capacity} reserved")
         return block
-
-    def _release(self, block: Block) -> None:
-        block.pool.remove(block)
-        self._reserve("segment_free", block.address, -block.size)
 
     def _reserve(self, action: str, address: int, nbytes: int) -> None:
         """Take memory from the device, or give it back if `nbytes` is negative."""
@@ -223,9 +211,6 @@ class CachingAllocator:
 
     # Expandable segments: one range of addresses, mapped page by page (20 MiB in the large pool, 2 MiB in the small).
 
-    def _page(self, pool: Pool) -> int:
-        return SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """Map pages at the lowest address with room, next to free blocks (try_allocate_expandable_block)."""
         block = self._expandable_block(pool, size)
@@ -250,7 +235,7 @@ class CachingAllocator:
                 room, free = room + free.size, free.next
             if room >= size:
                 return start
-        page = self._page(pool)
+        page = pool.page
         # torch reserves addresses for 9/8 of the device; without a capacity, a segment can always grow.
         extent = -(-(self.capacity or 1 << 50) * 9 // 8 // page) * page
         block = Block(self._addresses(extent, align=page), extent, pool, expandable=True, mapped=False)
@@ -259,7 +244,7 @@ class CachingAllocator:
 
     def _map(self, block: Block, nbytes: int) -> bool:
         """Map the first `nbytes` of an unmapped block, rounded up to pages; the rest stays unmapped."""
-        page = self._page(block.pool)
+        page = block.pool.page
         mapped = -(-nbytes // page) * page
         if not self._fits(mapped):
             return False
@@ -277,13 +262,12 @@ class CachingAllocator:
 
     def _unmap(self, block: Block) -> None:
         """Give back the whole pages inside a free block; the parts before and after them stay free blocks."""
-        pool, page = block.pool, self._page(block.pool)
-        start = -(-block.address // page) * page
-        stop = (block.address + block.size) // page * page
+        pool, page = block.pool, block.pool.page
+        start, end = -(-block.address // page) * page, block.address + block.size
+        stop = end // page * page
         if start >= stop:
             return
         pool.remove(block)
-        end = block.address + block.size
         if start > block.address:
             before = Block(block.address, start - block.address, pool, expandable=True)
             before.insert_between(block.prev, block)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from .caching_allocator import Action, Block, CachingAllocator, OutOfMemory
 
@@ -55,12 +56,10 @@ def replay(
         until: bytes reserved; the replay ends at the first event that exceeds them.
     """
     allocator = CachingAllocator(expandable, capacity)
-    until = 1 << 62 if until is None else until
     live: dict[int, Block | None] = {}
     result = Replay()
-    emptied = frozenset(empty_cache_at)
     for at, event in enumerate(events):
-        if at in emptied:
+        if at in empty_cache_at:
             allocator.empty_cache()
         if event < 0:
             allocator.free(live.pop(~event))
@@ -72,7 +71,7 @@ def replay(
                 break
         result.allocated.append(allocator.allocated)
         result.reserved.append(allocator.reserved)
-        if allocator.reserved > until:
+        if until is not None and allocator.reserved > until:
             break
     result.retries = allocator.retries
     return result
@@ -83,29 +82,18 @@ def _peak(counter: list[int], start: int, stop: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A mapped range of addresses and the blocks that fill it."""
-
-    blocks: list[Block]
-    small: bool
-
-    @property
-    def size(self) -> int:
-        return sum(block.size for block in self.blocks)
-
-
-@dataclass(frozen=True)
 class AllocatorHistory:
     """What the allocator did at each event, and what is mapped after the last one.
 
     addresses: of the block that each event allocates or frees; None for an allocation of no bytes and its free.
     actions: the segments that each event took or gave back.
-    segments: in order of address. live: address of a block -> the storage in it.
+    segments: the blocks that fill each mapped range, in order of address.
+    live: address of a block -> the storage in it.
     """
 
     addresses: list[int | None]
     actions: list[list[Action]]
-    segments: list[Segment]
+    segments: list[list[Block]]
     live: dict[int, int]
 
 
@@ -136,16 +124,12 @@ def allocator_history(
     return AllocatorHistory(addresses, actions, _segments(allocator, list(blocks.values())), live)
 
 
-def _segments(allocator: CachingAllocator, live: list[Block]) -> list[Segment]:
+def _segments(allocator: CachingAllocator, live: list[Block]) -> list[list[Block]]:
     """The segments that are mapped now; `live` are the blocks of `malloc` that are not freed."""
-    free = [block for pool in allocator.pools for block in pool.at.values()]
-    first = [block for block in [*live, *free] if block.mapped and not (block.prev and block.prev.mapped)]
-    return [_segment(block) for block in sorted(first, key=lambda block: block.address)]
-
-
-def _segment(first: Block) -> Segment:
-    blocks, block = [first], first.next
-    while block is not None and block.mapped:
-        blocks.append(block)
-        block = block.next
-    return Segment(blocks, first.pool.small)
+    free = [block for pool in allocator.pools for block in pool.at.values() if block.mapped]
+    segments: list[list[Block]] = []
+    for block in sorted([*live, *free], key=attrgetter("address")):
+        if block.prev is None or not block.prev.mapped:
+            segments.append([])
+        segments[-1].append(block)
+    return segments
