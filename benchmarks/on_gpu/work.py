@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -138,7 +139,7 @@ def predict(spec: Spec, policy: str, gpu: dict[str, Any] | None) -> dict[str, An
     began = time.perf_counter()
     workload = spec.load()
     apply_policy(workload.model, policy)
-    trace = replace(workload, device=GPU(**gpu) if gpu else "cpu").trace(spec.batch)
+    trace = replace(workload, device=TypeAdapter(GPU).validate_python(gpu) if gpu else "cpu").trace(spec.batch)
     return {**asdict(Prediction.from_trace(trace)), "trace_seconds": time.perf_counter() - began}
 
 
@@ -220,7 +221,7 @@ def largest_batch(spec: Spec, policy: str, budget: str) -> dict[str, Any]:
 
 def planned(spec: Spec, gpu: dict[str, Any] | None, budget: str, count: int) -> list[dict[str, Any]]:
     """Returns the first `count` rows of the planner within `budget`, its pick first, each with measured figures."""
-    workload = replace(spec.load(), name=spec.name, device=GPU(**gpu) if gpu else "cpu")
+    workload = replace(spec.load(), name=spec.name, device=TypeAdapter(GPU).validate_python(gpu) if gpu else "cpu")
     made = plan(workload, budget, max_batch_size=64, policies=None if gpu else ["none", "full"])
     rows = []
     for row in made.candidates[:count]:

@@ -51,10 +51,6 @@ class Calibration:
     link: float = 0.0
     curves: tuple[tuple[str, Curve], ...] = ()
 
-    def __post_init__(self) -> None:
-        curves = tuple((name, tuple((float(a), float(b)) for a, b in points)) for name, points in self.curves)
-        object.__setattr__(self, "curves", curves)  # JSON knows only lists
-
     def corrected(self, seconds: float, kinds: Sequence[str]) -> float:
         """Predicted `seconds` of an op, as the first of `kinds` that was measured takes them."""
         known = dict(self.curves)
@@ -95,11 +91,6 @@ class GPU:
     calibration: Calibration | None = None  # of this machine's own card
     efficiency_fp8: float = 0.0  # share of `fp8` that large matmuls reach; 0 for `efficiency`
     sized: bool = False  # only its memory was given: its seconds are not known
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "arch", tuple(self.arch))  # JSON knows only lists
-        if isinstance(self.calibration, dict):
-            object.__setattr__(self, "calibration", Calibration(**self.calibration))
 
     @property
     def is_cpu(self) -> bool:
@@ -285,10 +276,12 @@ def calibrated_cards() -> list[GPU]:
 
 @cache
 def _read_card(path: Path, changed: int) -> GPU:
+    from pydantic import TypeAdapter
+
     try:
-        card = GPU(**json.loads(path.read_text(encoding="utf-8")))
+        card = TypeAdapter(GPU).validate_json(path.read_bytes())
         assert card.calibration is not None
-    except (OSError, ValueError, TypeError, AssertionError) as error:
+    except (OSError, ValueError, AssertionError) as error:
         raise UserError(f"{path}: not a file that `ckpt-ft calibrate` wrote; delete it, or calibrate again") from error
     return card
 
