@@ -5,7 +5,7 @@ kernels.py turns the work into seconds. Only this module needs torch: the second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from math import ceil, exp, prod
 from typing import Any, NamedTuple
@@ -22,23 +22,11 @@ from .kernels import ACROSS, CAST, DIRECT, EXACT, INDEXED, STRIDED, TF32, UNEVEN
 aten = torch.ops.aten
 
 # Ops that launch no kernel: views that their schema does not mark as views, and ops that touch no data.
+# `tensor.data = other` asks for the last one.
 _NO_KERNEL = {
-    "detach",
-    "alias",
-    "lift_fresh",
-    "_unsafe_view",
-    "wait_tensor",
-    "_reshape_alias",
-    "set_",
-    "resize_",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "device",
-    "_has_compatible_shallow_copy_type",  # asked by `tensor.data = other`
-}
+    "detach", "alias", "lift_fresh", "_unsafe_view", "wait_tensor", "_reshape_alias", "set_", "resize_", "empty",
+    "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "_has_compatible_shallow_copy_type",
+}  # fmt: skip
 # What an op reads, if that is not all of its arguments.
 _READS = {
     # Rows of the first argument: as many bytes as the op writes.
@@ -52,7 +40,7 @@ _READS = {
 }
 # To add sparse fp32 values to a dense half-precision tensor, PyTorch makes an fp32 copy, copies that, adds by index
 # and copies the result back: 6 + 8 + 6 bytes per element, in units of 4 (SparseCUDATensorMath.cu).
-_ADDED_SPARSE = 5
+_ADDED_SPARSE, _ADDS = 5, (aten.add, aten.add_)
 # Limits of one multi-tensor kernel: tensors, chunks, and elements of a chunk (ATen/native/cuda/MultiTensorApply.cuh).
 _TENSORS_PER_LAUNCH, _CHUNKS_PER_LAUNCH, _CHUNK = 36, 320, 65536
 
@@ -103,10 +91,10 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
         read = written = list(tensors(args[:1]))
     moved = {"written": written, "none": [], "zeros": read * 2}.get(rule.reads, read)
     nbytes = sum(map(footprint, moved)) + sum(map(footprint, written))
-    if _adds_sparse(func, args):
-        nbytes = _ADDED_SPARSE * args[0].numel() * 4
     dtype = "" if main is None else str(main.dtype)[6:]
     if any(tensor.layout is not torch.strided for tensor in read):
+        if func.overloadpacket in _ADDS and read[0].itemsize < read[-1].itemsize:
+            nbytes = _ADDED_SPARSE * read[0].numel() * 4
         return Work(0, nbytes, dtype, _kernels(func, args))  # a sparse matrix: few of the products of its shape
     flops = 0 if rule.flops is None else int(rule.flops(*args, **kwargs, out_val=out))
     causal = _position(func, "is_causal") if flops else None
@@ -123,22 +111,15 @@ def _kernels(func: OpOverload, args: tuple[Any, ...]) -> int:
     name = schema_of(func).name
     if args and isinstance(args[0], (tuple, list)):
         if name.startswith(_ON_LISTS):
-            return _multi_tensor_kernels(args[0])
+            chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in args[0])
+            return max(-(-len(args[0]) // _TENSORS_PER_LAUNCH), -(-chunks // _CHUNKS_PER_LAUNCH))
         if name == "aten::block_diag":  # zeros, and a copy for each block (ATen/native/TensorShape.cpp)
             return 1 + len(args[0])
     if name == "aten::embedding_dense_backward":
-        return EMBEDDING_KERNELS if sorts_rows(args[1]) else 2
+        return EMBEDDING_KERNELS if args[1].numel() > EMBEDDING_SORTED else 2
     if name == "aten::sort":
         return sort_passes(args) + 2 if sort_passes(args) else 1
     return 2 if work_rule(func).reads == "zeros" else 1
-
-
-def _adds_sparse(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether a sparse tensor is added to a dense one in half precision."""
-    if schema_of(func).name not in ("aten::add", "aten::add_"):
-        return False
-    dense, other = args[:2]
-    return isinstance(other, Tensor) and other.is_sparse and dense.itemsize < other.itemsize
 
 
 def _rounds_to_tf32(func: OpOverload) -> bool:
@@ -157,25 +138,15 @@ def footprint(tensor: Tensor) -> int:
     return count * tensor.itemsize
 
 
-def _multi_tensor_kernels(group: Sequence[Tensor]) -> int:
-    chunks = sum(-(-t.numel() // _CHUNK) for t in group)
-    return max(-(-len(group) // _TENSORS_PER_LAUNCH), -(-chunks // _CHUNKS_PER_LAUNCH))
+def attention_flops(*args: Any, first: int = 0, **kwargs: Any) -> int:
+    """Flops of attention, with the query in argument `first`, for every head of the query.
 
-
-def attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Flops of attention: the scores, and the values weighted by them, for every head of the query."""
-    return 2 * _scores(query, key) * (query.size(-1) + value.size(-1))
-
-
-def attention_backward_flops(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> int:
-    """Flops of its backward: the scores again and their gradient, and the gradients of query, key and value."""
-    return 2 * _scores(query, key) * (3 * query.size(-1) + 2 * value.size(-1))
-
-
-def _scores(query: Tensor, key: Tensor) -> int:
-    return query.shape[:-1].numel() * key.size(-2)
+    Forward computes the scores and the values weighted by them. Backward computes the scores again and their gradient,
+    and the gradients of query, key and value.
+    """
+    query, key, value = args[first : first + 3]
+    width = 3 * query.size(-1) + 2 * value.size(-1) if first else query.size(-1) + value.size(-1)
+    return 2 * query.shape[:-1].numel() * key.size(-2) * width
 
 
 def convolution_backward_flops(grad: Tensor, given: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
@@ -189,34 +160,26 @@ def addmm_flops(added: Tensor, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) 
     return 2 * a.numel() * b.size(-1)
 
 
-def grouped_matmul_flops(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+def grouped_matmul_flops(left: Tensor, right: Tensor, *args: Any, times: int = 1, **kwargs: Any) -> int:
     """Flops of a product per expert: each token meets one expert's matrix, however many experts there are."""
-    return 2 * left[0 if left.dim() == 3 else slice(None)].numel() * right.size(-1)
+    return times * 2 * left[0 if left.dim() == 3 else slice(None)].numel() * right.size(-1)
 
 
-def grouped_matmul_backward_flops(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Flops of both gradients, which transformers computes in one op."""
-    return 2 * grouped_matmul_flops(left, right)
-
-
+_ATTENTION = [
+    f"_scaled_dot_product_{kernel}"
+    for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+]
 # In torch 2.11, torch's own formulas refuse grouped heads (fewer of the key than of the query) and count the gradient
 # of a grouped convolution's weight as if it were not grouped.
-_FLOPS: dict[Any, Callable[..., int]] = {
-    aten.addmm: addmm_flops,
-    aten._grouped_mm: grouped_matmul_flops,
-    aten.convolution_backward: convolution_backward_flops,
-    aten._scaled_dot_product_flash_attention: attention_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
-    aten._scaled_dot_product_efficient_attention: attention_flops,
-    aten._scaled_dot_product_cudnn_attention: attention_flops,
-    aten._scaled_dot_product_flash_attention_backward: attention_backward_flops,
-    aten._scaled_dot_product_efficient_attention_backward: attention_backward_flops,
-    aten._scaled_dot_product_cudnn_attention_backward: attention_backward_flops,
+_FLOPS: dict[str, Callable[..., int]] = {
+    "addmm": addmm_flops,
+    "_grouped_mm": grouped_matmul_flops,
+    "grouped_mm_fallback": grouped_matmul_flops,  # transformers/integrations/moe.py
+    "grouped_mm_fallback_backward": partial(grouped_matmul_flops, times=2),  # both gradients
+    "convolution_backward": convolution_backward_flops,
+    **dict.fromkeys(_ATTENTION, attention_flops),
+    **{f"{name}_backward": partial(attention_flops, first=1) for name in _ATTENTION},
 }
-_FLOPS_BY_NAME = {  # of cards without grouped products (transformers/integrations/moe.py)
-    "grouped_mm_fallback": grouped_matmul_flops, "grouped_mm_fallback_backward": grouped_matmul_backward_flops,
-}  # fmt: skip
 
 
 class WorkRule(NamedTuple):
@@ -230,8 +193,7 @@ class WorkRule(NamedTuple):
 @cache
 def work_rule(func: OpOverload) -> WorkRule:
     op = schema_of(func).name.partition("::")[2]
-    packet = func.overloadpacket
-    formula = _FLOPS.get(packet) or _FLOPS_BY_NAME.get(op) or flop_registry.get(packet)
+    formula = _FLOPS.get(op) or flop_registry.get(func.overloadpacket)
     return WorkRule(func.is_view or op in _NO_KERNEL, _READS.get(op, "all"), formula)
 
 
@@ -474,16 +436,11 @@ def _indexed(at: int | None, args: tuple[Any, ...], out: Any) -> Shape:
     return (moved.numel() if isinstance(moved, Tensor) else 0), INDEXED
 
 
-def sorts_rows(indices: Tensor) -> bool:
-    """Whether the backward of an embedding sorts its tokens first."""
-    return indices.numel() > EMBEDDING_SORTED
-
-
 def _embedding_backward(args: tuple[Any, ...], out: Any) -> Shape:
     """Assumes tokens that are drawn evenly: a trace does not know how many distinct rows they use."""
     gradient, indices, rows = args[:3]
     tokens, width = indices.numel(), gradient.shape[-1]
-    if not sorts_rows(indices):
+    if tokens <= EMBEDDING_SORTED:
         return tokens * width, INDEXED
     met = rows * (1 - exp(-tokens / rows))
     pieces = met * ceil(tokens / met / EMBEDDING_PIECE)
@@ -558,7 +515,7 @@ _SHAPE_RULES: dict[str, _ShapeRule] = {
     **dict.fromkeys(("mm", "bmm"), partial(_matmul, 0)),
     "_scaled_mm": _scaled_matmul,
     **dict.fromkeys(("addmm", "baddbmm"), partial(_matmul, 1)),
-    **dict.fromkeys(("_grouped_mm", *_FLOPS_BY_NAME), _grouped_matmul),
+    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"), _grouped_matmul),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(("_softmax", "_log_softmax"), partial(_softmax, 1)),

@@ -91,12 +91,11 @@ class Host:
         """
         own = gpu.calibration
         share = _REACHED * (_CHANNELS.get(gpu.arch) or _CHANNELS.get(gpu.arch[:1], _DESKTOP)) / processes
+        bandwidth = min(host_threads() * _OF_THREAD, share)
         if own is not None and own.per_op:
-            return cls(
-                own.per_op, own.per_launch, bandwidth=own.host_memory or min(host_threads() * _OF_THREAD, share)
-            )
+            return cls(own.per_op, own.per_launch, bandwidth=own.host_memory or bandwidth)
         slower = {6: 1.7, 7: 1.7, 8: 1.3 if gpu.arch < (8, 9) else 1.0}.get(gpu.arch[0], 1.0)
-        return cls(slower=slower, bandwidth=min(host_threads() * _OF_THREAD, share))
+        return cls(slower=slower, bandwidth=bandwidth)
 
     def issue(self, op: Op) -> float:
         """Seconds to issue one op."""
@@ -130,23 +129,16 @@ class Parts:
     @property
     def bound(self) -> str:
         """The part that limits the step: "compute", "host", "network" or "copies"."""
-        busy = {
-            "compute": self.compute,
-            "host": self.issuing,
-            "network": self.communicating,
-            "copies": self.copying,
-        }
+        busy = {"compute": self.compute, "host": self.issuing, "network": self.communicating, "copies": self.copying}
         return max(busy, key=busy.__getitem__)
 
     @property
     def parts(self) -> dict[str, float]:
         """The parts of `total` above a microsecond, by names for people."""
         named = {
-            "computing": self.compute,
-            "waiting for the host": self.host,
-            "waiting for the network": self.network,
-            "waiting for copies": self.copies,
-        }
+            "computing": self.compute, "waiting for the host": self.host,
+            "waiting for the network": self.network, "waiting for copies": self.copies,
+        }  # fmt: skip
         return {name: seconds for name, seconds in named.items() if seconds > 1e-6}
 
     def __add__(self, other: Parts) -> Parts:
@@ -220,17 +212,15 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
     for op in as_issued(ops, gpu):
         if op.name.startswith("prim."):
             continue  # a query of a fake tensor, not work
-        if op.name == "event.record":
-            events.append(free[op.stream])
-            continue
-        if op.name == "event.await":
-            issued = max([issued, *free.values()]) + READ_BACK * host.slower
-            continue
-        if op.name in ("event.wait", "event.sync"):
+        if op.name.startswith("event."):
             back = 1 + sum(op.shape)
             happens = events[-back] if back <= len(events) else 0.0
-            if op.name == "event.wait":
+            if op.name == "event.record":
+                events.append(free[op.stream])
+            elif op.name == "event.wait":
                 free[op.stream] = max(free[op.stream], happens)
+            elif op.name == "event.await":
+                issued = max([issued, *free.values()]) + READ_BACK * host.slower
             else:
                 issued = max(issued, happens + READ_BACK * host.slower)
             continue
