@@ -32,18 +32,11 @@ from .patches import Interrupts
 from .values import Values
 
 _CHANGES_SHAPE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::_local_scalar_dense"}
-
-
 _LARGEST = 100_000  # cached calls for one kind of device, about 100 MB
 _Recipe = Callable[[Fakes, tuple[Any, ...]], Any]  # makes a result from the arguments
 _Calls = dict[Any, tuple[_Recipe, Work]]  # by `call_key`
 # By compute capability and whether fp32 may be rounded, for each op. Shared, as a plan traces one model many times.
 _shared: dict[tuple[int, bool, bool], dict[Any, _Calls]] = {}
-
-
-def forget() -> None:
-    """Empty the cache, as in a new process."""
-    _shared.clear()
 
 
 def _known_calls(arch: int) -> dict[Any, _Calls]:
@@ -84,16 +77,11 @@ def _recipe(out: Any, args: tuple[Any, ...], homes: dict[int, int | None]) -> _R
     if isinstance(out, (tuple, list)):
         kind, parts = type(out), [_recipe(item, args, homes) for item in out]
         return lambda fakes, args: kind([part(fakes, args) for part in parts])
-    if (
-        type(out) is not FakeTensor
-        or out.constant is not None
-        or out.fake_device != CPU
-        or out.layout is not torch.strided
-    ):
+    plain = type(out) is FakeTensor and out.fake_device == CPU and out.layout is torch.strided
+    if not plain or out.constant is not None:
         raise Uncacheable
-    storage, shape, stride, offset, dtype = (
-        out.untyped_storage(), out.shape, out.stride(), int(out.storage_offset()), out.dtype,
-    )  # fmt: skip
+    storage, shape, stride, dtype = out.untyped_storage(), out.shape, out.stride(), out.dtype
+    offset = int(out.storage_offset())
     if storage_pointer(storage) in homes:
         at = homes[storage_pointer(storage)]
         if at is None:
@@ -134,9 +122,8 @@ class FakeOps(RealOps):
     def __init__(
         self, recorder: Recorder, fakes: Fakes, gpu: GPU | None, interrupts: Interrupts, streams: Streams
     ) -> None:
-        self.recorder, self.fakes, self.gpu = recorder, fakes, gpu
+        self.recorder, self.fakes, self.gpu, self.values = recorder, fakes, gpu, Values()
         self.interrupts, self.streams = interrupts, streams
-        self.values = Values()
         self._by_data = DataDependentOps(recorder, self.values)
         capability = gpu.capability if gpu else 0
         recorder.splits_host = gpu is not None
@@ -147,9 +134,7 @@ class FakeOps(RealOps):
         self._known = _known_calls(capability)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
 
-    def prepare(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def prepare(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # an exception in a call for the device from torch's C++ would abort the process
         if self.interrupts.waiting and func is not ASKS_DEVICE:
             self.interrupts.deliver()
@@ -180,19 +165,18 @@ class FakeOps(RealOps):
         key = None if op.calls is None else call_key(args, kwargs)
         found = None if key is None else op.calls.get(key)
         if found is not None:
-            known = found[0](self.fakes, args), found[1]
+            out, work = found[0](self.fakes, args), found[1]
         else:
-            known = super().call(op, func, args, kwargs)
+            out, work = super().call(op, func, args, kwargs)
             with suppress(Uncacheable):
                 if key is not None:
-                    op.calls[key] = _recipe(known[0], args, _homes(args)), known[1]
+                    op.calls[key] = _recipe(out, args, _homes(args)), work
         recorder = self.recorder
-        out, work = known
         if func is _COPY and recorder.is_on_host(args[0]) != recorder.is_on_host(args[1]):
-            known = out, Work(nbytes=args[0].nbytes)  # over the bus, by a copy engine
+            work = Work(nbytes=args[0].nbytes)  # over the bus, by a copy engine
         elif work.kernels and recorder.all_on_host(args):
             sizable = any(tensor.dim() for tensor in tensors(args))
-            known = out, Work(nbytes=work.nbytes, on_host=True) if sizable else Work()
+            work = Work(nbytes=work.nbytes, on_host=True) if sizable else Work()
             for tensor in tensors((out,)) if self.gpu else ():
                 if tensor.dim():
                     recorder.follow(tensor, "temporary", op.name, on_host="pageable")
@@ -207,7 +191,7 @@ class FakeOps(RealOps):
                 recorder.follow(out, "activations", op.name, on_host="pinned")
             elif out.dim() == 0 and (func is _LIFT or recorder.all_on_host(args)):
                 recorder.ignore(out)
-        return known
+        return out, work
 
     def collective_stream(self, func: Any, args: tuple[Any, ...]) -> str:
         return self.streams.asynchronous() if is_asynchronous(func, args) else super().collective_stream(func, args)

@@ -117,8 +117,7 @@ def fake_wrapped(tensor: Any, fakes: Fakes) -> Tensor:
         return fakes.like(tensor)
     names, context = tensor.__tensor_flatten__()
     inner = {name: fakes.like(getattr(tensor, name)) for name in names}
-    wrapped: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-    return wrapped
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
 
 @contextmanager
@@ -128,22 +127,23 @@ def restored(model: nn.Module) -> Iterator[None]:
     Afterwards no module holds a fake, even if a forward stored one (a cache of positions). Attributes that a failed
     step did not reset are reset, too (diffusers' scales of LoRA layers).
     """
-    before = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
-    states = [fsdp_states.get(module) for module, *_ in before]
+    before = [
+        (module, type(module), dict(vars(module)), _contents(module), fsdp_states.get(module))
+        for module in model.modules()
+    ]
     try:
         yield
     finally:
-        for (module, kind, attributes, contents), state in zip(before, states, strict=True):
+        for module, kind, attributes, contents, state in before:
             module.__class__ = kind
-            for name in [name for name in vars(module) if name not in attributes]:
-                del module.__dict__[name]
             for name, value in attributes.items():
                 if type(value) is list:
                     value[:] = contents.get(name, ())
                 elif type(value) in _CONTAINERS:
                     value.clear()
                     value.update(contents.get(name, ()))
-                module.__dict__[name] = value
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
             fsdp_states.pop(module, None)
             if state is not None:
                 fsdp_states[module] = state
@@ -173,19 +173,20 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
             return value
         if id(value) not in made:
             is_parameter = isinstance(value, nn.Parameter)
-            if not is_traceable_wrapper_subclass(value):
-                made[id(value)] = fakes.parameter(value) if is_parameter else fakes.like(value)
+            if is_traceable_wrapper_subclass(value):
+                new = fake_wrapped(value, fakes)
+                new = nn.Parameter(new, value.requires_grad) if is_parameter else new
+            else:
+                new = fakes.parameter(value) if is_parameter else fakes.like(value)
                 if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
                     with no_dispatch():
                         data.append((value, value.detach()))
-            else:
-                new = fake_wrapped(value, fakes)
-                made[id(value)] = nn.Parameter(new, value.requires_grad) if is_parameter else new
             if value.layout is torch.strided and value.numel() and not value.untyped_storage().nbytes():
-                made[id(value)].untyped_storage().resize_(0)  # its data is in host memory (swap)
-            hooked.append((made[id(value)], value))
+                new.untyped_storage().resize_(0)  # its data is in host memory (swap)
             if holds_sizes(value):
-                attach(made[id(value)], value)
+                attach(new, value)
+            made[id(value)] = new
+            hooked.append((new, value))
         return made[id(value)]
 
     try:
@@ -225,17 +226,11 @@ def _hook(fake: Tensor, like: Tensor, fakes: Mapping[int, Any]) -> None:
 
 def _of_fakes(hook: Any, fakes: Mapping[int, Any]) -> Callable[..., Any]:
     """`hook`, or a copy of it that holds optimizers of the fake parameters in place of those of the real ones."""
-    held = {name: cell.cell_contents for name, cell in zip(*_cells(hook), strict=True)}
-    if not any(isinstance(value, dict) and any(map(_is_optimizer, value.values())) for value in held.values()):
+    held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    if not any(isinstance(value, dict) and any(map(_is_optimizer, value.values())) for value in held):
         return hook
-    renewed = [renew(value, fakes) if isinstance(value, dict) else value for value in held.values()]
-    cells = tuple(map(CellType, renewed))
+    cells = tuple(CellType(renew(value, fakes) if isinstance(value, dict) else value) for value in held)
     return FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
-
-
-def _cells(hook: Any) -> tuple[tuple[str, ...], tuple[CellType, ...]]:
-    is_plain = isinstance(hook, FunctionType) and hook.__closure__ is not None
-    return (hook.__code__.co_freevars, hook.__closure__ or ()) if is_plain else ((), ())
 
 
 def _is_optimizer(value: Any) -> bool:

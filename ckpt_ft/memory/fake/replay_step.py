@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ckpt_ft.compat.tensors import FakeTensor
 from ckpt_ft.memory.record.events import Item, Op, is_allocation, is_free
+from ckpt_ft.memory.record.in_place_gradients import covers_storage
 from ckpt_ft.memory.record.tracker import Tracker
 
 from .faked_model import Fakes
@@ -36,21 +35,19 @@ class ReplayStep:
         self._start = self.recorder.position
         self._repeatable = False  # one optimizer phase, before which each gradient has a storage of its own
         self._seen = False
-        self._gradients: dict[int, Any] = {}  # by storage: the parameter of each, and a gradient like it
+        self._gradients: dict[Any, Any] = {}  # by storage: the parameter of each, and a gradient like it
         tracker.context.phase_listeners.append(self._phase_begins)
 
     def _phase_begins(self, phase: str) -> None:
         if phase != "optimizer":
             return
-        given = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
-        indices = {self.recorder.index_of(gradient): (p, gradient) for p, gradient in given if _is_whole(gradient)}
+        given: list[tuple[Any, Any]] = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        whole = [pair for pair in given if covers_storage(pair[1])]
+        indices = {self.recorder.index_of(gradient): (p, gradient) for p, gradient in whole}
         self._repeatable = not self._seen and len(indices) == len(given) and None not in indices
         self._seen = True
-        self._gradients = {
-            index: (parameter, self.fakes.like(gradient))
-            for index, (parameter, gradient) in indices.items()
-            if index is not None
-        }
+        if self._repeatable:
+            self._gradients = {index: (p, self.fakes.like(gradient)) for index, (p, gradient) in indices.items()}
 
     def replay(self) -> bool:
         """Record the step once more; returns False if a second run of it might do something else."""
@@ -106,13 +103,6 @@ class ReplayStep:
             elif ~item in number:
                 recorder.events.append(~number[~item])
         return number
-
-
-def _is_whole(gradient: Tensor) -> bool:
-    """Whether it is a fake tensor that covers all of its storage."""
-    if type(gradient) is not FakeTensor or gradient.layout is not torch.strided:
-        return False
-    return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
 
 
 def _where_update_begins(items: list[Item]) -> int:

@@ -160,15 +160,10 @@ def torch_like(gpu: GPU | None, compiled: bool = False) -> Iterator[Fakes]:
     counts_of_a_sum()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # the memo is faster, and gives a slice of something larger its whole storage
-    with patches.quiet(), patches.unnoticed(), cuda.fakes_are_tensors(), ExitStack() as stack:
-        if not compiled:
-            stack.enter_context(patches.tensors_of_fakes())
-        if gpu is None:
-            with mode:
-                yield Fakes(mode)
-        else:
-            with cuda.behave_like(gpu.capability, compiled), mode:
-                yield Fakes(mode)
+    tensors = nullcontext() if compiled else patches.tensors_of_fakes()
+    card = nullcontext() if gpu is None else cuda.behave_like(gpu.capability, compiled)
+    with patches.quiet(), patches.unnoticed(), cuda.fakes_are_tensors(), tensors, card, mode:
+        yield Fakes(mode)
 
 
 @contextmanager
@@ -268,7 +263,7 @@ class _Trace:
                 refuse_compiled(model, launch is not None and launch.strategy == "fsdp2")
             bucket = BUCKET if launch is not None and launch.strategy == "ddp" else 0
             lowering = compiled_steps(model, tracker, fakes, gpu, bucket) if self.compiled else nullcontext()
-            with lowering as describe, self._tracking(tracker, streams), interrupts.passing_on():
+            with lowering as describe, self._tracking(tracker, streams):
                 optimizer: Any = self.make_optimizer(model) if self.make_optimizer else None
                 if launch is not None and launch.by_transformers:
                     separate_meshes(optimizer)

@@ -25,14 +25,10 @@ _MOST, _MOST_FLOATS = 1 << 20, 1 << 16  # elements: enough for a batch's tokens,
 _MOST_SIZES = 8  # of one tensor
 _COMPUTED = ("aten", "c10d")  # the fake process group leaves a rank's values as they are
 _NO_VALUE = ("aten::empty", "aten::new_empty")
-_NOT_EQUAL = aten.ne.Tensor  # isnan() is x != x
+_LIFT, _NOT_EQUAL = aten.lift_fresh.default, aten.ne.Tensor  # isnan() is x != x
 _IS_NUMBER = {aten.eq.Scalar: False, aten.ne.Scalar: True}  # no unknown float is taken to be exactly a number
 
 UNKNOWN = object()
-
-
-class _Unknown(Exception):
-    pass
 
 
 class Values:
@@ -69,7 +65,7 @@ class Values:
         if kind.finds_nan or (func is _NOT_EQUAL and args[0] is args[1]):
             self.set(out, False)  # not in a model's numbers
             return
-        if kind.lifts:  # the argument is a real tensor, made by torch.tensor(...)
+        if func is _LIFT:  # the argument is a real tensor, made by torch.tensor(...)
             self.keep(out, args[0])
             return
         if (type(out) is FakeTensor and not _is_few(out)) or (out is None and not kind.writes):
@@ -82,8 +78,7 @@ class Values:
 
     def _forget(self, written: tuple[Any, ...]) -> None:
         """Forget the values of an overwritten tensor and of tensors that share its storage."""
-        for tensor in tensors(written):
-            known = self.of(tensor)
+        for known in map(self.of, tensors(written)):
             if known is not None:
                 storage = known.untyped_storage()
                 self._lost[storage_pointer(storage)] = storage
@@ -96,14 +91,13 @@ class Values:
             known, named = self._known(args), {name: self._known(value) for name, value in kwargs.items()}
             with no_modes():
                 return func(*known, **named)
-        except (_Unknown, RuntimeError, IndexError):
+        except (LookupError, RuntimeError):
             return UNKNOWN
 
     def _known(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            known = self.of(value)
-            if known is None:
-                raise _Unknown
+            if (known := self.of(value)) is None:
+                raise LookupError
             return known
         if isinstance(value, (tuple, list)):
             return type(value)(self._known(item) for item in value)
@@ -131,21 +125,19 @@ class _Kind(NamedTuple):
     has_values: bool  # it can be computed on the host, with the same result each time
     needs_first: bool  # its result is unknown if its first argument is
     finds_nan: bool
-    lifts: bool
     writes: tuple[int, ...]  # indices of arguments that it writes to
 
 
 @cache
 def _kind(func: Any) -> _Kind:
     random = torch.Tag.nondeterministic_seeded in func.tags
-    finds_nan, lifts = func in (aten.isnan.default, aten.isinf.default), func is aten.lift_fresh.default
+    finds_nan = func in (aten.isnan.default, aten.isinf.default)
     alias = [argument.alias_info for argument in schema_of(func).arguments]
     writes = tuple(index for index, info in enumerate(alias) if info is not None and info.is_write)
     return _Kind(
         has_values=func.namespace in _COMPUTED and not random and not schema_of(func).name.startswith(_NO_VALUE),
-        needs_first=writes in ((), (0,)) and not (finds_nan or lifts or func is _NOT_EQUAL),
+        needs_first=writes in ((), (0,)) and not (finds_nan or func in (_LIFT, _NOT_EQUAL)),
         finds_nan=finds_nan,
-        lifts=lifts,
         writes=writes,
     )
 

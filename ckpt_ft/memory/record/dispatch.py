@@ -6,7 +6,6 @@ An op is called as a composite or as its parts, from autograd or from another Py
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -64,10 +63,7 @@ aten = torch.ops.aten
 
 def wraps(types: Sequence[type]) -> bool:
     """Whether an op is called on tensor subclasses that wrap other tensors."""
-    for kind in types:  # noqa: SIM110  no generator: once for every op
-        if _is_wrapper(kind):
-            return True
-    return False
+    return any(map(_is_wrapper, types))
 
 
 @cache
@@ -101,14 +97,16 @@ def from_python_dispatch() -> bool:
     )
 
 
+@cache
 def leave_uncompiled() -> None:
     """Make torch.compile skip the tracker's own functions.
 
     Otherwise it compiles every function of a dispatch mode that it meets, again and again, until it gives up.
     """
-    _skip_recording()
-    # The context's hooks tell which module runs. A compiled module's calls them twice; once is enough.
-    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+    from ckpt_ft.compat.compiler import trace_rules
+
+    for name in _RECORDING:
+        trace_rules.add(name)
 
 
 def unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,26 +119,15 @@ def unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@cache
-def _skip_recording() -> None:
-    from ckpt_ft.compat.compiler import trace_rules
-
-    for name in _RECORDING:
-        trace_rules.add(name)
-
-
 class Uncacheable(Exception):
     """A call's result depends on more than the shapes of its arguments."""
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hashable description of an op's arguments, or None where its result depends on more than that."""
-    parts: list[Any] = [torch.get_default_dtype()]
+    parts: list[Any] = [torch.get_default_dtype(), *kwargs]
     try:
-        _describe(args, parts)
-        for name, value in kwargs.items():
-            parts.append(name)
-            _describe((value,), parts)
+        _describe((*args, *kwargs.values()), parts)
     except Uncacheable:
         return None
     return tuple(parts)

@@ -28,27 +28,22 @@ IN_PLACE = frozenset(f"aten.{name}" for name in ("add.Tensor", *_PLACED))  # can
 
 
 def is_in_place(func: Any, args: tuple[Any, ...], made_by: Callable[[Tensor], str]) -> bool:
-    """Whether this call of one of IN_PLACE in backward would write into its first argument.
+    """Whether this call of one of IN_PLACE in backward is autograd's, and would write into its first argument.
 
+    That is a gradient that nothing else holds, or zeros that autograd, not a user's function, has just allocated.
     It counts references: call it from a mode's `__torch_dispatch__`, which may hold `args` but not the tensors in it.
 
     made_by: returns the name of the op that allocated a tensor.
     """
-    return adds_in_place(args) if func is ADD else _writes_into_zeros(args, made_by)
-
-
-def _writes_into_zeros(args: tuple[Any, ...], made_by: Callable[[Tensor], str]) -> bool:
-    """Whether autograd's own code, not a user's function, writes values into zeros that it has just allocated."""
-    node = None if torch.is_grad_enabled() else current_node()
+    if torch.is_grad_enabled():
+        return False
+    if func is ADD:
+        return covers_storage(args[0]) and _reference_counts(args) == counts_of_a_sum()
+    node = current_node()
     return node is not None and node.name()[-1:].isdigit() and made_by(args[0]) in _ZEROS
 
 
-def adds_in_place(args: tuple[Any, ...]) -> bool:
-    """Whether this call of ADD in backward is autograd's, and nothing else holds its first argument."""
-    return not torch.is_grad_enabled() and _is_whole(args[0]) and _reference_counts(args) == counts_of_a_sum()
-
-
-def _is_whole(tensor: Tensor) -> bool:
+def covers_storage(tensor: Tensor) -> bool:
     """Whether a strided tensor covers all of its storage, and is not empty."""
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize > 0
 

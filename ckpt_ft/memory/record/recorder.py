@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -132,8 +133,7 @@ class Recorder:
     def add_op(self, name: str, work: Work, module: str, at: int, stream: str, wire: int, around: str) -> None:
         """Record an op that began after `at` events; the other arguments are fields of `Op`."""
         flops, nbytes, dtype, kernels, shape, on_host = work
-        stream = HOST if on_host else stream
-        phase = self.context.phase
+        phase, stream = self.context.phase, HOST if on_host else stream
         self.ops.append(Op(name, flops, nbytes, dtype, phase, module, at, kernels, stream, wire, shape, around))
 
     def synchronise(self, what: str, stream: str, back: int = 0) -> None:
@@ -142,8 +142,7 @@ class Recorder:
         back: how many events were recorded after that one.
         """
         if self.keeps_ops:
-            at, phase = len(self.events), self.context.phase
-            self.ops.append(Op(f"event.{what}", 0, 0, "", phase, "", at, 0, stream, shape=(back,)))
+            self.add_op(f"event.{what}", Work(shape=(back,)), "", len(self.events), stream, 0, "")
 
     def await_device(self, device: Any = None) -> None:
         """Record that the host waits until the device has finished everything issued to it."""
@@ -169,13 +168,12 @@ class Recorder:
 
     def add_resident(self, values: Iterable[torch.Tensor], category: str) -> None:
         """Follow tensors that exist already."""
-        for value in values:
-            for tensor in plain(value):
-                seen = self.live.get(storage_pointer(tensor.untyped_storage()))
-                if seen is not None and seen.index >= 0:
-                    self.storages[seen.index].category = category
-                else:
-                    self.follow(tensor, category, "", resident=True)
+        for tensor in chain.from_iterable(map(plain, values)):
+            index = self.index_of(tensor)
+            if index is not None:
+                self.storages[index].category = category
+            else:
+                self.follow(tensor, category, "", resident=True)
 
     def put_on_host(
         self, values: Iterable[torch.Tensor], category: str, kind: str = "pageable", packed: bool = False
@@ -249,8 +247,7 @@ class Recorder:
                 self.follow(part, category, op, module, resident, on_host)
             return
         storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        seen = self.live.get(storage_pointer(storage))
+        nbytes, seen = storage.nbytes(), self.live.get(storage_pointer(storage))
         if seen is not None:
             if seen.index < 0:
                 return
@@ -268,9 +265,8 @@ class Recorder:
 
     def follow_like(self, tensor: torch.Tensor, index: int) -> int:
         """Follow `tensor` from now on as a storage like that of `index`, without an event; returns the new index."""
-        like = self.storages[index]
-        self.storages.append(like.copy())
-        self.allocated += like.nbytes
+        self.storages.append(self.storages[index].copy())
+        self.allocated += self.storages[index].nbytes
         self._hold(tensor.untyped_storage(), len(self.storages) - 1)
         return len(self.storages) - 1
 
@@ -282,12 +278,11 @@ class Recorder:
     def label(self, value: torch.Tensor, category: str, owner: str) -> None:
         """Set the category and owner of a tensor; follow it if it is not known."""
         for tensor in plain(value):
-            seen = self.live.get(storage_pointer(tensor.untyped_storage()))
-            if seen is None:
+            if storage_pointer(tensor.untyped_storage()) not in self.live:
                 self.follow(tensor, category, "", resident=not self.events)
-            elif seen.index >= 0:
-                self.storages[seen.index].category = category
-        self.set_owner(value, owner)
+            index = self.index_of(tensor)
+            if index is not None:
+                self.storages[index].category, self.storages[index].owner = category, owner
 
     def set_owner(self, value: torch.Tensor, owner: str) -> None:
         """Set the module named `owner` as owner of `value`, its parameter, buffer, gradient or optimizer state."""
@@ -312,16 +307,13 @@ class Recorder:
             self._freed(seen)
         if storage.nbytes():
             self.context.locate()
-            category = "parameters" if storage_pointer(storage) in self.swapped else "communication"
-            index = self._add(storage.nbytes(), category, op)
-            self.storages[index].owner = self.swapped.get(storage_pointer(storage), "")
+            owner = self.swapped.get(storage_pointer(storage))
+            index = self.allocate(storage.nbytes(), "communication" if owner is None else "parameters", op)
+            self.storages[index].owner = owner or ""
             self._hold(storage, index)
-            self.events.append(index)
 
-    @property
-    def resize(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+    def resizing(self, resize: Callable[..., torch.UntypedStorage]) -> Callable[..., torch.UntypedStorage]:
         """Replaces `UntypedStorage.resize_`."""
-        resize = torch.UntypedStorage.resize_
 
         def followed(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             result: torch.UntypedStorage = resize(storage, nbytes)
@@ -338,25 +330,19 @@ class Recorder:
             )
         if self.stream and category in _NAMELESS:
             category = "communication"
+        made = Storage(nbytes, category, op, "", "")
         if op:
-            context = self.context
-            running = context.module() if module is None else module
-            made = Storage(nbytes, category, op, running, context.phase, self.stream)
-        else:
-            made = Storage(nbytes, category, "", "", "")
+            running = self.context.module() if module is None else module
+            made.module, made.phase, made.stream = running, self.context.phase, self.stream
         self.storages.append(made)
         self.allocated += nbytes
-        if self.allocated > self.peak:
-            self.peak = self.allocated
+        self.peak = max(self.peak, self.allocated)
         return len(self.storages) - 1
 
     def _hold(self, storage: torch.UntypedStorage, index: int, zone: int | None = None) -> None:
-        seen = self.live[storage_pointer(storage)] = _Followed(storage, self._freed)
-        seen.address, seen.index, seen.zone = (
-            storage_pointer(storage),
-            index,
-            self.context.zone if zone is None else zone,
-        )
+        address = storage_pointer(storage)
+        seen = self.live[address] = _Followed(storage, self._freed)
+        seen.address, seen.index, seen.zone = address, index, self.context.zone if zone is None else zone
 
     def _freed(self, seen: _Followed) -> None:
         if self.live.get(seen.address) is not seen:
@@ -368,5 +354,4 @@ class Recorder:
         storage = self.storages[seen.index]
         if storage.category == "activations" and seen.zone == self.context.zone:
             storage.category = "temporary"
-        self.events.append(~seen.index)
-        self.allocated -= storage.nbytes
+        self.free(seen.index)

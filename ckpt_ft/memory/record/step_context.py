@@ -27,6 +27,7 @@ class StepContext:
             them, and may call the second alone if it raises.
         phase: "forward", "backward" or "optimizer", which goes on until a module runs.
         recomputing: a checkpoint re-runs a forward inside backward.
+        stack: names of the modules whose forward is running.
         inner: the module within a compiled region that the running kernel is of, if it is known.
         zone: counts changes of phase. What is freed in the zone that it was allocated in was temporary.
         phase_listeners: called with the new phase before `phase` changes.
@@ -41,25 +42,16 @@ class StepContext:
         self.before_optimizer: Callable[[Optimizer], None] | None = None
         self.after_optimizer: Callable[[Optimizer], None] | None = None
         self._names: dict[int, str] = {}  # of modules, by id
-        self._stack: list[str] = []  # modules whose forward is running
+        self.stack: list[str] = []
         self._node_starts: list[int] = []  # from this sequence number on, nodes belong to ...
         self._node_modules: list[str] = []  # ... this module
         self._kept_nodes = 0
         self.stepping = False
-        self._thread = 0
         self._hooks: list[Any] = []
 
     def name_modules(self, model: nn.Module) -> None:
         """Report the modules of `model` by their qualified names; a module outside it counts as its caller."""
         self._names = {id(module): name for name, module in model.named_modules()}
-
-    def enter_phase(self, phase: str) -> None:
-        """Set the phase without telling the listeners, as where a step begins."""
-        self.phase, self.recomputing = phase, False
-
-    @property
-    def outside_modules(self) -> bool:
-        return not self._stack
 
     @property
     def calls_seen(self) -> int:
@@ -76,8 +68,8 @@ class StepContext:
             phase = "optimizer"
         elif graph_task() >= 0:
             phase = "backward"
-            recomputing = bool(self._stack) or torch.is_grad_enabled()  # a checkpoint's forward, inside backward
-        elif not self._stack and (
+            recomputing = bool(self.stack) or torch.is_grad_enabled()  # a checkpoint's forward, inside backward
+        elif not self.stack and (
             self.phase == "optimizer" or (self.phase == "backward" and not torch.is_grad_enabled())
         ):
             phase = "optimizer"  # unscaling, clipping, zero_grad: around the optimizer, until a module runs
@@ -96,29 +88,25 @@ class StepContext:
         """Qualified name of the module whose forward or backward runs; "" outside of all."""
         if self.inner:
             return self.inner
-        if self._stack:
-            return self._stack[-1]
+        if self.stack:
+            return self.stack[-1]
         if self.phase != "backward":
             return ""
         node = current_node()
         if node is None:
             return ""
         number = node_number(node)()
-        last = len(self._node_starts) - 1
-        if last < 0 or number >= 2**63:  # AccumulateGrad has no place in the order
+        if not self._node_starts or number >= 2**63:  # AccumulateGrad has no place in the order
             return ""
         return self._node_modules[max(bisect_right(self._node_starts, number) - 1, 0)]
 
-    # Module and optimizer hooks are global to the process: calls from other threads are not part of this step.
-
     def __enter__(self) -> StepContext:
-        self._thread = get_ident()
-        enter, leave = self.enter_module, self.leave_module
+        enter, leave = _of_this_thread(self.enter_module), _of_this_thread(self.leave_module)
         if self.hook is not None:
             enter, leave = self.hook(enter), self.hook(leave)
         self._hooks = [
-            register_optimizer_step_pre_hook(self._enter_optimizer),
-            register_optimizer_step_post_hook(self._leave_optimizer),
+            register_optimizer_step_pre_hook(_of_this_thread(self._enter_optimizer)),
+            register_optimizer_step_post_hook(_of_this_thread(self._leave_optimizer)),
             register_module_forward_pre_hook(enter),
             register_module_forward_hook(leave, always_call=self.hook is None),
         ]
@@ -129,18 +117,14 @@ class StepContext:
             hook.remove()
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
-        if get_ident() != self._thread:
-            return
         name = self._names.get(id(module))
-        self._stack.append(self.module() if name is None else name)
+        self.stack.append(self.module() if name is None else name)
         self._note_node()
 
     def leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook, called whether the forward raised or not."""
-        if get_ident() != self._thread:
-            return
-        if self._stack:  # else the record began inside of this call
-            self._stack.pop()
+        if self.stack:  # else the record began inside of this call
+            self.stack.pop()
         self._note_node()
 
     def call_module(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -153,11 +137,9 @@ class StepContext:
 
     def _note_node(self) -> None:
         self._node_starts.append(next_node_number())
-        self._node_modules.append(self._stack[-1] if self._stack else "")
+        self._node_modules.append(self.stack[-1] if self.stack else "")
 
     def _enter_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if get_ident() != self._thread:
-            return
         self.locate()
         if self.before_optimizer is not None:
             self.before_optimizer(optimizer)
@@ -165,11 +147,20 @@ class StepContext:
         self.locate()
 
     def _leave_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if get_ident() != self._thread:
-            return
         if self.after_optimizer is not None:
             self.after_optimizer(optimizer)
         self.stepping = False
         # Nodes from before the last optimizer step are dead: forget their modules.
         del self._node_starts[: self._kept_nodes], self._node_modules[: self._kept_nodes]
         self._kept_nodes = len(self._node_starts)
+
+
+def _of_this_thread(hook: Callable[..., None]) -> Callable[..., None]:
+    """`hook`, which is global to the process: calls from other threads are not part of this step."""
+    thread = get_ident()
+
+    def run(*args: Any) -> None:
+        if get_ident() == thread:
+            hook(*args)
+
+    return run

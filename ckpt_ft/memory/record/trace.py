@@ -13,10 +13,10 @@ import pickle
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, islice, starmap
-from operator import sub
+from operator import attrgetter, sub
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ class StepTrace:
         until: bytes reserved at which the replay of a GPU's step ends.
         """
         if self.device != "cpu" or capacity is not None:
-            streams = self._streams if any(self._streams) else ()
+            streams = [storage.stream for storage in self.storages]
             expandable = expandable_segments(self.alloc_conf)
             return replay(sizes, self.events, expandable, capacity, self.emptied, streams, until)
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
@@ -111,12 +111,8 @@ class StepTrace:
     def allocator_history(self) -> AllocatorHistory:
         """Addresses and segments of the caching allocator, event by event; for "cpu" too."""
         sizes = [storage.nbytes for storage in self.storages]
-        expandable = expandable_segments(self.alloc_conf)
-        return allocator_history(sizes, self.events, expandable, self.emptied, self._streams)
-
-    @property
-    def _streams(self) -> list[str]:
-        return [storage.stream for storage in self.storages]
+        expandable, streams = expandable_segments(self.alloc_conf), [storage.stream for storage in self.storages]
+        return allocator_history(sizes, self.events, expandable, self.emptied, streams)
 
     def requested_with(self, sizes: Sequence[int]) -> int:
         """Peak of the requested bytes with storages of these sizes: a lower bound of the reserved bytes."""
@@ -145,27 +141,23 @@ class StepTrace:
     @property
     def peak_host(self) -> int:
         """Peak bytes in host memory during the measured step: offloaded tensors, weights and optimizer states."""
-        at = self._host_bytes
-        return max(at[max(self.start - 1, 0) :], default=0)
+        return max(self._host_bytes[max(self.start - 1, 0) :], default=0)
 
     @property
     def at_host_peak(self) -> dict[str, int]:
         """Bytes of each category in host memory at its peak; they add up to `peak_host`."""
-        totals = self._at_host_peak("category")
-        return {category: totals[category] for category in CATEGORIES if totals[category]}
+        return self._at_host_peak("category", CATEGORIES)
 
     @property
     def host_kinds(self) -> dict[str, int]:
         """Bytes at the peak of host memory that are pinned, pageable and managed; they add up to `peak_host`."""
-        totals = self._at_host_peak("host_kind")
-        return {kind: totals[kind] for kind in HOST_COLOURS if totals[kind]}
+        return self._at_host_peak("host_kind", HOST_COLOURS)
 
-    def _at_host_peak(self, column: str) -> dict[str, int]:
-        totals: dict[str, int] = defaultdict(int)
-        for index in self.events[: self.host_peak_at + 1] if self.peak_host else ():
-            storage = self.storages[max(index, ~index)]
-            totals[getattr(storage, column)] += storage.host if index >= 0 else -storage.host
-        return totals
+    def _at_host_peak(self, column: str, names: Iterable[str]) -> dict[str, int]:
+        totals = {"": 0, **dict.fromkeys(names, 0)}
+        for index, change in islice(self._changes(host=True), self.host_peak_at + 1):
+            totals[getattr(self.storages[max(index, ~index)], column)] += change
+        return {name: nbytes for name, nbytes in totals.items() if nbytes}
 
     @property
     def host_peak_at(self) -> int:
@@ -203,9 +195,8 @@ class StepTrace:
 
     def _changes(self, host: bool = False) -> Iterator[tuple[int, int]]:
         """Each event with the allocated bytes that it adds; those in host memory if `host`."""
-        if host:
-            return zip(self.events, map(sub, self._host_bytes, [0, *self._host_bytes]), strict=False)
-        return zip(self.events, map(sub, self.replay.allocated, [0, *self.replay.allocated]), strict=False)
+        held = self._host_bytes if host else self.replay.allocated
+        return zip(self.events, map(sub, held, [0, *held]), strict=False)
 
     def live_at(self, event: int) -> list[tuple[Storage, int]]:
         """The storages alive after `event`, each with the bytes it takes on `device`."""
@@ -231,7 +222,7 @@ class StepTrace:
         for storage, nbytes in self.live_at(self.peak_at):
             groups[storage.module, storage.op, storage.category].append(nbytes)
         held = [Holder(*key, sum(sizes), len(sizes)) for key, sizes in groups.items()]
-        return sorted(held, key=lambda holder: -holder.nbytes)[:n]
+        return sorted(held, key=attrgetter("nbytes"), reverse=True)[:n]
 
     def grouped_holders(self, n: int = 10) -> list[Holder]:
         """The `n` largest holders of the peak, with a model's repeated layers merged, as "layers.*.mlp"."""
@@ -258,32 +249,24 @@ class StepTrace:
 
     def lifetimes(self, host: bool = False) -> list[AllocationLifetime]:
         """Every allocation on the device, or in `host` memory, that the measured step sees, in the order of making."""
-        start = self.start
-        live: dict[int, tuple[int, int]] = {}  # storage -> moment at which it was made, its bytes
+        live: dict[int, AllocationLifetime] = {}  # by storage
         found: list[AllocationLifetime] = []
-        for at, (index, change) in enumerate(self._changes(host)):
-            moment = max(at - start + 1, 0)
+        for at, (index, change) in enumerate(self._changes(host), 1 - self.start):
             if index >= 0:
-                live[index] = moment, change
+                live[index] = AllocationLifetime(self.storages[index], change, max(at, 0), None)
             else:
-                made, nbytes = live.pop(~index)
-                if moment:
-                    found.append(AllocationLifetime(self.storages[~index], nbytes, made, moment))
-        outlive = [AllocationLifetime(self.storages[i], nbytes, made, None) for i, (made, nbytes) in live.items()]
-        there = (lifetime for lifetime in found + outlive if bool(lifetime.storage.host) is host)
-        return sorted(there, key=lambda lifetime: lifetime.made)
+                found.append(replace(live.pop(~index), freed=at))
+        there = (one for one in [*found, *live.values()] if bool(one.storage.host) is host)
+        return sorted((one for one in there if one.freed is None or one.freed > 0), key=attrgetter("made"))
 
     def moment_times(self, spans: Iterable[Span]) -> list[float]:
         """Seconds from the step's begin to each moment: when the device begins the op that caused the moment's event.
 
         spans: the step's schedule.
         """
-        begins, starts, latest = [0], [0.0], 0.0
-        for span in spans:
-            if span.op.stream == span.stream == "":
-                latest = max(latest, span.start)
-                begins.append(span.op.at)
-                starts.append(latest)
+        own = [span for span in spans if span.op.stream == span.stream == ""]
+        begins = [0, *(span.op.at for span in own)]
+        starts = list(accumulate((span.start for span in own), max, initial=0.0))
         events = range(self.start, len(self.events))
         return [0.0] + [starts[bisect_right(begins, at) - 1] for at in events]
 
@@ -319,10 +302,12 @@ class StepTrace:
 
         Managed memory that does not fit on the card is copied to it and back in each step.
         """
-        paged = self.host_kinds.get("managed", 0)
-        moved = min(paged, max(0, paged + self.peak_reserved + gpu.context - gpu.memory)) if paged else 0
-        moving = 2 * moved / gpu.host_bandwidth if moved else 0.0
-        return self._seconds_on(gpu, host) + Parts(copies=moving, copying=moving)
+        seconds = self._seconds_on(gpu, host)
+        if (paged := self.host_kinds.get("managed", 0)) == 0:
+            return seconds
+        moved = min(paged, max(0, paged + self.peak_reserved + gpu.context - gpu.memory))
+        moving = 2 * moved / gpu.host_bandwidth
+        return seconds + Parts(copies=moving, copying=moving)
 
     def _seconds_on(self, gpu: GPU, host: Host | None) -> Parts:
         start = self.start
@@ -400,6 +385,6 @@ class StepTrace:
         values = loads(text)
         values["storages"] = [Storage(*row) for row in values["storages"]]
         values["ops"] = [Op(*row) for row in values["ops"]]
-        values["gpu"] = GPU(**values["gpu"]) if values["gpu"] else None
+        values["gpu"] = TypeAdapter(GPU).validate_python(values["gpu"]) if values["gpu"] else None
         values["launch"] = TypeAdapter(Launch).validate_python(values["launch"]) if values["launch"] else None
         return cls(**values)

@@ -12,7 +12,9 @@ bytes each on the CPU).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,15 +28,7 @@ from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.policy import SWAPPED
 
 from .cpu_kernels import real_kernels
-from .dispatch import (
-    Handling,
-    from_python_dispatch,
-    in_parts,
-    is_composite,
-    leave_uncompiled,
-    unrecorded,
-    wraps,
-)
+from .dispatch import Handling, from_python_dispatch, in_parts, is_composite, leave_uncompiled, unrecorded, wraps
 from .in_place_gradients import IN_PLACE, counts_of_a_sum, is_in_place
 from .recorder import Recorder
 from .step_context import StepContext
@@ -42,8 +36,6 @@ from .trace import StepTrace
 
 _LIFT = torch.ops.aten.lift_fresh.default
 ASKS_DEVICE = torch.ops.prim.device.default
-
-
 # Makes a tensor that waits for a functional collective at its first use, and wraps its result: no storage of its own.
 _WRAPS = "_c10d_functional::_wrap_tensor_autograd"
 
@@ -66,9 +58,7 @@ class RealOps:
         self.recorder = recorder
         self._rules, self._after = real_kernels()
 
-    def prepare(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def prepare(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, kwargs
 
     def handling(self, func: Any) -> Handling:
@@ -157,13 +147,13 @@ class Tracker(TorchDispatchMode):
     def enter(self, phase: str) -> None:
         """Begin a phase that the ops do not reveal, such as the generation of text."""
         self._end_backward()
-        self.context.enter_phase("forward")
+        self.context.phase, self.context.recomputing = "forward", False
         self._between = None
         self.recorder.mark(phase)
 
     def resume_before_update(self) -> None:
         """Continue in the optimizer's phase: what comes before the update was copied from an earlier step."""
-        self.context.enter_phase("optimizer")
+        self.context.phase, self.context.recomputing = "optimizer", False
         self.context.zone += 1
         self._between = None
 
@@ -178,8 +168,10 @@ class Tracker(TorchDispatchMode):
 
     def __enter__(self) -> Tracker:
         leave_uncompiled()
+        # The context's hooks tell which module runs. A compiled module's calls them twice; once is enough.
+        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         self.context.__enter__()
-        own: dict[str, Any] = {"resize": self.recorder.resize}
+        own: dict[str, Any] = {"resize": self.recorder.resizing(torch.UntypedStorage.resize_)}
         if torch.distributed.is_available():
             own["wait_for_work"] = unrecorded(torch.distributed.Work.wait)
         self._patches = patched(**own)
@@ -214,7 +206,7 @@ class Tracker(TorchDispatchMode):
                 done.phase = phase
         else:
             recorder.mark(phase)
-        outside = phase == "forward" and context.phase == "backward" and context.outside_modules
+        outside = phase == "forward" and context.phase == "backward" and not context.stack
         self._between = at if outside else None
 
     def _end_backward(self) -> None:
@@ -239,7 +231,8 @@ class Tracker(TorchDispatchMode):
     def _label_state(self, optimizer: Optimizer) -> None:
         whole = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
         for own in (whole, *getattr(whole, "optimizer_dict", {}).values()):  # one for each parameter, updated in hooks
-            for parameter, state in states_of(own):
+            in_groups = [group.get("state", {}) for group in own.param_groups]  # GrokAdamW's
+            for parameter, state in chain.from_iterable(states.items() for states in (own.state, *in_groups)):
                 inside = [list(vars(value).values()) for value in state.values() if hasattr(value, "project")]
                 for tensor in tensors((list(state.values()), *inside)):  # and in projectors of GaLore and APOLLO
                     self.recorder.label(tensor, "optimizer", self._owners.get(id(parameter), ""))
@@ -280,11 +273,8 @@ class Tracker(TorchDispatchMode):
             recorder.reuse(args[0], out)
         module = context.module()
         category = "activations" if context.phase == "forward" or context.recomputing else "temporary"
-        if isinstance(out, torch.Tensor):
-            recorder.follow(out, category, op.name, module)
-        else:
-            for tensor in tensors((out,)):
-                recorder.follow(tensor, category, op.name, module)
+        for tensor in tensors((out,)):
+            recorder.follow(tensor, category, op.name, module)
         if op.after is not None:
             op.after(recorder, func, args, kwargs, out)
         if recorder.keeps_ops:
@@ -311,12 +301,6 @@ class Tracker(TorchDispatchMode):
         first = sum(name == "step" for _, name in self.recorder.marks) <= 1
         category = "parameters" if isinstance(tensor, nn.Parameter) else "activations"
         self.recorder.follow(tensor, category, "", resident=first)
-
-
-def states_of(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """Each parameter and its state; GrokAdamW keeps states in its parameter groups."""
-    for states in (optimizer.state, *(group.get("state", {}) for group in optimizer.param_groups)):
-        yield from states.items()
 
 
 def swapped_weights(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ckpt_ft.compat.patches import patched
-from ckpt_ft.compat.tensors import DispatchKey, excluded, schema_of
+from ckpt_ft.compat.tensors import DispatchKey, excluded, schema_of, tree_map
 
 KEY = "AutocastCPU"
 
@@ -57,14 +57,6 @@ def _is_castable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if _is_castable(value):
-        return value.to(dtype)
-    if isinstance(value, (list, tuple)):
-        return [_cast(item, dtype) for item in value]
-    return value
-
-
 Choose = Callable[[Iterable[Any]], torch.dtype | None]  # arguments -> the dtype to cast them to, None for none
 
 
@@ -79,7 +71,7 @@ def _casting(choose: Choose, op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = choose((*args, *kwargs.values()))
         if dtype is not None:
-            args, kwargs = tuple(_cast(args, dtype)), {k: _cast(v, dtype) for k, v in kwargs.items()}
+            args, kwargs = tree_map(lambda value: value.to(dtype) if _is_castable(value) else value, (args, kwargs))
         with excluded(DispatchKey.AutocastCPU, True):
             return op(*args, **kwargs)
 

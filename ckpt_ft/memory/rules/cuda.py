@@ -45,14 +45,6 @@ _ARGUMENTS = {
 }  # input, weight, stride, groups
 
 
-def nhwc_copies(operands: list[Tensor]) -> int:
-    """Bytes of transposed copies: tensor cores need channels-last operands, so contiguous ones are copied to scratch.
-
-    [docs.nvidia.com/deeplearning/performance/dl-performance-convolutional: tensor layouts]
-    """
-    return sum(t.numel() * t.itemsize for t in operands)
-
-
 def winograd(batch: int, channels_in: int, channels_out: int, size: torch.Size) -> int:
     """Bytes of non-fused Winograd F(4x4, 3x3): 36 values for each 16 of input and output, and each 9 of weight.
 
@@ -72,7 +64,9 @@ def convolution_workspace(arch: int) -> After:
             return
         tf32 = arch >= 80 and torch.backends.cudnn.allow_tf32
         if (arch >= 70 and input.dtype == torch.float16) or (arch >= 80 and input.dtype == torch.bfloat16) or tf32:
-            recorder.scratch(nhwc_copies([input, weight, output]), str(func))
+            # Tensor cores need channels-last operands, so contiguous ones are copied.
+            # [docs.nvidia.com/deeplearning/performance/dl-performance-convolutional: tensor layouts]
+            recorder.scratch(input.nbytes + weight.nbytes + output.nbytes, str(func))
         elif weight.shape[2:] == (3, 3) and list(stride) == [1, 1]:
             recorder.scratch(winograd(input.size(0), weight.size(1), weight.size(0), output.shape[2:]), str(func))
 
@@ -97,15 +91,10 @@ def softmax(op: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None) 
 
 
 def to(
-    input: Tensor,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    non_blocking: bool = False,
-    copy: bool = False,
-    memory_format: torch.memory_format | None = None,
-) -> Tensor:
+    input: Tensor, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None, non_blocking: bool = False,
+    copy: bool = False, memory_format: torch.memory_format | None = None,
+) -> Tensor:  # fmt: skip
     """Copies only if dtype or memory format changes: the device is the same. [native/TensorConversions.cpp]"""
     same = dtype in (None, input.dtype) and memory_format in (None, torch.preserve_format)
     return input if same and not copy else aten._to_copy(input, dtype=dtype, memory_format=memory_format)
@@ -203,11 +192,9 @@ def matmul(arch: int) -> After:
     return workspace
 
 
-def softmax_backward(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
-) -> None:
+def softmax_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """The kernel allocates grad * output, of the gradient's size and dtype. [native/cuda/SoftMax.cu]"""
-    recorder.scratch(args[0].numel() * args[0].itemsize, str(func))
+    recorder.scratch(args[0].nbytes, str(func))
 
 
 def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -216,14 +203,11 @@ def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
     In float32, delta is not computed by the kernel but as (grad_out * out).sum(-1).
     [native/transformers/cuda/attention_backward.cu; mem_eff_attention/kernel_backward.h]
     """
-    grad, query = args[0], args[1]
+    grad, query = args[:2]
     batch, heads, length, head = query.shape
-    delta = batch * heads * length * 4
-    if query.dtype == torch.float32:
-        recorder.scratch(grad.numel() * 4 + delta, str(func))
-    else:
-        accumulator = batch * heads * _up(length, 64) * _up(head, 64 if head <= 64 else 128) * 4
-        recorder.scratch(delta + accumulator, str(func))
+    rows = batch * heads * _up(length, 64)
+    most = grad.numel() if query.dtype == torch.float32 else rows * _up(head, 64 if head <= 64 else 128)
+    recorder.scratch(4 * (batch * heads * length + most), str(func))
 
 
 def flash_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -244,9 +228,7 @@ def fft(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     Complex-to-real also transforms a copy, because cuFFT may write into its input.
     [docs.nvidia.com/cuda/cufft: cufftEstimate; JuliaGPU/CUDA.jl issue 894; native/cuda/SpectralOps.cpp]
     """
-    data = out if out.is_complex() else args[0]
-    copies = 1 if out.is_complex() else 2
-    recorder.scratch(copies * data.numel() * data.itemsize, str(func))
+    recorder.scratch(out.nbytes if out.is_complex() else 2 * args[0].nbytes, str(func))
 
 
 def sparse_added(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -285,13 +267,8 @@ def extra_allocations(arch: int) -> dict[Any, After]:
 def same_kernels(gpu: GPU) -> tuple[bool | int, ...]:
     """A key that two cards share if every rule answers alike for both, so that a step has one trace on either."""
     arch = gpu.capability
-    return (
-        arch >= 70,
-        arch >= 75,
-        arch >= 80,
-        arch in sdpa.SMALL_SHARED_MEMORY,
-        arch if arch in sdpa.PREFERS_CUDNN else 0,
-    )
+    preferred = arch if arch in sdpa.PREFERS_CUDNN else 0
+    return arch >= 70, arch >= 75, arch >= 80, arch in sdpa.SMALL_SHARED_MEMORY, preferred
 
 
 # -- while a step is traced -------------------------------------------------------------------------------------------
@@ -312,9 +289,7 @@ def behave_like(arch: int, compiled: bool = False) -> Iterator[None]:
 
     compiled: torch.compile traces the step.
     """
-    library = torch.library.Library("aten", "IMPL")
-    held = [library]  # dropping it unregisters its kernels
-    del library
+    held = [torch.library.Library("aten", "IMPL")]  # dropping it unregisters its kernels
     replaced = [*composite(arch), "_fused_rms_norm", *(op for op, _ in autocast.kernels())]
     with ExitStack() as stack:
         stack.callback(_find_kernels_anew, replaced)

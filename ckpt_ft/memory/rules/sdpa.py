@@ -53,9 +53,8 @@ class Call:
         """check_mem_efficient_*: bfloat16 from sm80, no grouped heads, head size aligned for the matrix units."""
         dtypes = (*HALF, torch.float32) if arch >= 80 else (torch.float16, torch.float32)
         dtype = self.query.dtype
-        alignment = (
-            8 if dtype in HALF and arch >= 75 else 4 if arch >= 80 or dtype in HALF else 1
-        )  # minimum_gemm_alignment
+        # minimum_gemm_alignment
+        alignment = 8 if dtype in HALF and arch >= 75 else 4 if arch >= 80 or dtype in HALF else 1
         aligned = self.head % alignment == 0 and self.value_head % alignment == 0
         return self.regular and not self.grouped and dtype in dtypes and aligned
 
@@ -115,17 +114,12 @@ def attention(
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :head]
     if attn_mask is not None:
-        attn_mask = _expanded(attn_mask, query, key, aligned=kernel == "efficient")
+        keys, padding = attn_mask.size(-1), -attn_mask.size(-1) % 16
+        if kernel == "efficient" and padding:  # rows in multiples of 16 [preprocess_mask]
+            attn_mask = torch.nn.functional.pad(attn_mask, (0, padding))[..., :keys]
+        attn_mask = attn_mask.expand(*query.shape[:3], key.size(2))
     if kernel == "efficient":
         efficient = aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, attn_mask, call.trains, dropout_p, is_causal, scale=scale)[0]
     cudnn = aten._scaled_dot_product_cudnn_attention
     return cudnn(query, key, value, attn_mask, call.trains, dropout_p, is_causal, False, scale=scale)[0]
-
-
-def _expanded(mask: Tensor, query: Tensor, key: Tensor, aligned: bool) -> Tensor:
-    """Returns the mask for all heads; if the kernel needs it, rows are padded to multiples of 16. [preprocess_mask]"""
-    if aligned and mask.size(-1) % 16:
-        length = mask.size(-1)
-        mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
-    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial, reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -82,11 +84,11 @@ class CompiledGraph:
 
     def random_state(self) -> Tensor:
         """The state of the random generator, which lies on the host."""
-        state = self.fakes.new((_STATE,), (1,), torch.uint8)
+        state, recorder = self.fakes.new((_STATE,), (1,), torch.uint8), self.tracker.recorder
         if self.on_card:
-            self.tracker.recorder.ignore(state)
+            recorder.ignore(state)
         else:
-            self.tracker.recorder.follow(state, "activations", "get_rng_state")
+            recorder.follow(state, "activations", "get_rng_state")
         return state
 
     def launch(self, name: str, work: Work, module: str) -> None:
@@ -150,30 +152,18 @@ def _steps(line: Any, scheduled: Any, rest: list[Any], made: CompiledGraph) -> I
     fakes = made.fakes
     if isinstance(line, lines.AllocateLine):
         node = line.node
-        name, view = node.get_name(), View(node)
+        view, module = View(node), _module(node)
         count = _ints([V.graph.get_allocation_storage_size(node)])[0]
         op = next(_name(later) for later in rest if isinstance(later, _CALLS))
-        module = _module(node)
-
-        def allocate(graph: CompiledGraph, buffers: Buffers) -> None:
-            buffers[name] = graph.allocate(view, count, op, module)
-
-        yield allocate
+        yield _sets(node.get_name(), lambda graph, buffers: graph.allocate(view, count, op, module))
     elif isinstance(line, lines.ReuseLine):
-        old, new, view, dies = line.node.get_name(), line.reused_as.get_name(), View(line.reused_as), line.delete_old
-
-        def reuse(graph: CompiledGraph, buffers: Buffers) -> None:
-            buffers[new] = view.of(fakes, buffers.pop(old) if dies else buffers[old])
-
-        yield reuse
+        old, view, dies = line.node.get_name(), View(line.reused_as), line.delete_old
+        take = dict.pop if dies else dict.__getitem__
+        yield _sets(line.reused_as.get_name(), lambda graph, buffers: view.of(fakes, take(buffers, old)))
     elif isinstance(line, lines.ReinterpretLine):
         base: Any = line.layout
-        new, view, base = line.reused_as.get_name(), View(base.view), base.view.get_name()
-
-        def reinterpret(graph: CompiledGraph, buffers: Buffers) -> None:
-            buffers[new] = view.of(fakes, buffers[base])
-
-        yield reinterpret
+        view, base = View(base.view), base.view.get_name()
+        yield _sets(line.reused_as.get_name(), lambda graph, buffers: view.of(fakes, buffers[base]))
     elif isinstance(line, (lines.FreeIfNotReusedLine, lines.FreeLine)):
         if not getattr(line, "is_reused", False):
             freed = line.node.get_name()
@@ -181,22 +171,24 @@ def _steps(line: Any, scheduled: Any, rest: list[Any], made: CompiledGraph) -> I
     elif isinstance(line, lines.KernelCallLine):
         yield _kernel(line, scheduled)
     elif isinstance(line, lines.MultiOutputLine):
-        result, source, path = line.result_name, line.arg_name, [index for _, index in line.indices]
-
-        def pick(graph: CompiledGraph, buffers: Buffers) -> None:
-            value = buffers[source]
-            for index in path:
-                value = value[index]
-            buffers[result] = value
-
-        yield pick
+        source, path = line.arg_name, [index for _, index in line.indices]
+        yield _sets(line.result_name, lambda graph, buffers: reduce(getitem, path, buffers[source]))
     elif isinstance(getattr(line, "node", None), ir.FallbackKernel):
         yield _fallback(line.node, fakes)
     elif isinstance(getattr(line, "node", None), ir.ExternKernel):
         yield _extern(line.node, fakes)
     elif isinstance(line, str) and (sums := _SUMS.fullmatch(line)):
         result, expression = sums.groups()
-        yield lambda graph, buffers: buffers.update({result: eval(expression, {"torch": torch}, buffers)})
+        yield _sets(result, lambda graph, buffers: eval(expression, {"torch": torch}, buffers))
+
+
+def _sets(name: str, make: Callable[[CompiledGraph, Buffers], Any]) -> Step:
+    """The step that makes the buffer `name`."""
+
+    def step(graph: CompiledGraph, buffers: Buffers) -> None:
+        buffers[name] = make(graph, buffers)
+
+    return step
 
 
 def _name(line: Any) -> str:
@@ -252,22 +244,19 @@ def _extern(node: Any, fakes: Fakes) -> Step:
             nbytes = footprint(buffers[name]) * 2
             return graph.launch(str(node.python_kernel_name), Work(0, nbytes, str(view.dtype)[6:], 1), module)
         func: Any = origin.target
-        args, kwargs = tree_map(_like(fakes), (origin.args, origin.kwargs))
+        args, kwargs = tree_map(partial(_like, fakes), (origin.args, origin.kwargs))
         work = measure(func, tuple(args), kwargs, buffers[name])
         graph.launch(str(func), work, module)
-        after = graph.tracker.dispatcher.handling(func).after
-        if after is not None:
+        if (after := graph.tracker.dispatcher.handling(func).after) is not None:
             after(graph.tracker.recorder, func, tuple(args), kwargs, buffers[name])
 
     return call
 
 
-def _like(fakes: Fakes) -> Callable[[Any], Any]:
-    def like(value: Any) -> Any:
-        made = value.meta.get("val") if isinstance(value, Node) else value
-        return fakes.like(made) if isinstance(made, Tensor) else made
-
-    return like
+def _like(fakes: Fakes, value: Any) -> Any:
+    """A fake tensor in place of a node of the graph that is one."""
+    made = value.meta.get("val") if isinstance(value, Node) else value
+    return fakes.like(made) if isinstance(made, Tensor) else made
 
 
 def _origin(node: Any) -> Node | None:
@@ -283,11 +272,9 @@ def _origin(node: Any) -> Node | None:
 def _output(out: Any, fakes: Fakes) -> Callable[[Buffers], Any]:
     if isinstance(out, ir.NoneAsConstantBuffer):
         return lambda buffers: None
-    if isinstance(out, ir.ShapeAsConstantBuffer):
-        value = int(out.expr)
+    if isinstance(out, ir.ShapeAsConstantBuffer) or not hasattr(out, "get_name"):
+        value = int(out.expr) if isinstance(out, ir.ShapeAsConstantBuffer) else out
         return lambda buffers: value
-    if not hasattr(out, "get_name"):
-        return lambda buffers: out
     name, view = out.get_name(), View(out)
 
     def tensor(buffers: Buffers) -> Tensor:
@@ -304,8 +291,7 @@ def _module(node: Any) -> str:
     if not origins and hasattr(node, "get_nodes"):
         origins = [origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()]
     for origin in sorted(origins, reverse=True):
-        stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack")
-        if stack:
+        if stack := origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack"):
             path: str = list(stack.values())[-1][0].partition("]")[2]  # of "L['self']"
             parts = _KEY.sub(r".\1", path).split(".")
             return ".".join(part for part in parts if part and part not in _BETWEEN)

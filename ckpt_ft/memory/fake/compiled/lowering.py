@@ -176,9 +176,8 @@ def compiled_steps(
             if patches.get(name, attrgetter(name)(inductor_config)):
                 raise UserError(f"torch.compile with {name}: {reason}")
         compiler: Any = partial(compile_all, **{**kwargs, "inner_compile": without_modes})
-        if (
-            bucket and dynamo_utils.get_optimize_ddp_mode() == "ddp_optimizer"
-        ):  # as within DDP's forward (convert_frame.py)
+        # as within DDP's forward (convert_frame.py)
+        if bucket and dynamo_utils.get_optimize_ddp_mode() == "ddp_optimizer":
             compiler = DDPOptimizer(bucket, compiler).compile_fn
         return compiler(*args)
 
@@ -235,11 +234,10 @@ def compiled_steps(
 def _describe(made: list[CompiledGraph], tracker: Tracker) -> None:
     from ckpt_ft.compat.compiler import dynamo_utils
 
-    counters = dynamo_utils.counters
+    counters, recorder = dynamo_utils.counters, tracker.recorder
     breaks = counters["graph_break"]
     if not made and not breaks and counters["stats"]["unique_graphs"]:
         raise UserError("torch.compile hands no graph of the model to Inductor: other backends are not predicted")
-    recorder = tracker.recorder
     note, kernels = recorder.note, {op.name for op in recorder.ops if op.name.startswith(_FUSED)}
     if not made:
         why = "it gives up regions with a graph break" if breaks else "its code is called under disable or force_eager"
