@@ -166,16 +166,13 @@ class DataDependentOps:
         if tensor.constant is not None:  # an optimizer reads a step count for each parameter
             with no_dispatch():
                 return tensor.constant.item()
+        known, made_by = self._of(tensor), self.recorder.made_by(tensor)
         if tensor.dtype == torch.bool:
-            known = self._of(tensor)
-            made_by = self.recorder.made_by(tensor)
-            value = not made_by.startswith(_NEGATIVE) or (made_by.startswith("aten.any") and known is not None)
             self.recorder.note(_CLEAN)
-            return value
-        known = self._of(tensor)
+            return not made_by.startswith(_NEGATIVE) or (made_by.startswith("aten.any") and known is not None)
         if known is not None and known.totals:
             return self._share(tensor, known.totals)
-        if (known is not None and known.classes) or self.recorder.made_by(tensor).startswith("aten.randint"):
+        if (known is not None and known.classes) or made_by.startswith("aten.randint"):
             return 0
         self.recorder.note("a number read from a tensor (.item()) is taken to be 1")
         return 1.0 if tensor.is_floating_point() else 1
@@ -194,8 +191,7 @@ class DataDependentOps:
         return True
 
     def _count(self, mask: Tensor) -> int:
-        exact = self.values.count(mask)
-        if exact is not None:
+        if (exact := self.values.count(mask)) is not None:
             return exact
         known = self._of(mask)
         if known is not None and known.density < 1:
@@ -221,8 +217,7 @@ class DataDependentOps:
         plain: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
-                count = self._count(index)
-                plain += [torch.empty(count, dtype=torch.int64, device="cpu") for _ in range(index.dim())]
+                plain += [torch.empty(self._count(index), dtype=torch.int64, device="cpu") for _ in range(index.dim())]
             else:
                 plain.append(index)
         return func(values, plain)

@@ -75,8 +75,7 @@ class ReplayStep:
         """
         made = {item for item in items[:stop] if is_allocation(item)}
         freed, freed_later = ({~item for item in part if is_free(item)} for part in (items[:stop], items[stop:]))
-        left = made - freed - freed_later
-        lasting = {index for index in left if self.recorder.storages[index].category == "workspace"}
+        lasting = {index for index in made - freed_later if self.recorder.storages[index].category == "workspace"}
         held = made - freed - lasting - gradients.keys()
         last = [~event for event in self.recorder.events[len(self.recorder.events) - len(held) :]]
         if not freed <= made or not gradients.keys() <= made & freed_later or set(last) != held:

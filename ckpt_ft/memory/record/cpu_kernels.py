@@ -69,8 +69,10 @@ _SUMS = (*_MEANS, aten.sum.default, aten.sum.dim_IntList, aten.cumsum.default, a
 
 def converted(func: Any, args: tuple[Any, ...], out: Tensor) -> int:
     """Most bytes that the kernel of one of CASTS's ops has allocated at once besides its result `out`."""
+    if func in _MEANS and out.itemsize == 2:
+        return 4 * (args[0].numel() + out.numel())
     if func in _SUMS:
-        return _summed(func, args[0], out)
+        return 0 if args[0].dtype is out.dtype else args[0].numel() * out.itemsize
     operands = [x for x in args[func is aten.where.self :] if isinstance(x, Tensor)]  # a condition is not converted
     common = out.dtype
     if func in _BY_OPERANDS:
@@ -81,15 +83,8 @@ def converted(func: Any, args: tuple[Any, ...], out: Tensor) -> int:
     return copied * common.itemsize
 
 
-def _summed(func: Any, given: Tensor, out: Tensor) -> int:
-    if func in _MEANS and out.itemsize == 2:
-        return 4 * (given.numel() + out.numel())
-    return 0 if given.dtype is out.dtype else given.numel() * out.itemsize
-
-
 def _record_casts(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    nbytes = converted(func, args, out) if out.is_cpu else 0
-    if nbytes:
+    if out.is_cpu and (nbytes := converted(func, args, out)):
         recorder.scratch(nbytes, str(func))
 
 
@@ -147,20 +142,17 @@ def real_kernels() -> tuple[dict[Any, Rule], dict[Any, After]]:
 
 def _scratch(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Record the scratch of the kernel for arguments of these shapes, strides and dtypes."""
-    if not takes_scratch(func, args):
-        return
-    if func in MATMULS and args[-2].numel() * args[-1].shape[-1] > _LARGEST_MATMUL:  # the operands are the last two
-        return
-    nbytes, _ = _on_zeros(func, args, kwargs)
-    if nbytes:
+    large = (
+        func in MATMULS and args[-2].numel() * args[-1].shape[-1] > _LARGEST_MATMUL
+    )  # the operands are the last two
+    if takes_scratch(func, args) and not large and (nbytes := _on_zeros(func, args, kwargs)[0]):
         recorder.scratch(nbytes, str(func))
 
 
 def _lstm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The fake kernel returns an empty workspace for backward. [torch/_meta_registrations.py, mkldnn_rnn_layer]"""
     *results, workspace = func(*args, **kwargs)
-    nbytes = _on_zeros(func, args, kwargs)[1] if args[_TRAINS] else 0
-    return (*results, workspace.new_empty(nbytes))
+    return (*results, workspace.new_empty(_on_zeros(func, args, kwargs)[1] if args[_TRAINS] else 0))
 
 
 def _on_zeros(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:

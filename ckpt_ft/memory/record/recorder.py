@@ -71,8 +71,7 @@ class Recorder:
 
     def __init__(self, context: StepContext, limit: int | None = None, keeps_ops: bool = True) -> None:
         self.context, self.limit, self.keeps_ops, self.splits_host = context, limit, keeps_ops, False
-        self.allocated = self.peak = 0
-        self.stream = ""
+        self.allocated, self.peak, self.stream = 0, 0, ""
         self.notes: list[str] = []
         self.swapped: dict[int, str] = {}
         self.live: dict[int, _Followed] = {}

@@ -81,10 +81,9 @@ class StepTrace:
         return {**vars(self), "storages": columns_of(self.storages), "ops": columns_of(self.ops)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        rows = {name: zip(*state[name], strict=True) for name in ("storages", "ops")}
-        vars(self).update(
-            {**state, "storages": list(starmap(Storage, rows["storages"])), "ops": list(starmap(Op, rows["ops"]))}
-        )
+        kinds = {"storages": Storage, "ops": Op}
+        rows = {name: list(starmap(kind, zip(*state[name], strict=True))) for name, kind in kinds.items()}
+        vars(self).update({**state, **rows})
 
     def __repr__(self) -> str:
         return f"StepTrace({self.device}: {len(self.ops)} ops, peak allocated {format_bytes(self.peak_allocated)})"
@@ -102,8 +101,7 @@ class StepTrace:
         until: bytes reserved at which the replay of a GPU's step ends.
         """
         if self.device != "cpu" or capacity is not None:
-            streams = [storage.stream for storage in self.storages]
-            expandable = expandable_segments(self.alloc_conf)
+            expandable, streams = expandable_segments(self.alloc_conf), [storage.stream for storage in self.storages]
             return replay(sizes, self.events, expandable, capacity, self.emptied, streams, until)
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
         return Replay(allocated, list(accumulate(allocated, max)))
@@ -221,7 +219,7 @@ class StepTrace:
         groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
         for storage, nbytes in self.live_at(self.peak_at):
             groups[storage.module, storage.op, storage.category].append(nbytes)
-        held = [Holder(*key, sum(sizes), len(sizes)) for key, sizes in groups.items()]
+        held = (Holder(*key, sum(sizes), len(sizes)) for key, sizes in groups.items())
         return sorted(held, key=attrgetter("nbytes"), reverse=True)[:n]
 
     def grouped_holders(self, n: int = 10) -> list[Holder]:
@@ -230,7 +228,7 @@ class StepTrace:
 
     def module_activations(self) -> dict[str, int]:
         """Bytes of activations of each module that are live when the measured step's first backward begins."""
-        begins = [at for at, name in self.marks if name == "backward" and at >= self.start]
+        begins = [at for at, name in self.phase_marks if name == "backward"]
         totals: dict[str, int] = defaultdict(int)
         for storage, nbytes in self.live_at(begins[0] - 1) if begins else []:
             if storage.category == "activations":
@@ -315,7 +313,7 @@ class StepTrace:
         forwards = [at for at, name in self.marks if name == "forward" and at >= start]
         if self.micro_batches <= len(forwards):
             return step_seconds(ops, gpu, host, self.launch)
-        ends = [*forwards[2:], *(at for at, name in self.marks if name == "optimizer" and at > forwards[1])]
+        ends = [at for at, name in self.marks if name in ("forward", "optimizer") and at > forwards[1]]
         end = min(ends, default=len(self.events))
         fewer = [op for op in ops if not (forwards[1] <= op.at < end and op.phase != "optimizer")]
         recorded, without = (step_seconds(kept, gpu, host, self.launch) for kept in (ops, fewer))
@@ -344,9 +342,8 @@ class StepTrace:
         """
         from ckpt_ft.export.page import step_page
 
-        if limit is None and self.device != "cpu":
-            limit = self._card.usable
-        return step_page(self, title, limit).write(path)
+        usable = None if self.device == "cpu" else self._card.usable
+        return step_page(self, title, usable if limit is None else limit).write(path)
 
     def _repr_html_(self) -> str:
         from ckpt_ft.export.notebook import step_html

@@ -206,8 +206,7 @@ class Tracker(TorchDispatchMode):
                 done.phase = phase
         else:
             recorder.mark(phase)
-        outside = phase == "forward" and context.phase == "backward" and not context.stack
-        self._between = at if outside else None
+        self._between = at if phase == "forward" and context.phase == "backward" and not context.stack else None
 
     def _end_backward(self) -> None:
         """Label gradients if no optimizer step follows a backward."""
@@ -216,15 +215,16 @@ class Tracker(TorchDispatchMode):
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        for copy in (p for p in held if self.recorder.is_on_host(p) and id(p) not in self._owners):
-            self.recorder.label(copy, "optimizer", "")  # torchao's, of a parameter
+        for parameter in held:
+            if self.recorder.is_on_host(parameter) and id(parameter) not in self._owners:
+                self.recorder.label(parameter, "optimizer", "")  # torchao's copy of a parameter
         self._label_gradients(held)
 
     def _label_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Label gradients of `parameters`; by default of the model's current ones (FSDP2 replaces them by shards)."""
-        if parameters is None:
-            parameters = () if self._model is None else self._model.parameters()
-        for parameter in parameters:
+        if parameters is None and self._model is not None:
+            parameters = self._model.parameters()
+        for parameter in parameters or ():
             if parameter.grad is not None:
                 self.recorder.label(parameter.grad, "gradients", self._owners.get(id(parameter), ""))
 
@@ -266,8 +266,10 @@ class Tracker(TorchDispatchMode):
                 self._follow_unknown(tensor)
         if op.collective:
             recorder.label_sent(tensors(args))
-        stream = dispatcher.collective_stream(func, args) if op.collective else recorder.stream
-        at = len(recorder.events)
+        stream, at = (
+            dispatcher.collective_stream(func, args) if op.collective else recorder.stream,
+            len(recorder.events),
+        )
         out, work = dispatcher.call(op, func, args, kwargs)
         if context.phase == "backward" and op.name in IN_PLACE and is_in_place(func, args, recorder.made_by):
             recorder.reuse(args[0], out)
@@ -298,9 +300,9 @@ class Tracker(TorchDispatchMode):
 
         This includes the parameters of a second model, such as the reference model in preference training.
         """
-        first = sum(name == "step" for _, name in self.recorder.marks) <= 1
         category = "parameters" if isinstance(tensor, nn.Parameter) else "activations"
-        self.recorder.follow(tensor, category, "", resident=first)
+        steps = sum(name == "step" for _, name in self.recorder.marks)
+        self.recorder.follow(tensor, category, "", resident=steps <= 1)
 
 
 def swapped_weights(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

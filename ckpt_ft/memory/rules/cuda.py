@@ -152,8 +152,7 @@ RULES: dict[Any, Rule] = {
 
 def seeds(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Without dropout, its seed and offset are CPU tensors. [native/transformers/cuda/attention.cu]"""
-    dropout = args[5] if len(args) > 5 else 0.0
-    return () if dropout else (2, 3)
+    return () if any(args[5:6]) else (2, 3)
 
 
 # For each op, the indices of results on the host.
@@ -205,8 +204,8 @@ def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
     """
     grad, query = args[:2]
     batch, heads, length, head = query.shape
-    rows = batch * heads * _up(length, 64)
-    most = grad.numel() if query.dtype == torch.float32 else rows * _up(head, 64 if head <= 64 else 128)
+    width = _up(length, 64) * _up(head, 64 if head <= 64 else 128)
+    most = grad.numel() if query.dtype == torch.float32 else batch * heads * width
     recorder.scratch(4 * (batch * heads * length + most), str(func))
 
 

@@ -118,8 +118,5 @@ def attention(
         if kernel == "efficient" and padding:  # rows in multiples of 16 [preprocess_mask]
             attn_mask = torch.nn.functional.pad(attn_mask, (0, padding))[..., :keys]
         attn_mask = attn_mask.expand(*query.shape[:3], key.size(2))
-    if kernel == "efficient":
-        efficient = aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, attn_mask, call.trains, dropout_p, is_causal, scale=scale)[0]
-    cudnn = aten._scaled_dot_product_cudnn_attention
-    return cudnn(query, key, value, attn_mask, call.trains, dropout_p, is_causal, False, scale=scale)[0]
+    run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
+    return run(query, key, value, attn_mask, call.trains, dropout_p, is_causal, scale=scale)[0]

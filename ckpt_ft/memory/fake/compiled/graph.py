@@ -74,12 +74,15 @@ class CompiledGraph:
 
     def allocate(self, view: View, count: int, op: str, module: str) -> Tensor:
         """A new buffer of `count` elements, seen as `view`."""
-        flat = self.fakes.new((count,), (1,), view.dtype)
+        flat, context, recorder = (
+            self.fakes.new((count,), (1,), view.dtype),
+            self.tracker.context,
+            self.tracker.recorder,
+        )
         if self._begun is None:
-            self._begun = len(self.tracker.recorder.events)
-        context = self.tracker.context
+            self._begun = len(recorder.events)
         category = "activations" if context.phase == "forward" or context.recomputing else "temporary"
-        self.tracker.recorder.follow(flat, category, op, self.within(module))
+        recorder.follow(flat, category, op, self.within(module))
         return view.of(self.fakes, flat)
 
     def random_state(self) -> Tensor:
@@ -202,8 +205,7 @@ def _kernel(line: Any, scheduled: Any) -> Step:
     name, module = line.kernel_name, _module(scheduled.node if scheduled.node is not None else scheduled)
     nbytes = scheduled.get_read_write_buffers_sizes()
     written = next((buffer.node for buffer in scheduled.get_outputs()), None)
-    dtype = "" if written is None else str(written.get_dtype())[6:]
-    work = Work(0, int(nbytes), dtype, 1, ())
+    work = Work(0, int(nbytes), "" if written is None else str(written.get_dtype())[6:], 1)
     return lambda graph, buffers: graph.launch(name, work, module)
 
 
@@ -245,8 +247,7 @@ def _extern(node: Any, fakes: Fakes) -> Step:
             return graph.launch(str(node.python_kernel_name), Work(0, nbytes, str(view.dtype)[6:], 1), module)
         func: Any = origin.target
         args, kwargs = tree_map(partial(_like, fakes), (origin.args, origin.kwargs))
-        work = measure(func, tuple(args), kwargs, buffers[name])
-        graph.launch(str(func), work, module)
+        graph.launch(str(func), measure(func, tuple(args), kwargs, buffers[name]), module)
         if (after := graph.tracker.dispatcher.handling(func).after) is not None:
             after(graph.tracker.recorder, func, tuple(args), kwargs, buffers[name])
 
@@ -261,12 +262,11 @@ def _like(fakes: Fakes, value: Any) -> Any:
 
 def _origin(node: Any) -> Node | None:
     """The ATen call that a library's kernel runs."""
-    origins = [node.get_origin_node(), *node.get_origins()]
-    calls = [origin for origin in origins if origin is not None and isinstance(origin.target, OpOverload)]
+    origins = filter(None, [node.get_origin_node(), *node.get_origins()])
+    calls = [origin for origin in origins if isinstance(origin.target, OpOverload)]
     known = str(node.python_kernel_name or "").rpartition(".")[2]
-    return next(
-        (call for call in calls if schema_of(call.target).name.endswith(f"::{known}")), next(iter(calls), None)
-    )
+    named = [call for call in calls if schema_of(call.target).name.endswith(f"::{known}")]
+    return next(iter(named + calls), None)
 
 
 def _output(out: Any, fakes: Fakes) -> Callable[[Buffers], Any]:
