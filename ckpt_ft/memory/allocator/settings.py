@@ -6,22 +6,14 @@ the device only expandable segments are replayed; options for pinned host memory
 
 from __future__ import annotations
 
-import re
-
 from ckpt_ft.errors import UserError, did_you_mean
 
-_PAIR = re.compile(r"\s*(\w+)\s*:\s*(\[[^\]]*\]|[^,\[\]]*)\s*(?:,|$)")
-_OPTIONS = ("expandable_segments",)
+_VALUES = {"expandable_segments": ("True", "False"), "backend": ("native",)}  # that are replayed
 _NO_EFFECT = {
-    "pinned_use_cuda_host_register",
-    "pinned_num_register_threads",
-    "pinned_use_background_threads",
-    "pinned_free_catch_all",
-    "pinned_reserve_segment_size_mb",
-    "release_lock_on_cudamalloc",
-    "graph_capture_record_stream_reuse",
-    "throw_on_cudamalloc_oom",
-}
+    "pinned_use_cuda_host_register", "pinned_num_register_threads", "pinned_use_background_threads",
+    "pinned_free_catch_all", "pinned_reserve_segment_size_mb", "release_lock_on_cudamalloc",
+    "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom",
+}  # fmt: skip
 _NOT_REPLAYED = {
     "garbage_collection_threshold": "collects by age; leave it out",
     "per_process_memory_fraction": "give the capacity in bytes instead",
@@ -39,21 +31,16 @@ def expandable_segments(text: str | None) -> bool:
     Raises:
         UserError: an unknown option, a value torch would refuse, or an option that the replay does not follow.
     """
-    expandable, at, text = False, 0, (text or "").strip()
-    while at < len(text):
-        pair = _PAIR.match(text, at)
-        if pair is None:
-            raise UserError(f"allocator settings: cannot read '{text[at:]}'; write option:value,option:value")
-        key, value, at = pair[1], pair[2].strip(), pair.end()
+    expandable = False
+    for option in filter(None, map(str.strip, (text or "").split(","))):
+        key, colon, value = (part.strip() for part in option.partition(":"))
+        if not colon:
+            raise UserError(f"allocator settings: cannot read '{option}'; write option:value,option:value")
         if key in _NOT_REPLAYED:
             raise UserError(f"allocator settings: '{key}' is not replayed: {_NOT_REPLAYED[key]}")
-        if key == "expandable_segments":
-            if value not in ("True", "False"):
-                raise UserError(f"allocator settings '{key}:{value}': write True or False")
-            expandable = value == "True"
-        elif key == "backend":
-            if value != "native":
-                raise UserError(f"allocator settings 'backend:{value}': only the native caching allocator is replayed")
-        elif key not in _NO_EFFECT:
-            raise UserError(f"allocator settings: no option '{key}'{did_you_mean(key, _OPTIONS)} ({_OPTIONS[0]})")
+        if key not in _VALUES and key not in _NO_EFFECT:
+            raise UserError(f"allocator settings: no option '{key}'{did_you_mean(key, _VALUES)} (expandable_segments)")
+        if value not in _VALUES.get(key, (value,)):
+            raise UserError(f"allocator settings '{key}:{value}': write {' or '.join(_VALUES[key])}")
+        expandable = value == "True" if key == "expandable_segments" else expandable
     return expandable
