@@ -25,8 +25,6 @@ from ckpt_ft.units import GIB, MIB, format_bytes, parse_budget
 
 CPU = (0, 0)  # its compute capability
 HERE = "here"  # as a device: the card of this machine that `ckpt-ft calibrate` has written
-LAPTOP_NOTE = "a laptop's rates are those of its highest boost clock, which its power limit may not let it hold"
-
 
 Curve = tuple[tuple[float, float], ...]  # predicted seconds of an op, rising, and measured seconds over them
 
@@ -174,7 +172,7 @@ def _variant(row: dict[str, str], like: GPU) -> GPU:
     """A card from a row of gpu_variants.csv: of the generation of `like`, in another size."""
     rated, sms = row["fp32"] != "-", int(row["sms"])
     share = float(row["fp32"]) * 1e12 / like.fp32 if rated else 1.0
-    note = LAPTOP_NOTE if row["name"].endswith("-laptop") else "" if rated else _OF_KERNELS.format(like.name)
+    note = _OF_LAPTOP if row["name"].endswith("-laptop") else "" if rated else _OF_KERNELS.format(like.name)
     return replace(
         like,
         name=row["name"],
@@ -203,6 +201,7 @@ _AMD = (
     "H100's, collectives need a rate of their own; what PyTorch itself allocates is the same on both"
 )
 _OF_KERNELS = "of the card only its memory is known: kernels, context and a plan's seconds are those of {}"
+_OF_LAPTOP = "a laptop's rates are those of its highest boost clock, which its power limit may not let it hold"
 _SIZES = {"sms": 1, "memory": GIB, "context": GIB, "l2": MIB}  # columns of whole numbers -> their unit
 _RATES = {"bandwidth": 1e9, "fp32": 1e12, "tf32": 1e12, "fp16": 1e12, "bf16": 1e12, "fp8": 1e12}
 _SHARES = ("efficiency_fp32", "efficiency", "efficiency_fp8", "bandwidth_efficiency", "sustained")
@@ -352,8 +351,7 @@ def current_gpu(index: int | None = None) -> GPU | None:
 
     if not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
-    found = match_device(properties)
+    found = match_device(torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index))
     own = calibrated(found.name)
     return found if own is None else replace(own, memory=found.memory)
 
@@ -365,10 +363,8 @@ def match_device(properties: object) -> GPU:
     same = [gpu for gpu in GPUS.values() if gpu.name.removeprefix("rtx-").split("-")[0] in words and gpu.sms == sms]
     if same:
         return replace(min(same, key=lambda gpu: abs(gpu.memory - memory)), memory=memory)
-    amd = bool(words & {"amd", "instinct", "radeon"})
+    amd, sm = bool(words & {"amd", "instinct", "radeon"}), 10 * arch[0] + arch[1]
     made = [gpu for gpu in GPUS.values() if (gpu.note == _AMD) == amd]
-    sm = 10 * arch[0] + arch[1]
     near = min(made, key=lambda gpu: (gpu.arch > arch, abs(gpu.capability - sm), abs(gpu.sms - sms)))
-    share = sms / near.sms
-    rates = {rate: getattr(near, rate) * share for rate in _RATES}
+    rates = {rate: getattr(near, rate) * sms / near.sms for rate in _RATES}
     return replace(near, name=name, arch=arch, sms=sms, memory=memory, **rates)

@@ -76,8 +76,8 @@ def bus_bandwidth(launch: Launch, gpu: GPU, group: tuple[int, int] = (0, 0)) -> 
     inside = (gpu.calibration.link if gpu.calibration else 0.0) or inside
     if ring.machines == 1:
         return inside
-    ranks = launch.processes // launch.machines
-    network = _NETWORK_CARDS[gpu.arch] * ranks if gpu.arch in _NETWORK_CARDS else _ONE_NETWORK_CARD
+    cards = launch.processes // launch.machines
+    network = _NETWORK_CARDS[gpu.arch] * cards if gpu.arch in _NETWORK_CARDS else _ONE_NETWORK_CARD
     return min(inside, _REACHED_BETWEEN * network / ring.groups)
 
 
@@ -115,8 +115,7 @@ def memory_left(launch: Launch, gpu: GPU) -> float:
 
 def network_share(gpu: GPU) -> float:
     """The relative slowdown of a kernel while a collective runs: each of its channels occupies an SM."""
-    channels = min(_CHANNELS[gpu.arch in _NVLINK], gpu.sms // 2)
-    return gpu.sms / (gpu.sms - channels) - 1
+    return gpu.sms / (gpu.sms - min(_CHANNELS[gpu.arch in _NVLINK], gpu.sms // 2)) - 1
 
 
 def nccl_bytes(launch: Launch, gpu: GPU) -> int:

@@ -165,9 +165,8 @@ def _own_seconds(name: str, dtype: str, shape: Shape, seconds: float, gpu: GPU) 
     """The seconds as this kind of op was measured on the card, if it was calibrated."""
     if gpu.calibration is None or not gpu.calibration.curves:
         return seconds
-    kind = kind_of(name, shape)
-    names = [f"{one} {dtype if dtype in _MEASURED_DTYPES else 'float32'}" for one in (kind, "pointwise")]
-    return gpu.calibration.corrected(seconds, names)
+    measured = dtype if dtype in _MEASURED_DTYPES else "float32"
+    return gpu.calibration.corrected(seconds, [f"{kind_of(name, shape)} {measured}", f"pointwise {measured}"])
 
 
 # Multiplications that take as long as the exponential of one score of attention on a CPU: an assumption, chosen from
@@ -252,7 +251,8 @@ def _arithmetic(name: str, flops: int, dtype: str, shape: Shape, gpu: GPU) -> fl
     if "attention" in name:
         padded = prod(-(-n // _BLOCK) * _BLOCK / max(n, 1) for n in shape[1:3])
         return flops * padded / (rate * _attention_share(name, shape, gpu, tensor_cores))
-    shape = shape or cube(flops)
+    if not shape:
+        return flops / rate
     if tensor_cores and len(shape) > 5 and shape[4] & DIRECT:
         return flops / (gpu.matmul_rate("float32") * gpu.sustained * _DIRECT_SHARE)
     if len(shape) == 5 and shape[4] & EXACT and gpu.arch[0] == 9:
@@ -282,12 +282,6 @@ def _attention_share(name: str, shape: Shape, gpu: GPU, tensor_cores: bool) -> f
     return share
 
 
-def cube(flops: int) -> Shape:
-    """The shape of a matmul of which only the flops are known: as many rows as columns and terms."""
-    edge = max(round((flops / 2) ** (1 / 3)), 1)
-    return 1, edge, edge, edge, 0
-
-
 @lru_cache(maxsize=100_000)
 def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU, power: float = 1.0) -> float:
     """Seconds of the arithmetic of a matmul of this `shape`; `rate` is the FLOP/s of large matmuls.
@@ -297,8 +291,7 @@ def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU, powe
     """
     batch, rows, columns, terms, flag = shape
     each = rate / power / gpu.sms * (_UNEVEN_SHARE if flag & UNEVEN and tensor_cores else 1.0)
-    narrow = gpu.lanes == 128 or gpu.arch == (7, 5)
-    loads = _LOADS_TENSOR if tensor_cores else _LOADS[1 if narrow else 2]
+    loads = _LOADS_TENSOR if tensor_cores else _LOADS[1 if gpu.lanes == 128 or gpu.arch == (7, 5) else 2]
     choice = _tiles(tensor_cores, tensor_cores or gpu.lanes == 128)
     full, splits = sum(1 / edge for edge in choice[0]), _SPLITS + _MORE_SPLITS * tensor_cores
     memory, (fill, held) = gpu.bandwidth * gpu.bandwidth_efficiency, _FILL[tensor_cores]

@@ -324,10 +324,9 @@ def _matmul(first: int, args: tuple[Any, ...], out: Any) -> Shape:
     """Two matrices, or two batches of them, from argument `first` on."""
     left, right = args[first : first + 2]
     *batch, rows, terms = left.shape
-    uneven = any(_row_bytes(t) % VECTOR for t in (left, right))
+    flag = UNEVEN if any(_row_bytes(t) % VECTOR for t in (left, right)) else 0
     along = left.stride(-1) == 1 and right.stride(-2) == 1
-    flag = (UNEVEN if uneven else 0) + (0 if along else ACROSS)
-    return prod(batch), rows, right.shape[-1], terms, flag
+    return prod(batch), rows, right.shape[-1], terms, flag + (0 if along else ACROSS)
 
 
 def _scaled_matmul(args: tuple[Any, ...], out: Any) -> Shape:
@@ -376,7 +375,6 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> Shape:
 
 
 def _depthwise(given: Tensor, weight: Tensor, groups: int) -> bool:
-    """Whether each channel is convolved alone."""
     return groups > 1 and groups == given.shape[1] and weight.shape[1] == 1
 
 
@@ -465,14 +463,12 @@ def _rows(at: int, args: tuple[Any, ...], out: Any) -> Shape:
 
 
 def _softmax(at: int, args: tuple[Any, ...], out: Any) -> Shape:
-    """A softmax over the dimension in argument `at`."""
     given = args[0]
     size = given.shape[args[at]] if given.dim() else 1
     return given.numel() // max(size, 1), size * given.itemsize
 
 
 def _norm(first: int, args: tuple[Any, ...], out: Any) -> Shape:
-    """A norm with its input in argument `first` and the normalised sizes in the next one."""
     given, length = args[first], prod(args[first + 1])
     return given.numel() // max(length, 1), length * given.itemsize
 

@@ -98,7 +98,6 @@ class Host:
         return cls(slower=slower, bandwidth=bandwidth)
 
     def issue(self, op: Op) -> float:
-        """Seconds to issue one op."""
         python = _AROUND[op.around] + _SLOW_CALLS.get(op.name, 0.0)
         return (self.per_op + op.kernels * self.per_launch + python) * self.slower
 

@@ -41,15 +41,14 @@ _shared: dict[tuple[int, bool, bool], dict[Any, _Calls]] = {}
 
 def _known_calls(arch: int) -> dict[Any, _Calls]:
     """The cached calls for a compute capability (0: the CPU), by op."""
-    rounds = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    known = _shared.setdefault((arch, *rounds), {})
+    key = arch, torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    known = _shared.setdefault(key, {})
     if sum(map(len, known.values())) > _LARGEST:
         known.clear()
     return known
 
 
 def _depends_on_shapes(func: Any) -> bool:
-    """Whether the result of an op depends on nothing but the shapes of its arguments."""
     schema = schema_of(func)
     into_given = any(argument.is_out for argument in schema.arguments)  # `out=` is no new tensor
     return not (into_given or schema.name in _CHANGES_SHAPE or torch.Tag.inplace_view in func.tags)

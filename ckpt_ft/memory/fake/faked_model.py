@@ -97,7 +97,6 @@ class Fakes:
 
 
 def are_fakes(values: Sequence[Any]) -> bool:
-    """Whether all tensors among an op's arguments are fake ones."""
     for value in values:  # no generator: once for every op
         if type(value) is not FakeTensor and (
             isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and not are_fakes(value))

@@ -280,8 +280,9 @@ class _Trace:
                 if describe is not None:
                     describe()
                 trace = tracker.trace(gpu.name if gpu else "cpu", None if gpu in GPUS.values() else gpu)
-                ops = flash_attention.renamed(trace.ops)
-                return replace(trace, ops=ops, launch=launch, alloc_conf=self.alloc_conf)
+                return replace(
+                    trace, ops=flash_attention.renamed(trace.ops), launch=launch, alloc_conf=self.alloc_conf
+                )
 
     @contextmanager
     def _tracking(self, tracker: Tracker, streams: Streams) -> Iterator[None]:

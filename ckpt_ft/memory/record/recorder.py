@@ -166,7 +166,6 @@ class Recorder:
     # -- tensors ----------------------------------------------------------------------------------------------------
 
     def add_resident(self, values: Iterable[torch.Tensor], category: str) -> None:
-        """Follow tensors that exist already."""
         for tensor in chain.from_iterable(map(plain, values)):
             index = self.index_of(tensor)
             if index is not None:
@@ -312,7 +311,6 @@ class Recorder:
             self._hold(storage, index)
 
     def resizing(self, resize: Callable[..., torch.UntypedStorage]) -> Callable[..., torch.UntypedStorage]:
-        """Replaces `UntypedStorage.resize_`."""
 
         def followed(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             result: torch.UntypedStorage = resize(storage, nbytes)

@@ -318,13 +318,11 @@ def behave_like(arch: int, compiled: bool = False) -> Iterator[None]:
 @contextmanager
 def fakes_are_tensors() -> Iterator[None]:
     """Lets optimizers use foreach kernels on fake tensors."""
-    for types in (foreach_types, clipped_types):
-        types.append(FakeTensor)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for types in (foreach_types, clipped_types):
-            types.remove(FakeTensor)
+            types.append(FakeTensor)
+            stack.callback(types.remove, FakeTensor)
+        yield
 
 
 def _to_host(tensor: Tensor) -> Tensor:

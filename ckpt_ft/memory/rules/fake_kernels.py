@@ -51,11 +51,9 @@ def _laid_out(tensor: Tensor, asked: torch.memory_format | None = None) -> Tenso
 def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The fake kernel supports only bfloat16, the real ones other dtypes too. [ATen/native/GroupedMMUtils.h]"""
     a, b = args[:2]
-    groups = args[2].numel() if len(args) > 2 and args[2] is not None else 0
-    if a.dim() == 3 and b.dim() == 2:
-        shape = [a.size(1), b.size(1)]
-    else:
-        shape = [groups, a.size(0), b.size(1)] if a.dim() == b.dim() == 2 else [*a.shape[:-1], b.size(-1)]
+    shape = [*a.shape[:-1], b.size(-1)]
+    if b.dim() == 2:
+        shape = shape[1:] if a.dim() == 3 else [args[2].numel(), *shape]
     return torch.empty(shape, dtype=kwargs.get("out_dtype") or a.dtype, device=_CPU)
 
 

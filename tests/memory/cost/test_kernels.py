@@ -123,7 +123,7 @@ def test_large_matmul_is_limited_by_arithmetic():
     edge = 25600
     shape = (1, edge, edge, edge, 0)
     assert busy(flops=2 * edge**3, shape=shape) == pytest.approx(2 * edge**3 / 100e12, rel=2e-3)
-    # without a shape, a cube is assumed
+    # without a shape, the full rate is assumed
     assert busy(flops=2 * edge**3) == pytest.approx(2 * edge**3 / 100e12, rel=2e-3)
 
 

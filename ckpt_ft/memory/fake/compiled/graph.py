@@ -186,7 +186,6 @@ def _steps(line: Any, scheduled: Any, rest: list[Any], made: CompiledGraph) -> I
 
 
 def _sets(name: str, make: Callable[[CompiledGraph, Buffers], Any]) -> Step:
-    """The step that makes the buffer `name`."""
 
     def step(graph: CompiledGraph, buffers: Buffers) -> None:
         buffers[name] = make(graph, buffers)

@@ -66,7 +66,6 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def _runs_eagerly() -> bool:
-    """Whether the user's stance is "force_eager"."""
     stance: Any = torch.compiler.set_stance("force_eager")
     with stance:  # sets the user's again
         return bool(stance.prev.stance == "force_eager")
@@ -188,11 +187,8 @@ def compiled_steps(
 
     def to_module(graph: Any) -> Any:
         made.append(read(graph, tracker, fakes))
+        stack.callback(vars(made[-1]).clear)  # dynamo may keep the graph, which refers to the record
         return SimpleNamespace(call=made[-1], runner=None)
-
-    def forget() -> None:  # dynamo may keep the graphs, which refer to the record
-        for compiled in made:
-            vars(compiled).clear()
 
     made: list[CompiledGraph] = []
     trace_rules.get_legacy_mod_inlinelist().add(__file__)  # the hooks of `unless_traced` do not break a graph
@@ -200,7 +196,6 @@ def compiled_steps(
     with ExitStack() as stack:
         torch.compiler.reset()  # what this process has compiled is compiled again when it runs next
         stack.callback(torch.compiler.reset)
-        stack.callback(forget)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of torch about itself
         stack.enter_context(followed(model, tracker.context))
@@ -269,7 +264,6 @@ def _move_to_card(gm: Any, inputs: Any) -> None:
 
 @contextmanager
 def _card(gpu: GPU) -> Iterator[None]:
-    """Answers what Inductor asks of the card."""
     from ckpt_ft.compat.compiler import DeviceProperties
 
     major, minor = gpu.arch
