@@ -51,12 +51,14 @@ class Block:
         self.next: Block | None = None
         self.allocated, self.mapped, self.expandable = False, mapped, expandable
 
-    def insert_between(self, prev: Block | None, next: Block | None) -> None:
-        self.prev, self.next = prev, next
-        if prev is not None:
-            prev.next = self
-        if next is not None:
-            next.prev = self
+    def split(self, size: int) -> Block:
+        """Cut the block after `size` bytes; returns the rest, which is outside the pools."""
+        rest = Block(self.address + size, self.size - size, self.pool, self.expandable, self.mapped)
+        rest.prev, rest.next = self, self.next
+        if rest.next is not None:
+            rest.next.prev = rest
+        self.next, self.size = rest, size
+        return rest
 
 
 class Pool:
@@ -120,10 +122,7 @@ class CachingAllocator:
         block = self._cached_block(pool, size) or self._new_segment(pool, size) or self._after_release(pool, size)
         rest = block.size - size
         if rest >= MIN_BLOCK if pool.small or self.expandable else rest > SMALL_SIZE:
-            tail = Block(block.address + size, rest, pool, block.expandable)
-            tail.insert_between(block, block.next)
-            block.size = size
-            pool.add(tail)
+            pool.add(block.split(size))
         block.allocated = True
         self.allocated += block.size
         return block
@@ -250,10 +249,7 @@ class CachingAllocator:
             return False
         block.pool.remove(block)
         if mapped < block.size:
-            rest = Block(block.address + mapped, block.size - mapped, block.pool, expandable=True, mapped=False)
-            rest.insert_between(block, block.next)
-            block.pool.add(rest)
-            block.size = mapped
+            block.pool.add(block.split(mapped))
         block.mapped = True
         self._reserve("segment_map", block.address, mapped)
         self._merge_neighbours(block)
@@ -269,14 +265,11 @@ class CachingAllocator:
             return
         pool.remove(block)
         if start > block.address:
-            before = Block(block.address, start - block.address, pool, expandable=True)
-            before.insert_between(block.prev, block)
+            before, block = block, block.split(start - block.address)
             pool.add(before)
         if end > stop:
-            after = Block(stop, end - stop, pool, expandable=True)
-            after.insert_between(block, block.next)
-            pool.add(after)
-        block.address, block.size, block.mapped = start, stop - start, False
+            pool.add(block.split(stop - start))
+        block.mapped = False
         self._reserve("segment_unmap", start, start - stop)
         self._merge_neighbours(block)
         pool.add(block)
