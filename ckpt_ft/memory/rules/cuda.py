@@ -288,7 +288,9 @@ def behave_like(arch: int, compiled: bool = False) -> Iterator[None]:
 
     compiled: torch.compile traces the step.
     """
-    held = [torch.library.Library("aten", "IMPL")]  # dropping it unregisters its kernels
+    library = torch.library.Library("aten", "IMPL")
+    held = [library]  # dropping it unregisters its kernels
+    del library
     replaced = [*composite(arch), "_fused_rms_norm", *(op for op, _ in autocast.kernels())]
     with ExitStack() as stack:
         stack.callback(_find_kernels_anew, replaced)
