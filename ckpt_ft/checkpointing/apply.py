@@ -13,15 +13,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
 from . import rng
-from .applied_policy import (
-    MARK,
-    AppliedPolicy,
-    BeneathPolicy,
-    CompileBudget,
-    all_applied,
-    policies_on,
-    refuse_overlap,
-)
+from .applied_policy import MARK, AppliedPolicy, BeneathPolicy, CompileBudget, all_applied, policies_on, refuse_overlap
 from .blocks import SEGMENTED, find_blocks, named_blocks, regions
 from .guard import Guard
 from .kv_cache import caching_models

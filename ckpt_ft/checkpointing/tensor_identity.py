@@ -17,14 +17,7 @@ _NOTHING = torch.empty(0)
 
 
 def view_of(tensor: torch.Tensor) -> View:
-    return (
-        tensor.dtype,
-        tensor.size(),
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+    return (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
 
 
 def looked_at(tensor: torch.Tensor, view: View) -> torch.Tensor:

@@ -27,13 +27,7 @@ def question_of(spec: TrainingSpec) -> dict[str, Any]:
     name = spec.model.name
     processor, config = read_processor(name) if spec.data.images else {}, read_config(name)
     parts = read_parts(name) if config.get("_class_name") else {}
-    return {
-        "spec": spec,
-        "config": config,
-        "processor": processor,
-        "parts": parts,
-        "cpu": calibrated("cpu"),
-    }
+    return {"spec": spec, "config": config, "processor": processor, "parts": parts, "cpu": calibrated("cpu")}
 
 
 class AnswerCache(Generic[T]):

@@ -72,10 +72,7 @@ _OF_EVERY_COMMAND = {"model": Model, "config": Config, "recipe": Recipe}
 
 
 def takes_spec(
-    *without: str,
-    defaults: Mapping[str, Any] = NOTHING,
-    fixed: Mapping[str, Any] = NOTHING,
-    counts: bool = False,
+    *without: str, defaults: Mapping[str, Any] = NOTHING, fixed: Mapping[str, Any] = NOTHING, counts: bool = False
 ) -> Callable[[Command], Command]:
     """For commands with a parameter `spec`: MODEL, --config and the spec's flags stand in its place.
 

@@ -98,10 +98,7 @@ def plan(
 
 @takes_spec(*ONE_LAUNCH, "batch_size")
 def max_batch(
-    spec: TrainingSpec,
-    margin: Margin = "",
-    max_batch_size: MaxBatchSize = 256,
-    as_json: AsJson = False,
+    spec: TrainingSpec, margin: Margin = "", max_batch_size: MaxBatchSize = 256, as_json: AsJson = False
 ) -> None:
     """Predict the largest batch that fits under a policy, without a GPU and without weights.
 
@@ -177,13 +174,7 @@ def _lengths(dataset: str, spec: TrainingSpec) -> Lengths:
         return dataset_lengths(dataset, spec.model.name, spec.data.tokens)
 
 
-def _make(
-    spec: TrainingSpec,
-    asked: PlanRequest,
-    jobs: int,
-    lengths: Lengths | None,
-    html: str,
-) -> Plan:
+def _make(spec: TrainingSpec, asked: PlanRequest, jobs: int, lengths: Lengths | None, html: str) -> Plan:
     from ckpt_ft.export.plan_page import plan_page
     from ckpt_ft.planning.budget import memory_budget
     from ckpt_ft.planning.launches import with_experts

@@ -45,8 +45,7 @@ def where(
     policy: Annotated[str, typer.Option("--policy", help="e.g. full; auto for the fastest of several")] = "auto",
     gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="the largest number of one card")] = _MOST_GPUS,
     price: Annotated[
-        list[str] | None,
-        typer.Option("--price", help="dollars an hour, e.g. rtx-4090=0.4,h100=2.5"),
+        list[str] | None, typer.Option("--price", help="dollars an hour, e.g. rtx-4090=0.4,h100=2.5")
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=0, max=256, help="processes that trace; 0 for one per core")] = 0,
     html: Html = "",

@@ -432,10 +432,7 @@ class _Entries:
         targets = _joined(self.get(f"{name}_target") if name else self.get("optim_target_modules"))
         if name and targets in ("", "all"):
             targets = "(?!.*lm_head).*"
-        return {
-            "optim_target_modules": targets,
-            "optim_rank": (self.get(f"{name}_rank") or 16) if name else None,
-        }
+        return {"optim_target_modules": targets, "optim_rank": (self.get(f"{name}_rank") or 16) if name else None}
 
     def _adapted(self) -> bool:
         """Whether the file asks for adapters."""

@@ -230,11 +230,7 @@ class NF4Linear(FrozenLinear):
     clones = True
 
     def __init__(
-        self,
-        linear: nn.Linear,
-        compute_dtype: torch.dtype,
-        nested: bool = False,
-        storage: torch.dtype = torch.uint8,
+        self, linear: nn.Linear, compute_dtype: torch.dtype, nested: bool = False, storage: torch.dtype = torch.uint8
     ) -> None:
         super().__init__(linear, *_nf4(linear.weight.numel(), nested, storage))
         self.compute_dtype = compute_dtype

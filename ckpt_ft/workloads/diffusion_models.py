@@ -57,12 +57,7 @@ class TextAndUNet(nn.Module):
         return encoded_text(list(self.text_encoders.values()), ids)
 
     def forward(
-        self,
-        sample: Tensor,
-        timestep: Tensor,
-        time_ids: Tensor | None = None,
-        return_dict: bool = True,
-        **ids: Tensor,
+        self, sample: Tensor, timestep: Tensor, time_ids: Tensor | None = None, return_dict: bool = True, **ids: Tensor
     ) -> Any:
         """The U-Net's forward on encoded prompts; SDXL needs `time_ids` (B, 6)."""
         encoded: dict[str, Any] = {**self.encode(ids), "time_ids": time_ids}

@@ -41,11 +41,7 @@ _CASTS = "without torch.compile each cast to 8 bits is several kernels; --compil
 _FALLBACK = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"([\w-]+)"')
 
 
-def load(
-    spec: TrainingSpec,
-    device: str | GPU | None = None,
-    lengths: Lengths | None = None,
-) -> Workload:
+def load(spec: TrainingSpec, device: str | GPU | None = None, lengths: Lengths | None = None) -> Workload:
     """Returns the workload of the model that `spec` names: a Hub id, a local directory or a config file.
 
     Args:

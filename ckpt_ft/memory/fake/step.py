@@ -39,13 +39,7 @@ from ckpt_ft.memory.distributed.fsdp2 import (
 )
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
-from ckpt_ft.memory.distributed.wrap import (
-    initialize,
-    library_patches,
-    separate_meshes,
-    sharding_mesh,
-    share,
-)
+from ckpt_ft.memory.distributed.wrap import initialize, library_patches, separate_meshes, sharding_mesh, share
 from ckpt_ft.memory.fake.compiled.lowering import FoundCompiled, compiled_steps, eager_steps, is_compiled, prepare
 from ckpt_ft.memory.gpus import GPU, GPUS, gpu_of
 from ckpt_ft.memory.record.in_place_gradients import counts_of_a_sum

@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_ft.compat.tensors import (
-    DispatchKey,
-    FakeTensor,
-    OpOverload,
-    TorchDispatchMode,
-    no_modes,
-)
+from ckpt_ft.compat.tensors import DispatchKey, FakeTensor, OpOverload, TorchDispatchMode, no_modes
 
 _CALL = OpOverload.__call__.__code__  # through which a Python dispatch calls the op again
 _RECORDING = tuple(f"ckpt_ft.memory.{room}" for room in ("record", "cost", "measure", "fake", "rules"))

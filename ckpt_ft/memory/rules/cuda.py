@@ -157,7 +157,7 @@ def seeds(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 # For each op, the indices of results on the host.
 ON_HOST: dict[Any, Callable[[tuple[Any, ...]], tuple[int, ...]]] = {
-    aten._scaled_dot_product_efficient_attention.default: seeds,
+    aten._scaled_dot_product_efficient_attention.default: seeds
 }
 
 
