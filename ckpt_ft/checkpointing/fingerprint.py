@@ -112,7 +112,8 @@ def _hash(tensor: torch.Tensor) -> torch.Tensor:
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The elements in 1-D tensors of up to `_PIECE` bytes, which are copies if the tensor has gaps."""
     if tensor.nbytes <= _PIECE:
-        yield tensor.contiguous().flatten()
+        dense = tensor.contiguous()
+        yield dense.as_strided((dense.numel(),), (1,))  # a single element may have any stride
     else:
         for half in tensor.chunk(2, max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])):
             yield from _pieces(half)
