@@ -71,7 +71,7 @@ def start_from(seed: int) -> None:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    rates = (getattr(module, name, 0.0) for module in model.modules() for name in _RATES)
+    rates = (vars(module).get(name) for module in model.modules() for name in _RATES)
     return any(isinstance(rate, float) and 0 < rate <= 1 for rate in rates)
 
 
