@@ -319,7 +319,7 @@ def _where(error: BaseException, name: str) -> str:
     """The last line of the script itself on the way to `error`."""
     script = Path(name).resolve()
     at = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == script]
-    return f"line {at[-1].lineno}" if at else "a library"
+    return f"line {at[-1].lineno}" if at else "Python"
 
 
 def _leave_out(note: Callable[[str], None], longest: bool) -> None:

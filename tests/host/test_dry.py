@@ -290,7 +290,7 @@ def test_a_script_that_does_not_use_its_card(tmp_path: Path) -> None:
         ("raise SystemExit('give --data')", "ended without a training step (give --data)"),
         ("print('error: no such data')\nraise SystemExit(2)", "ended without a training step (error: no such data)"),
         ("import nowhere_to_be_found", "line 1 raised ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
-        ("x = 1\nif x\n", "a library raised SyntaxError: expected ':' (script.py, line 2)"),
+        ("x = 1\nif x\n", "Python raised SyntaxError: expected ':' (script.py, line 2)"),
         ("x = 1\nraise ValueError('bad data')", "line 2 raised ValueError: bad data"),
         (
             "import torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.LBFGS(model.parameters())\n"
