@@ -125,6 +125,8 @@ def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams, count: int = 1
         device=lambda *args: nullcontext(),
         device_of=lambda *args: nullcontext(),
     )
+    nested: Any = defaultdict(lambda: defaultdict(lambda: defaultdict(int)))
+    _replace(torch.cuda, memory_stats_as_nested_dict=_always(nested))
     _replace(torch.cuda.memory, **{record_history.__name__: nothing})
     torch.version.cuda = torch.version.cuda or "13.0"
     accelerator: dict[str, Any] = {

@@ -238,9 +238,11 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
     if file.is_file():
         read_config(str(file))  # rejects absurd sizes, which would take forever to build
     with library_reads(f"model {args.model_name_or_path} cannot be loaded"):
-        model = auto.from_pretrained(args.model_name_or_path, **kwargs)
-    check_target_parameters(model, args.lora_target_parameters or ())
-    return model
+        if args.lora_target_parameters:  # before any weight is read
+            with torch.device("meta"):
+                model = auto.from_config(config, trust_remote_code=args.trust_remote_code)
+            check_target_parameters(model, args.lora_target_parameters)
+        return auto.from_pretrained(args.model_name_or_path, **kwargs)
 
 
 def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> PreTrainedModel:

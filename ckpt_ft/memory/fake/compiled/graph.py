@@ -74,11 +74,8 @@ class CompiledGraph:
 
     def allocate(self, view: View, count: int, op: str, module: str) -> Tensor:
         """A new buffer of `count` elements, seen as `view`."""
-        flat, context, recorder = (
-            self.fakes.new((count,), (1,), view.dtype),
-            self.tracker.context,
-            self.tracker.recorder,
-        )
+        flat = self.fakes.new((count,), (1,), view.dtype)
+        context, recorder = self.tracker.context, self.tracker.recorder
         if self._begun is None:
             self._begun = len(recorder.events)
         category = "activations" if context.phase == "forward" or context.recomputing else "temporary"
@@ -161,8 +158,10 @@ def _steps(line: Any, scheduled: Any, rest: list[Any], made: CompiledGraph) -> I
         yield _sets(node.get_name(), lambda graph, buffers: graph.allocate(view, count, op, module))
     elif isinstance(line, lines.ReuseLine):
         old, view, dies = line.node.get_name(), View(line.reused_as), line.delete_old
-        take = dict.pop if dies else dict.__getitem__
-        yield _sets(line.reused_as.get_name(), lambda graph, buffers: view.of(fakes, take(buffers, old)))
+        yield _sets(
+            line.reused_as.get_name(),
+            lambda graph, buffers: view.of(fakes, buffers.pop(old) if dies else buffers[old]),
+        )
     elif isinstance(line, lines.ReinterpretLine):
         base: Any = line.layout
         view, base = View(base.view), base.view.get_name()
