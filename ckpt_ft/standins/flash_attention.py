@@ -2,10 +2,10 @@
 
 It calls torch's flash backend of scaled dot product attention, which saves the output and the log-sum-exp as
 flash-attn does. Grouped heads are passed as they are, and packed rows are recognised by their positions, so no mask of
-pairs is allocated. Approximations: the predicted time of packed rows, and of a vision tower's windows, is that of full
-attention over the whole sequence; padded rows, from which flash-attn removes the padding, are traced with their
-padding; FlexAttention's block mask (one number for each 128 x 128 pairs) is left out. FlashAttention-3 saves the same
-and is faster on Hopper: its operators get a name of their own in the trace.
+pairs is allocated. FlashAttention-3 saves the same and is faster on Hopper: its operators have names of their own.
+
+Approximations: packed rows, and a vision tower's windows, take the time of full attention over the whole sequence;
+padding, which flash-attn removes, stays; FlexAttention's block mask (a number for each 128 x 128 pairs) is left out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Models with fused kernels of Liger, or of cut cross entropy, for traces.
 
 `apply` replaces layers by class, as liger_kernel.transformers.monkey_patch patches an instance (liger-kernel 0.8.5);
-`for_live_models` replaces the functions that a model calls which Liger has patched already. The kernels themselves are
-in `liger_kernels.py`.
+`for_live_models` replaces the functions that Liger has patched already. The kernels are in `liger_kernels.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class Family:
         product: the gated product of its MLPs and experts: "swiglu" or "geglu"; "" if they stay as they are.
         fused_gate: whether gate and up come from one projection.
         rope: whether the rotation is replaced.
-        loss: the replaced loss.
         times: bytes of the logits that the fused loss holds at a time, over those of the hidden states.
     """
 

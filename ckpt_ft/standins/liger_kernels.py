@@ -191,9 +191,8 @@ class CrossEntropy(torch.autograd.Function):
 class FusedLinearCrossEntropy(torch.autograd.Function):
     """Cross entropy of hidden (N, H) @ weight (V, H).T; forward computes the gradients, one chunk of logits at a time.
 
-    The chunks hold about `times` as many bytes as `hidden`. The gradient of the weight is added up in the weight's
-    dtype, with a temporary of its size in fp32 if cuBLAS cannot add to it (below compute capability 8.0, in mixed
-    dtypes).
+    The chunks hold about `times` as many bytes as `hidden`. The weight's gradient is added up in its dtype, with a
+    temporary of its size in fp32 if cuBLAS cannot add to it (below compute capability 8.0, in mixed dtypes).
     """
 
     @staticmethod

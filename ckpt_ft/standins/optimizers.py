@@ -213,8 +213,6 @@ class Tabulated(torch.optim.Optimizer):
 
     Args:
         model: its trainable parameters are updated; a matrix of a linear layer is projected if the layout projects.
-        layout: a row of `LAYOUTS`.
-        on_cpu: whether the CPU's kernels run.
         targets: names or patterns of the linear layers whose gradients are projected; None for all.
         rank: the rank that they are projected to.
     """

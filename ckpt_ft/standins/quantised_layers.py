@@ -1,6 +1,6 @@
 """Linear layers with frozen weights in few bits, in the memory layout of the libraries that pack them, for traces.
 
-A trace needs neither these libraries nor CUDA: the layers have shapes, and no values.
+They have shapes and no values, and need neither these libraries nor CUDA.
 
 NF4 (Dettmers et al. 2023, arXiv:2305.14314) packs two weights into a byte and keeps one float32 scale (absmax) for
 every 64 weights. Double quantisation stores the scales in 8 bits, with a float32 scale for every 256 of them, a table
@@ -10,10 +10,8 @@ compute dtype, backward in the dtype that the weight was packed from, cast to th
 
 LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339) keeps one byte for each weight and one float32 scale for each row.
 Forward rounds its input to 8 bits row by row and multiplies integers; backward unpacks the weight in the input's
-dtype. bitsandbytes multiplies columns with outliers separately. The stand-in assumes that there are none: their number
-depends on the data, and in published models it is below one in a hundred. [autograd/_functions.py, MatMul8bitLt]
-
-`PACKINGS` has one row for each of the other methods (GPTQ, AWQ, FP8).
+dtype. The stand-in assumes no columns with outliers, which bitsandbytes multiplies separately: their number depends on
+the data, and in published models it is below one in a hundred. [autograd/_functions.py, MatMul8bitLt]
 """
 
 from __future__ import annotations
@@ -128,8 +126,7 @@ class FrozenLinear(nn.Linear):
 
     Args:
         linear: the layer that it replaces; its bias is kept.
-        packed: shape and dtype of the packed weight, None for the dtype of the weight.
-        buffers: the same for what is kept beside it, by name.
+        packed, buffers: shapes and dtypes of the packed weight, and of what is kept beside it, by name.
     """
 
     compute_dtype: torch.dtype | None = None  # None for the dtype of the input
@@ -217,14 +214,13 @@ def _nf4(weights: int, nested: bool, storage: torch.dtype = torch.uint8) -> tupl
 
 
 class NF4Linear(FrozenLinear):
-    """A linear layer in 4 bits.
+    """A linear layer in 4 bits, packed into a tensor of dtype `storage`.
 
     Attributes:
         clones: whether forward returns a copy, as PEFT's layer around bitsandbytes' does (peft/tuners/lora/bnb.py).
 
     Args:
         nested: whether the scales are in 8 bits (double quantisation).
-        storage: the dtype of the packed tensor.
     """
 
     clones = True
@@ -384,10 +380,7 @@ class Int8Linear(FrozenLinear):
 
 
 def to_int8(model: nn.Module, skip: tuple[str, ...] | None = None) -> nn.Module:
-    """Replace the linear layers of `model` by 8-bit ones and freeze the model, as transformers loads it in 8 bits.
-
-    Layers that `replace_linears` skips keep their dtype.
-    """
+    """Replace the linear layers of `model` by 8-bit ones and freeze the model, as transformers loads it in 8 bits."""
     replace_linears(model, Int8Linear, skip)
     return model.requires_grad_(False)
 
@@ -439,9 +432,7 @@ PACKINGS: dict[str, Packing] = {
 class PackedLinear(FrozenLinear):
     """A linear layer that a method of `PACKINGS` has packed.
 
-    Args:
-        bits: bits of a weight.
-        group: elements that share a scale; 0 for the method's default, -1 for a whole row.
+    group: elements that share a scale; 0 for the method's default, -1 for a whole row.
     """
 
     def __init__(self, linear: nn.Linear, packing: Packing, bits: int, group: int) -> None:

@@ -124,10 +124,7 @@ def as_issued(ops: Iterable[Op], gpu: GPU) -> Iterator[Op]:
 
 
 def device_seconds(op: Op, gpu: GPU, memory_left: float = 1.0) -> float:
-    """Seconds that the kernels of one op keep `gpu` busy.
-
-    memory_left: the share of the memory bandwidth that they have.
-    """
+    """Seconds that the kernels of one op keep `gpu` busy with the share `memory_left` of its memory bandwidth."""
     return _seconds(op.name, op.flops, op.nbytes, op.dtype, op.kernels, op.shape, gpu, memory_left)
 
 

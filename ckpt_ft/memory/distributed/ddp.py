@@ -38,10 +38,7 @@ def outputs_copied(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Buckets:
-    """The buckets of a model's trainable parameters; hooks fill them when gradients are computed.
-
-    cap: bytes of all buckets but the first.
-    """
+    """The buckets of a model's trainable parameters, of `cap` bytes but for the first; hooks fill them in backward."""
 
     def __init__(
         self, trained: Sequence[nn.Parameter], group: dist.ProcessGroup, as_view: bool, cap: int = BUCKET

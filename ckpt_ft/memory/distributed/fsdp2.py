@@ -95,10 +95,7 @@ class Sharding:
                 del module.__dict__[keys.STATE_KEY], module.__dict__[keys.REGISTRY_KEY]
 
     def put_on(self, mesh: DeviceMesh) -> list[Tensor]:
-        """Shard the modules' current parameters over `mesh`, which has the shape of the original one.
-
-        Returns the tensors that communication holds from then on: none.
-        """
+        """Shard the parameters over `mesh`, shaped like the original; communication holds no tensors: returns []."""
         placements = {id(getattr(owner, name)): to for unit in self.units for owner, name, to in unit.parameters}
         ignored = {parameter for parameter in self.model.parameters() if id(parameter) not in placements}
         for unit in self.units:

@@ -29,7 +29,6 @@ def rank_of(*processes: int, rank: int = 0, names: tuple[str, ...] | None = ("dp
     Args:
         processes: number of processes along each dimension of the mesh.
         rank: this process's rank; with uneven shards, rank 0 holds the most.
-        names: names of the dimensions.
     """
     from ckpt_ft.compat.distributed import clear_sharding_cache
 

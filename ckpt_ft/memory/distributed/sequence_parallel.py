@@ -104,8 +104,8 @@ def of_one_rank(batch: dict[str, Any], launch: Launch, attention: str | None = "
     Context parallelism shrinks whole tensors in place, so their storages stay (torch's `context_parallel`).
 
     Args:
-        attention: the attention implementation of the model, in transformers' words. Flash attention finds packed
-            rows by their positions, the others need a mask.
+        attention: the model's attention implementation in transformers. Flash attention finds packed rows by their
+            positions, the others need a mask.
 
     Raises:
         UserError: packed sequences, or lengths that cannot be divided.

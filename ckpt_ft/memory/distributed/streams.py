@@ -1,10 +1,9 @@
 """CUDA streams on fake tensors: the stream of each allocation and kernel, and which stream waits for which.
 
-FSDP2 gathers and reduces on its own streams, which it gets from `torch.<device type>`; those of torch.cpu do nothing.
-Here it gets streams that report to the recorder. So the caching allocator's pools per stream, and the overlap of
-communication with computation, follow from FSDP2's own code. `offload` and `swap` find the same streams on the fake
-mode. An asynchronous collective (of DDP's buckets) runs on the process group's stream; waiting for it makes the
-current stream wait.
+FSDP2 gets its streams from `torch.<device type>`; those of torch.cpu do nothing. Here it gets streams that report to
+the recorder. So the caching allocator's pools per stream, and the overlap of communication with computation, follow
+from FSDP2's own code. `offload` and `swap` find the same streams on the fake mode. An asynchronous collective (of
+DDP's buckets) runs on the process group's stream; waiting for it makes the current stream wait.
 """
 
 from __future__ import annotations

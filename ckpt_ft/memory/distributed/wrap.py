@@ -42,8 +42,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 def share(model: nn.Module, launch: Launch, mesh: DeviceMesh, undo: ExitStack) -> list[torch.Tensor]:
     """Wrap `model` in place as `accelerate launch` does; returns the tensors that communication holds from then on.
 
-    DeepSpeed needs the optimizer too: see `initialize`. `undo` gets what must be put back besides the modules' own
-    attributes.
+    DeepSpeed also needs `initialize`. `undo` gets what must be put back besides the modules' own attributes.
 
     Raises:
         UserError: accelerate refuses it.

@@ -66,7 +66,6 @@ class ModuleHooks:
     input ends it. If no input needs a gradient, no end is seen.
 
     Attributes:
-        shards: the parameters that the module runs with.
         recomputed: frozen parameters that were gathered for a forward that a checkpoint re-ran within its backward.
     """
 
@@ -162,12 +161,10 @@ class Shard:
 
     Attributes:
         number: its index in the model.
-        part: this rank's part.
+        part: this rank's part, in host memory if `on_host`.
         persistent: whether it is too small to be released.
-        all_gather: the one in progress, if any.
         gathered: whether the whole parameter is there.
         users: modules that currently run with it.
-        on_host: whether the part is in host memory.
     """
 
     parameter: nn.Parameter

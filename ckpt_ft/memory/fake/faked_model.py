@@ -237,14 +237,12 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def renew(value: Any, tensors: Mapping[int, Any]) -> Any:
-    """A copy of an optimizer before its first step, for other parameters.
+    """A copy of an optimizer (or of a dict, list or tuple in one) before its first step, for other parameters.
 
     The copy is not constructed, because an optimizer does not keep its constructor's arguments. What it holds besides
     parameters and state is shared.
 
-    Args:
-        value: an optimizer, or a dict, list or tuple in one.
-        tensors: the other parameters, by the `id` of those of `value`.
+    tensors: the other parameters, by the `id` of those of `value`.
     """
     if isinstance(value, Tensor):
         return tensors.get(id(value), value)

@@ -130,8 +130,7 @@ def quiet() -> Iterator[None]:
 class Interrupts:
     """Defers signal handlers, while entered, to the next call of `deliver`, or to the exit.
 
-    A signal that comes a second time is handled at once, since the step may hang. Python delivers signals to its main
-    thread only, so in other threads this does nothing.
+    A second signal is handled at once, since the step may hang. In other threads than the main one this does nothing.
     """
 
     def __init__(self) -> None:

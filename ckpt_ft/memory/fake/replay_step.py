@@ -24,10 +24,7 @@ from .faked_model import Fakes
 
 
 class ReplayStep:
-    """Follows the step of `model` that `tracker` records next, and may repeat it.
-
-    update: runs the part of a step after its backward.
-    """
+    """Follows the next step that `tracker` records, and may repeat it; `update` runs the part after its backward."""
 
     def __init__(self, model: nn.Module, tracker: Tracker, fakes: Fakes, update: Callable[[], object]) -> None:
         self.model, self.tracker, self.fakes, self.update = model, tracker, fakes, update

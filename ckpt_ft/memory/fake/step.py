@@ -175,10 +175,7 @@ def faked(model: nn.Module, beside: Sequence[nn.Module], fakes: Fakes, sharding:
 def launched(
     model: nn.Module, launch: Launch | None, mesh: DeviceMesh | None, sharding: Sharding | None
 ) -> Iterator[tuple[Streams, list[torch.Tensor] | None]]:
-    """Wraps `model` as its launch does; yields its streams and the tensors that communication holds.
-
-    The tensors are None if the model is not wrapped here.
-    """
+    """Wraps `model` as its launch does; yields its streams and communication's tensors, None if it is not wrapped."""
     with streams_are_followed() as streams, ExitStack() as stack:
         held = None
         if launch is not None and mesh is not None:

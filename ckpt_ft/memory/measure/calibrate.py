@@ -1,9 +1,8 @@
-"""Measures the GPU of this machine, or its CPU: single operators of every kind, over sizes and dtypes.
+"""Measures single operators of every kind, over sizes and dtypes, on the GPU of this machine, or on its CPU.
 
 The measured seconds of each operator are divided by those that cost/kernels.py predicts for it. The card keeps these
 shares by kind, dtype and predicted seconds. An operator takes turns on several copies of its arguments, so that it
-finds the caches as in a step. The seconds that the host needs for each op are those of a tiny Llama, whose kernels
-are short.
+finds the caches as in a step. The host's seconds per op are those of a tiny Llama, whose kernels are short.
 """
 
 from __future__ import annotations
@@ -193,13 +192,9 @@ def _other(dtype: torch.dtype) -> torch.dtype:
 
 
 def calibrate(say: Callable[[str], object] = lambda line: None) -> GPU:
-    """The card of this machine with the measured seconds of its operators; about a minute.
+    """Measures the operators of the current GPU, or of the CPU if PyTorch sees no GPU, in about a minute.
 
-    Args:
-        say: called with a line for each step.
-
-    Returns:
-        The current GPU, or the CPU where PyTorch sees no GPU.
+    say: called with a line for each step.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = current_gpu()
@@ -233,10 +228,7 @@ def _timed(make: Make, nbytes: int) -> float:
 
 
 def timer(call: Callable[[], object], seconds: float = 0.01) -> Measurement:
-    """Times `call` for at least so many seconds.
-
-    With one thread of a CPU, the clock is the CPU time of the process: others may use the machine.
-    """
+    """Times `call` for at least so many seconds: in CPU time on one thread of a CPU, which others may use."""
     alone = not torch.cuda.is_available() and torch.get_num_threads() == 1
     clock = time.process_time if alone else default_timer
     return Timer("call()", globals={"call": call}, timer=clock).blocked_autorange(min_run_time=seconds)

@@ -50,9 +50,7 @@ class CpuMeter:
     """Runs a Tracker for the length of a step and keeps the trace of the step with the highest peak.
 
     As with CudaMeter, `begin` opens a step in its forward phase, `enter` begins another phase, `end` returns the
-    peaks of the step and `cancel` drops it.
-
-    Compiled functions run eagerly in a measured step, and compiled in the others.
+    peaks of the step and `cancel` drops it. Compiled functions run eagerly in a measured step only.
 
     Args:
         limit: bytes; a step that exceeds it raises torch.OutOfMemoryError.
@@ -160,8 +158,7 @@ FIGURES = ("allocated", "reserved", "active")  # of torch's allocator; on a CPU 
 
 
 class Outline(NamedTuple):
-    """A tensor's shape and dtype. `values` are kept on the host for masks, positions and labels, because they decide
-    which operators run."""
+    """A tensor's shape and dtype, and `values` on the host for masks, positions and labels, which decide what runs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -226,8 +223,7 @@ class MemoryProfiler:
         model: its forward and backward are the phases and its modules are named. Without a model the forward and
             backward peaks on CUDA are not separated.
         optimizer: its state counts as "optimizer" from the start.
-        sample: on a CPU, measure every so many steps.
-        total_steps: how many steps there will be, if that is known.
+        sample, total_steps: on a CPU, choose the measured steps, as the module's docstring says.
         limit: on a CPU, bytes; the step that exceeds it raises torch.OutOfMemoryError. Every step is then measured.
         auxiliary_models: models on the device that are not trained, such as a reference model.
 
@@ -361,11 +357,9 @@ class MemoryProfiler:
             merge_peaks(self.peaks, {name: meter.end().get(name, {})})
 
     def step(self) -> dict[str, float]:
-        """Ends an optimizer step and begins the next.
+        """Ends an optimizer step, begins the next, and logs this process's figures to the accelerator's trackers.
 
-        Returns:
-            This process's figures of the step in GiB ("memory/allocated_gib", "memory/backward_gib", ...), which are
-            also logged to the accelerator's trackers; empty for a step that was not measured.
+        Returns the figures in GiB ("memory/allocated_gib", "memory/backward_gib", ...); none for an unmeasured step.
         """
         seconds = time.perf_counter() - self._began
         if self.steps > 0 and not (self._open and self.device.type == "cpu"):  # the first step warms up
@@ -394,8 +388,7 @@ class MemoryProfiler:
         return scalars
 
     def holders(self, n: int = 5) -> list[Holder]:
-        """What held the peak of the step that is being measured or has failed, otherwise of the measured step with
-        the highest peak. Only on a CPU; empty on CUDA."""
+        """What held the peak of the running or failed step, else of the one with the highest peak; empty on CUDA."""
         trace = self._failed or (self.meter.latest() if isinstance(self.meter, CpuMeter) else None)
         return [] if trace is None else trace.grouped_holders(n)
 

@@ -1,7 +1,6 @@
 """MemoryReport: what a run needed, what held memory at its peak, and how the prediction compares.
 
-`MemoryProfiler.report()` makes one, complete and frozen. memory_report.json holds it, and `from_json` reads it back.
-Its tables and page are made by export/report.py.
+`MemoryProfiler.report()` makes it, memory_report.json holds it, and export/report.py makes its tables and page.
 """
 
 from __future__ import annotations
@@ -46,12 +45,10 @@ class History:
     """Peaks over a run. Each point is the maximum over a number of measured steps, so a long run stays short.
 
     Attributes:
-        steps: the first step of each point.
+        steps, ends: the first and the last step of each point; steps between two points were not measured.
         allocated: phase -> bytes at each point.
         reserved: bytes at each point; empty on a CPU.
-        every: how many measured steps a point covers.
-        filled: how many the last point covers so far.
-        ends: the last step of each point; between it and the next point's first, steps were not measured.
+        every, filled: how many measured steps a point covers, and the last point so far.
     """
 
     steps: list[Bytes] = field(default_factory=list)
@@ -88,10 +85,10 @@ class History:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The figures of a traced step. Bytes and seconds; `reserved` is None for device "cpu", and so
-    is `seconds` before it is calibrated.
+    """The figures of a traced step, in bytes and seconds.
 
-    host: peak bytes in host memory. pinned: of them, as PyTorch rounds them.
+    reserved, seconds: None for device "cpu"; it has seconds once it is calibrated.
+    host, pinned: peak bytes in host memory, and the pinned part of them, as PyTorch rounds it.
     """
 
     device: str
@@ -126,14 +123,11 @@ class RankMemory:
         steps: optimizer steps, of which `sampled` were measured.
         peaks: phase -> figure ("allocated", on CUDA also "reserved" and "active") -> bytes; the maximum over the
             measured steps. Phases of a step, then others that were measured, such as "generation" and "evaluation".
-        at_peak: category -> bytes at the moment of the peak. Empty if unknown.
-        holders: the largest groups of allocations at that moment. Empty if unknown.
+        at_peak, holders: bytes by category, and the largest groups of allocations, at the peak. Empty if unknown.
         seconds: per step, without the steps that the measurement slowed down; None if there were no others.
         host: bytes in host memory at most: "resident" of the process (ru_maxrss), and on CUDA "pinned" of it, in
             blocks as PyTorch rounds them, and with the blocks that it keeps for later ("pinned blocks").
         retries, ooms: CUDA allocations that first had to free cached memory, and those that failed.
-        history: peaks over the measured steps.
-        predicted: the figures of a trace of this process's step.
         fullest: phase -> bytes allocated in the measured step with the highest peak, which is the predicted one.
         step: that step's number, from 1; 0 if it is not known.
         batch: argument of the model -> shape, of the largest batch of that step.
@@ -191,9 +185,6 @@ class MemoryReport:
     """The report of a run. Every part but `provenance` and `ranks` is optional.
 
     Attributes:
-        provenance: what `provenance()` returns.
-        ranks: the figures of each process, with its prediction.
-        max_batch: the result of `--find_max_batch_size`.
         timeline: rank 0's step with the highest measured peak; the predicted step if none was recorded.
         notes: one sentence each.
         main: False on the processes that neither print nor write.
@@ -274,8 +265,7 @@ class MemoryReport:
     def write(self, directory: str | Path, kinds: Collection[str] = REPORT_KINDS) -> list[Path]:
         """Writes memory_report.json, .md, .html and (with matplotlib and a recorded step) .png, whole or not at all.
 
-        Returns:
-            The files written, in the order of `kinds`; none on other processes than the main one.
+        Returns the files written, in the order of `kinds`; none on other processes than the main one.
 
         Raises:
             UserError: `directory` cannot be written to.
@@ -299,10 +289,7 @@ class MemoryReport:
 
 
 def write_report(report: MemoryReport, kinds: Sequence[str], output_dir: str) -> None:
-    """Prints the report and writes the requested memory_report.json, .md, .html and .png, on the main process.
-
-    Without matplotlib there is no picture. If one part fails, a warning is logged and the others are written.
-    """
+    """Prints the report and writes its `kinds` on the main process; logs a warning for each part that fails."""
     if not report.main:
         return
     with never_fatal("printing the memory report"):

@@ -25,9 +25,7 @@ After = Callable[[Any, Any, tuple[Any, ...], dict[str, Any], Any], None]  # (rec
 
 @dataclass(eq=False, slots=True)
 class Handling:
-    """How a tracker treats an op, worked out when the op is first called.
-
-    Looked up once per call, of which there are tens of thousands: OpOverload's hash is slow Python.
+    """How a tracker treats an op, worked out at its first call and looked up once per call: OpOverload's hash is slow.
 
     Attributes:
         rule: called in place of the op.
@@ -62,10 +60,7 @@ def wraps(types: Sequence[type]) -> bool:
 
 @cache
 def is_composite(func: OpOverload) -> bool:
-    """Whether an op only calls other ops, as aten.linear does.
-
-    Autograd replaces such an op by its parts; under inference mode the op itself is dispatched.
-    """
+    """Whether an op only calls others, as aten.linear does: autograd replaces it by them, inference mode does not."""
     return func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
@@ -93,10 +88,7 @@ def from_python_dispatch() -> bool:
 
 @cache
 def leave_uncompiled() -> None:
-    """Make torch.compile skip the tracker's own functions.
-
-    Otherwise it compiles every function of a dispatch mode that it meets, again and again, until it gives up.
-    """
+    """Make torch.compile skip the tracker's functions: it would compile each again and again, until it gives up."""
     from ckpt_ft.compat.compiler import trace_rules
 
     for name in _RECORDING:

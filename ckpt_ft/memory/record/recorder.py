@@ -27,10 +27,7 @@ _NAMELESS = ("activations", "temporary")  # categories of storages that have no 
 
 
 def _host_bytes(nbytes: int, kind: str) -> int:
-    """Bytes that a tensor takes in host memory of this kind.
-
-    PyTorch's pinned allocator rounds up to a power of two (ATen/core/CachingHostAllocator.h, allocate).
-    """
+    """Bytes of a tensor in host memory; a power of two if pinned (ATen/core/CachingHostAllocator.h, allocate)."""
     return 1 << (nbytes - 1).bit_length() if kind == "pinned" else nbytes
 
 
@@ -52,7 +49,6 @@ class Recorder:
     """The record of a training step while it grows.
 
     Args:
-        context: tells the current phase and module.
         limit: bytes; an allocation beyond it raises torch.OutOfMemoryError, as on a card of that size.
         keeps_ops: record `Op`s too; a long real run has no use for them.
 
@@ -237,7 +233,6 @@ class Recorder:
         Args:
             op: the op that made it; "" if it existed before the record.
             module: the running module; by default that of the context.
-            resident: whether it existed before the record began.
             on_host: the kind of host memory that it is in.
         """
         if tensor.layout is not torch.strided:

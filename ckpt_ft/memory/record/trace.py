@@ -1,9 +1,8 @@
 """StepTrace: training steps as plain data, with every allocation and free in order, and its op, module and phase.
 
-The tracker (tracker.py) makes it, from fake tensors (a prediction) or from real CPU ones (a measurement). Peaks,
-breakdown, timeline, reserved bytes and seconds are functions of the record; nothing else in this project computes
-memory. For a GPU, a storage counts as the block of the caching allocator that holds it (allocator/); for "cpu", as the
-bytes that were requested. The formats that show a trace are in ckpt_ft/export.
+tracker.py makes it from fake tensors (a prediction) or from real CPU ones (a measurement). Peaks, breakdown, timeline,
+reserved bytes and seconds are functions of the record; nothing else in this project computes memory. For a GPU, a
+storage counts as the block of the caching allocator that holds it (allocator/); for "cpu", as the requested bytes.
 """
 
 from __future__ import annotations
@@ -94,12 +93,7 @@ class StepTrace:
         return self.replay_with([storage.nbytes for storage in self.storages])
 
     def replay_with(self, sizes: Sequence[int], capacity: int | None = None, until: int | None = None) -> Replay:
-        """The replay with other sizes of the storages.
-
-        capacity: bytes that the allocator can reserve before it gives cached segments back or runs out; None for no
-            limit.
-        until: bytes reserved at which the replay of a GPU's step ends.
-        """
+        """The replay with other sizes of the storages; `capacity` and `until` are those of allocator/replay.py."""
         if self.device != "cpu" or capacity is not None:
             expandable, streams = expandable_segments(self.alloc_conf), [storage.stream for storage in self.storages]
             return replay(sizes, self.events, expandable, capacity, self.emptied, streams, until)
@@ -258,10 +252,7 @@ class StepTrace:
         return sorted((one for one in there if one.freed is None or one.freed > 0), key=attrgetter("made"))
 
     def moment_times(self, spans: Iterable[Span]) -> list[float]:
-        """Seconds from the step's begin to each moment: when the device begins the op that caused the moment's event.
-
-        spans: the step's schedule.
-        """
+        """Seconds from the step's begin to each moment: when, in the schedule `spans`, the op of its event starts."""
         own = [span for span in spans if span.op.stream == span.stream == ""]
         begins = [0, *(span.op.at for span in own)]
         starts = list(accumulate((span.start for span in own), max, initial=0.0))

@@ -1,9 +1,7 @@
 """Tracker: a dispatch mode that records a training step, on real or on fake tensors.
 
 It sees every op below autograd and consists of three parts: a dispatcher computes the op (with real kernels here, with
-fake ones in fake/dispatcher.py), a `StepContext` tells the current phase and module, a `Recorder` records the events
-and follows every storage until it is freed. Tensors and gradients have no hooks, so autograd keeps and reuses them as
-it does without the tracker.
+fake ones in fake/dispatcher.py), a `StepContext` tells the current phase and module, a `Recorder` records the events.
 
 Two kinds of memory are not counted, because dispatch does not see them: scratch that a kernel allocates inside, except
 by the rules of cpu_kernels.py and rules/cuda.py; and the states of random generators that a checkpoint keeps (5,056
@@ -43,8 +41,6 @@ _WRAPS = "_c10d_functional::_wrap_tensor_autograd"
 class RealOps:
     """Dispatcher of real tensors: PyTorch's own kernels, with the scratch that CPU kernels allocate inside.
 
-    `FakeOps` (fake/dispatcher.py) is that of fake tensors.
-
     Attributes:
         source: the source of the record: "measured" or "predicted".
         takes_fakes: whether the step itself runs on fake tensors. If not, DTensor runs ops on fake tensors to find
@@ -80,9 +76,7 @@ class Tracker(TorchDispatchMode):
     Args:
         model: names the modules and marks parameters, buffers and gradients; a module outside it counts as its caller.
         optimizer: marks state that exists already; new state of any torch optimizer is found when it steps.
-        limit: bytes; the allocation that would pass it raises torch.OutOfMemoryError, as a card of that size would.
-        ops: record `Op`s too; a long real run has no use for them.
-        dispatcher: makes the dispatcher.
+        limit, ops: `limit` and `keeps_ops` of the Recorder.
     """
 
     def __init__(

@@ -5,8 +5,7 @@ Three tables, each row with its source (paths are PyTorch's):
 - rules: ops whose results differ on CUDA; replaced below autograd.
 - extra_allocations: memory that an op allocates besides its results: temporary scratch, and persistent workspaces.
 
-Autocast's lists are in autocast.py, attention kernels in sdpa.py. The allocator rounds to
-blocks of 512 bytes.
+Autocast's lists are in autocast.py, attention kernels in sdpa.py.
 
 cuDNN's choice of algorithm is not documented. Scratch of convolutions follows the two algorithms that need memory,
 each used where it is the fast one; nothing of it is fitted to a model. Depthwise, grouped and channels-last
@@ -284,10 +283,7 @@ def _find_kernels_anew(ops: Iterable[str]) -> None:
 
 @contextmanager
 def behave_like(arch: int, compiled: bool = False) -> Iterator[None]:
-    """Makes CPU tensors behave like CUDA's wherever PyTorch asks for the device above dispatch.
-
-    compiled: torch.compile traces the step.
-    """
+    """Makes CPU tensors behave like CUDA's wherever PyTorch asks for the device above dispatch."""
     library = torch.library.Library("aten", "IMPL")
     held = [library]  # dropping it unregisters its kernels
     del library

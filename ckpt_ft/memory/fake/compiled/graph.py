@@ -41,13 +41,7 @@ _KEY = re.compile(r"(?:\._modules)?\['?([^'\]]*)'?\]")  # of a module in a list 
 
 
 class CompiledGraph:
-    """Half a compiled region, forward or backward: called like its code, with a list of inputs that it empties.
-
-    Args:
-        tracker: whose record grows when the graph is called.
-        fakes: makes the tensors that it returns.
-        inputs: names of the graph's inputs.
-    """
+    """Half a compiled region, forward or backward: called like its code, with a list of inputs that it empties."""
 
     def __init__(self, tracker: Tracker, fakes: Fakes, inputs: list[str]) -> None:
         self.tracker, self.fakes, self.inputs = tracker, fakes, inputs
