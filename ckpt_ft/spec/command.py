@@ -108,10 +108,7 @@ def recipe_of(spec: TrainingSpec, kind: str) -> str:
 
 
 def recipe_command(spec: TrainingSpec, kind: str) -> str:
-    """The command of the recipe that trains as `spec` describes; "" if no recipe does.
-
-    kind: the kind of workload, such as "causal-lm".
-    """
+    """The command of the recipe that trains a model of `kind` as `spec` describes; "" if no recipe does."""
     recipe = recipe_of(spec, kind)
     return training_command(spec, recipe) if recipe and can_train(recipe, spec) else ""
 

@@ -29,8 +29,6 @@ class Switch:
 
     Attributes:
         name: the flag, with underscores.
-        value: the field's value.
-        help: one line for `--help`.
         weak: another flag for the same field wins; otherwise two values for one field are an error.
     """
 
@@ -45,7 +43,6 @@ class Setting:
     """The declaration of a field, in addition to its type and default.
 
     Attributes:
-        help: one line for `--help`.
         label: the field in error messages; its name in words if empty.
         rule: what is allowed, or what is not and why, for error messages.
         key: the name of the field in `TrainingSpec.of` and `edit`; the attribute's name if empty.

@@ -1,8 +1,4 @@
-"""Command-line flags generated from the fields of a spec: options, parsing, and the way back to a command line.
-
-`flags` returns every flag of every command that takes a spec. `fields_of` converts flags from the command line or a
-file into fields of a spec. `words_of` does the inverse: it returns the shortest command line for a spec.
-"""
+"""Command-line flags generated from the fields of a spec: options, parsing, and the way back to a command line."""
 
 from __future__ import annotations
 
@@ -41,7 +37,6 @@ class Flag:
     Attributes:
         name: with underscores.
         type: type of its value: str, int, float or bool.
-        help: one line.
         options: spellings on the command line: "--lora" and "--lora-r".
         default: as `--help` shows it; "" to show none.
         part: the part of a spec that it belongs to, such as "precision".
@@ -238,8 +233,7 @@ def _launch(
 def words_of(spec: TrainingSpec, without: tuple[str, ...] = ()) -> list[str]:
     """Returns the shortest command line for `spec`: its model, and flags whose values differ from the defaults.
 
-    Args:
-        without: names of fields to leave out.
+    without: names of fields to leave out.
     """
     words = [spec.model.name] if spec.model.name else []
     if spec.policy != "none" and "policy" not in without:
@@ -264,10 +258,9 @@ def _words(own: Declared, value: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of some fields of a spec, as suggestions propose it.
+    """A change of some fields of a spec, as suggestions propose it: `Edit({"lora_r": 16, "dtype": "bfloat16"})`.
 
-    `Edit({"lora_r": 16, "dtype": "bfloat16"}).of(spec)` is the changed spec. It raises for invalid values, so that
-    every suggestion can be typed on the command line.
+    `of` refuses invalid changes, so that every suggestion can be typed on the command line.
     """
 
     changes: Mapping[str, Any] = field(default_factory=dict)

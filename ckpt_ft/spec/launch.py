@@ -51,8 +51,7 @@ class ZeroOptions:
         sub_group_size: parameters that stage 3 updates at a time.
         offload_optimizer: master weights, gradients and states wait in host memory, where the step is computed.
         offload_param: stage 3's parts of the parameters wait there, too.
-        seq_parallel_reduce: precision in which gradients are reduced under Ulysses, DeepSpeed's
-            `seq_parallel_communication_data_type`.
+        seq_parallel_reduce: precision in which Ulysses reduces gradients, `seq_parallel_communication_data_type`.
     """
 
     reduce_bucket_size: int | None = 500_000_000
@@ -75,7 +74,6 @@ class ZeroOptions:
         """Returns the options of a DeepSpeed configuration's `zero_optimization`, whose names have been checked.
 
         Args:
-            seq_parallel_reduce: the configuration's `seq_parallel_communication_data_type`.
             left_out: that of `read_settings`.
 
         Raises:
@@ -137,8 +135,7 @@ class Launch:
         reshard_after_forward: whether FSDP2 drops a block's gathered parameters after its forward.
         offload_params: whether FSDP2 keeps parameters, gradients and optimizer states in host memory.
         gradient_as_bucket_view: whether DDP's gradients are views of its buckets instead of copies.
-        find_unused_parameters: whether DDP looks for unused parameters, Trainer's default; it then copies each output
-            of the model.
+        find_unused_parameters: whether DDP looks for unused parameters (Trainer's default) and copies outputs.
         wrap: names of the block classes that FSDP2 shards one by one; () for the model's own, None for none.
         dp_replicate: copies of the sharded model, as FSDP2 replicates shards (HSDP).
         tp: processes that share each weight matrix, as transformers' tensor parallelism does.
@@ -148,7 +145,6 @@ class Launch:
         sp: processes that share each sequence, and the heads within attention, in DeepSpeed's Ulysses.
         rotation: how ring attention passes keys and values on: "allgather" or "alltoall".
         link: bytes a second that a rank sends in a large collective; None for the card's usual rate (collectives.py).
-        zero: DeepSpeed's bucket sizes and thresholds.
         rank: the traced rank; rank 0 has the largest share of uneven shards. With DeepSpeed it is always the last.
 
     Raises:
@@ -289,15 +285,13 @@ class Launch:
 
 
 def launches_on(gpus: int, machines: int = 0, strategies: Sequence[str] = WORTH_A_LOOK, **more: Any) -> list[Launch]:
-    """Returns the launches on `gpus` GPUs to choose from; FSDP2 with and without resharding after forward is two.
+    """Returns the launches on `gpus` GPUs to choose from: one of each strategy, and FSDP2 without resharding, too.
 
     Args:
-        machines: number of machines, with equally many GPUs each; 0 for 8 GPUs per machine.
-        strategies: names of `Launch.strategy`.
-        more: other fields of the launches.
+        machines, more: other fields of the launches.
 
     Raises:
-        UserError: a strategy that is not modelled, or counts that do not fit.
+        UserError: there are fewer than two GPUs, or `Launch` refuses a field.
     """
     if gpus < 2:
         raise UserError(f"{gpus} GPUs: a launch is for at least 2; leave it out for one")
@@ -464,7 +458,7 @@ def beside(file: Any, source: str | Path) -> Any:
 def _deepspeed_file(file: Any, left_out: dict[str, str] | None) -> dict[str, Any]:
     """Returns the fields of a launch that DeepSpeed's configuration sets: a file, or its content.
 
-    A file that is not there is read by its name, if that says the stage.
+    With `left_out`, the stage of a file that does not exist is read from the file's name.
     """
     name = "deepspeed" if isinstance(file, Mapping) else f"deepspeed_config_file {file}"
     named = re.search(r"(?:zero|z|stage)[-_]?([0-3])", Path(str(file)).stem.lower())

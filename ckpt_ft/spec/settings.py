@@ -105,8 +105,7 @@ _PREFIXES = {
 
 
 def entry_of(name: str, sections: Iterable[str]) -> Entry | None:
-    """Returns the entry of the setting `name` in the first of `sections` that has it, else of a pattern; None if it is
-    unknown."""
+    """Returns the entry of `name` in the first of `sections` that has it, else of a pattern; None if it is unknown."""
     for section in sections:
         entries = table()[section]
         plain = name.removeprefix(_PREFIXES.get(section, ""))
@@ -125,7 +124,6 @@ def read_settings(
     """Returns the values of the modelled settings of `content`, by their targets; None means not given.
 
     Args:
-        content: settings by name, as a file or a command line has them.
         sections: sections of the table; the first that has a name decides.
         source: names the content in errors.
         left_out: takes the settings that the answer leaves out, with what each would move; None refuses them.

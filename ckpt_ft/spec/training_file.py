@@ -122,7 +122,6 @@ class TrainingFile:
     """The content of a training file.
 
     Attributes:
-        model: the model it names.
         flags: values by the names of our flags.
         notes: how ambiguous entries were interpreted, one sentence each.
         left_out: entries that the flags do not say, with what each would move.

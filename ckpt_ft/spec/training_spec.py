@@ -488,11 +488,8 @@ class HostSpec(Part):
 class TrainingSpec:
     """The description of a training run.
 
-    The parts are checked when they are created, and their combination when the spec is created. `TrainingSpec.of`
-    creates a spec from field names, `edit` returns a copy with some fields changed.
-
     Raises:
-        UserError: invalid or incompatible values.
+        UserError: a field is invalid when its part is created, or fields contradict each other.
     """
 
     policy: str = "none"

@@ -31,8 +31,7 @@ class ACArguments:
         plan: the plan that `ac_policy` names, read once; None if it names none. Not a flag.
 
     Raises:
-        UserError: a value is invalid, two values contradict each other, or the plan file cannot be used. Raised when
-            the object is created.
+        UserError: a value is invalid, two values contradict each other, or the plan file cannot be used.
     """
 
     _argument_group_name = "memory"
@@ -119,11 +118,7 @@ class ACArguments:
         return kinds
 
     def _read_plan(self) -> Plan | None:
-        """Read the plan from the file that `ac_policy` names.
-
-        Raises:
-            UserError: there is no such file, or its plan was made with other versions.
-        """
+        """Reads the plan file that `ac_policy` names; raises UserError if it is missing or of other versions."""
         if self.ac_policy is None or not self.ac_policy.endswith(".json"):
             return None
         path = Path(self.ac_policy)

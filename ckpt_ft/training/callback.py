@@ -52,11 +52,9 @@ class ACCallback(TrainerCallback):
             `ACArguments` have `ac_budget` and `ac_verify` in place of these two.
 
     Attributes:
-        session: the run's session.
         policy: the policy; None if the model is left unchanged.
         fitted: what `auto` and `find_max_batch_size` chose; None if nothing was left open.
         applied: the policy while it is on the model.
-        profiler: measures the run.
         report: the MemoryReport of all ranks, once training has ended; None with `ac_report="none"`.
 
     Raises:

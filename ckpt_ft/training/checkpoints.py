@@ -77,7 +77,7 @@ class Manifest(BaseModel):
 
 
 def write_manifest(checkpoint: Path) -> None:
-    """Mark `checkpoint` as complete: flushes all its files to the disk, then writes the manifest.
+    """Marks `checkpoint` as complete: flushes all its files to the disk, then writes the manifest.
 
     Raises:
         OSError: the manifest cannot be written.
@@ -165,7 +165,6 @@ class RunDirectory:
     Nothing is written before `open`.
 
     Attributes:
-        path: the directory.
         checkpoint: the checkpoint to resume from, None for a new run.
 
     Raises:
@@ -205,7 +204,7 @@ class RunDirectory:
         state.wait_for_everyone()
 
     def clear(self) -> None:
-        """Delete unfinished checkpoints of killed runs.
+        """Deletes unfinished checkpoints of killed runs.
 
         With `overwrite`, the first call also deletes the earlier run's checkpoints and result.
         """
@@ -230,8 +229,7 @@ class RunDirectory:
         rotate_checkpoints(str(self.path), limit, best)
 
     def write_failure(self, what: str, reason: str) -> WorkFailed:
-        """Returns an error with the reason why `what` was not written, the free space and the last complete
-        checkpoint."""
+        """Returns an error that says why `what` was not written, the free space, and the last complete checkpoint."""
         latest = last_complete_checkpoint(self.path)
         intact = (
             f"; {Path(latest).name} is complete: --resume_from_checkpoint latest continues from it" if latest else ""

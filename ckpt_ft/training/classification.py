@@ -103,10 +103,8 @@ class ImageRows:
 
     Args:
         rows: columns `image` and `label`.
-        processor: the model's image processor.
         resolution: pixels of a side; None leaves the size to the processor.
         min_crop: least share of the area that a random crop shows; None for no augmentation.
-        seed: of the crops.
     """
 
     def __init__(

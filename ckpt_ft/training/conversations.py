@@ -146,11 +146,7 @@ def _cell(image: Any, place: str) -> Cell:
 
 @dataclass(frozen=True)
 class ImageLoader:
-    """Opens the images of rows.
-
-    Attributes:
-        folder: where files named by path are; None for a Hub dataset, which holds its images itself.
-    """
+    """Opens the images of rows; `folder` has the files that rows name by path, and is None for a Hub dataset."""
 
     folder: Path | None
 

@@ -134,10 +134,7 @@ def _fsdp2(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
 
 
 def found_by_main(find: Callable[[], Answer]) -> Answer:
-    """Runs `find` on the main process and returns its answer, or raises its UserError, on every process.
-
-    Every process must call it.
-    """
+    """Runs `find` on the main process; every process must call this, and gets its answer or its UserError."""
     state = PartialState()
     found: list[Any] = [None]
     if state.is_main_process:
@@ -195,9 +192,8 @@ def fit(
     With several processes, the main one plans for all, for their distributed launch.
 
     Args:
-        workload: the model on any device; to confirm a batch size it is moved to `device`.
+        workload: the model on any device; to confirm a batch size it is moved to `device`, where it is trained.
         args: TrainingArguments or LoopArguments.
-        device: where the model is trained.
         launch: returns the distributed launch; if it raises UserError, the step is planned for one process.
         batch_name: the name of the micro-batch in `args`.
 

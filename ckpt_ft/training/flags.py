@@ -83,18 +83,14 @@ def _ranged(kind: type) -> dict[str, Any]:
 
 
 def changed(args: Arguments, **values: Any) -> Arguments:
-    """Returns a copy of `args` with other `values`. Not `dataclasses.replace`, because TrainingArguments set up
-    devices when they are created."""
+    """Returns a copy of `args` with other `values`; `replace` would set up the devices of TrainingArguments again."""
     other = copy.copy(args)
     vars(other).update(values)
     return other
 
 
 def check_offloaded(what: str | None, other: str, norm: float, fp16: bool, accumulation: int) -> None:
-    """Raises UserError if `--offload_optimizer` contradicts what else was given, or torchao is not installed.
-
-    other: the flag of an optimizer that is not PyTorch's AdamW, or "".
-    """
+    """Raises UserError if `--offload_optimizer` contradicts other flags (see `check_offloading`) or lacks torchao."""
     if what is None:
         return
     said = f"--offload_optimizer {what}"

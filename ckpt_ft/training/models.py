@@ -302,10 +302,7 @@ _BY_DATA = ("corda", "eva", "loftq", "lora_ga")  # LoRA initialisations that nee
 
 
 def check_peft_flag(path: str | None, beside: Mapping[str, object]) -> None:
-    """Validate the flag before anything is loaded.
-
-    beside: LoRA's own flags, by name.
-    """
+    """Validates the flag before anything is loaded; `beside` has LoRA's own flags by name."""
     if path is None:
         return
     given = [f"--{name}" for name, value in beside.items() if value]

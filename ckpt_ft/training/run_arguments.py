@@ -199,7 +199,6 @@ def parse_args(
     """One instance per dataclass; the command line beats `--config`, which beats `builtin`, which beats the defaults.
 
     Args:
-        dataclass_types: as for `HfArgumentParser`.
         argv: the flags; None takes the process's own.
         builtin: a script's own defaults, used if the flag `unless` is not given.
         unless: the name of the flag that switches `builtin` off; "" applies `builtin` always.

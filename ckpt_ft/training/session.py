@@ -54,10 +54,9 @@ class Session:
     Attributes:
         fitted: what the planner chose; None if nothing was left open.
         policy: the policy of the run; None leaves the model unchanged.
-        model: the model passed to `apply`.
         applied: the policy while it is on the model; None before `apply` and after `close`.
         auxiliary_models: models on the device that are not trained, such as a reference model.
-        profiler: measures the run; None if neither a report nor a budget needs it.
+        profiler: None if neither a report nor a budget needs it.
         report: the memory report, once it is written.
     """
 
@@ -137,11 +136,7 @@ class Session:
         self.profiler.__enter__()
 
     def stop(self, failed: bool = False) -> None:
-        """Stops measuring; `peak_holders` and `write_report` still work.
-
-        Args:
-            failed: whether the step being measured has raised.
-        """
+        """Stops measuring, after a step that raised if `failed`; `peak_holders` and `write_report` still work."""
         if self.profiler is not None:
             self.profiler.close(failed)
 
@@ -251,7 +246,7 @@ def cheaper_policies(policy: Policy | None) -> list[str]:
 
 @contextmanager
 def advise_on_oom(session: Session, batch_name: str = "per_device_train_batch_size") -> Iterator[None]:
-    """Turns running out of memory into a `WorkFailed` that lists the largest holders and cheaper policies.
+    """Turns an out-of-memory error into a `WorkFailed` that lists the largest holders and cheaper policies.
 
     Closes `session` at the end.
     """

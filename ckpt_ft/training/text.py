@@ -1,7 +1,5 @@
 """Text for a language model: loads rows, turns them into token sequences, and batches them.
 
-Rows come from the Hub, a local file or a directory (`load_rows`); `known_columns` renames the columns of other tools.
-
 The loss is computed on the whole of a `text`, on the `completion` after a `prompt`, and on the assistant's turns of
 `messages`. A row is a list of segments `(text, trained)` that are tokenized one by one. A prompt is therefore
 tokenized exactly as it is at inference, and no token is half prompt and half answer. A conversation whose template
@@ -67,7 +65,7 @@ class DataArguments(SplitArguments):
 
 
 def load_rows(args: SplitArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Returns the training rows, and the evaluation rows if `evaluate` is set.
+    """Returns the training rows of a Hub dataset, a file or a directory, and with `evaluate` the evaluation rows.
 
     Rows that are split with `--test_split_size` have a column `ROW_NUMBER`, which error messages use.
     """

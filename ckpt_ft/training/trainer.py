@@ -26,7 +26,6 @@ def start(args: Any, settings: ACArguments, *, packing: bool = False) -> RunDire
     """Checks flags against each other, opens the output directory and sets the seed.
 
     Args:
-        args: RunArguments.
         packing: whether rows are packed; attention with a KV cache ignores their positions.
 
     Raises:
@@ -66,8 +65,6 @@ def with_sample(
 
 def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None:
     """Trains from `directory.checkpoint`, and saves the weights or adapters, the trainer's state and its metrics.
-
-    Checkpoints are complete or absent, and a signal is deferred to the end of a step.
 
     Raises:
         Interrupted: SIGINT or SIGTERM was received; the last step has a checkpoint.

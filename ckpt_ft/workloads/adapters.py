@@ -222,10 +222,7 @@ def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
 
 
 def notes_on(spec: TrainingSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Assumptions about quantised weights and attention that users may not expect, one sentence each.
-
-    config: the checkpoint's.
-    """
+    """Assumptions about the quantised weights and attention of a checkpoint with this `config`, one sentence each."""
     notes = []
     if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         notes.append(

@@ -34,11 +34,9 @@ _TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")  # the targets of diffuser
 
 
 class TextAndUNet(nn.Module):
-    """A U-Net and its text encoders as one model, for training both.
+    """A U-Net and its text encoders as one model for a policy, a trace, accelerate and a checkpoint.
 
-    It takes {"sample", "timestep", "input_ids", ...} and returns the U-Net's prediction, so that a policy, a trace,
-    accelerate and a checkpoint see a single model. Prompts are not encoded in advance: rows have tokens, and each step
-    encodes them.
+    It takes {"sample", "timestep", "input_ids", ...} and returns the U-Net's prediction. Each step encodes prompts.
     """
 
     def __init__(self, unet: Any, text_encoders: Sequence[Any]) -> None:
@@ -127,10 +125,7 @@ _VIDEO = ("AutoencoderKLQwenImage",)  # VAEs that take an image as a video of on
 
 
 def unet_sizes(name: str) -> tuple[int, int] | None:
-    """(pixels of an image's side per latent, tokens of a prompt) of the U-Net pipeline `name`.
-
-    Read from the pipeline's VAE and text encoder; None if their configurations do not say.
-    """
+    """(pixels of an image's side per latent, tokens of a prompt) of U-Net pipeline `name`, or None if unknown."""
     parts = read_parts(name)
     vae, text = (parts.get(part, {}) for part in ("vae", TRAINABLE_ENCODERS[0]))
     widths, tokens = vae.get("block_out_channels"), text.get("max_position_embeddings")
@@ -156,11 +151,7 @@ def part_configs(name: str, config: Mapping[str, Any]) -> dict[str, dict[str, An
 
 
 def build_text_encoder(name: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Build a frozen text encoder.
-
-    Raises:
-        UserError: the configuration is invalid.
-    """
+    """Builds a frozen text encoder; raises UserError if `config` does not describe one."""
     import transformers
 
     with library_reads(f"{name}: its config makes no text encoder"), torch.device("meta"):
@@ -170,11 +161,7 @@ def build_text_encoder(name: str, config: Mapping[str, Any], dtype: torch.dtype)
 
 
 def build_vae(name: str, config: Mapping[str, Any]) -> Any:
-    """Build a frozen VAE in float32, as the recipes use it.
-
-    Raises:
-        UserError: the configuration is invalid.
-    """
+    """Builds a frozen VAE in float32, as the recipes use it; raises UserError if `config` does not describe one."""
     import diffusers
 
     with library_reads(f"{name}: its config makes no VAE"), torch.device("meta"):
@@ -215,10 +202,7 @@ _META_SIZES = 6  # numbers in an image's original size, crop and target size
 
 @dataclass(frozen=True)
 class Latents:
-    """A micro-batch of noisy latents: `size` samples of `height` x `width`, with `frames` if they are videos.
-
-    prompt_tokens: tokens of a U-Net's prompts.
-    """
+    """A micro-batch of noisy latents: `size` samples of `height` x `width`, with `frames` if they are videos."""
 
     config: Any
     size: int
@@ -390,8 +374,7 @@ def _build(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> tuple[An
     """The model on the meta device in the spec's dtype, and how its class is called.
 
     Raises:
-        UserError: diffusers is missing or has no such class, no training step is known for it, or its config makes no
-            model.
+        UserError: diffusers is missing, or has no such class, or no training step is known, or its config is invalid.
     """
     require_package("diffusers", f"{name}, a diffusion model,")
     import diffusers
@@ -441,8 +424,7 @@ def _with_parts(
     """Returns `model`, joined with its text encoders if they are trained, and the encoding in each step, if any.
 
     Raises:
-        UserError: the pipeline's other parts are not known, or the model whose text encoders are to be trained is no
-            U-Net.
+        UserError: other parts of the pipeline are unknown, or text encoders are to be trained without a U-Net.
     """
     if spec.adapter.train_text_encoder and tokens is not None:
         raise UserError(f"train text encoder: {name} is no U-Net, whose text encoders alone are trained with it")

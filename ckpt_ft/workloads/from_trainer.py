@@ -1,7 +1,4 @@
-"""Creates workloads from a live transformers Trainer, TRL's trainers included.
-
-`planned_step` describes the step that a trainer will make, for a plan; `measured_step` describes the step that was
-measured, for the predicted column of a report. The trainer is not modified.
+"""Creates workloads from a live transformers Trainer, TRL's trainers included; the trainer is not modified.
 
 A dry run of the script (host/dry.py) answers for scripts that are started by name. It cannot answer here: a notebook
 has no script to start again, a process that has used its card cannot fork into a dry run, a plan asks for other batch
@@ -120,7 +117,7 @@ def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[
 def measured_step(
     model: nn.Module, profiler: MemoryProfiler, args: TrainingArguments, loss: TrainerLoss | None = None
 ) -> dict[str, Any]:
-    """Returns the fields of a Workload for a trainer's step on the micro-batches that `profiler` saw at the peak.
+    """Returns a Workload's fields for the prediction of a step on the micro-batches that `profiler` saw at the peak.
 
     Args:
         model: the model after training; it applies its own autocast by then.
@@ -224,14 +221,7 @@ def loss_of(trainer: Trainer) -> TrainerLoss:
 
 
 def rows_of(loader: Any, flag: str) -> Any:
-    """Returns the rows of a data loader.
-
-    Args:
-        flag: the flag that needs them, for the error.
-
-    Raises:
-        UserError: the rows are streamed.
-    """
+    """Returns the rows of a data loader; raises UserError, which names `flag`, if they are streamed."""
     rows = loader.dataset
     if isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__"):
         raise UserError(
@@ -253,10 +243,7 @@ def require_batches(trainer: Trainer, flag: str) -> None:
 
 
 def auxiliary_models(trainer: Trainer) -> tuple[nn.Module, ...]:
-    """Returns other models on the trainer's device: TRL's reference and reward models.
-
-    Models that are sharded over the processes are excluded.
-    """
+    """Returns unsharded other models on the trainer's device, such as TRL's reference and reward models."""
     trained = {id(p) for p in trainer.model.parameters()}
     found: dict[nn.Module, None] = {}
     for held in vars(trainer).values():
@@ -273,8 +260,7 @@ def optimizer_like(
 ) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """Returns a function that creates an optimizer like `optimizer` of `model`, without states.
 
-    Args:
-        steps: see `_trained`.
+    steps: as in `_trained`.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     shard_again(model)  # after an evaluation, FSDP2's root is gathered, and its parameters are not the optimizer's
@@ -291,8 +277,7 @@ def optimizer_like(
 def _trained(optimizer: Any, model: nn.Module, steps: int) -> Any:
     """Returns `optimizer`, or its stand-in, in the mode of training.
 
-    Args:
-        steps: how many steps a schedule-free optimizer has taken: RAdam's first five make fewer tensors.
+    steps: how many steps a schedule-free optimizer has taken: RAdam's first five make fewer tensors.
     """
     if type(optimizer).__name__ == "GrokAdamW" and current_gpu() is not None:
         return make_optimizer(model, "grokadamw")  # its states are in host memory between steps

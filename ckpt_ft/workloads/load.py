@@ -42,7 +42,7 @@ _FALLBACK = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"([
 
 
 def load(spec: TrainingSpec, device: str | GPU | None = None, lengths: Lengths | None = None) -> Workload:
-    """Returns the workload of the model that `spec` names: a Hub id, a local directory or a config file.
+    """Returns the workload of the model that `spec` names.
 
     Args:
         device: the device to predict for; None for the spec's.

@@ -3,8 +3,6 @@
 The configurations of known models come with the package in `configs/`, one file for each family. An entry has the
 configuration as far as it decides shapes (and that of the image processor), the number of parameters that its
 publisher states, other names on the Hub with the same shapes, and the source.
-
-The end of the file says how many positions a language model has, and how rotary positions are stretched.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ def optimizer_maker(
     Args:
         ema: whether a moving average of the weights is updated after each step.
         model: the model with its weights, for Prodigy, which keeps no copy of parameters that are initially zero.
-        device: the device of the trace.
         targets: names or patterns of the linear layers whose gradients GaLore and APOLLO project, with commas; "" for
             all.
         rank: the rank that they project to.

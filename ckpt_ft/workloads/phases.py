@@ -36,11 +36,7 @@ Measure = Callable[[str, bool], AbstractContextManager[Any]]  # (phase, whether 
 
 
 class PhaseRecorder:
-    """Measures what a live trainer evaluates and generates between its steps.
-
-    Args:
-        measure: opens the measurement of a phase.
-    """
+    """Measures what a live trainer evaluates and generates between its steps; `measure` opens each measurement."""
 
     def __init__(self, trainer: Any, measure: Measure) -> None:
         self.trainer, self._measure = trainer, measure

@@ -140,8 +140,7 @@ class Workload:
         compute_loss: (model, micro-batch) -> scalar.
         make_optimizer: builds the optimizer of the model; None for a step without an optimizer.
         device: the device to predict for, as for `gpu_of`.
-        autocast: the dtype of mixed precision. Forward runs under autocast, and its outputs are converted to fp32
-            (accelerate's `ConvertOutputsToFp32`).
+        autocast: the dtype of mixed precision; see `in_precision`.
         accumulation: micro-batches of a step.
         micro_batches: makes each of them, if they differ; a trace runs the first ones. Empty if all are alike.
         first: whether the first step of a run is traced, in which optimizer states are made, and not a later one.
@@ -328,9 +327,10 @@ class Workload:
         return RECORDED_LAUNCHED if self.launch else RECORDED
 
     def in_precision(self, forward: Forward) -> Forward:
-        """Returns `forward` under autocast with outputs in fp32, as accelerate wraps it; itself without autocast.
+        """Returns `forward` under autocast with outputs in fp32, as accelerate wraps it (`ConvertOutputsToFp32`).
 
-        DeepSpeed casts the model instead (accelerator.py, native_amp).
+        It is unchanged if there is no autocast, if autocast is compiled with the model, and under DeepSpeed, which
+        casts the model (accelerator.py, native_amp).
         """
         return forward if self._compiles_autocast else self._under_autocast(forward)
 
