@@ -143,8 +143,7 @@ def _is_foreseen(error: BaseException) -> bool:
 
 
 def _why_not_imported(error: BaseException) -> str:
-    """Returns the line for a package that is missing, or for versions that cannot be imported together, such as a
-    torchvision of another torch: the first error, which transformers hides behind one of its own."""
+    """Returns the line for a missing package or for versions that clash: the first error, which transformers hides."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError) and error.name:

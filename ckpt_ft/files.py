@@ -142,11 +142,7 @@ def flush(path: Path) -> None:
 
 
 def _target(path: str | Path) -> Path:
-    """Returns the path to write to: a link is kept, and its target is written.
-
-    Raises:
-        OSError: `path` is a device or a pipe, which must not be replaced by a file.
-    """
+    """Returns the path to write to, which for a link is its target; raises OSError for a device or a pipe."""
     path = Path(path)
     if path.is_symlink():
         path = Path(os.path.realpath(path))

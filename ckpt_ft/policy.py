@@ -87,9 +87,7 @@ class Policy:
         n: the N of `every:N`, `first:N` and `segments:N`.
         members: stage numbers (from 1) of `stages:3+4`, or "attention" / "mlp" of `modules:...`.
         save: op groups whose outputs are kept inside checkpointed modules.
-        pointwise, offload, head, auto: the terms of these names.
-        tile: the N of `tile:N`; 0 for `tile`, None without the term.
-        swap: the N of `swap:N`.
+        tile, swap: the N of `tile:N` and `swap:N`; 0 for `tile` without N, None without the term.
         budget: torch.compile's activation memory budget, 0.0 to 1.0.
         towers: (tower, its policy) for each tower of `TOWERS` with its own terms.
     """

@@ -1,7 +1,4 @@
-"""AppliedPolicy: a policy that is applied to a model. It can be explained, paused and removed.
-
-This file also finds the policies on a model, rejects overlapping ones, and suspends them temporarily.
-"""
+"""AppliedPolicy, and functions that find the policies on a model, reject overlapping ones and suspend them."""
 
 from __future__ import annotations
 
@@ -84,11 +81,9 @@ MARK = "_ckpt_ft_applied"  # the model attribute that refers to the applied poli
 
 
 class AppliedPolicy:
-    """A policy that is applied to a model.
+    """A policy that is applied to a model. It can be explained, paused and removed.
 
     Attributes:
-        policy: the policy.
-        model: the model that was passed to `apply_policy`.
         covered: qualified names of the modules that are re-run in backward.
         uncovered: names of the blocks in which nothing is re-run.
         verification: the steps that are verified, and the number of steps so far.

@@ -49,15 +49,10 @@ def apply_policy(
     raises `VerificationError` at the end of backward, before an optimizer can step (see verify.py).
 
     Args:
-        model: the model.
-        policy: as a string, a dictionary or a value.
         verify: which steps are verified. "first": the first two, every 1,000th, and the first after a change of mode
             or of the structure of arguments; "always"; "never"; or a number N: the first and every N-th.
         blocks: names of the modules that are the blocks, in the order in which they run, for a model that has
             them as attributes and not in a list. By default they are found by structure.
-
-    Returns:
-        AppliedPolicy: has the covered modules, `explain()` and `remove()`.
 
     Raises:
         UserError: the policy is malformed, matches nothing in this model, or overlaps with one that is applied to a
@@ -173,8 +168,7 @@ def _install_part(applied: AppliedPolicy, part: Part) -> None:
 
 
 def _selection(applied: AppliedPolicy, policy: Policy, module: nn.Module) -> Selection | None:
-    """Returns what a region keeps: the policy's op groups, and always the choice of experts, because a second choice
-    could differ.
+    """Returns what a region keeps: the policy's op groups, and the choice of experts, which a second run could change.
 
     Regions that keep the same outputs share one selection, because torch.compile compiles anew for every object.
     """

@@ -1,10 +1,10 @@
 """Saves a region's arguments, so that recomputation gets the originals.
 
 A block may write into a list or dict among its arguments (HRNet's branches, DenseNet's growing list of features, a
-cache of frames), or in place into a tensor (a block that starts with an in-place ReLU), which may be a positional or
-keyword argument or inside of a container. The first run gets the caller's own objects, because the caller reads what
-was written. The second run gets copies of the original containers, and of the tensors that were written to. A KV cache
-counts as a container: its layers have tensors that are not written in place.
+cache of frames), or in place into a tensor anywhere among them (a block that starts with an in-place ReLU). The first
+run gets the caller's own objects, because the caller reads what was written. The second run gets copies of the
+original containers, and of the tensors that were written to. A KV cache counts as a container: its layers have tensors
+that are not written in place.
 """
 
 from __future__ import annotations
@@ -110,11 +110,7 @@ def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the leaves of an argument.
-
-    Raises:
-        UserError: the argument contains an iterator, which the first run would exhaust.
-    """
+    """The tensors among an argument's leaves; raises UserError for an iterator, which the first run would exhaust."""
     for leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -282,11 +278,9 @@ class Call:
         made: Callable[[Any], Any] | None = None,
         result: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> Any:
-        """The second run.
+        """Run again; return the output, or `result` of the output and the arguments, which may have been written into.
 
-        Args:
-            made: maps a leaf of the arguments to the value that replaces it, which may be the leaf itself.
-            result: computes the return value from the output and the arguments, which may have been written into.
+        made: maps a leaf of the arguments to the value that replaces it, which may be the leaf itself.
         """
         found: dict[int, torch.Tensor] = {}  # a tensor that is given twice in the first run is one in the second
 

@@ -75,11 +75,7 @@ def find_blocks(model: nn.Module) -> Blocks:
 
 
 def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
-    """Return the blocks that the caller names.
-
-    Raises:
-        UserError: the model has no such module, or one lies inside another.
-    """
+    """Return the blocks that the caller names; raises UserError if one is missing or lies inside another."""
     modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:

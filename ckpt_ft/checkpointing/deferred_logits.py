@@ -63,9 +63,7 @@ class Projection:
     ) -> torch.Tensor:
         """Compute logits [n, vocabulary] from hidden states [n, hidden], within `Layer.call`.
 
-        Args:
-            hidden: the hidden states of n positions.
-            parameters: tensors, by name, that the layer uses instead of its own parameters.
+        parameters: tensors, by name, that the layer uses instead of its own parameters.
         """
         with self.autocast.context():
             logits = self.layer.rows(hidden, parameters)
@@ -117,11 +115,7 @@ class Projection:
 
 
 def unchanged(tensor: torch.Tensor, version: int, what: str = "the output layer's input was") -> torch.Tensor:
-    """Return `tensor`.
-
-    Raises:
-        WorkFailed: it was modified in place after the model used it.
-    """
+    """Return `tensor`; raises WorkFailed if it was modified in place after the model used it."""
     if write_count(tensor) != version:
         raise WorkFailed(f"policy 'head': {what} written to before the loss was computed; leave 'head' out")
     return tensor
@@ -350,13 +344,9 @@ Logits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class OutputLayer(InChunks):
-    """The layer from hidden states to logits; it returns deferred logits while `Deferring` runs.
+    """The layer from hidden states to logits; it returns deferred logits while `Deferring` runs."""
 
-    Attributes:
-        called: whether the current forward pass of the model has called the layer.
-    """
-
-    called = False
+    called = False  # whether the current forward pass of the model has called the layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if local.instead is not None:

@@ -118,10 +118,7 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def saved_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Save `tensor` as an autograd node would: under the active hooks, with the check of its version.
-
-    Returns a function that returns the tensor.
-    """
+    """Save `tensor` under the active hooks, as an autograd node does; return a function that checks and returns it."""
     if make_saved_tensor is not None:
         unpack: Callable[[], torch.Tensor] = make_saved_tensor(tensor, is_output=False).unpack
     else:

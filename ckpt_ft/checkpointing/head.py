@@ -104,10 +104,7 @@ def install(model: nn.Module) -> Installed:
 
 
 def fused_loss(model: nn.Module) -> str:
-    """The name of a fused loss (Liger's, TRL's) that already does what `head` does, or "".
-
-    Raises UserError if there is no supported loss head.
-    """
+    """The name of a fused loss (Liger's, TRL's) that already does what `head` does, or ""; raises like `install`."""
     return _fused_loss_of(_find(model)[0])
 
 

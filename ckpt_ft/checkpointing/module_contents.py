@@ -1,8 +1,7 @@
 """What a region's modules hold at one moment, found by walking their attributes, and shallow copies of it.
 
 `Contents` lists the containers, tensors, arrays and generators of the modules and of the plain objects that they refer
-to. `Copies` has a shallow copy of every container, tells whether an entry has changed, and puts the
-entries back.
+to. `Copies` has a shallow copy of every container, tells whether an entry has changed, and puts the entries back.
 """
 
 from __future__ import annotations
@@ -65,15 +64,12 @@ class Contents:
     """The contents of a region's modules at one moment: valid as long as `copies.unchanged()`.
 
     Attributes:
-        module: the region's module.
-        modules: it and all its submodules.
-        parameters: their parameters.
+        modules: the region's module and all its submodules.
         copies: their containers (attributes, tables, containers in attributes), with shallow copies.
         extra: the containers in attributes and inside these, and the attribute tables of plain objects and of modules
             that are referred to without being submodules.
         held: their tensors other than parameters, each with its place and container (None in a tuple).
         arrays: their numpy arrays, each with its place; they are not restored, only compared in verified steps.
-        generators: random generators.
 
     Args:
         given: objects beside the modules that the forward may write: its arguments.
@@ -179,11 +175,9 @@ def _makes_entries(kind: type) -> bool:
 
 
 class Copies:
-    """Containers, and shallow copies of them from one moment. `unchanged` runs three times in each call of a region.
+    """Dictionaries and other containers (lists, deques, sets), with shallow copies of them from one moment.
 
-    Args:
-        dicts: the dictionaries.
-        others: the other containers: lists, deques and sets.
+    `unchanged` runs three times in each call of a region.
     """
 
     __slots__ = ("dicts", "entries", "of_dicts", "of_others", "others", "sizes")

@@ -46,11 +46,10 @@ _WRITES_LATER = ("RreluWithNoiseBackward0",)  # nodes whose kernel writes into a
 
 
 def host_tensor(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """An empty tensor in host memory with the shape, strides and dtype of `like`, pinned for copies to a GPU.
+    """An empty tensor in host memory with the shape, strides and dtype of `like`, pinned for copies to `device`.
 
-    device: the device that its copies go to; by default that of `like`.
-
-    If the system refuses pinned memory, it is pageable, with one warning; copies then block the host.
+    By default that is the device of `like`. If the system refuses pinned memory, the tensor is pageable, with one
+    warning; copies then block the host.
     """
     size, stride, dtype = like.size(), like.stride(), like.dtype
     device = device or like.device

@@ -37,10 +37,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]  # (model, batch) -> scalar
 
 @dataclass(frozen=True)
 class Row:
-    """One compared quantity: its values without and with the policy, and their relative difference.
-
-    worst: the name of the tensor with the largest difference; "" if there is none.
-    """
+    """A quantity without and with the policy, their relative difference, and the tensor that differs the most."""
 
     what: str
     plain: str

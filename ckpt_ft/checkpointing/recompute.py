@@ -62,10 +62,7 @@ class Checkpointed(StandIn):
         return RegionCall(self.forward, runs(self, args, kwargs), self.inputs, args, kwargs)()
 
     def comparison(self, structure: Any) -> TensorComparison | None:
-        """Return a comparison if this call of the region is verified.
-
-        structure: how the region is called.
-        """
+        """Return a comparison if this call of the region, whose arguments have this `structure`, is verified."""
         self.calls += 1
         changed = structure not in self.structures
         if changed and len(self.structures) < _MOST_STRUCTURES:

@@ -52,7 +52,6 @@ class Arena:
 
     PyTorch rounds each pinned allocation up to a power of two (CachingHostAllocator): 18 MiB would take 32.
 
-    device: the device of the weights.
     nbytes: the bytes of all buffers allocated so far.
     """
 

@@ -1,10 +1,9 @@
 """Verifies at run time that backward computes with the tensors that forward saved, bit for bit.
 
-When backward asks for a tensor that forward saved, a policy restores it by other means (a second run of a block, a
-rebuilt norm, a copy from host memory, a chunk of the loss). PyTorch compares at most the shapes of the two tensors. In
-a *verified* step each engine fingerprints the saved tensor and the restored one: shape, dtype, strides and a hash of
-the bits (`fingerprint.py`). Hashes are compared on the device; the result is read once, when backward ends and before
-an optimizer can step. A difference raises `VerificationError`, which names the module and the operator.
+A policy restores the tensors that backward asks for by other means (a second run of a block, a rebuilt norm, a copy
+from host memory, a chunk of the loss), and PyTorch compares at most shapes. In a *verified* step each engine compares
+fingerprints of the saved and the restored tensor (`fingerprint.py`) on the device. The result is read once, when
+backward ends and before an optimizer can step. A difference raises `VerificationError`.
 
 How an engine uses it, where `verification` belongs to the policy on the model (`AppliedPolicy.verification`):
 
@@ -106,11 +105,9 @@ class TensorComparison:
         self.differing: list[tuple[int, torch.Tensor | str]] = []  # by slot: a flag, or what differs
 
     def saved(self, tensor: torch.Tensor, what: str = "") -> int:
-        """Fingerprint a tensor that forward saves; returns its slot.
+        """Fingerprint a tensor that forward saves, of any layout and subclass; return its slot.
 
-        Args:
-            tensor: of any dtype, layout and subclass.
-            what: names it in the error; by default the autograd node that made it does.
+        what: names the tensor in errors; by default the autograd node that made it does.
         """
         layout, hashed = fingerprint(tensor)
         node = tensor.grad_fn if not what and tensor.requires_grad else None
@@ -252,8 +249,7 @@ class Verification:
         """A comparison for one call of a region, or None if the call is not verified.
 
         Args:
-            name: qualified name of the region's module in the model.
-            module: the region's module; its class is named in errors.
+            name: qualified name of the module in the model.
             calls: number of this call of the region, 1 for the first. It replaces the step if blocks are called
                 outside of the model's own forward.
             changed: whether the region was never called in this mode, or with this structure of arguments, before.
@@ -356,11 +352,10 @@ class Verification:
 
 
 def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The process groups of the ranks that train `model` together.
+    """The process groups of the ranks that train `model` together; empty if this process trains it alone.
 
-    Empty if this process trains it alone. Empty also for a part of what DDP wraps or of what DeepSpeed's engine of
-    ZeRO-1 and ZeRO-2 runs: another rank may not use that part, and this one would wait for it. Empty for DDP with
-    uneven inputs (`join`), where another rank may have ended.
+    Empty also where another rank may not take part, so that this one would wait for it: for a part of what DDP wraps
+    or of what DeepSpeed's engine of ZeRO-1 and ZeRO-2 runs, and for DDP with uneven inputs (`join`).
     """
     engines = sys.modules.get("deepspeed.runtime.engine")
     kinds = (DistributedDataParallel, *((engines.DeepSpeedEngine,) if engines else ()))

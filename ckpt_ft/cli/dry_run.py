@@ -162,11 +162,7 @@ def _of_same_kernels(card: GPU | None, known: Sequence[tuple[GPU | None, list[An
 
 
 def _estimates(script: Script, card: GPU | None, answers: Sequence[Answer]) -> Iterator[Estimate]:
-    """The estimate of each answer.
-
-    Raises:
-        UserError: the first answer is an error; of other policies, errors are left out.
-    """
+    """The estimate of each answer without an error; raises UserError if the first answer is an error."""
     from ckpt_ft.planning.estimate import of_trace
 
     for number, answer in enumerate(answers):

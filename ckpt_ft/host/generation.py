@@ -10,10 +10,7 @@ from ckpt_ft.compat.tensors import FakeTensor
 
 
 def generate_longest(note: Callable[[str], None]) -> None:
-    """Replace `generate` of transformers' models in this process.
-
-    note: is told how many tokens an answer has.
-    """
+    """Replace `generate` of transformers' models in this process; `note` is told how many tokens an answer has."""
     try:
         from transformers import GenerationMixin
         from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput

@@ -66,10 +66,7 @@ class LiveRun:
         self._loop = TrainingLoop(self._begins, lambda batches: None)
 
     def run(self) -> int:
-        """Run the script and report.
-
-        Returns:
-            The exit code that the script has without us.
+        """Run the script and report; return the exit code that the script has without us.
 
         Raises:
             UserError: no such script or policy, or "auto" finds nothing that fits.

@@ -130,11 +130,7 @@ def buckets_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def as_wrapped(launch: Launch, modules: Iterable[nn.Module]) -> Launch:
-    """Returns the launch with the strategy that the wrappers of the script's models have, whatever was asked for.
-
-    Raises:
-        UserError: no model is wrapped.
-    """
+    """Returns the launch with the strategy of the script's wrapped models; raises UserError if no model is wrapped."""
     found = list(map(type, modules))
     if any(issubclass(kind, fsdp.FSDPModule) for kind in found):
         return replace(launch, strategy="fsdp2")

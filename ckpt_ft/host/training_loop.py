@@ -3,8 +3,7 @@
 The script is not changed and needs no import of ours. Its model is the first module that is called, from outside of
 other modules, in training mode and with gradients, and that holds a parameter of an optimizer. A step ends with
 `Optimizer.step()`; the next one begins at the next call of a module. In a script without an optimizer, which changes
-its weights by hand, a step ends with `backward()`. Nothing here knows Trainer, Accelerate, TRL, Lightning or
-diffusers.
+its weights by hand, a step ends with `backward()`. No trainer or library is treated as a special case.
 """
 
 from __future__ import annotations

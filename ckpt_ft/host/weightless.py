@@ -180,11 +180,7 @@ def _fused(attention: Any) -> Any:
 
 
 def _quantise(model: nn.Module, config: Any) -> None:
-    """Pack the layers of `model` as bitsandbytes does.
-
-    Raises:
-        UserError: another library's method.
-    """
+    """Pack the layers of `model` as bitsandbytes does; raises UserError for another library's method."""
     if config is None:
         return
     asked = config if isinstance(config, dict) else config.to_dict()

@@ -190,7 +190,6 @@ class MaxBatchSize:
     Attributes:
         batch: the proved batch; the predicted one if no step was run.
         predicted: the largest batch whose predicted bytes fit.
-        room: the memory budget.
         trials: the real steps in order, with the first one, which only allocates the optimizer's state.
         last: only predicted: the largest batch that runs at all on a GPU, because the allocator returns cached
             segments before it runs out of memory.
@@ -316,10 +315,9 @@ def largest_in_room(
 
 
 def keep_effective(batch: int, accumulation: int, largest: int) -> tuple[int, int, str]:
-    """Micro-batch and accumulation for the same effective batch, with micro-batches of at most `largest`.
+    """Micro-batch (at most `largest`) and accumulation for the same effective batch, and what changed, as a sentence.
 
-    Returns both and a sentence that says what changed. If the effective batch has no divisor between half of `largest`
-    and `largest`, the next larger effective batch is used, and the sentence says so.
+    If the effective batch has no divisor between half of `largest` and `largest`, the next larger one is used.
     """
     total = batch * accumulation
     fits = [n for n in range(1, min(largest, total) + 1) if total % n == 0]

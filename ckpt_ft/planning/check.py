@@ -37,8 +37,7 @@ def check_model(spec: TrainingSpec, seed: int) -> Parity:
     only a config. A note says which.
 
     Raises:
-        UserError: an unknown model, weights that cannot be read or do not fit into memory, or a policy that
-            does not suit the model.
+        UserError: an unknown model, weights that cannot be read or do not fit into memory, or an unsuitable policy.
     """
     name, batch_size = spec.model.name, spec.data.batch_size
     torch.manual_seed(seed)

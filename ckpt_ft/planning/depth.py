@@ -35,13 +35,7 @@ def suits(policy: str) -> bool:
 
 
 class ShortenedRun(NamedTuple):
-    """A run of blocks of which some were removed.
-
-    Attributes:
-        units: how many units the run had.
-        left: the names of the blocks that are left.
-        period: blocks of a unit.
-    """
+    """A run that had `units` units of `period` blocks each, and of which the blocks with the names `left` remain."""
 
     units: int
     left: list[str]
@@ -126,12 +120,7 @@ def _repeating(kinds: Sequence[int]) -> tuple[range, int]:
 
 @dataclass(frozen=True)
 class Shallow:
-    """Two copies of a workload, with UNITS blocks each, and the deep model's figures from theirs.
-
-    Attributes:
-        runs: the shortened run of blocks of each copy.
-        all_weights: whether all weights are trained.
-    """
+    """Two copies of a workload, with UNITS blocks each, and the deep model's figures from theirs."""
 
     runs: Sequence[ShortenedRun]
     workloads: Sequence[Workload]

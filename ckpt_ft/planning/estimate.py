@@ -235,12 +235,10 @@ def suggest(
 ) -> Suggestions:
     """Changes under which the step of `spec` fits `room`, the quickest first.
 
-    What the bytes of weights, gradients and optimizer states rule out by themselves is not traced.
+    Changes that the bytes of weights, gradients and optimizer states rule out by themselves are not traced.
 
     Args:
-        load: builds the workload of a spec.
-        policy, batch: of the step that does not fit.
-        asked: the trace of that step.
+        policy, batch, asked: those of the step that does not fit, and its trace.
         report: called with a line before each change is traced.
     """
     spec = spec.edit(policy=policy, batch_size=batch)

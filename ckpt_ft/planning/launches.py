@@ -213,13 +213,10 @@ class Extended(Estimates):
         return int(self.shallow.extend(self.fewer._host(policy, batch), super()._host(policy, batch)))
 
     def whole(self, tracer: Tracer, found: Sequence[Candidate]) -> tuple[Estimates, list[Candidate]]:
-        """The first of the candidates `found` whose trace fits on the whole model, at its batch or the next below.
+        """The first of the candidates `found` that fits by a trace of the whole model, at its batch or the next below.
 
         Extended bytes tend to be too high. Without candidates, the smallest batch of each policy is therefore traced,
         unless its allocated bytes alone are over the limit.
-
-        Args:
-            tracer: of the whole model.
         """
         beside = tracer.under(self.tracer.workload.launch)
         estimates = Estimates(beside, self.room, self.target, self.batch, self.most, self.tolerance)

@@ -74,7 +74,6 @@ class MaxLength:
         length: the proved length; the predicted one if no step was run.
         predicted: the longest sequence whose predicted bytes fit.
         batch_size: sequences of a micro-batch.
-        room: the memory budget.
         ladder: the longest sequence of every policy that fits, the longest first.
         holders: what holds the peak of the first of them; empty if its figures are extended.
         rejected: policies and launches that do not suit the model, each with the reason.
@@ -118,7 +117,6 @@ def find_max_length(
 
     For a training loop of your own: `find_max_length(model, step_for_length, budget, make_optimizer=...)`, where
     `step_for_length(tokens)` returns `step(model, optimizer)`, one optimizer step on sequences of that many tokens.
-    Weights, buffers, gradients and random state are restored afterwards.
 
     Args:
         workload: as for `find_max_batch_size`; its `make_batch(samples, length)` makes sequences of any length.

@@ -1,7 +1,4 @@
-"""Results of the planner: an Estimate, a Plan, and Suggestions for a step that does not fit; and what they depend on.
-
-Loading them needs no torch.
-"""
+"""Results of the planner (estimates, plans, suggestions) and what they depend on; loading them needs no torch."""
 
 from __future__ import annotations
 
@@ -65,9 +62,7 @@ def cache_path(kind: str, question: Mapping[str, Any]) -> Path:
 
 @dataclass(frozen=True)
 class Fix:
-    """A change in words, the bytes reserved that it saves the best candidate, and its seconds per sample over those
-    of this candidate, less 1.
-    """
+    """A change, the reserved bytes that it saves the best candidate, and how much slower a sample is, as a share."""
 
     change: str
     saves: int
@@ -127,14 +122,11 @@ class Estimate:
         holders: the largest holders of the peak, in descending order.
         peak_host: peak bytes in host memory of each process: offloaded tensors, without the process itself.
         at_host_peak, host_kinds: these bytes by category, and by kind: pinned, pageable, managed.
-        host_capacity: bytes of host memory that each process may take, None without a limit.
         seconds: time of the step; None for a CPU, whose speed is not modelled.
-        seconds_parts: the step's time by part.
-        bound: what limits the step's speed.
-        capacity: bytes that the process may use, None without a limit.
+        bound: what limits the speed, as in `Candidate`.
+        capacity, host_capacity: bytes that the process may use on the device, and in host memory; None for no limit.
         context: bytes of the CUDA context, with NCCL's buffers.
         notes: assumptions of the estimate, one sentence each.
-        answer: suggestions if the step does not fit.
         command: the command of the recipe that trains with these settings; "" if no recipe does.
     """
 

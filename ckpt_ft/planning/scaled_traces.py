@@ -1,10 +1,9 @@
-"""Estimates of bytes and seconds of every policy at any batch size, from the traces that a search has made so far.
+"""Estimates bytes and seconds of every policy at any batch size, from the traces that a search has made so far.
 
-A trace is scaled to another batch size: the order of events stays, and the sizes of storages and ops grow. Two traces
-of one policy show how much each grows with the batch. This holds for every policy, because policies change what is
-kept and what runs twice, but not sizes. Once a policy was traced at a batch size that may be the best, that trace is
-resized instead. These estimates only steer the search: every candidate that a plan shows has been traced at its own
-batch size.
+Two traces of one policy show how the sizes of its storages and ops grow with the batch; the order of events stays.
+This holds for every policy, because policies change what is kept and what runs twice, but not sizes. Once a policy was
+traced at a batch size that may be the best, that trace is resized instead. The estimates only steer the search: every
+candidate that a plan shows has been traced at its own batch size.
 """
 
 from __future__ import annotations
@@ -227,7 +226,6 @@ class Estimates:
         anchors: the trace of each policy at `batch`, or at `LOW`.
         rejected: policies that do not suit this model, each with the reason.
         scaled: candidates that were estimated from an anchor instead of traced.
-        bests: the best candidate of each policy; None if none fits.
         typical_seconds: seconds of a step on a typical batch, if the rows of the dataset differ in length.
         _latest: the trace of a policy at the batch size given to `following`, which is scaled in place of its anchor.
     """
@@ -364,14 +362,10 @@ class Estimates:
     def _largest(
         self, policy: str, near: int, reserved: Callable[[int], int], known: dict[int, int], tolerance: float = 0.0
     ) -> int:
-        """The largest batch whose `reserved` bytes fit.
+        """The largest batch whose `reserved` bytes fit; `known` and `tolerance` are those of `largest_fitting`.
 
-        `floor` needs no replay. The ratio of bytes reserved to the floor is about the same at every batch as at
-        `near`: it gives the first guess. A batch whose floor is over the limit needs no replay at all.
-
-        Args:
-            known: values of `reserved` that are known already.
-            tolerance: share of the result that the search may miss.
+        The ratio of bytes reserved to `floor`, which needs no replay, is about the same at every batch: its value at
+        `near` gives the first guess. A batch whose floor is over the limit is not replayed.
         """
         limit, share = self.room.limit, (known.get(near) or reserved(near)) / max(self.floor(policy, near), 1)
         most, host = self.most, self.room.host

@@ -170,12 +170,11 @@ _SHOWN = 5  # candidates that are traced alone to be shown
 
 
 def search(estimates: Estimates, policies: list[str] | None = None, shown: int = _SHOWN) -> list[Candidate]:
-    """The best candidates and the frontier, best first, each of them traced; empty if nothing fits.
+    """At most `shown` candidates, the best and the frontier, best first, each traced; empty if nothing fits.
 
     Args:
         estimates: gets every trace and estimate of the search.
         policies: the policies to look at; None for all that suit the model.
-        shown: the largest number of candidates.
     """
     if policies is not None:
         estimates.trace_candidates(policies)

@@ -33,10 +33,9 @@ from ckpt_ft.workloads.workload import Step, Workload
 
 
 def split_steps(trace: StepTrace) -> list[StepTrace]:
-    """Split a trace of several steps into one trace per step.
+    """Split a trace of several steps into one trace per step, each with the resident storages and the step twice.
 
-    Each has the resident storages, then the step twice: as warm-up and as measured step. What a step leaves alive is
-    freed before its second run.
+    The first run is the warm-up, the second is the measured step. What a step leaves alive is freed in between.
     """
     starts = [at for at, name in trace.marks if name == "step"] + [len(trace.events)]
     alive: dict[int, None] = {}
@@ -306,7 +305,7 @@ def _session(workload: Workload, keys: list[Key], typical: bool) -> list[Traced]
 
 
 def can_fork() -> bool:
-    """Whether processes that are forked from this one can run a backward.
+    """Whether forked processes can run a backward.
 
     They cannot once autograd has started a thread for a card in this process, which only a fork can find out.
     """

@@ -63,12 +63,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 class ModuleCall(StandIn, CheapCall):
-    """A norm, activation or dropout as a cheap call.
-
-    Args:
-        module: the norm, activation or dropout.
-        root: the model that contains the module.
-    """
+    """A norm, activation or dropout `module` of the model `root` as a cheap call."""
 
     def __init__(self, module: nn.Module, root: nn.Module) -> None:
         super().__init__(module)
@@ -140,9 +135,11 @@ class ModuleCall(StandIn, CheapCall):
 
 
 def _copies(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Copy a cheap module's full parameters. ZeRO-3 frees them after forward, and a later module's backward needs the
-    output before this module's own backward gathers them again. The copies are small: hidden size, no batch dimension.
-    Gathering here would disturb the order of gathers that DeepSpeed has recorded."""
+    """Copy a cheap module's full parameters, which are small: hidden size, no batch dimension.
+
+    ZeRO-3 frees them after forward, and a later module's backward needs the output before this module's own backward
+    gathers them again. Gathering here would disturb the order of gathers that DeepSpeed has recorded.
+    """
     return {
         name: None if p is None else nn.Parameter(p.detach().clone(), p.requires_grad)
         for name, p in parameters_of(module).items()
@@ -159,8 +156,10 @@ def _gather(module: nn.Module, root: nn.Module) -> None:
 
 
 class CastInput(StandIn):
-    """A linear or convolution layer. Under autocast, its half-precision copies of a discarded input and of its weight
-    are discarded, too. Like autocast, forward makes one copy per consumer; backward rebuilds one shared copy."""
+    """A linear or convolution layer whose half-precision copies of a discarded input and of its weight are discarded.
+
+    Autocast makes these copies. Like autocast, forward makes one per consumer; backward rebuilds one shared copy.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not any_autocast() or not args or not isinstance(args[0], torch.Tensor):
