@@ -54,6 +54,9 @@ def apply_policy(
         blocks: names of the modules that are the blocks, in the order in which they run, for a model that has
             them as attributes and not in a list. By default they are found by structure.
 
+    Returns:
+        AppliedPolicy: has the covered modules, `explain()` and `remove()`.
+
     Raises:
         UserError: the policy is malformed, matches nothing in this model, or overlaps with one that is applied to a
             part of the model or to a model that this is part of. Later, in forward with gradients: the library's own

@@ -117,6 +117,7 @@ def find_max_length(
 
     For a training loop of your own: `find_max_length(model, step_for_length, budget, make_optimizer=...)`, where
     `step_for_length(tokens)` returns `step(model, optimizer)`, one optimizer step on sequences of that many tokens.
+    Weights, buffers, gradients and random state are restored afterwards.
 
     Args:
         workload: as for `find_max_batch_size`; its `make_batch(samples, length)` makes sequences of any length.
