@@ -27,7 +27,7 @@ import typer
 
 from ckpt_ft.errors import UserError
 
-from .words import hear
+from .words import FILES, hear
 
 EXAMPLES = (
     "Qwen2.5-0.5B lora rtx-4090",
@@ -62,9 +62,9 @@ def line_of(asked: str) -> list[str]:
     if not words or len(asked) > _LONGEST:
         raise UserError(f"name a model, a card and a method in at most {_LONGEST} characters: {EXAMPLES[0]}")
     for word in words:
-        if not _WORD.fullmatch(word) or Path(word).exists():
+        if not _WORD.fullmatch(word) or word.endswith(FILES):
             raise UserError(f"'{word[:60]}': ask in plain words, with the name of a model on the Hub, not of a file")
-    heard = hear(words)
+    heard = hear(words, files=False)
     if unknown := (*heard.rest, *heard.ignored):
         raise UserError(f"not understood: {' '.join(unknown)}; leave it out")
     several = re.match(r"(\d+)x ", str(heard.flags.get("device")))
@@ -190,7 +190,7 @@ _SCRIPT = """() => addEventListener("message", ({source, data}) => {
   if (frame && source === frame.contentWindow && height > 0) frame.style.height = `${height}px`;
 })"""
 # The address keeps the question, so that it can be sent to others.
-_KEEP = 'asked => { history.replaceState(null, "", "?" + new URLSearchParams({q: asked})); }'
+_KEEP = 'asked => { history.replaceState(null, "", "?" + new URLSearchParams({q: asked})); return asked; }'
 
 
 def app(
@@ -259,7 +259,7 @@ def make_page(gr: Any) -> Any:
         ]  # fmt: skip
         page.load(read, None, question, api_visibility="private", show_progress="hidden")
         gr.on(
-            [button.click, question.submit], ask, question, outputs, api_visibility="private", show_progress="minimal"
-        )
-        gr.on([button.click, question.submit], None, question, js=_KEEP)
+            [button.click, question.submit], ask, question, outputs, js=_KEEP, api_visibility="private",
+            show_progress="minimal",
+        )  # fmt: skip
     return page

@@ -106,13 +106,14 @@ _FILLERS = frozenset("""
 _MOST_WORDS = 6  # in the name of a card
 
 
-def hear(words: Sequence[str]) -> Heard:
-    """Returns what `words` ask for; they may be quoted together or apart.
+def hear(words: Sequence[str], files: bool = True) -> Heard:
+    """Returns what `words` ask for; they may be quoted together or apart. A word may name a file if `files`.
 
     Raises:
         UserError: the card that they name is of a kind that is not predicted.
     """
-    whole = next((word for word in words if "/" in word or Path(word).suffix in FILES or Path(word).exists()), "")
+    named = (word for word in words if "/" in word or (files and (Path(word).suffix in FILES or Path(word).exists())))
+    whole = next(named, "")
     said = " ".join(word for word in words if word != whole).replace("?", "").strip()
     if find_model(said):
         return Heard("", said, {})
