@@ -17,8 +17,11 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from ckpt_ft.compat.distributed import local_tensor
+from ckpt_ft.compat.modules import APPLY
 from ckpt_ft.compat.patches import record_history
 from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes, storage_pointer, tree_map_only
 from ckpt_ft.memory.distributed.streams import Streams
@@ -29,6 +32,7 @@ from .ops import ScriptTracker, on_card, swap
 _CARD, _HOST = torch.device("cuda", 0), torch.device("cpu")
 _CLASSES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 _MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "zeros")
+_MOVES = "_ckpt_ft_moves"  # of a tensor without a shape: what is to be done when it has one
 _UNKNOWN = "values that the script reads from tensors are taken as 1"
 
 
@@ -64,6 +68,23 @@ def show_tensors(tracker: ScriptTracker) -> None:
 
     def described(tensor: Tensor, **options: Any) -> str:
         return f"tensor(..., size={tuple(tensor.shape)})"
+
+    def applied(module: Any, move: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Moves a module whose tensors may have no shapes yet: those move when they get them."""
+        waiting = [one for one in (*module.parameters(False), *module.buffers(False)) if is_lazy(one)]
+        for tensor in waiting:
+            vars(tensor).setdefault(_MOVES, []).append(move)
+        return module if waiting else getattr(nn.Module, APPLY)(module, move, recurse)
+
+    def materialized(tensor: Any, *args: Any, **kwargs: Any) -> None:
+        materialize(tensor, *args, **kwargs)
+        for move in vars(tensor).pop(_MOVES, ()):
+            tensor.data = move(tensor.data)
+
+    materialize = UninitializedParameter.materialize
+    _replace(LazyModuleMixin, **{APPLY: applied})
+    for without_shape in (UninitializedParameter, UninitializedBuffer):
+        _replace(without_shape, materialize=materialized)
 
     data: Any = Tensor.data
 

@@ -27,14 +27,14 @@ import torch
 from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.compat.tensors import FakeTensor, no_modes
+from ckpt_ft.compat.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, no_modes
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.fsdp2 import gathers_in_8_bits, host_copies, offloaded_parameters
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.fake import patches
 from ckpt_ft.memory.fake.step import torch_like
 from ckpt_ft.memory.gpus import GPUS
-from ckpt_ft.planning.tracing import begin_process
+from ckpt_ft.planning.tracing import begin_process, cores
 from ckpt_ft.policy import STREAMS
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention, fused_head, liger, liger_kernels
@@ -47,7 +47,7 @@ from .ops import ScriptOps, ScriptTracker
 from .ranks import as_wrapped, buckets_of, environment_of, join_ranks, unwrapped
 from .script import AS_IT_IS, OUTPUT, Answer, Question, random_states, set_random_states
 from .training_loop import TrainingLoop, before_saving, modules_alive, whole_model
-from .weightless import load_no_weights
+from .weightless import load_no_weights, when_imported
 
 _SMALL = 64 << 20  # bytes of models whose steps on the CPU are computed
 _EAGER = "torch.compile is left out: the answer is that of the eager step"
@@ -85,7 +85,6 @@ class _DryRun:
             "transformers.integrations.moe",
             "trl.kernels.chunked_logprob",
             "bitsandbytes",  # it looks for a GPU when it is imported
-            "diffusers.models.modeling_utils",
         ):  # before their kernels are replaced
             with contextlib.suppress(ImportError):
                 __import__(name)
@@ -199,9 +198,11 @@ class _DryRun:
                 self.files.begin()
                 return
             children.append(child)
-            if number == 0 and self.question.otherwise:
-                statuses.append(os.waitpid(children.pop(), 0)[1])
-                policies += self.question.otherwise if self._misses() else ()
+            decides = number == 0 and bool(self.question.otherwise)
+            if decides or len(children) >= cores():
+                statuses.append(os.waitpid(children.pop(0), 0)[1])
+            if decides and self._misses():
+                policies += self.question.otherwise
         statuses += [os.waitpid(child, 0)[1] for child in children]
         self.files.restore()
         os._exit(max(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0 for status in statuses))
@@ -275,8 +276,12 @@ class _DryRun:
         name = self.question.script.name
         if error is not None and not isinstance(error, SystemExit):
             traceback.print_exception(error)
-        if isinstance(error, UserError):
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            said = f"its step calls {error.func}, whose result depends on values that a dry run does not have"
+        elif isinstance(error, UserError):
             said = str(error)
+        elif isinstance(error, ModuleNotFoundError):
+            said = f"it needs the package {error.name}, which is not installed"
         elif error is None or isinstance(error, SystemExit):
             code = getattr(error, "code", None)
             last = self._last_line() if isinstance(code, int) else code
@@ -319,11 +324,14 @@ def _where(error: BaseException, name: str) -> str:
     """The last line of the script itself on the way to `error`."""
     script = Path(name).resolve()
     at = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == script]
-    return f"line {at[-1].lineno}" if at else "Python"
+    return f"line {at[-1].lineno}" if at else "it"
 
 
 def _leave_out(note: Callable[[str], None], longest: bool) -> None:
-    """Leave out torch.compile, inference mode, processes that load data, and with `longest` the order of the rows."""
+    """Leave out torch.compile, inference mode, processes that load data, and with `longest` the order of the rows.
+
+    Also the graph that a SummaryWriter draws of a model: it runs the model under torch.jit, which takes no fakes.
+    """
 
     def compile(model: Any = None, **kwargs: Any) -> Any:
         note(_EAGER)
@@ -337,6 +345,11 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
         guard.prev = torch.is_grad_enabled()
         torch.set_grad_enabled(not guard.mode)
 
+    def draw_no_graph() -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        SummaryWriter.add_graph = lambda *args, **kwargs: None  # type: ignore[method-assign]
+
     def script(written: Any, *args: Any, **kwargs: Any) -> Any:
         """As `torch.jit.script`; what it cannot compile stays Python: it does not know our functions for torch's."""
         try:
@@ -349,6 +362,7 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
 
     jit: Any = torch.jit
     compiled, jit.script = jit.script, script
+    when_imported("torch.utils.tensorboard.writer", draw_no_graph)
     loaders: Any = torch.utils.data.DataLoader
     loader, iterate = loaders.__init__, loaders.__iter__
     in_workers = WeakSet[Any]()

@@ -61,10 +61,19 @@ class Script:
         return cls(words[0], tuple(words[1:]))
 
     def check(self) -> None:
-        """Raises UserError if there is no such file."""
-        if not self.is_module and not Path(self.name).is_file():
+        """Raises UserError if there is no such file, or Python cannot read it."""
+        if self.is_module:
+            return
+        if not Path(self.name).is_file():
             what = "a folder" if Path(self.name).is_dir() else "no such script"
             raise UserError(f"{self.name}: {what}; give a Python file, or -m and a module, then its arguments")
+        try:
+            compile(Path(self.name).read_bytes(), self.name, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            where = "" if error.lineno is None else f" in line {error.lineno}"
+            raise UserError(f"{self.name}: no Python{where}: {error.msg}") from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.name}: cannot be read ({one_line(error)})") from error
 
     @property
     def words(self) -> list[str]:

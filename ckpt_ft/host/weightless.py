@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +42,33 @@ def load_no_weights(put: Put, below: int = 0) -> None:
     put: called with each model on "meta", and turns its tensors into fakes.
     below: checkpoints on this machine with fewer bytes are loaded.
     """
-    for patch in (_patch_transformers, _patch_diffusers):
-        with suppress(ImportError):  # a package that is missing, or broken on this machine, is none of the script's
-            patch(put, below)
+    with suppress(ImportError):  # a package that is missing, or broken on this machine, is none of the script's
+        _patch_transformers(put, below)
+    when_imported("diffusers.models.modeling_utils", lambda: _patch_diffusers(put, below))
+
+
+def when_imported(name: str, call: Callable[[], None]) -> None:
+    """Call `call` when the script imports a module, after it: few scripts need one that takes long to import."""
+    sys.meta_path.insert(0, _WhenImported(name, call))
+
+
+class _WhenImported(MetaPathFinder):
+    def __init__(self, name: str, call: Callable[[], None]) -> None:
+        self.name, self.call = name, call
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def executed(module: Any) -> None:
+            execute(module)
+            self.call()
+
+        spec.loader.exec_module = executed
+        return spec
 
 
 def _local_file(name: Any, files: Iterable[str], given: Mapping[str, Any]) -> Path | None:
@@ -89,9 +116,10 @@ def _patch_transformers(put: Put, below: int) -> None:
         quantised = given.get("quantization_config") or getattr(config, "quantization_config", None)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        experts = {key: value for key in ("experts_implementation",) if (value := kwargs.pop(key, None))}
+        experts = kwargs.pop("experts_implementation", None)
+        chosen = {"experts_implementation": experts} if experts else {}
         model = built(
-            cls, config, *args, dtype=_dtype(given, config), attn_implementation=_fused(attention), **experts, **kwargs
+            cls, config, *args, dtype=_dtype(given, config), attn_implementation=_fused(attention), **chosen, **kwargs
         )
         model.name_or_path = model.config.name_or_path = str(name)
         _draw_missing(model, str(name), given)

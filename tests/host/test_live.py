@@ -189,6 +189,16 @@ def test_refused_commands(words: list[str], said: str) -> None:
     assert_refused(["run", *words], said)
 
 
+@pytest.mark.parametrize("command", ["run", "dry-run"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(b"x = 1\nif x\n", "no Python in line 2: expected ':'"), (b"x = '\xff'\n", "utf-8"), (b"x = 0\0", "null bytes")],
+)
+def test_a_file_that_is_no_script(text: bytes, said: str, command: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_bytes(text)
+    assert_refused([command, str(tmp_path / "script.py")], said)
+
+
 def assert_refused(words: list[str], said: str) -> None:
     ended = CliRunner().invoke(app, words)
     assert isinstance(ended.exception, UserError)
