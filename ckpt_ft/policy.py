@@ -28,9 +28,7 @@ This file is independent of any model.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +72,7 @@ LEAST_SWAPPED = 3  # two are on the device at a time
 IN_HOST_MEMORY, SWAPPED = "_ckpt_ft_in_host_memory", "_ckpt_ft_swapped"
 STREAMS = "_ckpt_ft_streams"  # attribute of a trace's fake mode: what stands for torch.cuda's streams there
 _OP_NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
-_JOINED = ("members", "save")  # fields that two terms of the same name add to
-_DETAILED = ("every", "first", "segments", "stages", "modules", "save", "tile", "swap", "budget")
+_GROUP = re.compile(r"(\w+)/(\d+)")
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,9 @@ class Policy:
         n: the N of `every:N`, `first:N` and `segments:N`.
         members: stage numbers (from 1) of `stages:3+4`, or "attention" / "mlp" of `modules:...`.
         save: op groups whose outputs are kept inside checkpointed modules.
-        tile, swap: the N of `tile:N` and `swap:N`; 0 for `tile` without N, None without the term.
+        pointwise, offload, head, auto: the terms of these names.
+        tile: the N of `tile:N`; 0 for `tile`, None without the term.
+        swap: the N of `swap:N`.
         budget: torch.compile's activation memory budget, 0.0 to 1.0.
         towers: (tower, its policy) for each tower of `TOWERS` with its own terms.
     """
@@ -162,66 +161,68 @@ class Policy:
         return self.pointwise or any(policy.pointwise for _, policy in self.towers)
 
     def __str__(self) -> str:
-        detail = str(self.n) if self.n is not None else "+".join(self.members)
-        implied = self.scope == "none" or (self.scope == "full" and self.save)
-        terms = [
-            "" if implied else f"{self.scope}:{detail}".removesuffix(":"),
-            "save:" + "+".join(self.save) if self.save else "",
-            "pointwise" if self.pointwise else "",
-            *(f"{term}@{tower}" for tower, policy in self.towers for term in str(policy).split(",")),
-            *(name for name in _FLAGS if name in _WHOLE and getattr(self, name)),
-            "" if self.tile is None else f"tile:{self.tile}".removesuffix(":0"),
-            "" if self.swap is None else f"swap:{self.swap}",
-            "" if self.budget is None else f"budget:{self.budget}".removesuffix(".0"),
-        ]
-        return ",".join(filter(None, terms)) or "none"
+        terms = []
+        if self.scope != "none" and not (self.scope == "full" and self.save):
+            detail = str(self.n) if self.n is not None else "+".join(self.members)
+            terms.append(f"{self.scope}:{detail}" if detail else self.scope)
+        if self.save:
+            terms.append("save:" + "+".join(self.save))
+        if self.pointwise:
+            terms.append("pointwise")
+        terms += [f"{term}@{tower}" for tower, policy in self.towers for term in str(policy).split(",")]
+        terms += [name for name in _FLAGS if name in _WHOLE and getattr(self, name)]
+        if self.tile is not None:
+            terms.append(f"tile:{self.tile}" if self.tile else "tile")
+        if self.swap is not None:
+            terms.append(f"swap:{self.swap}")
+        if self.budget is not None:
+            terms.append(f"budget:{self.budget}".removesuffix(".0"))
+        return ",".join(terms) or "none"
 
 
 def _from_dict(cls: type[Policy], value: dict[str, Any]) -> Policy:
     names = [f.name for f in dataclasses.fields(cls)]
-    for key, given in value.items():
+    for key in value:
         if key not in names:
             raise UserError(f"policy: no field '{key}'{did_you_mean(key, names)} ({', '.join(names)})")
-        if key in _FLAGS and not isinstance(given, bool):
-            raise UserError(f"policy: '{key}' is true or false, not {given!r}")
-        if key in _JOINED and not (isinstance(given, (list, tuple)) and all(isinstance(one, str) for one in given)):
-            raise UserError(f"policy: '{key}' is a list of names, not {given!r}")
-    towers = value.get("towers", {})
+    for key in _FLAGS:
+        if not isinstance(value.get(key, False), bool):
+            raise UserError(f"policy: '{key}' is true or false, not {value[key]!r}")
+    for key in ("members", "save"):
+        entries = value.get(key, ())
+        if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, str) for entry in entries):
+            raise UserError(f"policy: '{key}' is a list of names, not {entries!r}")
+    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
+    towers = fields.pop("towers", {})
     if not isinstance(towers, dict) or not all(isinstance(policy, dict) for policy in towers.values()):
         raise UserError(f"policy: 'towers' holds a policy for each tower by name, not {towers!r}")
-    own = tuple((name, _from_dict(cls, policy)) for name, policy in towers.items())
-    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
-    return cls(**fields | {"towers": own})
+    return cls(**fields, towers=tuple((name, _from_dict(cls, policy)) for name, policy in towers.items()))
 
 
 def _from_string(cls: type[Policy], text: str) -> Policy:
+    by_tower: dict[str, dict[str, Any]] = {"": {}}
     text = text.strip()
     if not text.isprintable():  # a line break would end the message, a terminal would execute an escape code
         raise UserError(f"policy {text!r}: a policy is one line of printable characters ({_FORMS})")
-    by_tower: dict[str, dict[str, Any]] = {"": {}}
-    first: dict[tuple[str, str], str] = {}  # the first term of a tower that sets a scope, or another field
-    for part in text.split(","):
-        term, at, tower = part.strip().partition("@")
+    for term in (part.strip() for part in text.split(",")):
+        term, at, tower = term.partition("@")
         term = ALIASES.get(term, term)
         name, colon, detail = term.partition(":")
         if name not in _TERMS:
             raise UserError(f"policy '{text}': no term '{term}'{did_you_mean(name, _TERMS)} ({_FORMS})")
         if colon and not detail:
             raise UserError(f"policy '{text}': nothing after '{name}:' ({_FORMS})")
-        if detail and name not in _DETAILED:
-            where = " (host memory, never a disk)" if name == "offload" else ""
-            raise UserError(f"policy '{text}': '{name}'{where} takes nothing after it; write '{name}'")
-        if at and not tower:
-            raise UserError(f"policy '{text}': no tower '' ({', '.join(TOWERS)})")
-        fields, new = by_tower.setdefault(tower, {}), _fields_of(name, detail)
-        known = first.setdefault((tower, "scope" if name in SCOPES else name), term)
-        joined = [key for key in _JOINED if fields.get(key) and new.get(key) and known.startswith(name)]
-        if known != term and not joined:
-            raise UserError(f"policy '{text}': '{known}' and '{term}' contradict each other; keep one")
-        fields |= {key: fields[key] + value if key in joined else value for key, value in new.items()}
+        if at and name in _WHOLE:
+            raise UserError(f"policy '{text}': '{name}' applies to the whole model, not to a tower; write '{term}'")
+        if at and tower not in TOWERS:
+            raise UserError(f"policy '{text}': no tower '{tower}'{did_you_mean(tower, TOWERS)} ({', '.join(TOWERS)})")
+        for key, new in _fields_of(name, detail, text).items():
+            _add(by_tower.setdefault(tower, {}), key, new, text)
     for fields in by_tower.values():
-        if fields.get("save") and fields.setdefault("scope", "full") == "none":
-            raise UserError(f"policy '{text}': 'none' checkpoints nothing for 'save:' to act in; drop 'none'")
+        if fields.get("save") and fields.get("scope", "none") == "none":
+            if "scope" in fields:
+                raise UserError(f"policy '{text}': 'none' checkpoints nothing for 'save:' to act in; drop 'none'")
+            fields["scope"] = "full"
     try:
         everywhere = by_tower.pop("")
         return cls(**everywhere, towers=tuple((tower, cls(**fields)) for tower, fields in by_tower.items()))
@@ -229,81 +230,126 @@ def _from_string(cls: type[Policy], text: str) -> Policy:
         raise UserError(f"policy '{text}': {error}") from None
 
 
-def _fields_of(name: str, detail: str) -> dict[str, Any]:
-    """Returns the fields that one term sets; a number that cannot be read is one that `_validate` refuses."""
-    match name:
-        case "every" | "first" | "segments":
-            return {"scope": name, "n": whole_number(detail)}
-        case "stages" | "modules":
-            return {"scope": name, "members": tuple(detail.split("+")) if detail else ()}
-        case "save":
-            return {"save": tuple(detail.split("+"))}
-        case "tile":
-            return {"tile": (whole_number(detail) or -1) if detail else 0}
-        case "swap":
-            return {"swap": whole_number(detail) or 0}
-        case "budget":
-            return {"budget": float(detail) if re.fullmatch(r"\d*\.?\d+(e-?\d+)?", detail) else math.nan}
+def _fields_of(name: str, detail: str, text: str) -> dict[str, Any]:
+    """Returns the fields that one term sets."""
+    if name in ("every", "first", "segments"):
+        return {"scope": name, "n": _number(name, detail, text)}
+    if name in ("stages", "modules"):
+        return {"scope": name, "members": tuple(detail.split("+")) if detail else ()}
+    if name == "save":
+        return {"save": tuple(detail.split("+"))}
+    if name == "tile":
+        return {"tile": _number(name, detail, text) if detail else 0}
+    if name == "swap":
+        return {"swap": _number(name, detail, text)}
+    if name == "budget":
+        try:
+            return {"budget": float(detail)}
+        except ValueError:
+            raise UserError(f"policy '{text}': 'budget:{detail}' needs a number from 0 to 1, as in 0.5") from None
+    if detail:
+        where = " (host memory, never a disk)" if name == "offload" else ""
+        raise UserError(f"policy '{text}': '{name}'{where} takes nothing after it; write '{name}'")
     return {"scope": name} if name in SCOPES else {name: True}
 
 
+def _add(fields: dict[str, Any], key: str, new: Any, text: str) -> None:
+    """Merge one more field into `fields`: lists are joined, equal values agree, all others raise UserError."""
+    old = fields.get(key, new)
+    if key in ("members", "save") and bool(old) == bool(new):
+        fields[key] = tuple(dict.fromkeys((*fields.get(key, ()), *new)))
+    elif old == new:
+        fields[key] = new
+    elif key in ("scope", "budget", "tile", "swap"):
+        raise UserError(f"policy '{text}': {key}s {old} and {new} contradict each other; keep one")
+    else:
+        scope = fields["scope"]
+        terms = (f"{scope}:{'+'.join(n) if isinstance(n, tuple) else n}".rstrip(":") for n in (old, new))
+        raise UserError(f"policy '{text}': {' and '.join(map(repr, terms))} contradict each other; keep one")
+
+
+def _number(name: str, detail: str, text: str) -> int:
+    number = whole_number(detail)
+    if not number:
+        least, some = (LEAST_SWAPPED, 8) if name == "swap" else (1, 2)
+        raise UserError(
+            f"policy '{text}': '{name}' needs a whole number of at least {least} after it, as in {name}:{some}"
+        )
+    return number
+
+
 def _validate(policy: Policy) -> None:
-    if (problem := next(_problems(policy), None)) is not None:
-        raise UserError(problem)
-
-
-def _problems(policy: Policy) -> Iterator[str]:
-    """What is wrong with a policy, each with what is allowed."""
-    scope, tile, swap, budget = policy.scope, policy.tile, policy.swap, policy.budget
-    if scope not in SCOPES:
-        yield f"no scope '{scope}'{did_you_mean(str(scope), SCOPES)} ({', '.join(SCOPES)})"
-    counted = scope in ("every", "first", "segments")
+    if policy.scope not in SCOPES:
+        raise UserError(f"no scope '{policy.scope}'{did_you_mean(str(policy.scope), SCOPES)} ({', '.join(SCOPES)})")
+    counted = policy.scope in ("every", "first", "segments")
     if counted and not (type(policy.n) is int and policy.n >= 1):
-        yield f"'{scope}' needs a whole number of at least 1, as in {scope}:2"
+        raise UserError(f"'{policy.scope}' needs a whole number of at least 1, as in {policy.scope}:2")
     if not counted and policy.n is not None:
-        yield f"'{scope}' takes no number (given: {policy.n})"
-    if policy.members and scope not in ("modules", "stages"):
-        yield f"'{scope}' takes no members (given: {'+'.join(policy.members)})"
-    if scope == "modules" and not policy.members:
-        yield "'modules' needs which: modules:attention, modules:mlp or modules:attention+mlp"
-    for member in policy.members:
-        if scope == "modules" and member not in MEMBERS:
-            yield f"modules: no submodule '{member}'{did_you_mean(member, MEMBERS)} ({', '.join(MEMBERS)})"
-        if scope == "stages" and not whole_number(member):
-            yield f"stages: '{member}' is no stage number; stages count from 1, as in stages:3+4"
+        raise UserError(f"'{policy.scope}' takes no number (given: {policy.n})")
+    _validate_members(policy)
     for group in policy.save:
-        name, _, fraction = group.partition("/")
-        if fraction and (name != "matmul" or (whole_number(fraction) or 0) < 2):
-            yield f"save: '{group}' is not an op group; only matmul takes a fraction, from matmul/2 up"
-        if name not in OP_GROUPS and not _OP_NAME.fullmatch(group):
-            groups = f"{', '.join(OP_GROUPS)}, matmul/2, or an op name such as aten.bmm"
-            yield f"save: no op group '{group}'{did_you_mean(group, OP_GROUPS)} ({groups})"
-    if policy.save and scope == "none":
-        yield "'save' acts inside what is checkpointed; give a scope with it, such as full"
-    matmuls = dict.fromkeys(repr(group) for group in policy.save if group.partition("/")[0] == "matmul")
-    if len(matmuls) > 1:
-        yield f"save: {' and '.join(matmuls)} contradict each other; keep one"
-    if tile is not None and (type(tile) is not int or tile < 0):
-        yield "'tile' takes a whole number of at least 1, as in tile:8"
-    if tile is not None and matmuls:
-        yield f"'tile' recomputes the matmuls of each MLP, and save:{policy.save[0]} keeps them; drop one"
-    if swap is not None and (type(swap) is not int or swap < LEAST_SWAPPED):
-        yield (
-            f"'swap' needs a whole number of at least {LEAST_SWAPPED}, as in swap:8: two of the swapped blocks are on "
-            "the device at a time"
+        _validate_group(group)
+    _validate_unions(policy)
+
+
+def _validate_members(policy: Policy) -> None:
+    if policy.scope == "modules":
+        if not policy.members:
+            raise UserError("'modules' needs which: modules:attention, modules:mlp or modules:attention+mlp")
+        for member in policy.members:
+            if member not in MEMBERS:
+                raise UserError(
+                    f"modules: no submodule '{member}'{did_you_mean(member, MEMBERS)} ({', '.join(MEMBERS)})"
+                )
+    elif policy.scope == "stages":
+        for member in policy.members:
+            if not whole_number(member):
+                raise UserError(f"stages: '{member}' is no stage number; stages count from 1, as in stages:3+4")
+    elif policy.members:
+        raise UserError(f"'{policy.scope}' takes no members (given: {'+'.join(policy.members)})")
+
+
+def _validate_group(group: str) -> None:
+    fraction = _GROUP.fullmatch(group)
+    name = fraction[1] if fraction else group
+    if fraction and (name != "matmul" or (whole_number(fraction[2]) or 0) < 2):
+        raise UserError(f"save: '{group}' is not an op group; only matmul takes a fraction, from matmul/2 up")
+    if name not in OP_GROUPS and not _OP_NAME.fullmatch(group):
+        raise UserError(
+            f"save: no op group '{group}'{did_you_mean(group, OP_GROUPS)} "
+            f"({', '.join(OP_GROUPS)}, matmul/2, or an op name such as aten.bmm)"
+        )
+
+
+def _validate_unions(policy: Policy) -> None:
+    if policy.save and policy.scope == "none":
+        raise UserError("'save' acts inside what is checkpointed; give a scope with it, such as full")
+    matmuls = [group for group in policy.save if group.partition("/")[0] == "matmul"]
+    if len(set(matmuls)) > 1:
+        raise UserError(f"save: {' and '.join(map(repr, matmuls))} contradict each other; keep one")
+    if policy.tile is not None:
+        if type(policy.tile) is not int or policy.tile < 0:
+            raise UserError(f"'tile' takes a whole number of at least 1, as in tile:8 (given: {policy.tile!r})")
+        if matmuls:
+            raise UserError(f"'tile' recomputes the matmuls of each MLP, and save:{matmuls[0]} keeps them; drop one")
+    if policy.swap is not None and (type(policy.swap) is not int or policy.swap < LEAST_SWAPPED):
+        raise UserError(
+            f"swap:{policy.swap} saves nothing, because two of the swapped blocks are on the device at a time; give a "
+            f"whole number of at least {LEAST_SWAPPED}"
         )
     for tower, own in policy.towers:
         if tower not in TOWERS:
-            yield f"no tower '{tower}'{did_you_mean(str(tower), TOWERS)} ({', '.join(TOWERS)})"
+            raise UserError(f"no tower '{tower}'{did_you_mean(str(tower), TOWERS)} ({', '.join(TOWERS)})")
         if own != own.parts[""]:
-            yield f"the tower '{tower}': {', '.join(_WHOLE)} are of the whole model"
+            raise UserError(f"the tower '{tower}': {', '.join(_WHOLE)} are of the whole model")
     others = [f.name for f in dataclasses.fields(policy) if f.name != "auto" and getattr(policy, f.name) != f.default]
     if policy.auto and others:
-        yield f"'auto' chooses the whole policy; give it alone, without {', '.join(others)}"
-    if budget is not None and not (isinstance(budget, (int, float)) and 0 <= budget <= 1):
-        yield f"budget is a number from 0 to 1, as in 0.5 (given: {budget})"
-    if budget is not None and policy.acts_on_blocks:
-        yield "'budget' lets torch.compile choose what to recompute; it goes with 'head' only"
+        raise UserError(f"'auto' chooses the whole policy; give it alone, without {', '.join(others)}")
+    if policy.budget is not None:
+        if not (isinstance(policy.budget, (int, float)) and 0 <= policy.budget <= 1):
+            raise UserError(f"budget is a number from 0 to 1, not {policy.budget}")
+        if policy.checkpoints or policy.discards or policy.offload or policy.tile is not None or policy.swap:
+            raise UserError("'budget' lets torch.compile choose what to recompute; it goes with 'head' only")
 
 
 def _member_order(member: str) -> tuple[int, str]:

@@ -47,8 +47,8 @@ def print_table(table: Table, console: Console) -> None:
     for i, (head, width) in enumerate(zip(table.header, widths, strict=True)):
         grid.add_column(_folded(head, width), justify="left" if i in table.text else "right", no_wrap=True)
     for row in table.rows:
-        cells = zip(row, widths, strict=True)
-        grid.add_row(*((shortened if i in table.names else _folded)(*cell) for i, cell in enumerate(cells)))
+        fits = (shortened if i in table.names else _folded for i in range(len(row)))
+        grid.add_row(*(fit(cell, width) for fit, cell, width in zip(fits, row, widths, strict=True)))
     console.print(grid, markup=False, crop=False)
     console.print()
 

@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, VisionArguments, 
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = start(training_args, ac_args)
+    directory = start(training_args, ac_args, metrics=("loss", "accuracy"))
 
     # 1. Data: rows and class names
     with training_args.main_process_first(desc="reading images"):

@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     pairs = task == "embedding"
     if pairs:  # a Trainer takes the names of labels from the model's forward, which has none
         training_args = changed(training_args, label_names=[POSITIVES], prediction_loss_only=True)
-    directory = start(training_args, ac_args)
+    metrics = ("loss",) if pairs else ("loss", "accuracy")
+    directory = start(training_args, ac_args, metrics=metrics)
 
     # 1. Rows and names of classes
     model_args, data_args = with_sample(model_args, data_args, training_args, make_labelled_reference)

@@ -29,6 +29,7 @@ from ckpt_ft.training.samples.language import make_questions
 from ckpt_ft.training.trainer import evaluate, start, train, with_sample, write_model_card
 from ckpt_ft.training.vision_language import (
     VisionLanguageModelArguments,
+    check_all_have_images,
     collator_of,
     encode_conversations,
     load_model,
@@ -81,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         images = ImageLoader(folder)
         train_dataset = encode_conversations(train_rows, processor, images, data_args)
+        check_all_have_images(train_dataset, model_args.train_towers)
         eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, images, data_args)
 
     # 3. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy

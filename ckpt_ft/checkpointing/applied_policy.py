@@ -102,7 +102,8 @@ class AppliedPolicy:
         self.selections: dict[Any, Selection] = {}  # by what they keep
         self.around: list[Guard | CompileBudget | BeneathPolicy] = []  # installed last
         self.hooks: list[Any] = []
-        self.modules, self.tied = 0, False  # the number of modules, and whether two share a place in a KV cache
+        self.modules = 0  # their number when it was found out
+        self.tied = False  # whether two share a place in a KV cache
         self.switched_off: list[nn.Module] = []
         self.removed = self.warned = False
 

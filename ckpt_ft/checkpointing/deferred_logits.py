@@ -145,7 +145,8 @@ def cross_entropy(
     """
     loss = partial(F.cross_entropy, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
     if size_average is not None or reduce is not None or reduction == "none" or target.ndim != 1:
-        whole = input.whole("cross_entropy without a sum")
+        legacy = size_average is not None or reduce is not None
+        whole = input.whole(f"cross_entropy {'with size_average or reduce' if legacy else 'without a sum'}")
         return loss(whole, target, size_average=size_average, reduce=reduce, reduction=reduction)
     projection, hidden = input.projection, input.positions()
     rows = max(1, CHUNK_BYTES // (4 * input.width), -(-len(hidden) // MOST_CHUNKS))

@@ -99,7 +99,8 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _hash(tensor: torch.Tensor) -> torch.Tensor:
-    total, stored = torch.zeros((), dtype=torch.int64, device=tensor.device), as_stored(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    stored = as_stored(tensor)
     if _is_dense(stored):
         stored = stored.as_strided((stored.numel(),), (1,))
     else:  # each repeated element once
@@ -140,7 +141,8 @@ def _hash_flat(flat: torch.Tensor) -> torch.Tensor:
         flat = flat.clone()
     whole = flat.numel() * size // 8 * 8 // size
     words = flat[:whole].view(torch.int64)
-    n, parts = words.numel(), [words]
+    n = words.numel()
+    parts = [words]
     if n > _SMALL_WORDS:
         length = n // _ROWS
         sums = words[: _ROWS * length].view(_ROWS, length).sum(1)

@@ -26,7 +26,10 @@ def tied_by_cache(model: nn.Module) -> bool:
     """Whether one attention module is at two places in a list of layers; it has a single place in a KV cache."""
     lists = [module for module in modules_in(model) if isinstance(module, nn.ModuleList)]
     for layers in lists:
-        inside = Counter(inner for layer in layers for inner in modules_in(layer) if "layer_idx" in inner.__dict__)
+        inside: Counter[nn.Module] = Counter()
+        for layer in layers:
+            if layer is not None:
+                inside.update(inner for inner in modules_in(layer) if "layer_idx" in inner.__dict__)
         if any(count > 1 for count in inside.values()):
             return True
     return False

@@ -142,9 +142,10 @@ class Contents:
             if _keeps_state(type(value)):  # type: ignore[arg-type]
                 containers.append(value.__dict__)
             for one in containers:
-                if not isinstance(one, tuple) and len(one) <= _MAX_ENTRIES:
+                is_table = one is not value  # the attributes of a plain object
+                if not isinstance(one, tuple) and (is_table or len(one) <= _MAX_ENTRIES):
                     self.extra.append(one)
-                if len(one) <= _MAX_SEARCHED:
+                if is_table or isinstance(one, tuple) or len(one) <= _MAX_SEARCHED:
                     self._add_values(one, owner, path, seen, depth - 1)
 
 

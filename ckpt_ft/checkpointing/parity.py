@@ -170,46 +170,56 @@ def _compare(model: nn.Module, name: str, plain: Outcome, noise: Outcome, other:
 
 def _causes(model: nn.Module, rows: list[Row], plain: Outcome, other: Outcome) -> list[str]:
     loss, _, gradients, buffers, random = rows
+    causes = []
     missing = [name for name in plain.gradients if name not in other.gradients]
+    if missing:
+        causes.append(
+            f"gradients are cut off: {len(missing)} parameters ({missing[0]}, ...) receive a gradient without the "
+            "policy and none with it. Possible causes: a reentrant checkpoint whose inputs need no gradient (use "
+            "use_reentrant=False), no_grad inside a region, or a KV cache that is switched off"
+        )
     gained = [name for name in other.gradients if name not in plain.gradients]
-    norm = buffers.worst.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
-    twice = f"BatchNorm twice: its running statistics ({buffers.worst}) were updated"
-    wrong_gradients = loss.same and not gradients.same
-    drops = model.training and rng.has_dropout(model)
-    causes = {
-        f"gradients are cut off: {_few(missing)} receive a gradient without the policy and none with it. Possible "
-        "causes: a reentrant checkpoint whose inputs need no gradient (use use_reentrant=False), no_grad inside a "
-        "region, or a KV cache that is switched off": bool(missing),
-        f"{_few(gained)} receive a gradient with the policy and none without it: backward reaches parts of the model "
-        "that the plain step does not train": bool(gained),
-        f"{twice if norm else f'a buffer ({buffers.worst}) was written'} in forward and again in recomputation": (
-            not buffers.same
-        ),
-        "dropout without RNG: the loss is right and gradients are not, so recomputation drew other random numbers "
-        "than forward; preserve the random state": wrong_gradients and drops,
-        "the loss is right and gradients are not: a region's second run differs from its first; does it read state "
-        "from outside?": wrong_gradients and not drops,
-        "the loss itself differs: forward computes something else under this policy": not loss.same,
-        "the random state after the step differs: recomputation moved the generator, later steps draw others": (
-            not random.same
-        ),
-    }
-    return [text for text, applies in causes.items() if applies]
-
-
-def _few(names: list[str]) -> str:
-    return f"{len(names)} parameters ({''.join(names[:1])}, ...)"
+    if gained:
+        causes.append(
+            f"{len(gained)} parameters ({gained[0]}, ...) receive a gradient with the policy and none without it: "
+            "backward reaches parts of the model that the plain step does not train"
+        )
+    if not buffers.same:
+        norm = buffers.worst.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
+        twice = f"BatchNorm twice: its running statistics ({buffers.worst}) were updated"
+        other_buffer = f"a buffer ({buffers.worst}) was written"
+        causes.append(f"{twice if norm else other_buffer} in forward and again in recomputation")
+    if loss.same and not gradients.same:
+        if model.training and rng.has_dropout(model):
+            causes.append(
+                "dropout without RNG: the loss is right and gradients are not, so recomputation drew other "
+                "random numbers than forward; preserve the random state"
+            )
+        else:
+            causes.append(
+                "the loss is right and gradients are not: a region's second run differs from its first; "
+                "does it read state from outside?"
+            )
+    if not loss.same:
+        causes.append("the loss itself differs: forward computes something else under this policy")
+    if not random.same:
+        causes.append(
+            "the random state after the step differs: recomputation moved the generator, later steps draw others"
+        )
+    return causes
 
 
 def _notes(model: nn.Module, plain: Outcome, noise: Outcome) -> list[str]:
     idle = [name for name, p in model.named_parameters() if p.requires_grad and name not in plain.gradients]
-    unsteady = any(not torch.equal(plain.gradients[key], noise.gradients[key]) for key in plain.gradients)
-    notes = {
-        f"note: {len(idle)} trainable parameters ({''.join(idle[:1])}, ...) receive no gradient in this step, with or "
-        "without the policy": bool(idle),
-        "note: two steps without any policy differ here; differences up to theirs count as none": unsteady,
-    }
-    return [text for text, applies in notes.items() if applies]
+    notes = []
+    if idle:
+        notes.append(
+            f"note: {len(idle)} trainable parameters ({idle[0]}, ...) receive no gradient in this step, with or "
+            "without the policy"
+        )
+    if any(not torch.equal(plain.gradients[key], noise.gradients[key]) for key in plain.gradients):
+        notes.append("note: two steps without any policy differ here; differences up to theirs count as none")
+    return notes
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor, scale: float = 0.0) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+import warnings
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
@@ -71,7 +72,9 @@ def start_from(seed: int) -> None:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    rates = (vars(module).get(name) for module in model.modules() for name in _RATES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of diffusers, for names of its config
+        rates = [getattr(module, name, None) for module in model.modules() for name in _RATES]
     return any(isinstance(rate, float) and 0 < rate <= 1 for rate in rates)
 
 

@@ -58,6 +58,7 @@ def line_of(asked: str) -> list[str]:
     Raises:
         UserError: a word could be an option or a file, a number is too large, or something is not understood.
     """
+    asked = re.sub(r"(?<=\d),(?=\d{3}\b)", "", asked)  # 8,192 tokens
     words = re.sub(r"[?,]", " ", asked).split()
     if not words or len(asked) > _LONGEST:
         raise UserError(f"name a model, a card and a method in at most {_LONGEST} characters: {EXAMPLES[0]}")
@@ -99,7 +100,7 @@ class Answer:
 class Visitors:
     """Answers questions, each once, and keeps a visitor from asking more than `_VISITS` in `_WINDOW` seconds."""
 
-    answers: dict[str, str | Answer] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)
     visits: dict[str, deque[float]] = field(default_factory=dict)
 
     def answer(self, words: list[str], visitor: str) -> Iterator[str | Answer]:
@@ -112,8 +113,11 @@ class Visitors:
         if key not in self.answers:
             self._count(visitor)
             for step in run(words):
+                if isinstance(step, Answer):
+                    self.answers[key] = step
                 yield step
-            self.answers = dict([*self.answers.items(), (key, step)][-_REMEMBERED:])
+            while len(self.answers) > _REMEMBERED:
+                del self.answers[next(iter(self.answers))]
         else:
             yield self.answers[key]
 

@@ -318,12 +318,12 @@ _SYNONYMS = {
 _METHODS = {r"q-?lora": f"--lora={LORA_R} --load-in-4bit", r"lora|peft|true|": "--lora", r"full|none|false": ""}
 _PACKINGS = {r".*4.*|awq|gptq|gguf|true|": "--load-in-4bit", r".*8.*": "--load-in-8bit", r"none|false|16|32": ""}
 _PEOPLE_SAY: dict[str, Mapping[str, str | None]] = {
-    **{name: {".+": f"--{ours}={{}}"} for ours, names in _SYNONYMS.items() for name in names},
+    **{name: {".+": f"--{ours}={{}}", "": f"--{ours}"} for ours, names in _SYNONYMS.items() for name in names},
     **dict.fromkeys(("peft", "method", "adapter_type", "fine_tuning", "finetune"), _METHODS),
     **dict.fromkeys(("bits", "quant", "quantize", "quantization"), _PACKINGS),
     **{name: {"true|": ""} for name in ("unet", "train_unet", "dreambooth", "full")},
     **{name: {"true|": f"--trainer={name}"} for name in TRAINERS},
-    "cpu_offload": {"true|": "--offload=all"}, "qlora": {"true|": _METHODS["q-?lora"]},
+    "cpu_offload": {"true|": "--offload=all"}, "qlora": {"true|": _METHODS["q-?lora"], "false": ""},
     "4bit": {"true|": "--load-in-4bit"}, "8bit": {"true|": "--load-in-8bit"},
     "zero": {"[123]": "--launch=zero{}"}, "classifier": {"true|": "--task=text-classification"},
     "ddp": {"true|": "--launch=ddp"},

@@ -97,7 +97,7 @@ _FILLERS = frozenset("""
     finetune finetuned finetuning fit fits for from full get give good gpu gpus graphics had happens has have
     hour hours how i if in is it just largest length limit llm llms long longer longest make many max maximum me
     memory method methods minute minutes model models more most much multi my need needs new now of on one only
-    or our out own per pick please possible pretrain pretrained pretraining price quantized ram recommend run runs
+    or our own per pick please possible pretrain pretrained pretraining price quantized ram recommend run runs
     scratch second seconds sequence should show single size slow slower some speed step steps still suggest take
     takes tell than that the there they think this time to torchrun train trainable training trains tune tuning
     under unet us use using versus vram vs want was way we weights what when which will with without work works
@@ -107,13 +107,13 @@ _MOST_WORDS = 6  # in the name of a card
 
 
 def hear(words: Sequence[str], files: bool = True) -> Heard:
-    """Returns what `words` ask for; they may be quoted together or apart. A word may name a file if `files`.
+    """Returns what `words` ask for; they may be quoted together or apart. A word may name a file or folder if `files`.
 
     Raises:
         UserError: the card that they name is of a kind that is not predicted.
     """
-    plain = _FILLERS if len(words) > 1 else ()  # "out of memory" is no folder called out
-    whole = next((word for word in words if "/" in word or (files and word not in plain and _is_file(word))), "")
+    plain = ("out",) if len(words) > 1 else ()  # "out of memory" is no folder of that name
+    whole = next((word for word in words if "/" in word or (files and word not in plain and _is_path(word))), "")
     said = " ".join(word for word in words if word != whole).replace("?", "").strip()
     if find_model(said):
         return Heard("", said, {})
@@ -148,7 +148,7 @@ def hear(words: Sequence[str], files: bool = True) -> Heard:
     return Heard(command, model, flags, ignored=ignored)
 
 
-def _is_file(word: str) -> bool:
+def _is_path(word: str) -> bool:
     return Path(word).suffix in FILES or Path(word).exists()
 
 

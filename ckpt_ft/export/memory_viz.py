@@ -42,10 +42,10 @@ def snapshot(trace: StepTrace) -> dict[str, Any]:
     return {"segments": segments, "device_traces": [entries]}
 
 
-def _segment(found: list[Block], storages: dict[int, Storage], streams: dict[str, int]) -> dict[str, Any]:
-    held = [storages.get(block.address) for block in found]
+def _segment(segment: list[Block], storages: dict[int, Storage], streams: dict[str, int]) -> dict[str, Any]:
+    held = [storages.get(block.address) for block in segment]
     live = [storage for storage in held if storage is not None]
-    allocated = sum(block.size for block, storage in zip(found, held, strict=True) if storage is not None)
+    allocated = sum(block.size for block, storage in zip(segment, held, strict=True) if storage is not None)
     blocks = [
         {
             "address": block.address,
@@ -54,19 +54,19 @@ def _segment(found: list[Block], storages: dict[int, Storage], streams: dict[str
             "state": "inactive" if storage is None else "active_allocated",
             "frames": [] if storage is None else _frames(storage),
         }
-        for block, storage in zip(found, held, strict=True)
+        for block, storage in zip(segment, held, strict=True)
     ]
     return {
         "device": 0,
-        "address": found[0].address,
-        "total_size": sum(block.size for block in found),
+        "address": segment[0].address,
+        "total_size": sum(block.size for block in segment),
         "allocated_size": allocated,
         "active_size": allocated,
         "requested_size": sum(storage.nbytes for storage in live),
         "stream": streams.setdefault(live[0].stream, len(streams)) if live else 0,
-        "segment_type": "small" if found[0].pool.small else "large",
+        "segment_type": "small" if segment[0].pool.small else "large",
         "segment_pool_id": _POOL,
-        "is_expandable": found[0].expandable,
+        "is_expandable": segment[0].expandable,
         "frames": [],
         "blocks": blocks,
     }

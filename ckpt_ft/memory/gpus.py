@@ -363,7 +363,8 @@ def match_device(properties: object) -> GPU:
     same = [gpu for gpu in GPUS.values() if gpu.name.removeprefix("rtx-").split("-")[0] in words and gpu.sms == sms]
     if same:
         return replace(min(same, key=lambda gpu: abs(gpu.memory - memory)), memory=memory)
-    amd, sm = bool(words & {"amd", "instinct", "radeon"}), 10 * arch[0] + arch[1]
+    amd = bool(words & {"amd", "instinct", "radeon"})
+    sm = 10 * arch[0] + arch[1]
     made = [gpu for gpu in GPUS.values() if (gpu.note == _AMD) == amd]
     near = min(made, key=lambda gpu: (gpu.arch > arch, abs(gpu.capability - sm), abs(gpu.sms - sms)))
     rates = {rate: getattr(near, rate) * sms / near.sms for rate in _RATES}

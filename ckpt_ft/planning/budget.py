@@ -183,22 +183,26 @@ def memory_budget(
     Raises:
         UserError: no budget for the CPU, more than the GPU has, or a margin that is not a share of the budget.
     """
-    if gpu is None and budget is None:
-        raise UserError("a plan for the CPU needs a budget, such as 600MiB: its memory is shared with all else")
-    given = gpu.memory if gpu is not None and budget is None else parse_budget(budget or 0)
-    if gpu is not None and given > gpu.memory:
+    if gpu is None:
+        if budget is None:
+            raise UserError("a plan for the CPU needs a budget, such as 600MiB: its memory is shared with all else")
+        return _with_margin(parse_budget(budget), 0, margin or 0, host)
+    given = gpu.memory if budget is None else parse_budget(budget)
+    if given > gpu.memory:
         raise UserError(
             f"a budget of {format_bytes(given)}: {gpu.name} has {format_bytes(gpu.memory)}; "
             "give at most that, or a larger device"
         )
-    context = 0 if gpu is None else gpu.context + (nccl_bytes(launch, gpu) if launch else 0)
-    if margin is None:
-        margin = MARGIN if gpu is not None else 0
-    if not isinstance(margin, float):
-        return MemoryBudget(given, context, 0 if str(margin) == "0" else parse_budget(margin), host=host)
-    if not 0 <= margin < 1:
-        raise UserError(f"margin {margin}: a share of the budget, from 0 up to, but not including, 1")
-    return MemoryBudget(given, context, round(margin * given), margin, host)
+    context = gpu.context + (nccl_bytes(launch, gpu) if launch else 0)
+    return _with_margin(given, context, MARGIN if margin is None else margin, host)
+
+
+def _with_margin(budget: int, context: int, margin: str | float, host: int | None) -> MemoryBudget:
+    if isinstance(margin, float):
+        if not 0 <= margin < 1:
+            raise UserError(f"margin {margin}: a share of the budget, from 0 up to, but not including, 1")
+        return MemoryBudget(budget, context, round(margin * budget), margin, host)
+    return MemoryBudget(budget, context, 0 if str(margin) == "0" else parse_budget(margin), host=host)
 
 
 def largest_fitting(

@@ -22,9 +22,10 @@ from .budget import Candidate
 
 UNITS = 4, 8  # of repeated blocks that the shallow models have
 _ENDS = 2  # units at either end of a run whose bytes are extended; the bytes of the others are between theirs
-# The share of the bytes allocated by which a deep model leaves more unused than its copies: for adapters, and for
-# training of all weights. It is on the safe side, since figures of several GPUs have no trace of the whole model.
-_MORE_UNUSED = 0.01, 0.1
+# By which share of the bytes allocated a deep model leaves more unused than its copies: for adapters, and for all
+# weights. The first are on the safe side, for figures that no trace of the whole model corrects.
+_MORE_UNUSED = 0.02, 0.1
+_MORE_UNUSED_USUALLY = 0.01, 0.1
 _WHOLE = ("none", "full", "pointwise", "head", "tile", "offload")  # policies that treat all blocks alike
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
@@ -120,21 +121,27 @@ def _repeating(kinds: Sequence[int]) -> tuple[range, int]:
 
 @dataclass(frozen=True)
 class Shallow:
-    """Two copies of a workload, with UNITS blocks each, and the deep model's figures from theirs."""
+    """Two copies of a workload, with UNITS blocks each, and the deep model's figures from theirs.
+
+    more_unused: the share of the bytes allocated that the deep model leaves unused beyond its copies.
+    """
 
     runs: Sequence[ShortenedRun]
     workloads: Sequence[Workload]
-    all_weights: bool
+    more_unused: float
 
     @classmethod
-    def of(cls, workload: Workload) -> Shallow | None:
-        """None if the model has few or unlike blocks, or real weights."""
+    def of(cls, workload: Workload, proved: bool = False) -> Shallow | None:
+        """None if the model has few or unlike blocks, or real weights.
+
+        proved: whether the whole model will be traced as well, so that figures need not be on the safe side.
+        """
         fewer = [found for units in UNITS if (found := shortened(workload, units)) is not None]
         if len(fewer) < len(UNITS):
             return None
         trained = all(parameter.requires_grad for parameter in workload.model.parameters())
         workloads, runs = zip(*fewer, strict=True)
-        return cls(runs, workloads, trained)
+        return cls(runs, workloads, (_MORE_UNUSED_USUALLY if proved else _MORE_UNUSED)[trained])
 
     def candidate(self, policy: str, batch: int, traces: Sequence[StepTrace]) -> Candidate:
         """The candidate of the deep model, from the traces of both copies."""
@@ -151,7 +158,7 @@ class Shallow:
         low, high = (_highs(trace, run) for trace, run in zip(traces, self.runs, strict=True))
         peak = int(max(self.extend(low[key], high[key]) for key in low.keys() & high.keys()))
         unused = max(trace.peak_reserved - trace.peak_allocated for trace in traces)
-        return peak, int(peak + unused + _MORE_UNUSED[self.all_weights] * peak)
+        return peak, int(peak + unused + self.more_unused * peak)
 
     def extend(self, few: float, more: float) -> float:
         """A figure of the deep model from those of both copies."""

@@ -8,7 +8,7 @@
    adapters that come after the first that fits are traced as well.
 
 A suggestion is an edit of the spec. It is offered only if the edited spec is valid, builds a model and was traced.
-`advise` finds what less padding would save.
+`less_padding` finds what less padding would save.
 """
 
 from __future__ import annotations
@@ -292,7 +292,8 @@ def suggest(
         elif smaller is not None:
             needed = min(needed, smaller.peak_reserved)
     alone = Estimates(Tracer(workload), room, batch=1)
-    if blocks := 0 if Policy.parse(smallest).swap else fewest_swapped(alone, smallest):
+    blocks = 0 if Policy.parse(smallest).swap else fewest_swapped(alone, smallest)
+    if blocks:
         name = with_term(smallest, f"swap:{blocks}")
         if room.holds(alone.anchors[name]):
             rungs.append(suggestion(alone.anchors[name], {"policy": name, "batch_size": 1}))
@@ -384,7 +385,7 @@ _FASTER = 0.05  # share of the seconds
 _NEARLY_ALL = 0.99  # share of a dataset's rows; longer rows may be cut
 
 
-def advise(workload: Workload, candidate: Candidate) -> list[Fix]:
+def less_padding(workload: Workload, candidate: Candidate) -> list[Fix]:
     """Less padding, if it saves at least 1 % of the bytes or 5 % of the time of `candidate`, the largest saving first.
 
     Fewer bytes if the few longest rows are cut, less time if rows of similar length are grouped.

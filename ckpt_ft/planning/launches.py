@@ -130,7 +130,8 @@ class Launched(Estimates):
             trace = self.tracer.trace_of(policy, at)
             pairs.append((self.alone.estimate(policy, at), self._candidate(policy, at, trace)))
         for figure in ("peak", "reserved", "seconds"):
-            (one, under), (other, beside) = [[getattr(c, figure) for c in pair] for pair in (pairs[0], pairs[-1])]
+            one, under = (getattr(each, figure) for each in pairs[0])
+            other, beside = (getattr(each, figure) for each in pairs[-1])
             apart = abs(other - one) > 0.05 * one
             slope = (beside - under) / (other - one) if apart else 1.0  # a shift if they are too close or the same
             self.lines[figure] = under - slope * one, slope

@@ -224,7 +224,7 @@ def _estimates(tracer: Tracer, room: MemoryBudget, most: int, policies: Sequence
     """
     whole = estimates = Estimates(tracer, room, _TARGET, most=most, tolerance=_TOLERANCE, separate=True)
     alike = not tracer.workload.compile and all(map(suits, policies))
-    if alike and (shallow := Shallow.of(tracer.workload)):
+    if alike and (shallow := Shallow.of(tracer.workload, proved=True)):
         few, more = map(tracer.of, shallow.workloads)
         estimates = Extended(more, room, _TARGET, most=most, tolerance=_TOLERANCE, few=few, shallow=shallow)
         whole = replace(whole, growth=estimates.growth, anchors=estimates.anchors)

@@ -15,7 +15,7 @@ from ckpt_ft.checkpointing.applied_policy import suspended
 from ckpt_ft.errors import NothingFits
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.planning.estimate import advise, no_policy_fits
+from ckpt_ft.planning.estimate import less_padding, no_policy_fits
 from ckpt_ft.planning.results import Plan, PlanRequest
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.adapters import without_adapters
@@ -133,7 +133,7 @@ def _planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, StepTrace]:
         device=gpu.name if gpu else "cpu",
         target=asked.target,
         architecture=type(without_adapters(workload.model)).__name__,
-        fixes=advise(workload, found[0]),
+        fixes=less_padding(workload, found[0]),
         holders=best.grouped_holders(8),
         rejected=rejected,
         notes=best.notes,

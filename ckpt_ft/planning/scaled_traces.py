@@ -33,16 +33,16 @@ class Anchor(NamedTuple):
     ends: Sequence[tuple[int, int] | None] = ()
 
 
-Table = dict[Hashable, Any]  # values by key; None for a key that several records with other values have
+Values = dict[Hashable, Any]  # values by key; None for a key that several records with other values have
 
 
-def _learn(table: Table, keys: Sequence[Hashable], value: tuple[int, ...]) -> None:
+def _learn(table: Values, keys: Sequence[Hashable], value: tuple[int, ...]) -> None:
     for key in keys:
         if table.setdefault(key, value) != value:
             table[key] = None
 
 
-def _known(table: Table, keys: Sequence[Hashable]) -> Any:
+def _known(table: Values, keys: Sequence[Hashable]) -> Any:
     """The value of the first key that is known; `keys` are from the finest to the coarsest."""
     return next((table[key] for key in keys if key in table), None)
 
@@ -56,8 +56,8 @@ class Growth:
 
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = low, high
-        self._storages: Table = {}
-        self._ops: Table = {}
+        self._storages: Values = {}
+        self._ops: Values = {}
         # By the trace's list of records, which the same step on another card shares.
         self._sizes: dict[int, tuple[Sequence[Storage], list[tuple[int, int]]]] = {}
         self._costs: dict[int, tuple[Sequence[Op], list[tuple[int, ...]]]] = {}
@@ -134,7 +134,7 @@ class Growth:
 
     def like(self, first: StepTrace, trace: StepTrace, batch: int) -> Anchor:
         """The anchor `trace`, at any batch size, whose storages grow as those of the same policy at `low` do."""
-        table: Table = {}
+        table: Values = {}
         grown = dict(zip(map(id, first.storages), self._grown(first), strict=True))
         for ones, others in _paired(_measured(first), _measured(trace), lambda s: (s.module, s.phase, s.op)):
             for one, other in zip(ones, others, strict=True) if len(ones) == len(others) else ():

@@ -163,7 +163,7 @@ class Tracer:
         report: called with one line before each trace.
 
     Attributes:
-        fits: what was found to fit, for the report; all tracers of a search share it.
+        fits: what was found to fit, for the report; a list, since the tracers of a search share it.
     """
 
     def __init__(self, workload: Workload, jobs: int = 1, report: Report | None = None) -> None:
@@ -250,7 +250,7 @@ class Tracer:
         batches = ((batch, [policy for policy, _ in same]) for batch, same in groupby(keys, key=lambda key: key[1]))
         said = ", ".join(f"batch {batch} under {'; '.join(policies)}" for batch, policies in batches)
         launch = self.workload.launch
-        self.report(f"{''.join(self.fits[-1:])}tracing {said}{f' with {launch}' if launch else ''}")
+        self.report(f"{self.fits[-1] if self.fits else ''}tracing {said}{f' with {launch}' if launch else ''}")
 
 
 def trace_all(asked: Sequence[tuple[Tracer, Iterable[Key]]], alone: bool = False) -> list[list[Traced]]:

@@ -288,6 +288,7 @@ def launches_on(gpus: int, machines: int = 0, strategies: Sequence[str] = WORTH_
     """Returns the launches on `gpus` GPUs to choose from: one of each strategy, and FSDP2 without resharding, too.
 
     Args:
+        strategies: names of `Launch.strategy`.
         machines, more: other fields of the launches.
 
     Raises:

@@ -551,7 +551,8 @@ class TrainingSpec:
         Raises:
             UserError: an unknown field, an invalid value, or incompatible fields.
         """
-        known, policy = declared(), str(changes.pop("policy", self.policy))
+        known = declared()
+        policy = str(changes.pop("policy", self.policy))
         changed: dict[str, dict[str, Any]] = {}
         for key, value in changes.items():
             if key not in known:

@@ -126,7 +126,8 @@ class FrozenLinear(nn.Linear):
 
     Args:
         linear: the layer that it replaces; its bias is kept.
-        packed, buffers: shapes and dtypes of the packed weight, and of what is kept beside it, by name.
+        packed: shape and dtype (None: the weight's) of the packed weight.
+        buffers: the same for what is kept beside it, by name.
     """
 
     compute_dtype: torch.dtype | None = None  # None for the dtype of the input
@@ -394,14 +395,12 @@ class Packing:
         tensors: (rows, columns, bits, group) -> shapes and dtypes, the packed weight first.
         group: elements that share a scale, if the configuration does not say.
         forward: whether a forward pass unpacks the whole weight; otherwise its kernel reads the packed one.
-        experts: whether it packs fused experts, too, which is not modelled.
     """
 
     source: str
     tensors: Callable[[int, int, int, int], Shapes]
     group: int = 128
     forward: bool = True
-    experts: bool = False
 
 
 PACKINGS: dict[str, Packing] = {
@@ -411,7 +410,6 @@ PACKINGS: dict[str, Packing] = {
             ((columns * bits // 32, rows), _I32), ((-(-columns // group), rows * bits // 32), _I32),
             ((-(-columns // group), rows), _F16), ((columns,), _I32),
         ],
-        experts=True,
     ),
     "awq": Packing(
         "gptqmodel, nn_modules/qlinear: qweight, qzeros, scales",
@@ -419,12 +417,11 @@ PACKINGS: dict[str, Packing] = {
             ((columns, rows * bits // 32), _I32), ((-(-columns // group), rows * bits // 32), _I32),
             ((-(-columns // group), rows), _F16),
         ],
-        experts=True,
     ),
     "fp8": Packing(
         "transformers, integrations/finegrained_fp8.py: FP8LinearFunction",
         lambda rows, columns, bits, group: [((rows, columns), _I8), ((-(-rows // group), -(-columns // group)), _F32)],
-        forward=False, experts=True,
+        forward=False,
     ),
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,7 +40,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
@@ -94,21 +95,30 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     """Returns the manifest of `checkpoint`, or None if it cannot be read; its files are not checked."""
     try:
         return Manifest.model_validate_json((checkpoint / MANIFEST).read_bytes())
-    except (OSError, ValidationError):
+    except (OSError, ValueError):  # no file, no name of a file, or no manifest
         return None
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
+    """Returns why `checkpoint` is not complete, or None if it is."""
+    if not os.path.isdir(checkpoint):
+        return "no such directory"
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return f"without a {MANIFEST} it was not written to its end"
     for name, size in manifest.files.items():
         path = checkpoint / name
-        if not path.is_file():
+        if not os.path.isfile(path):  # `Path.is_file` raises for a name that is too long
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if (found := os.path.getsize(path)) != size:
+            return f"{name} has {found} bytes instead of {size}"
     return None
+
+
+def print_on_main(text: str) -> None:
+    """Prints `text` on the main process, at once: output may go to a log file."""
+    if PartialState().is_main_process:
+        print(text, flush=True)
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
@@ -121,12 +131,14 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:
+    """Returns the newest complete checkpoint; None if there is none."""
     return next((str(path) for path in reversed(checkpoints(output_dir)) if why_incomplete(path) is None), None)
 
 
-def damaged(output_dir: str | Path) -> list[str]:
-    """Returns a sentence for each checkpoint that is not complete, newest first."""
-    found = ((path.name, why_incomplete(path)) for path in reversed(checkpoints(output_dir)))
+def damaged(output_dir: str | Path, chosen: str | None = None) -> list[str]:
+    """Returns a sentence for each checkpoint that is not complete, newest first, down to the `chosen` one."""
+    newer = takewhile(lambda path: str(path) != chosen, reversed(checkpoints(output_dir)))
+    found = ((path.name, why_incomplete(path)) for path in newer)
     return [f"{name} is damaged: {why}" for name, why in found if why is not None]
 
 
@@ -200,19 +212,24 @@ class RunDirectory:
         if state.is_main_process:
             _lock(self.path.absolute())
             if self.checkpoint is not None:
-                print("; ".join([*damaged(self.path), f"resuming from {Path(self.checkpoint).name}"]), flush=True)
+                resuming = f"resuming from {Path(self.checkpoint).name}"
+                print("; ".join([*damaged(self.path, self.checkpoint), resuming]), flush=True)
         state.wait_for_everyone()
 
     def clear(self) -> None:
-        """Deletes unfinished checkpoints of killed runs.
+        """Deletes unfinished checkpoints of killed runs, and links to none.
 
         With `overwrite`, the first call also deletes the earlier run's checkpoints and result.
         """
         state = PartialState()
         if state.is_main_process:
             for path in checkpoints(self.path):
-                if self.overwrite or not (path / MANIFEST).exists():
+                if not self.overwrite and (path / MANIFEST).exists():
+                    continue
+                if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
+                else:
+                    path.unlink()
             for pattern in _RESULT_FILES if self.overwrite else ():
                 for file in self.path.glob(pattern):
                     file.unlink()
@@ -342,7 +359,7 @@ class Checkpoints(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.first.made()
-        if state.is_world_process_zero:  # of a run that was resumed from an older checkpoint
+        if state.is_world_process_zero:  # a newer one, which this run, resumed from an older one, replaces
             (self.directory.path / f"checkpoint-{state.global_step}" / MANIFEST).unlink(missing_ok=True)
         if self.stop.agreed() and state.global_step < state.max_steps:
             self.stopping = control.should_save = control.should_training_stop = True
@@ -379,8 +396,7 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
                 try:
                     yield
                 except _Finished:
-                    if PartialState().is_main_process:
-                        print(f"{directory.checkpoint} is the last of a finished run: nothing is left to train")
+                    print_on_main(f"{directory.checkpoint} is the last of a finished run: nothing is left to train")
                     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
                         getattr(trainer, LOAD_BEST)()
                     trainer.save_model()

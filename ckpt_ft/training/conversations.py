@@ -159,10 +159,13 @@ class ImageLoader:
             raise UserError(f"{place}: {error}") from error
 
     def _file(self, path: str, place: str) -> Path:
-        file = (self.folder or Path()) / path
+        if self.folder is None and not Path(path).is_absolute():
+            raise UserError(
+                f"{place}: image {path!r:.200} is no file of the dataset; --image_folder names the folder of files"
+            )
+        file = Path(path) if self.folder is None else self.folder / path
         if not os.path.isfile(file):
-            where = "" if self.folder else "; --image_folder names the folder of files"
-            raise UserError(f"{place}: image {str(file)!r:.200} does not exist{where}")
+            raise UserError(f"{place}: image {str(file)!r:.200} does not exist")
         if self.folder is not None and not file.resolve().is_relative_to(self.folder.resolve()):
             raise UserError(
                 f"{place}: image {path} lies outside of the data folder {self.folder}; name theirs, --image_folder"

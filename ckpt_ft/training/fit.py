@@ -38,6 +38,7 @@ from ckpt_ft.workloads.from_trainer import check_trainer, planned_step
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments, TextACArguments
+from .checkpoints import print_on_main
 from .flags import changed
 
 Answer = TypeVar("Answer")
@@ -215,7 +216,7 @@ def fit(
         more: dict[str, Any] = {"margin": _cpu_margin(shared), "batch_size": batch_size, "report": logger.info}
         made = found_by_main(lambda: plan(shared, settings.ac_budget, **more))
         fitted = replace(fitted, plan=made)
-        PartialState().print(f"--ac_policy auto: {made.why}\n{made.table()}")
+        print_on_main(f"--ac_policy auto: {made.why}\n{made.table()}")
     return _with_largest_batch(fitted, device, batch_name) if settings.find_max_batch_size else fitted
 
 
@@ -265,7 +266,7 @@ def fit_length(trainer: Trainer, settings: TextACArguments, most: int) -> tuple[
             f"{flag}: not even {found.granularity} tokens fit in {format_bytes(found.room.budget)} under "
             f"--ac_policy {settings.ac_policy}; choose a policy that keeps less, or a larger budget"
         )
-    PartialState().print(f"{flag}: {found}, under --ac_policy {settings.ac_policy}")
+    print_on_main(f"{flag}: {found}, under --ac_policy {settings.ac_policy}")
     return settings, found.length
 
 
@@ -294,7 +295,7 @@ def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -
         if not more:
             break
         most = found.batch
-    PartialState().print(f"--find_max_batch_size: {found}\n{note}")
+    print_on_main(f"--find_max_batch_size: {found}\n{note}")
     args = changed(args, **{batch_name: batch}, gradient_accumulation_steps=steps)
     return replace(fitted, args=args, largest=found)
 

@@ -50,11 +50,10 @@ def image_files(folder: Path, *, below: bool = True) -> list[Path]:
 
 def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) -> Dataset:
     """Selects and renames columns, each given as (the flag that names it, its name, its new name)."""
-    if len({column for _, column, _ in columns}) < len(columns):
-        raise UserError(
-            f"{' and '.join(f'--{option}' for option, _, _ in columns)} name one column; give each its own"
-        )
     for option, column, _ in columns:
+        same = [f"--{other}" for other, theirs, _ in columns if theirs == column]
+        if len(same) > 1:
+            raise UserError(f"{' and '.join(same)} name one column, {column}; give each its own")
         if column not in rows.column_names:
             suggestion, there = did_you_mean(column, rows.column_names), ", ".join(rows.column_names)
             raise UserError(f"--{option} {column}: {source} has no such column{suggestion}; it has {there}")
@@ -182,7 +181,7 @@ class ImageArguments:
         sources = [name for name in _SOURCES if getattr(self, name) is not None]
         if len(sources) > 1:
             raise UserError(f"--{sources[0]} and --{sources[1]} are two sources of images; give one of them")
-        if self.instance_data_dir is not None and not self.instance_prompt:
+        if self.instance_data_dir is not None and not (self.instance_prompt or "").strip():
             raise UserError("--instance_data_dir needs --instance_prompt, such as 'a photo of sks dog'")
         random_each_time = self.random_flip or not self.center_crop
         if self.cache_latents and random_each_time:
@@ -211,7 +210,12 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     rows = undecoded(rows)
     if args.max_train_samples is not None:
         rows = rows.select(range(min(args.max_train_samples, len(rows))))
-    check_filled(rows, source, "text")
+    if getattr(rows.features["text"], "dtype", None) not in ("string", "large_string"):  # a list has none
+        raise UserError(
+            f"{source}: '{args.caption_column}' holds {rows.features['text']}; captions are texts: name their column, "
+            "--caption_column"
+        )
+    check_filled(rows, source, "text", args.caption_column)
     return readable(rows, source, skip=args.skip_bad_images)
 
 
@@ -264,9 +268,12 @@ def _caption_beside(image: Path, without: str | None) -> str:
     if without is not None and not file.exists():
         return without
     try:
-        return file.read_text(encoding="utf-8").strip()
+        text = file.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise UserError(f"{image} has no caption: {file.name} beside it: {one_line(error, 200)}") from error
+    if not text:
+        raise UserError(f"{image} has no caption: {file.name} is empty")
+    return text
 
 
 def framed(image: Image.Image, size: Size, args: ImageArguments, draw: random.Random) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,7 @@ def _last_number(text: str) -> float | None:
 
 
 def check_problems(rows: Dataset, name: str) -> None:
+    """Raises UserError if a row has no prompt, or no number as its answer."""
     check_columns(rows, name, ("prompt", "answer"), ("prompt", "answer"), "problems are rows of 'prompt' and 'answer'")
     wordy = next((at for at, value in enumerate(rows["answer"], start=1) if _last_number(str(value)) is None), None)
     if wordy is not None:
@@ -77,6 +78,7 @@ def check_problems(rows: Dataset, name: str) -> None:
 
 
 def check_preferences(rows: Dataset, name: str) -> None:
+    """Raises UserError if a column is missing or a value is empty; the error names it."""
     what = "'prompt', 'chosen' and 'rejected', texts or conversations"
     check_columns(
         rows, name, ("chosen", "rejected"), ("prompt", "chosen", "rejected"), f"preferences are rows of {what}"

@@ -14,7 +14,6 @@ import re
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -124,11 +123,14 @@ def check_columns(rows: Dataset, name: str, needed: Sequence[str], filled: Seque
             check_filled(rows, f"dataset {name}", column)
 
 
-def check_filled(rows: Dataset, source: str, column: str) -> None:
-    """Raises UserError if a value of `column` is empty; the message begins with `source`."""
+def check_filled(rows: Dataset, source: str, column: str, called: str = "") -> None:
+    """Raises UserError if a value of `column` is empty; the message begins with `source`.
+
+    called: the user's name of the column, if it was renamed.
+    """
     for number, value in enumerate(rows[column], start=1):
         if value in (None, "", []) or (isinstance(value, str) and not value.strip()):
-            raise UserError(f"{source}: row {number} has no '{column}'; drop the row, or fill it in")
+            raise UserError(f"{source}: row {number} has no '{called or column}'; drop the row, or fill it in")
 
 
 def known_columns(rows: Dataset, text_field: str) -> Dataset:
@@ -402,7 +404,11 @@ class PadCollator:
         packed = "position_ids" in rows[0]
         if self.in_one and packed:
             names = ("input_ids", "labels", "position_ids")
-            rows = [{name: [*chain.from_iterable(row[name] for row in rows)] for name in names}]
+            joined: dict[str, list[int]] = {name: [] for name in names}
+            for row in rows:
+                for name, values in joined.items():
+                    values += row[name]
+            rows = [joined]
         longest = max(len(row["input_ids"]) for row in rows)
         longest += -longest % self.multiple
         batch = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,16 +22,20 @@ Model = TypeVar("Model", bound=ModelArguments)
 Data = TypeVar("Data", bound=SplitArguments)
 
 
-def start(args: Any, settings: ACArguments, *, packing: bool = False) -> RunDirectory:
+def start(
+    args: Any, settings: ACArguments, *, packing: bool = False, metrics: Sequence[str] = ("loss",)
+) -> RunDirectory:
     """Checks flags against each other, opens the output directory and sets the seed.
 
     Args:
         packing: whether rows are packed; attention with a KV cache ignores their positions.
+        metrics: what an evaluation gives.
 
     Raises:
         UserError: flags contradict each other, or the output directory cannot be used.
     """
     args.swaps = settings.policy is not None and bool(settings.policy.swap)
+    check_best_metric(args, metrics)
     if packing and parallelism_of(args).cp_size > 1:
         raise UserError(
             "--packing under context parallelism, which drops masks: rows would see one another; add --packing false"
@@ -61,6 +65,13 @@ def with_sample(
         replace(model_args, model_name_or_path=model),
         replace(data_args, dataset_name=data_args.dataset_name or dataset),
     )
+
+
+def check_best_metric(args: TrainingArguments, metrics: Sequence[str]) -> None:
+    """Raises UserError if an evaluation does not return `--metric_for_best_model`; a Trainer only fails after it."""
+    name = args.metric_for_best_model
+    if name is not None and name.removeprefix("eval_") not in metrics:
+        raise UserError(f"--metric_for_best_model {name}: an evaluation gives {', '.join(metrics)}; name one of them")
 
 
 def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None:

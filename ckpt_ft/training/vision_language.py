@@ -307,3 +307,13 @@ def without_videos() -> Iterator[None]:
         patch.object(ProcessorMixin, "check_argument_for_proper_class", checked),
     ):
         yield
+
+
+def check_all_have_images(rows: Dataset, train_towers: str) -> None:
+    """Raises UserError if only the vision tower is trained and a row has no image."""
+    without = sum(not count for count in rows.with_format(None)["pixels"])
+    if train_towers == "vision" and without:
+        raise UserError(
+            f"--train_towers vision: {without} of {len(rows)} rows have no image, from which that tower learns "
+            "nothing; leave them out, or train both towers"
+        )

@@ -91,14 +91,16 @@ class TrainedTowers:
         linear = asked in (None, "all-linear", ["all-linear"])
         if isinstance(asked, str) and not linear:
             return asked
-        head, ends = self.model.get_output_embeddings(), tuple(f".{name}" for name in asked or ())
+        head = self.model.get_output_embeddings()
+        ends = () if linear else tuple(f".{name}" for name in asked or ())
         found = []
-        for root, module in (item for tower in self.towers for item in tower.modules.items()):
-            for name, layer in module.named_modules():
-                path = ".".join(filter(None, (root, name)))
-                is_asked = f".{path}".endswith(ends)
-                if (isinstance(layer, nn.Linear) and layer is not head) if linear else is_asked:
-                    found.append(path)
+        for tower in self.towers:
+            for root, module in tower.modules.items():
+                for name, layer in module.named_modules():
+                    path = ".".join(filter(None, (root, name)))
+                    is_linear = isinstance(layer, nn.Linear) and layer is not head
+                    if is_linear if linear else f".{path}".endswith(ends):
+                        found.append(path)
         if not found:
             where = " or ".join(tower.name for tower in self.towers)
             raise UserError(f"{by} {' '.join(asked or ())}: no layer of that name is {where}'s")
@@ -488,7 +490,7 @@ def pack(model: nn.Module, stated: Mapping[str, Any]) -> None:
         UserError: the model has fused experts, which the method packs, too.
     """
     packing, bits, group = method_of(stated)
-    if packing.experts and fused_experts(model):
+    if fused_experts(model):
         raise UserError(f"{stated['quant_method']}: packed weights of experts are not modelled")
     left = stated.get("modules_to_not_convert") or stated.get("ignored_layers")
     replace_linears(model, lambda linear: PackedLinear(linear, packing, bits, group), None, left)

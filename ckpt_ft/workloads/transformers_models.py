@@ -79,6 +79,7 @@ def takes(model: Any) -> Collection[str]:
 
 
 def _ids(model: Any, spec: TrainingSpec) -> Field:
+    # a model without a vocabulary is refused where its fields are checked
     return Field((spec.data.tokens,), getattr(model.config.get_text_config(), "vocab_size", 2))
 
 
@@ -161,7 +162,11 @@ class Task:
 _TEXT: dict[str, Input] = {"input_ids": _ids, "labels": _ids}
 _SPEECH: dict[str, Input] = {"input_features": _log_mel, "labels": _ids}
 _CLASSIFIED: dict[str, Input] = {"input_ids": _ids, "labels": _class_of_text}
-_POSITION: Input = lambda model, spec: Field((), spec.data.tokens)  # noqa: E731
+
+
+def _position(model: Any, spec: TrainingSpec) -> Field:
+    return Field((), spec.data.tokens)
+
 
 # In order of preference: a configuration that names no class gets the first class for its model type.
 TASKS = (
@@ -179,7 +184,7 @@ TASKS = (
         "input_ids": _ids, "labels": lambda model, spec: Field((spec.data.tokens,), model.config.num_labels),
     }),
     Task("question-answering", "FOR_QUESTION_ANSWERING_", {
-        "input_ids": _ids, "start_positions": _POSITION, "end_positions": _POSITION,
+        "input_ids": _ids, "start_positions": _position, "end_positions": _position,
     }),
     Task("image-segmentation", "FOR_SEMANTIC_SEGMENTATION_", {
         "pixel_values": _pixels,
@@ -239,6 +244,11 @@ def notes_on(model: Any, task: Task, spec: TrainingSpec) -> tuple[str, ...]:
     if senses:
         said = f"rows are text alone: what takes {', '.join(sorted(senses))} is resident and does not run"
         return (f"{said}; --images 1 gives rows one" if "pixel_values" in senses else said,)
+    if "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        return (
+            "linear attention runs as without flash-linear-attention and causal-conv1d; with these packages a step "
+            "needs less memory and far less time",
+        )
     return ("sources and targets are of the same length",) if model.config.is_encoder_decoder else ()
 
 

@@ -235,7 +235,8 @@ def _batches(trainer: Any, spec: TrainingSpec) -> Callable[[int, int | None], Ba
 def _rows(spec: TrainingSpec, samples: int, tokens: int, uneven: bool = False, trainer: Any = None) -> list[Any]:
     """Rows as the trainer's collator takes them. uneven: all but the first have one token less."""
     packed = spec.data.rows == "packed" and getattr(trainer, "padding_free", False)
-    kind, rows = spec.trainer.trainer, list[dict[str, Any]]()
+    kind = spec.trainer.trainer
+    rows: list[dict[str, Any]] = []
     for number in range(samples):
         row = [1] * (tokens - 1 if uneven and number else tokens)
         prompt, answer, half = row[:1], row[1:], len(row) // 2

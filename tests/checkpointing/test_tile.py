@@ -273,9 +273,9 @@ def test_policy_tile_round_trips_as_text() -> None:
         assert str(policy) == text
         assert Policy.parse(json.loads(json.dumps(policy.to_dict()))) == policy
     for text, says in (
-        ("tile:0", "'tile' takes a whole number of at least 1"),
-        ("tile@language", "the tower 'language': offload, head, tile"),
-        ("tile:2,tile:4", "'tile:2' and 'tile:4' contradict each other"),
+        ("tile:0", "'tile' needs a whole number of at least 1 after it"),
+        ("tile@language", "'tile' applies to the whole model"),
+        ("tile:2,tile:4", "tiles 2 and 4 contradict each other"),
         ("save:matmul,tile", "'tile' recomputes the matmuls of each MLP, and save:matmul keeps them"),
     ):
         with pytest.raises(UserError, match=says):

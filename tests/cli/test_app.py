@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
         ("which policy gpt2 t4", ["plan", "gpt2", "--device=t4"]),
         ("which gpu for qwen3 8b", ["where", "qwen3 8b"]),
         ("what can I train with 24 GB of VRAM?", ["where", "--device=24 GB"]),
+        ("gpt2, 8,192 tokens t4", ["estimate", "gpt2", "--seq-length=8192", "--device=t4"]),
         ("gpt2 131072 tokens", ["estimate", "gpt2", "--seq-length=131072"]),
         ("recipe llm", ["estimate", "recipe"]),  # a model of that name, which is not known
         ("merge out", ["estimate", "merge out"]),

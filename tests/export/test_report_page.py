@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,8 @@ def test_notebook_shows_a_report() -> None:
     shown = made._repr_html_()
     assert "7.00 GiB" in shown
     assert HOSTILE not in shown
+    assert '"kind":"step"' not in html.unescape(shown)  # no step was recorded
+    assert '"kind":"step"' in html.unescape(report(layered(2))._repr_html_())
 
 
 def test_steps_that_were_not_measured_are_gaps(show: Show, tmp_path: Path) -> None:

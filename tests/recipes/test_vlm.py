@@ -198,6 +198,12 @@ def test_contradictory_vlm_flags_are_one_line(vlm: ModuleType, tmp_path: Path, f
         train(vlm, tmp_path / "out", *flags, dataset_name=rows(tmp_path, row("good.png")))
 
 
+def test_text_rows_are_refused_if_only_the_vision_tower_trains(vlm: ModuleType, tmp_path: Path) -> None:
+    file = rows(tmp_path, row("good.png"), {**row("good.png", "What is it?"), "images": []})
+    with pytest.raises(UserError, match="--train_towers vision: 1 of 2 rows have no image, from which that tower"):
+        train(vlm, tmp_path / "out", dataset_name=file, train_towers="vision")
+
+
 def test_vlm_error_is_exit_code_2(vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = rows(tmp_path, row("gone.png"))
     with pytest.raises(SystemExit) as stopped:

@@ -111,15 +111,16 @@ function timelineView(section) {
     const picture = svg("svg", { width, height: LOW, role: "img", "aria-label": said },
       ...byteMarks(0, most, 5).map(([n, label]) => svg("text", { x: LEFT - 8, y: y(n) + 4, "text-anchor": "end" }, label)),
       ...names.map((name, k) => svg("polygon", { points: [...edge(tops[k]), ...edge(tops[k - 1]).reverse()].join(" "), fill: categoryColour(name) }, svg("title", {}, name))),
-      ...marks.flatMap(([at, phase]) => [
-        svg("line", { class: "between", x1: x(at), x2: x(at), y1: TOP, y2: LOW - BOTTOM }),
-        svg("text", { x: x(at) + 4, y: LOW - 7 }, phase),
-      ]),
+      ...marks.flatMap(([at, phase], i) => {
+        const line = svg("line", { class: "between", x1: x(at), x2: x(at), y1: TOP, y2: LOW - BOTTOM });
+        const [end] = marks[i + 1] || [last];
+        return x(end) - x(at) > 8 * phase.length ? [line, svg("text", { x: x(at) + 4, y: LOW - 7 }, phase)] : [line];
+      }),
       svg("text", { x: x(peak), y: y(highest) - 5, "text-anchor": peak > last / 2 ? "end" : "start" }, `peak ${bytes(highest)}`));
     picture.addEventListener("pointermove", (event) => {
       const at = event.clientX - picture.getBoundingClientRect().left;
       const i = moments.reduce((best, moment, k) => (Math.abs(x(moment) - at) < Math.abs(x(moments[best]) - at) ? k : best), 0);
-      tip.show(event, el("p", { class: "bytes" }, bytes(tops.at(-1)[i])), facts(names.toReversed().map((name) => [name, bytes(series[name][i])])));
+      tip.show(event, el("p", { class: "bytes" }, bytes(tops.length ? tops.at(-1)[i] : 0)), facts(names.toReversed().map((name) => [name, bytes(series[name][i])])));
     });
     picture.addEventListener("pointerleave", () => tip.hide());
     element.replaceChildren(picture);

@@ -41,6 +41,9 @@ def expandable_segments(text: str | None) -> bool:
         if key not in _VALUES and key not in _NO_EFFECT:
             raise UserError(f"allocator settings: no option '{key}'{did_you_mean(key, _VALUES)} (expandable_segments)")
         if value not in _VALUES.get(key, (value,)):
-            raise UserError(f"allocator settings '{key}:{value}': write {' or '.join(_VALUES[key])}")
-        expandable = value == "True" if key == "expandable_segments" else expandable
+            raise UserError(
+                f"allocator settings '{key}:{value}': write {' or '.join(_VALUES[key])}; no other is replayed"
+            )
+        if key == "expandable_segments":
+            expandable = value == "True"
     return expandable

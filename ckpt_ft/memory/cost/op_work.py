@@ -40,7 +40,8 @@ _READS = {
 }
 # To add sparse fp32 values to a dense half-precision tensor, PyTorch makes an fp32 copy, copies that, adds by index
 # and copies the result back: 6 + 8 + 6 bytes per element, in units of 4 (SparseCUDATensorMath.cu).
-_ADDED_SPARSE, _ADDS = 5, (aten.add, aten.add_)
+_ADDED_SPARSE = 5
+_ADDS = (aten.add, aten.add_)
 # Limits of one multi-tensor kernel: tensors, chunks, and elements of a chunk (ATen/native/cuda/MultiTensorApply.cuh).
 _TENSORS_PER_LAUNCH, _CHUNKS_PER_LAUNCH, _CHUNK = 36, 320, 65536
 
@@ -138,14 +139,14 @@ def footprint(tensor: Tensor) -> int:
     return count * tensor.itemsize
 
 
-def attention_flops(*args: Any, first: int = 0, **kwargs: Any) -> int:
-    """Flops of attention, with the query in argument `first`, for every head of the query.
+def attention_flops(*args: Any, backward: bool = False, **kwargs: Any) -> int:
+    """Flops of attention, for every head of the query; in `backward`, the gradient of its output comes before it.
 
     Forward computes the scores and the values weighted by them. Backward computes the scores again and their gradient,
     and the gradients of query, key and value.
     """
-    query, key, value = args[first : first + 3]
-    width = 3 * query.size(-1) + 2 * value.size(-1) if first else query.size(-1) + value.size(-1)
+    query, key, value = args[1:4] if backward else args[:3]
+    width = 3 * query.size(-1) + 2 * value.size(-1) if backward else query.size(-1) + value.size(-1)
     return 2 * query.shape[:-1].numel() * key.size(-2) * width
 
 
@@ -178,7 +179,7 @@ _FLOPS: dict[str, Callable[..., int]] = {
     "grouped_mm_fallback_backward": partial(grouped_matmul_flops, times=2),  # both gradients
     "convolution_backward": convolution_backward_flops,
     **dict.fromkeys(_ATTENTION, attention_flops),
-    **{f"{name}_backward": partial(attention_flops, first=1) for name in _ATTENTION},
+    **{f"{name}_backward": partial(attention_flops, backward=True) for name in _ATTENTION},
 }
 
 

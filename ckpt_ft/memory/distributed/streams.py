@@ -20,7 +20,10 @@ from ckpt_ft.memory.record.recorder import Recorder
 
 
 class _Stream:
-    """One stream, with its `name` in the record; "" for the default one. The record has no clock: all has ended."""
+    """One stream, with its `name` in the record; "" for the default one.
+
+    The record has no clock, so `query` says that all kernels have ended.
+    """
 
     def __init__(self, streams: Streams, name: str) -> None:
         self.streams, self.name = streams, name

@@ -166,7 +166,8 @@ class DataDependentOps:
         if tensor.constant is not None:  # an optimizer reads a step count for each parameter
             with no_dispatch():
                 return tensor.constant.item()
-        known, made_by = self._of(tensor), self.recorder.made_by(tensor)
+        known = self._of(tensor)
+        made_by = self.recorder.made_by(tensor)
         if tensor.dtype == torch.bool:
             self.recorder.note(_CLEAN)
             return not made_by.startswith(_NEGATIVE) or (made_by.startswith("aten.any") and known is not None)
@@ -217,7 +218,8 @@ class DataDependentOps:
         plain: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
-                plain += [torch.empty(self._count(index), dtype=torch.int64, device="cpu") for _ in range(index.dim())]
+                count = self._count(index)
+                plain += [torch.empty(count, dtype=torch.int64, device="cpu") for _ in range(index.dim())]
             else:
                 plain.append(index)
         return func(values, plain)

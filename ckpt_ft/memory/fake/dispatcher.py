@@ -121,7 +121,8 @@ class FakeOps(RealOps):
     def __init__(
         self, recorder: Recorder, fakes: Fakes, gpu: GPU | None, interrupts: Interrupts, streams: Streams
     ) -> None:
-        self.recorder, self.fakes, self.gpu, self.values = recorder, fakes, gpu, Values()
+        self.recorder, self.fakes, self.gpu = recorder, fakes, gpu
+        self.values = Values()
         self.interrupts, self.streams = interrupts, streams
         self._by_data = DataDependentOps(recorder, self.values)
         capability = gpu.capability if gpu else 0

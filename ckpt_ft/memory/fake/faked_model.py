@@ -225,7 +225,7 @@ def _hook(fake: Tensor, like: Tensor, fakes: Mapping[int, Any]) -> None:
 
 def _of_fakes(hook: Any, fakes: Mapping[int, Any]) -> Callable[..., Any]:
     """`hook`, or a copy of it that holds optimizers of the fake parameters in place of those of the real ones."""
-    held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    held = [cell.cell_contents for cell in hook.__closure__ or ()] if isinstance(hook, FunctionType) else []
     if not any(isinstance(value, dict) and any(map(_is_optimizer, value.values())) for value in held):
         return hook
     cells = tuple(CellType(renew(value, fakes) if isinstance(value, dict) else value) for value in held)

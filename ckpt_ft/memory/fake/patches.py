@@ -130,11 +130,11 @@ def quiet() -> Iterator[None]:
 class Interrupts:
     """Defers signal handlers, while entered, to the next call of `deliver`, or to the exit.
 
-    A second signal is handled at once, since the step may hang. In other threads than the main one this does nothing.
+    Within `passing_on`, a second signal is handled at once. In other threads than the main one this does nothing.
     """
 
     def __init__(self) -> None:
-        self._hurried = False
+        self._passing = False
         self.waiting: dict[int, FrameType | None] = {}  # signals that came, with the frame
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
@@ -148,9 +148,19 @@ class Interrupts:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._passing = False
         for number, handler in reversed(self._handlers.items()):
             signal.signal(number, handler)
         self.deliver()
+
+    @contextmanager
+    def passing_on(self) -> Iterator[None]:
+        """While steps run, a signal that comes a second time is handled at once, since the step may hang."""
+        self._passing = True
+        try:
+            yield
+        finally:
+            self._passing = False
 
     def deliver(self) -> None:
         """Call the deferred handlers; raises KeyboardInterrupt for Ctrl-C."""
@@ -161,6 +171,6 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:
         again = number in self.waiting
         self.waiting[number] = frame
-        if again and not self._hurried:
-            self._hurried = True  # only once: the exception runs through code that restores state
+        if again and self._passing:
+            self._passing = False  # the exception runs through code that restores state
             self.deliver()

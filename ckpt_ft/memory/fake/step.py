@@ -254,7 +254,7 @@ class _Trace:
                 refuse_compiled(model, launch is not None and launch.strategy == "fsdp2")
             bucket = BUCKET if launch is not None and launch.strategy == "ddp" else 0
             lowering = compiled_steps(model, tracker, fakes, gpu, bucket) if self.compiled else nullcontext()
-            with lowering as describe, self._tracking(tracker, streams):
+            with lowering as describe, self._tracking(tracker, streams), interrupts.passing_on():
                 optimizer: Any = self.make_optimizer(model) if self.make_optimizer else None
                 if launch is not None and launch.by_transformers:
                     separate_meshes(optimizer)

@@ -359,7 +359,8 @@ class MemoryProfiler:
     def step(self) -> dict[str, float]:
         """Ends an optimizer step, begins the next, and logs this process's figures to the accelerator's trackers.
 
-        Returns the figures in GiB ("memory/allocated_gib", "memory/backward_gib", ...); none for an unmeasured step.
+        Returns the figures in GiB ("memory/allocated_gib", "memory/backward_gib", ...), empty for a step that was not
+        measured.
         """
         seconds = time.perf_counter() - self._began
         if self.steps > 0 and not (self._open and self.device.type == "cpu"):  # the first step warms up

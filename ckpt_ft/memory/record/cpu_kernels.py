@@ -142,10 +142,12 @@ def real_kernels() -> tuple[dict[Any, Rule], dict[Any, After]]:
 
 def _scratch(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Record the scratch of the kernel for arguments of these shapes, strides and dtypes."""
-    large = (
-        func in MATMULS and args[-2].numel() * args[-1].shape[-1] > _LARGEST_MATMUL
-    )  # the operands are the last two
-    if takes_scratch(func, args) and not large and (nbytes := _on_zeros(func, args, kwargs)[0]):
+    if not takes_scratch(func, args):
+        return
+    if func in MATMULS and args[-2].numel() * args[-1].shape[-1] > _LARGEST_MATMUL:  # the operands are the last two
+        return
+    nbytes, _ = _on_zeros(func, args, kwargs)
+    if nbytes:
         recorder.scratch(nbytes, str(func))
 
 

@@ -128,7 +128,8 @@ class Recorder:
     def add_op(self, name: str, work: Work, module: str, at: int, stream: str, wire: int, around: str) -> None:
         """Record an op that began after `at` events; the other arguments are fields of `Op`."""
         flops, nbytes, dtype, kernels, shape, on_host = work
-        phase, stream = self.context.phase, HOST if on_host else stream
+        phase = self.context.phase
+        stream = HOST if on_host else stream
         self.ops.append(Op(name, flops, nbytes, dtype, phase, module, at, kernels, stream, wire, shape, around))
 
     def synchronise(self, what: str, stream: str, back: int = 0) -> None:
@@ -240,7 +241,8 @@ class Recorder:
                 self.follow(part, category, op, module, resident, on_host)
             return
         storage = tensor.untyped_storage()
-        nbytes, seen = storage.nbytes(), self.live.get(storage_pointer(storage))
+        nbytes = storage.nbytes()
+        seen = self.live.get(storage_pointer(storage))
         if seen is not None:
             if seen.index < 0:
                 return
@@ -306,6 +308,7 @@ class Recorder:
             self._hold(storage, index)
 
     def resizing(self, resize: Callable[..., torch.UntypedStorage]) -> Callable[..., torch.UntypedStorage]:
+        """`resize`, which is `UntypedStorage.resize_`, with a record of each call."""
 
         def followed(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             result: torch.UntypedStorage = resize(storage, nbytes)

@@ -95,16 +95,20 @@ class StepTrace:
     def replay_with(self, sizes: Sequence[int], capacity: int | None = None, until: int | None = None) -> Replay:
         """The replay with other sizes of the storages; `capacity` and `until` are those of allocator/replay.py."""
         if self.device != "cpu" or capacity is not None:
-            expandable, streams = expandable_segments(self.alloc_conf), [storage.stream for storage in self.storages]
-            return replay(sizes, self.events, expandable, capacity, self.emptied, streams, until)
+            expandable = expandable_segments(self.alloc_conf)
+            return replay(sizes, self.events, expandable, capacity, self.emptied, self._streams, until)
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
         return Replay(allocated, list(accumulate(allocated, max)))
 
     def allocator_history(self) -> AllocatorHistory:
         """Addresses and segments of the caching allocator, event by event; for "cpu" too."""
         sizes = [storage.nbytes for storage in self.storages]
-        expandable, streams = expandable_segments(self.alloc_conf), [storage.stream for storage in self.storages]
-        return allocator_history(sizes, self.events, expandable, self.emptied, streams)
+        expandable = expandable_segments(self.alloc_conf)
+        return allocator_history(sizes, self.events, expandable, self.emptied, self._streams)
+
+    @property
+    def _streams(self) -> list[str]:
+        return [storage.stream for storage in self.storages]
 
     def requested_with(self, sizes: Sequence[int]) -> int:
         """Peak of the requested bytes with storages of these sizes: a lower bound of the reserved bytes."""
@@ -146,6 +150,8 @@ class StepTrace:
         return self._at_host_peak("host_kind", HOST_COLOURS)
 
     def _at_host_peak(self, column: str, names: Iterable[str]) -> dict[str, int]:
+        if not self.peak_host:
+            return {}
         totals = {"": 0, **dict.fromkeys(names, 0)}
         for index, change in islice(self._changes(host=True), self.host_peak_at + 1):
             totals[getattr(self.storages[max(index, ~index)], column)] += change
@@ -247,9 +253,11 @@ class StepTrace:
             if index >= 0:
                 live[index] = AllocationLifetime(self.storages[index], change, max(at, 0), None)
             else:
-                found.append(replace(live.pop(~index), freed=at))
+                made = live.pop(~index)
+                if at > 0:
+                    found.append(replace(made, freed=at))
         there = (one for one in [*found, *live.values()] if bool(one.storage.host) is host)
-        return sorted((one for one in there if one.freed is None or one.freed > 0), key=attrgetter("made"))
+        return sorted(there, key=attrgetter("made"))
 
     def moment_times(self, spans: Iterable[Span]) -> list[float]:
         """Seconds from the step's begin to each moment: when, in the schedule `spans`, the op of its event starts."""
@@ -292,7 +300,8 @@ class StepTrace:
         Managed memory that does not fit on the card is copied to it and back in each step.
         """
         seconds = self._seconds_on(gpu, host)
-        if (paged := self.host_kinds.get("managed", 0)) == 0:
+        paged = self.host_kinds.get("managed", 0)
+        if not paged:
             return seconds
         moved = min(paged, max(0, paged + self.peak_reserved + gpu.context - gpu.memory))
         moving = 2 * moved / gpu.host_bandwidth

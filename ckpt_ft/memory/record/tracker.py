@@ -260,10 +260,8 @@ class Tracker(TorchDispatchMode):
                 self._follow_unknown(tensor)
         if op.collective:
             recorder.label_sent(tensors(args))
-        stream, at = (
-            dispatcher.collective_stream(func, args) if op.collective else recorder.stream,
-            len(recorder.events),
-        )
+        stream = dispatcher.collective_stream(func, args) if op.collective else recorder.stream
+        at = len(recorder.events)
         out, work = dispatcher.call(op, func, args, kwargs)
         if context.phase == "backward" and op.name in IN_PLACE and is_in_place(func, args, recorder.made_by):
             recorder.reuse(args[0], out)

@@ -151,7 +151,8 @@ RULES: dict[Any, Rule] = {
 
 def seeds(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Without dropout, its seed and offset are CPU tensors. [native/transformers/cuda/attention.cu]"""
-    return () if any(args[5:6]) else (2, 3)
+    dropout = args[5] if len(args) > 5 else 0.0
+    return () if dropout else (2, 3)
 
 
 # For each op, the indices of results on the host.
@@ -203,9 +204,10 @@ def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
     """
     grad, query = args[:2]
     batch, heads, length, head = query.shape
-    width = _up(length, 64) * _up(head, 64 if head <= 64 else 128)
-    most = grad.numel() if query.dtype == torch.float32 else batch * heads * width
-    recorder.scratch(4 * (batch * heads * length + most), str(func))
+    delta = batch * heads * length
+    padded = _up(length, 64) * _up(head, 64 if head <= 64 else 128)
+    more = grad.numel() if query.dtype == torch.float32 else batch * heads * padded
+    recorder.scratch(4 * (delta + more), str(func))
 
 
 def flash_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

@@ -159,7 +159,8 @@ def load_denoiser(args: PipelineArguments, family: Family, dtype: torch.dtype) -
 
 def family_of(args: PipelineArguments) -> tuple[Family, Any]:
     """Returns the family of the pipeline and the configuration of what is trained, before any weights are read."""
-    source, unet = pipeline_flag(args), isinstance(args, DiffusionModelArguments)
+    source = pipeline_flag(args)
+    unet = isinstance(args, DiffusionModelArguments)
     with library_reads(f"{source}: no usable model_index.json"):
         index = diffusers.DiffusionPipeline.load_config(args.pretrained_model_name_or_path, revision=args.revision)
         name = str(index["_class_name"])

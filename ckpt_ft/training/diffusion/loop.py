@@ -122,13 +122,14 @@ class Run:
         return self.accelerator.unwrap_model(self.model)
 
     def _prepare(self, rows: int, family: Family) -> None:
-        """Makes all that changes from step to step, which a checkpoint holds; rows: images of an epoch."""
+        """Makes optimizer, schedule and moving average, and prepares the model; rows: images of an epoch."""
         model_args, args, accelerator = self.model_args, self.args, self.accelerator
         model = self.fitted.workload.model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.per_step = args.train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
         self.total_steps = args.max_train_steps or args.num_train_epochs * -(-rows // self.per_step)
-        scale, text_rate = self.per_step if args.scale_lr else 1, getattr(model_args, "text_rate", None)
+        scale = self.per_step if args.scale_lr else 1
+        text_rate = getattr(model_args, "text_rate", None)
         groups = parameter_groups(model, None if text_rate is None else text_rate * scale)
         optimizer = make_optimizer(groups, args, args.learning_rate * scale)
         self.lr_scheduler = get_scheduler(
@@ -208,7 +209,7 @@ class Run:
 
     def _micro_batches(self, batches: Iterator[Any], noisy: NoisyBatches) -> Iterator[Batch]:
         """Those of one step; the first step's are checked with and without the policy (--ac_check)."""
-        for batch in map(noisy, islice(batches, self.args.gradient_accumulation_steps)):  # which keeps no rows
+        for batch in map(noisy, islice(batches, self.args.gradient_accumulation_steps)):  # lazily
             if self.memory.profiler is not None and self.memory.profiler.measuring:
                 noisy.largest = max(noisy.largest, noisy.size, key=math.prod)
             if self.step == 0:

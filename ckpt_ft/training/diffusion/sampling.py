@@ -87,6 +87,9 @@ class Validation:
     def run(self, model: nn.Module, accelerator: Accelerator, step: int) -> None:
         """Draws all prompts, writes `step-{step}.png` and sends the images to the trackers; for the main process."""
         images = self.images(model, accelerator)
+        if step == 0:
+            for old in self.folder.glob("step-*.png"):  # of an earlier run in the same place
+                old.unlink()
         write(self.folder / f"step-{step:06}.png", make_image_grid(images, 1, len(images)).save)
         for tracker in accelerator.trackers:
             if tracker.name == "tensorboard":

@@ -109,18 +109,22 @@ def paragraphs() -> list[tuple[str, str]]:
 
 def _write_reference(directory: Path) -> None:
     draw = random.Random(0)
-    common = dict(Counter(topic for topic, _ in paragraphs()).most_common(_CLASSES))
+    every = paragraphs()
+    common = dict(Counter(topic for topic, _ in every).most_common(_CLASSES))
     rows: dict[str, list[dict[str, str]]] = {"reference": [], "preferences": [], "labelled": []}
-    for topic, text in paragraphs():
-        prompt, words = f"What does Python's reference say about `{topic}`?\n", text.split()
+    for topic, text in every:
+        prompt = f"What does Python's reference say about `{topic}`?\n"
+        words = text.split()
         rows["reference"].append({"prompt": prompt, "completion": text})
         shuffled = " ".join(draw.sample(words, len(words)))
         rows["preferences"].append({"prompt": prompt, "chosen": text, "rejected": shuffled})
         if topic in common:
-            begin, end = (" ".join(half) for half in (words[: len(words) // 2], words[len(words) // 2 :]))
+            middle = len(words) // 2
+            begin = " ".join(words[:middle])
+            end = " ".join(words[middle:])
             rows["labelled"].append({"text": text, "label": topic, "anchor": begin, "positive": end})
-    for name, of_name in rows.items():
-        _write_rows(directory / f"{name}.jsonl", of_name)
+    for name, written in rows.items():
+        _write_rows(directory / f"{name}.jsonl", written)
     tokenizer = make_tokenizer(row["prompt"] + row["completion"] for row in rows["reference"])
     config = LlamaConfig(vocab_size=VOCABULARY, intermediate_size=352, num_hidden_layers=4, **_TEXT_MODEL)
     encoder = BertConfig(

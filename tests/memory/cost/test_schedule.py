@@ -41,7 +41,7 @@ def test_attention_counts_every_head_of_the_query():
     for heads in (4, 2):
         key, value = torch.empty(2, heads, 10, 8), torch.empty(2, heads, 10, 16)
         assert op_work.attention_flops(query, key, value) == 2 * 2 * 4 * 6 * 10 * (8 + 16)
-        assert op_work.attention_flops(grad, query, key, value, first=1) == 2 * 2 * 4 * 6 * 10 * (3 * 8 + 2 * 16)
+        assert op_work.attention_flops(grad, query, key, value, backward=True) == 2 * 2 * 4 * 6 * 10 * (3 * 8 + 2 * 16)
     key, value = torch.empty(2, 4, 10, 8), torch.empty(2, 4, 10, 8)
     for kernel in ("flash", "efficient", "cudnn"):
         packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
@@ -49,6 +49,7 @@ def test_attention_counts_every_head_of_the_query():
         for op, args in ((packet, (query, key, value)), (backward, (query, query, key, value))):
             flops = op_work.work_rule(op.default).flops
             assert flops is not None
+            assert flops is not flop_registry[op]  # torch 2.11 refuses grouped heads
             assert flops(*args) == flop_registry[op](*args)
 
 

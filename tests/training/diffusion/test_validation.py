@@ -44,6 +44,8 @@ def test_each_validation_is_a_row_of_the_sheet(tmp_path: Path) -> None:
     row = size(tmp_path / "samples" / "step-000010.png")
     assert row == (2 * SIDE, SIDE)
     assert size(tmp_path / "samples.png") == (row[0], 2 * row[1])
+    pictures.run(model, ACCELERATOR, 0)  # another run with the same output
+    assert not (tmp_path / "samples" / "step-000010.png").exists()
 
 
 def test_failed_image_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

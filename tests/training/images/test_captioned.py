@@ -61,7 +61,7 @@ def test_captions_in_text_files(tmp_path: Path) -> None:
     rows = load_captioned(args, 32)
     assert [Path(image["path"]).name for image in rows["image"]] == ["a.jpg", "b.png", "c.png"]
     assert list(rows["text"]) == ["blé", "a red", "green"]
-    for content, words in ((b"\xff\xfe\xff", "b.txt beside it: "), (None, "No such file")):
+    for content, words in ((b"", "b.txt is empty"), (b"\xff\xfe\xff", "b.txt beside it: "), (None, "No such file")):
         (tmp_path / "b.txt").unlink()
         if content is not None:
             (tmp_path / "b.txt").write_bytes(content)

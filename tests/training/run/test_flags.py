@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from ckpt_ft.training.images import ImageArguments
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.preferences import DPOArguments
 from ckpt_ft.training.run_arguments import RunArguments, parse_args
+from ckpt_ft.training.trainer import check_best_metric
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,15 @@ def test_invalid_loop_flag_is_refused(flags: list[str], says: str, monkeypatch: 
 )
 def test_nan_or_infinity_is_refused(kind: type, flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(kind, flags, says, monkeypatch)
+
+
+def test_unknown_metric_of_the_best_model_is_refused() -> None:
+    """The run must not wait for an evaluation that never returns this metric."""
+    args = SimpleNamespace(metric_for_best_model="foo")
+    with pytest.raises(UserError, match="--metric_for_best_model foo: an evaluation gives loss, accuracy"):
+        check_best_metric(args, ("loss", "accuracy"))  # type: ignore[arg-type]
+    for name in (None, "loss", "eval_accuracy"):
+        check_best_metric(SimpleNamespace(metric_for_best_model=name), ("loss", "accuracy"))  # type: ignore[arg-type]
 
 
 def assert_refused(kind: type, flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:

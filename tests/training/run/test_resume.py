@@ -157,3 +157,15 @@ def test_output_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--output_dir is empty; give a directory"):  # which is no current directory
         RunDirectory("")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_dangling_checkpoint_symlink_is_deleted(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path))
+    (tmp_path / "checkpoint-4").symlink_to(tmp_path / "gone")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "checkpoint-2").symlink_to(tmp_path / "kept")
+    write_manifest(tmp_path / "kept")
+    directory.clear()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "kept"]
+    RunDirectory(str(tmp_path), overwrite=True).clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]

@@ -78,7 +78,8 @@ class CompiledGraph:
 
     def random_state(self) -> Tensor:
         """The state of the random generator, which lies on the host."""
-        state, recorder = self.fakes.new((_STATE,), (1,), torch.uint8), self.tracker.recorder
+        state = self.fakes.new((_STATE,), (1,), torch.uint8)
+        recorder = self.tracker.recorder
         if self.on_card:
             recorder.ignore(state)
         else:
@@ -179,6 +180,7 @@ def _steps(line: Any, scheduled: Any, rest: list[Any], made: CompiledGraph) -> I
 
 
 def _sets(name: str, make: Callable[[CompiledGraph, Buffers], Any]) -> Step:
+    """A step that puts what `make` returns into the buffers under `name`."""
 
     def step(graph: CompiledGraph, buffers: Buffers) -> None:
         buffers[name] = make(graph, buffers)
@@ -264,9 +266,11 @@ def _origin(node: Any) -> Node | None:
 def _output(out: Any, fakes: Fakes) -> Callable[[Buffers], Any]:
     if isinstance(out, ir.NoneAsConstantBuffer):
         return lambda buffers: None
-    if isinstance(out, ir.ShapeAsConstantBuffer) or not hasattr(out, "get_name"):
-        value = int(out.expr) if isinstance(out, ir.ShapeAsConstantBuffer) else out
+    if isinstance(out, ir.ShapeAsConstantBuffer):
+        value = int(out.expr)
         return lambda buffers: value
+    if not hasattr(out, "get_name"):
+        return lambda buffers: out
     name, view = out.get_name(), View(out)
 
     def tensor(buffers: Buffers) -> Tensor:
