@@ -377,7 +377,7 @@ def test_other_weights_of_the_user_are_respected() -> None:
 
 
 def test_swap_refusals() -> None:
-    with pytest.raises(UserError, match=re.escape("'swap' needs a whole number of at least 3, as in swap:8: two of")):
+    with pytest.raises(UserError, match=re.escape("swap:2 saves nothing, because two of the swapped blocks are")):
         apply_policy(Stack(4), "swap:2")
     with pytest.raises(UserError, match="has 4 blocks with frozen weight matrices .of 4.*give at most swap:4"):
         apply_policy(Stack(4), "swap:5")
