@@ -210,7 +210,7 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     rows = undecoded(rows)
     if args.max_train_samples is not None:
         rows = rows.select(range(min(args.max_train_samples, len(rows))))
-    if getattr(rows.features["text"], "dtype", None) not in ("string", "large_string"):  # a list has none
+    if getattr(rows.features["text"], "dtype", None) not in ("string", "large_string", "null"):  # a list has none
         raise UserError(
             f"{source}: '{args.caption_column}' holds {rows.features['text']}; captions are texts: name their column, "
             "--caption_column"

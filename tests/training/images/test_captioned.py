@@ -96,6 +96,7 @@ def test_columns_of_a_dataset_are_mapped(tmp_path: Path) -> None:
         ([GOOD[0], {"text": "red"}], "row 2 has no image"),
         ([GOOD[0], {"file_name": "1.png"}], "row 2 has no 'text'"),
         ([GOOD[0], {"file_name": "1.png", "text": " "}], "row 2 has no 'text'"),
+        ([{"file_name": "1.png", "text": ["a red dog", "a dog"]}], "'text' holds .*; captions are texts"),
         ([{"file_name": "1.png", "says": "red"}], "--caption_column text: .* no such column; it has image, says"),
         ([GOOD[0], {"file_name": "7.png", "text": "x"}], r"7\.png cannot be read \(.*No such file.*--skip_bad_images"),
         ([], "--train_data_dir .*: "),

@@ -35,6 +35,7 @@ def test_images_of_a_subject_folder(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         ({"instance_data_dir": "a"}, "--instance_data_dir needs --instance_prompt"),
+        ({"instance_data_dir": "a", "instance_prompt": " "}, "--instance_data_dir needs --instance_prompt"),
         ({"instance_prompt": "sks"}, "--instance_prompt belongs to --instance_data_dir: add"),
         (
             {"instance_data_dir": "a", "instance_prompt": "sks", "train_data_dir": "b"},
