@@ -83,6 +83,14 @@ def step(model: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
+def test_empty_place_in_a_list_of_layers_is_passed_over() -> None:
+    plain, model = make("llama"), make("llama")
+    model.spare = nn.ModuleList([nn.Linear(2, 2), None])
+    apply_policy(model, "full")
+    expected = step(plain)
+    assert not differing({name: value for name, value in step(model).items() if name in expected}, expected)
+
+
 @pytest.mark.parametrize("tied", ["before", "after"])
 @pytest.mark.parametrize("policy", ["full", "save:matmul", "save:attention", "segments:2", "modules:attention"])
 @pytest.mark.filterwarnings("ignore:policy .* no (block|operator):UserWarning")

@@ -267,18 +267,19 @@ def test_workspaces_of_kernels_are_not_compared() -> None:
     assert_equal(Net(Workspace), "full")
 
 
-def test_written_tensor_in_a_tuple_is_refused() -> None:
+@pytest.mark.parametrize("entries", [1, 2000])
+def test_written_tensor_in_a_tuple_is_refused(entries: int) -> None:
     class Tuples(Block):
         def __init__(self) -> None:
             super().__init__()
-            self.kept = (torch.zeros(4),)
+            self.kept = tuple(torch.zeros(4) for _ in range(entries))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.kept[0].add_(1)
             return self.mlp(x + self.kept[0])
 
     model = Net(Tuples)
-    apply_policy(model, "full")
+    apply_policy(model, "full", verify="never")
     with pytest.raises(UserError, match="attribute 'kept' of Tuples is a tensor in a tuple"):
         numbers(model)
 

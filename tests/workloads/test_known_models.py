@@ -90,3 +90,8 @@ def test_untied_head_of_a_checkpoint_is_not_tied() -> None:
     model = load(TrainingSpec.of("google/flan-t5-small", seq_length=8), "t4").model
     assert model.lm_head.weight is not model.shared.weight
     assert load(TrainingSpec.of("google-t5/t5-small", seq_length=8), "t4").model.lm_head.weight.shape == (32128, 512)
+
+
+def test_linear_attention_without_its_kernels_is_said() -> None:
+    (note,) = load(TrainingSpec.of("Qwen/Qwen3-Next-80B-A3B-Instruct")).notes
+    assert note.startswith("linear attention runs as without flash-linear-attention")
