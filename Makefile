@@ -14,6 +14,8 @@ LOCK_pinned := cat constraints.txt
 LOCK_cuda := sed 's/^torch==/torch===/' constraints.txt
 LOCK_newest := cat constraints-newest.txt
 LOCK_oldest := sed -nE 's/.*"(torch|transformers|accelerate|peft|datasets|diffusers)>=([0-9.]+)".*/\1==\2/p' pyproject.toml
+# transformers 5.16 reads no image processor without torchvision, which does not install beside a CPU build of torch.
+MORE_oldest := torchvision
 ENV := $(or $(ENV_$(VERSIONS)),$(error VERSIONS is $(VERSIONS): give pinned, cuda, newest or oldest))
 BIN := $(ENV)/bin
 STAMP := $(ENV)/.installed
@@ -24,7 +26,7 @@ STAMP := $(ENV)/.installed
 $(STAMP): pyproject.toml constraints$(if $(filter newest,$(VERSIONS)),-newest).txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(ENV)
 	$(LOCK_$(VERSIONS)) > $(ENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(ENV)/constraints.txt -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(ENV)/constraints.txt -e '.[$(EXTRAS)]' $(MORE_$(VERSIONS))
 	touch $@
 
 install: $(STAMP)

@@ -146,7 +146,7 @@ class _Saved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, empty: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tensor)
-        return empty.clone()
+        return torch.empty_like(empty)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -4,7 +4,7 @@ from . import Table
 
 __getattr__ = Table(
     __name__,
-    "transformers 5.16 to 5.24, accelerate 1.12 to 1.15, PEFT 0.19 to 0.21, TRL 1.16",
+    "transformers 5.16 to 5.24, accelerate 1.12 to 1.15, PEFT 0.20 to 0.21, TRL 1.16",
     """
 attention_of: transformers.PreTrainedConfig()._attn_implementation
 ATTENTION: transformers.PreTrainedConfig()._attn_implementation

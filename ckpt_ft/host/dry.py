@@ -328,7 +328,7 @@ def _where(error: BaseException, name: str) -> str:
 
 
 def _leave_out(note: Callable[[str], None], longest: bool) -> None:
-    """Leave out torch.compile, inference mode, processes that load data, and with `longest` the order of the rows.
+    """Leave out torch.compile, processes that load data, and with `longest` the order of the rows.
 
     Also the graph that a SummaryWriter draws of a model: it runs the model under torch.jit, which takes no fakes.
     """
@@ -339,11 +339,6 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
 
     def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         note(_EAGER)
-
-    def infer(guard: Any) -> None:
-        """A fake needs the version counter of its tensor, which inference mode leaves out."""
-        guard.prev = torch.is_grad_enabled()
-        torch.set_grad_enabled(not guard.mode)
 
     def draw_no_graph() -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -378,7 +373,6 @@ def _leave_out(note: Callable[[str], None], longest: bool) -> None:
         return _apart(iterate(self)) if self in in_workers else iterate(self)
 
     torch.compile, nn.Module.compile = compile, compile_module  # type: ignore[assignment, method-assign]
-    torch.inference_mode.__enter__, torch.inference_mode.__exit__ = infer, torch.no_grad.__exit__  # type: ignore
     loaders.__init__, loaders.__iter__ = load, iterator
 
 

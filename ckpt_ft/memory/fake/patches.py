@@ -62,6 +62,18 @@ def tensors_of_fakes() -> Iterator[None]:
 
 
 @contextmanager
+def inference_with_counters() -> Iterator[None]:
+    """torch.inference_mode only turns gradients off: a view of a fake needs its version counter, and none is made there."""
+
+    def enter(guard: Any) -> None:
+        guard.prev = torch.is_grad_enabled()
+        torch.set_grad_enabled(not guard.mode)
+
+    with patch.multiple(torch.inference_mode, __enter__=enter, __exit__=torch.no_grad.__exit__):
+        yield
+
+
+@contextmanager
 def device_calls(recorder: Recorder) -> Iterator[None]:
     """Records what a step asks of its device by Python functions, and makes them work without a device."""
     answers = {

@@ -156,7 +156,8 @@ def torch_like(gpu: GPU | None, compiled: bool = False) -> Iterator[Fakes]:
     mode.cache_enabled = False  # the memo is faster, and gives a slice of something larger its whole storage
     tensors = nullcontext() if compiled else patches.tensors_of_fakes()
     card = nullcontext() if gpu is None else cuda.behave_like(gpu.capability, compiled)
-    with patches.quiet(), patches.unnoticed(), cuda.fakes_are_tensors(), tensors, card, mode:
+    infers = patches.inference_with_counters()
+    with patches.quiet(), patches.unnoticed(), cuda.fakes_are_tensors(), infers, tensors, card, mode:
         yield Fakes(mode)
 
 

@@ -21,12 +21,15 @@ Step = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
 def test_step_in_inference_mode_equals_the_step_without_gradients() -> None:
-    """In inference mode, composite operators such as `.item()` reach the dispatch mode undecomposed."""
+    """In inference mode, composite operators such as `.item()` reach the dispatch mode undecomposed.
+
+    A view of a parameter shares its version counter.
+    """
 
     def step(mode: Callable[[], AbstractContextManager[object]]) -> Step:
         def stepped(model: nn.Module, optimizer: object) -> None:
             with mode():
-                (model(input_ids=IDS, use_cache=False).logits.float() > 0).all().item()
+                (model(input_ids=IDS, use_cache=False).logits.float() * model.lm_head.weight[None, :, 0] > 0).all().item()
 
         return stepped
 
