@@ -168,6 +168,7 @@ def test_retain_graph_and_gradient_of_gradient(policy: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(run(model), plain, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 def test_kv_cache_is_off_in_training_only() -> None:
     model = make("llama")
     apply_policy(model, "full")
