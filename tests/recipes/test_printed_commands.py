@@ -90,7 +90,8 @@ def test_text_recipe_trains_every_encoder(
     rows.write_text("".join(json.dumps(row) + "\n" for row in made))
     settings = {"seq_length": 16, "lora_r": 4, "task": task, "num_labels": 2 if "classification" in task else 0}
     losses = trained(base, str(rows), tmp_path / "out", **settings)
-    assert losses[0] == pytest.approx(0.69, abs=0.5)  # ln 2: of two classes, of yes and no, of two rows
+    spread = 0.6 if name_of(model) == "modernbert" else 0.3  # the logits of its new head are of the order of 1
+    assert losses[0] == pytest.approx(0.69, abs=spread)  # ln 2: of two classes, of yes and no, of two rows
     spec = TrainingSpec.of(base, policy="full", **settings)
     counted = sum(weight.numel() for weight in load(spec, "cpu").model.parameters() if weight.requires_grad)
     assert (
