@@ -156,8 +156,8 @@ def convolution_backward_flops(grad: Tensor, given: Tensor, weight: Tensor, *arg
     return 2 * (given if transposed else grad).numel() * weight.shape[1:].numel() * sum(mask[:2])
 
 
-def addmm_flops(added: Tensor, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Flops of a matrix product that is added to a tensor; torch's own formula refuses an `out_dtype`."""
+def addmm_flops(added: Tensor | None, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Flops of matrix products that are added to a tensor; torch's own formulas refuse an `out_dtype`."""
     return 2 * a.numel() * b.size(-1)
 
 
@@ -173,7 +173,8 @@ _ATTENTION = [
 # In torch 2.11, torch's own formulas refuse grouped heads (fewer of the key than of the query) and count the gradient
 # of a grouped convolution's weight as if it were not grouped.
 _FLOPS: dict[str, Callable[..., int]] = {
-    "addmm": addmm_flops,
+    **dict.fromkeys(("addmm", "baddbmm"), addmm_flops),
+    "bmm": partial(addmm_flops, None),
     "_grouped_mm": grouped_matmul_flops,
     "grouped_mm_fallback": grouped_matmul_flops,  # transformers/integrations/moe.py
     "grouped_mm_fallback_backward": partial(grouped_matmul_flops, times=2),  # both gradients

@@ -57,6 +57,13 @@ def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     return torch.empty(shape, dtype=kwargs.get("out_dtype") or a.dtype, device=_CPU)
 
 
+def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """With an `out_dtype`, the sum has its product's shape; decompositions fail (of addmm until torch 2.12)."""
+    _, a, b, dtype = args
+    product = (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=dtype)
+    return kwargs.get("out", product)
+
+
 def sparse_like(tensor: Tensor, *parts: Tensor) -> Tensor:
     """A fake sparse tensor like another, of these parts; PyTorch's fakes of compressed rows or columns lose theirs."""
     *indices, values = parts
@@ -124,6 +131,7 @@ RULES: dict[Any, Rule] = {
     # in the input's dtype, whatever the weight's [aten/src/ATen/native/group_norm.cpp]
     aten.native_group_norm_backward.default: partial(gradient, lambda grad, args: as_dtype(grad, args[1].dtype)),
     aten._grouped_mm.default: grouped_mm,
+    **{getattr(op, kind): added_product for op in (aten.addmm, aten.baddbmm) for kind in ("dtype", "dtype_out")},
     aten.sparse_mask.default: sparse_mask,
     **dict.fromkeys((aten.clone.default, aten.neg.default, aten._to_copy.default), of_values),
     **dict.fromkeys((aten.t.default, aten.transpose.int), transposed),

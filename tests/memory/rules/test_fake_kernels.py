@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.rules.fake_kernels import RULES
 
 aten = torch.ops.aten
@@ -52,3 +53,22 @@ def test_strides_of_norms_equal_the_real_kernels(kind: str, order: tuple[int, ..
     real = called(fake=False)
     with FakeTensorMode():
         assert called(fake=True) == real
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+def test_product_added_in_another_dtype_is_traced(batch: tuple[int, ...], into: bool) -> None:
+    """PyTorch's fake kernels and its formulas of flops take no `out_dtype` in some versions."""
+    made: list[Tensor] = []
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        a, b = (torch.zeros(*batch, *shape, dtype=torch.bfloat16) for shape in ((8, 64), (64, 16)))
+        total = torch.zeros(*batch, 8, 16)
+        add, multiply = (torch.baddbmm, torch.bmm) if batch else (torch.addmm, torch.mm)
+        out = {"out": total} if into else {}
+        made.extend((add(total, a, b, out_dtype=torch.float32, **out), multiply(a, b, out_dtype=torch.float32)))
+        assert (made[0] is total) == into
+
+    trace = trace_step(nn.Linear(4, 4), step, device="a100-80gb", warmup_steps=0)
+    assert [(out.shape, out.dtype) for out in made] == [((*batch, 8, 16), torch.float32)] * 2
+    assert [op.flops for op in trace.ops if "mm" in op.name] == [2 * 8 * 64 * 16 * (2 if batch else 1)] * 2
