@@ -1,4 +1,4 @@
-"""Skips, marks and conditions of tests, most of them for older versions of libraries."""
+"""Marks and conditions of tests, most of them for older versions of libraries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-import transformers
 from packaging.version import Version
 
 
@@ -19,16 +18,3 @@ def is_older(library: str, than: str) -> bool:
 def slow_except(every: Iterable[str], *quick: str) -> list[Any]:
     """Returns all names as parameters of a test; those not in `quick` are slow."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in every]
-
-
-def needs_processor(family: str) -> None:
-    """Skips a test if the image processor of this family (Pillow's) is only there with torchvision."""
-    kind = {"idefics2": "Idefics2", "idefics3": "Idefics3", "smolvlm": "SmolVLM"}.get(family)
-    if kind:
-        needs(f"{kind}ImageProcessorPil")
-
-
-def needs(name: str) -> None:
-    """Skips a test if this class of transformers is only there with torchvision."""
-    if getattr(getattr(transformers, name), "is_dummy", False):
-        pytest.skip(f"{name} of this transformers needs torchvision")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -455,8 +454,6 @@ def test_head_does_nothing_with_the_chunked_loss_of_trl(first: str) -> None:
     add_fused_lm_head = getattr(pytest.importorskip("trl.trainer.utils"), "add_fused_lm_head", None)
     if add_fused_lm_head is None:
         pytest.skip("an older TRL")
-    if find_spec("triton") and not torch.cuda.is_available():
-        pytest.skip("TRL takes its kernel in Triton, which needs a GPU")
     model, inputs = build("llama")
     if first == "head":
         head.install(model)

@@ -26,7 +26,6 @@ from transformers import (
     ViTForImageClassification,
     ViTImageProcessor,
 )
-from versions import needs
 
 from ckpt_ft.errors import run
 from ckpt_ft.training.samples.drawings import drawn_shapes
@@ -126,7 +125,6 @@ def small_model(kind: str) -> Any:
 def test_model_families_on_class_folders(
     recipe: ModuleType, folder: Path, tmp_path: Path, kind: str, policy: str
 ) -> None:
-    needs("AutoImageProcessor")
     small_model(kind).save_pretrained(tmp_path / "model")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
     flags = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(folder), "--ac_policy", policy]
@@ -140,7 +138,6 @@ def test_model_families_on_class_folders(
 
 @pytest.mark.parametrize("kind", ["vit", "swin", "convnext"])
 def test_adapters_of_every_model_family(recipe: ModuleType, folder: Path, tmp_path: Path, kind: str) -> None:
-    needs("AutoImageProcessor")
     small_model(kind).save_pretrained(tmp_path / "model")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
     flags = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(folder), "--use_peft"]
@@ -158,7 +155,6 @@ def test_adapters_of_every_model_family(recipe: ModuleType, folder: Path, tmp_pa
 
 def test_adapter_includes_batch_norm_statistics(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
     """Training changes the statistics; without them the loaded model would predict differently."""
-    needs("AutoImageProcessor")
     base = train(recipe, tmp_path / "base", "--dataset_name", str(folder), "--max_steps", "1")
     flags = [
         "--dataset_name",
