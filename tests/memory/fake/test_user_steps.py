@@ -29,7 +29,8 @@ def test_step_in_inference_mode_equals_the_step_without_gradients() -> None:
     def step(mode: Callable[[], AbstractContextManager[object]]) -> Step:
         def stepped(model: nn.Module, optimizer: object) -> None:
             with mode():
-                (model(input_ids=IDS, use_cache=False).logits.float() * model.lm_head.weight[None, :, 0] > 0).all().item()
+                logits = model(input_ids=IDS, use_cache=False).logits.float()
+                (logits * model.lm_head.weight[None, :, 0] > 0).all().item()
 
         return stepped
 
