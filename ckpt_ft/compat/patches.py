@@ -25,6 +25,8 @@ on_accelerator: torch.accelerator empty_cache synchronize reset_peak_memory_stat
     what a step asks of its device by Python functions is recorded
 record_history: torch.cuda.memory._record_memory_history
     called by scripts that record their allocations; a dry run has none
+init_gpu: torch._subclasses.fake_tensor.init_gpu_context
+    allocates on the card before a fake is made there; the card of a dry run has no driver
 make_autocast: torch.amp.autocast_mode.autocast.__init__
 autocast_is_on: torch.is_autocast_enabled
 autocast_dtype: torch.get_autocast_dtype

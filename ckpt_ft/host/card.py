@@ -6,6 +6,7 @@ everywhere). Nothing is restored: the process that shows a card to a script ends
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 
 from ckpt_ft.compat.distributed import local_tensor
 from ckpt_ft.compat.modules import APPLY
-from ckpt_ft.compat.patches import record_history
+from ckpt_ft.compat.patches import init_gpu, record_history
 from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes, storage_pointer, tree_map_only
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
@@ -149,6 +150,7 @@ def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams, count: int = 1
     nested: Any = defaultdict(lambda: defaultdict(lambda: defaultdict(int)))
     _replace(torch.cuda, memory_stats_as_nested_dict=_always(nested))
     _replace(torch.cuda.memory, **{record_history.__name__: nothing})
+    _replace(sys.modules[FakeTensor.__module__], **{init_gpu.__name__: nothing})
     torch.version.cuda = torch.version.cuda or "13.0"
     accelerator: dict[str, Any] = {
         "is_available": True, "device_count": count, "current_accelerator": torch.device("cuda"),
