@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+from versions import is_pinned
 
 from ckpt_ft.cli import main as cli
 from ckpt_ft.memory.gpus import GPUS, find_gpu
@@ -25,10 +26,16 @@ def test_every_card_has_its_rows() -> None:
 
 
 def test_row_is_the_answer_of_an_estimate() -> None:
+    """To the byte on the versions that made the table. Elsewhere the same bytes may be allocated in another order.
+
+    In transformers 5.16, the first matrix product is that of the rotary embeddings: the workspace of cuBLAS lies
+    elsewhere, so that 12 MiB more are reserved, while as much is allocated.
+    """
     card = find_gpu("rtx-3060")
     row = stored()[SMALLEST]["QLoRA"][kernels_of(card)]
     found = estimate(spec_of(SMALLEST, "QLoRA", 2048, card))
-    assert found.peak_reserved == PAGE * row["pages"][LENGTHS.index(2048)]
+    room = 0 if is_pinned("torch", "transformers") else 0.015
+    assert found.peak_reserved == pytest.approx(PAGE * row["pages"][LENGTHS.index(2048)], rel=room, abs=0)
     assert found.seconds == pytest.approx(2048 / row["speed"][card.name], rel=1e-3)
 
 

@@ -57,7 +57,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def places(config: str) -> Places:
     spec = TrainingSpec.of(config, dtype="bfloat16", seq_length=128)
-    cards = [find_gpu("rtx-4090"), find_gpu("rtx-3090"), small("t4", 345 * 2**20)]
+    cards = [find_gpu("rtx-4090"), find_gpu("rtx-3090")]
     kinds = ("none", "full,head")
     return where(
         spec, cards, methods=("full", "LoRA"), policies=kinds, prices={"rtx-3090": 0.3, "rtx-4090": 0.4}, jobs=1
@@ -66,7 +66,7 @@ def places(config: str) -> Places:
 
 def test_every_row_equals_its_estimate(config: str, places: Places) -> None:
     assert [(place.card, place.method) for place in places.rows[:2]] == [("rtx-4090", "full"), ("rtx-3090", "full")]
-    for place in [place for place in places.rows if place.gpus == 1 and place.card in GPUS]:
+    for place in places.rows:
         lora = {"lora_r": 16} if place.method == "LoRA" else {}
         told = estimate(TrainingSpec.of(
             config, dtype="bfloat16", seq_length=128, policy=place.policy, batch_size=place.batch, device=place.card,
@@ -136,8 +136,13 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_step_too_large_for_one_gpu_uses_the_fewest_gpus(config: str, places: Places) -> None:
-    full = next(place for place in places.rows if place.card == "small-t4" and place.method == "full")
+def test_step_too_large_for_one_gpu_uses_the_fewest_gpus(tmp_path: Path) -> None:
+    """Most weights are in blocks: accelerate before 1.14 gathers the embeddings and the head together."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY, "vocab_size": 1000, "intermediate_size": 2048, "num_hidden_layers": 6}))
+    config, card = str(path), small("t4", 235 * 2**20)
+    spec = TrainingSpec.of(config, dtype="bfloat16", seq_length=128)
+    (full,) = where(spec, [card], methods=("full",), policies=("none", "full,head"), jobs=1).rows
     assert full.gpus == 4
     assert full.speed == pytest.approx(full.gpus * full.batch * 128 / full.seconds)
     assert f"--num_processes {full.gpus}" in full.command

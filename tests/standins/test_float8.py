@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from versions import is_older
 
 from ckpt_ft import trace_step
 from ckpt_ft.errors import UserError
@@ -86,8 +87,11 @@ def test_fsdp2_gathers_weights_in_8_bits() -> None:
         assert not model[1].gathers
     sent = [[(op.name, op.wire) for op in trace.ops if op.wire and op.at >= trace.start] for trace in traces]
     gathers = [[wire for name, wire in each if "allgather" in name] for each in sent]
-    assert gathers == [[4 * 2 * width**2 * 3 // 4], [(2 * 2 + 2) * width**2 * 3 // 4]]  # the first and last are plain
-    assert [wire for name, wire in sent[1] if "all_reduce" in name] == [6, 6]  # the scales of two weights
+    times = 2 if is_older("accelerate", "1.14") else 1  # older ones shard the root again after its forward
+    whole, in_8_bits = 4 * 2 * width**2 * 3 // 4, (2 * 2 + 2) * width**2 * 3 // 4  # the first and last are plain
+    assert gathers == [[whole] * times, [in_8_bits] * times]
+    scales = [wire for name, wire in sent[1] if "all_reduce" in name]
+    assert scales == [6, 6] * times  # of two weights
     assert (traces[1].peaks["forward"], traces[1].peaks["backward"]) == (93_983_232, 96_473_088)
 
 
