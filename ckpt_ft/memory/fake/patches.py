@@ -63,7 +63,7 @@ def tensors_of_fakes() -> Iterator[None]:
 
 @contextmanager
 def inference_with_counters() -> Iterator[None]:
-    """torch.inference_mode only turns gradients off: a view of a fake needs its version counter, and has none there."""
+    """torch.inference_mode only turns gradients off: a view of a fake needs its version counter, and has none."""
 
     def enter(guard: Any) -> None:
         guard.prev = torch.is_grad_enabled()
