@@ -84,6 +84,7 @@ class DataDependentOps:
             **dict.fromkeys((aten.eq.Scalar, aten.eq.Tensor), self._see_compared),
             aten.sum.dim_IntList: self._see_counted,
             aten.scatter_add_.default: self._see_added,
+            aten.histc.default: self._see_histogram,
             aten.stack.default: self._see_stacked,
             torch.ops.c10d.alltoall_base_.default: self._see_exchanged,
             aten.rand.default: self._see_random,
@@ -106,6 +107,8 @@ class DataDependentOps:
         dim = args[at] if len(args) > at else usual
         indices = out if isinstance(out, Tensor) else out[1]
         self._learn(indices, classes=args[0].size(dim) if args[0].dim() and dim is not None else args[0].numel())
+        if indices is not out:
+            self._see_carried(args, out[0])  # indices that are sorted are indices
 
     def _see_scattered(self, args: tuple[Any, ...], out: Any) -> None:
         self._learn(out, density=min(args[2].size(args[1]) / out.size(args[1]), 1.0))
@@ -127,6 +130,13 @@ class DataDependentOps:
         known = self._of(args[2])
         if known is not None and known.classes:
             self._learn(out, totals=(args[2].numel(),))
+
+    def _see_histogram(self, args: tuple[Any, ...], out: Any) -> None:
+        """Counts of indices, of which transformers makes the bounds of each expert's tokens."""
+        known = self._of(args[0])
+        if known is not None and known.classes:
+            self.recorder.note(_EVENLY)
+            self.values.share(out, args[0].numel() * min(out.numel(), known.classes) // known.classes)
 
     def _see_stacked(self, args: tuple[Any, ...], out: Any) -> None:
         totals = [known.totals[0] for known in map(self._of, args[0]) if known is not None and known.totals]

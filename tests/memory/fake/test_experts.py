@@ -17,6 +17,7 @@ from test_peft_traces import peak_of_a_second_step
 from trace_models import adamw, training_step
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.integrations import moe
+from versions import is_older
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
@@ -82,6 +83,14 @@ def tiny(kind: str) -> Any:
     return AutoConfig.for_model(kind, **{**sizes, "vocab_size": 320, **FAMILIES[kind]})
 
 
+def has_router_loss(kind: str) -> bool:
+    """Whether the family's model can compute its router loss, if it has one.
+
+    transformers 5.16 does not record the router logits of GraniteMoE, so that its forward raises.
+    """
+    return kind != "granitemoe" or not is_older("transformers", "5.23")
+
+
 def choosing_in_turn(choose: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `choose` (topk or max) with its choice of experts replaced by each expert in turn."""
 
@@ -109,7 +118,7 @@ def test_peak_of_experts_equals_the_profilers(kind: str, way: str) -> None:
     model: Any = AutoModelForCausalLM.from_config(tiny(kind), attn_implementation="eager").train()
     if kind not in ONE_WAY:
         model.set_experts_implementation(way)
-    model.config.get_text_config().output_router_logits = way != "batched_mm"  # if the family has an auxiliary loss
+    model.config.get_text_config().output_router_logits = way != "batched_mm" and has_router_loss(kind)
     ids = torch.zeros(2, 64, dtype=torch.long)
     step = training_step(lambda model: model(input_ids=ids, labels=ids, use_cache=False).loss)
     trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
@@ -147,7 +156,7 @@ def test_policies_keep_the_bits_when_experts_tie(kind: str) -> None:
                 if parameter.ndim == 2 and parameter.shape[0] == EXPERTS:
                     parameter[1::2] = parameter[::2]
 
-        model.config.get_text_config().output_router_logits = True
+        model.config.get_text_config().output_router_logits = has_router_loss(kind)
 
         def numbers(model: Any = model) -> list[torch.Tensor]:
             model.zero_grad(set_to_none=True)
@@ -267,8 +276,12 @@ def test_gpu_without_grouped_matmul_runs_experts_in_a_loop(frozen: bool) -> None
         flops = [2 * tokens * rows * columns for rows, columns in (up, down)]
         assert [op.flops for op in ops[:2]] == flops
         assert [op.shape for op in ops[:2]] == [(EXPERTS, tokens // EXPERTS, *sizes, 0) for sizes in (up, down)]
-        if card == "t4":
-            assert [op.flops for op in ops[2:]] == [2 * flops[1], 2 * flops[0]]
+        if card == "t4":  # one op for each product, or in transformers 5.16 two for each expert
+            half = len(ops) // 2 - 1
+            assert half in (1, 2 * EXPERTS)
+            assert [sum(op.flops for op in part) for part in (ops[2:][:half], ops[2:][half:])] == [
+                2 * flops[1], 2 * flops[0]
+            ]  # fmt: skip
         else:
             assert {op.flops for op in ops[2:]} == set(flops)
             assert len(ops[2:]) == (2 if frozen else 4)

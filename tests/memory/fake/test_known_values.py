@@ -162,6 +162,9 @@ def test_assumed_tokens_per_expert_add_up() -> None:
         counts = chosen.long().sum(0).tolist()
         assert counts == [2, 3, 3, 3, 3, 3, 3]
         torch.ones(20, 8).split(counts)
+        ordered = experts.flatten().sort()[0]  # as transformers finds the bounds of each expert's tokens
+        bounds = torch.histc(ordered.float(), bins=7, min=0, max=6).cumsum(0, dtype=torch.int32)
+        assert bounds.tolist() == [2, 5, 8, 11, 14, 17, 20]
 
     assert trace_step(nn.Linear(8, 7), step, warmup_steps=0).notes == [
         "indices fall evenly on their classes: experts see equal numbers of tokens"
