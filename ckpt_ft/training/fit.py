@@ -24,6 +24,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.compat.libraries import parallel_plans
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.measure.report import MaxBatch
 from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective, predict_max_batch_size
@@ -89,6 +90,8 @@ def launch_of(accelerator: Accelerator, prepared: bool = True, model: Any = None
 
 def _divided(config: DistributedConfig, mixed_precision: str) -> dict[str, Any]:
     """How transformers divides weights and experts: fields of a launch in this precision."""
+    if parallel_plans is None:
+        raise UserError("DistributedConfig: what transformers divides is predicted from transformers 5.23 on")
     names = ("tp_size", "fsdp_size", "dp_replicate_size", "ep_size")
     sizes = {name: getattr(config, name) for name in names}
     other = replace(config, tp_plan=None if config.tp_plan == "auto" else config.tp_plan, ep_implementation="auto")

@@ -30,6 +30,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 from transformers.utils import import_utils
 
+from ckpt_ft.compat.libraries import parallel_plans
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.spec.launch import Launch
@@ -199,6 +200,8 @@ def _divided(args: LanguageModelArguments, mixed_precision: str) -> dict[str, An
     tp_size = ParallelismConfig().tp_size  # of the environment that `accelerate launch` sets
     if ep_size == 1:
         return {"distributed_config": DistributedConfig(tp_size=tp_size)} if tp_size > 1 else {}
+    if parallel_plans is None:
+        raise UserError(f"--ep_size {ep_size}: expert parallelism needs transformers 5.23 or newer")
     if any(os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true" for name in ("FSDP", "DEEPSPEED")):
         raise UserError(
             f"--ep_size {ep_size}: accelerate would shard the model again; give accelerate_configs/multi_gpu.yaml"

@@ -17,7 +17,10 @@ import torch
 from recipe_scripts import free_port, history
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from versions import is_older
 
+from ckpt_ft.errors import UserError
+from ckpt_ft.training import models
 from ckpt_ft.training.checkpoints import why_incomplete
 from ckpt_ft.training.samples.language import make_reference
 
@@ -188,7 +191,16 @@ def test_parallel_ranks_have_the_losses_of_one_process(
             assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=2e-3)
 
 
+def test_expert_parallelism_names_the_transformers_that_has_it(
+    llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "parallel_plans", None)  # as transformers before 5.23
+    with pytest.raises(UserError, match="--ep_size 2: expert parallelism needs transformers 5.23 or newer"):
+        llm.main(["--use_cpu", *SMALL, "--ep_size", "2", "--output_dir", str(tmp_path)])
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(is_older("transformers", "5.23"), reason="it is refused, as the test above says")
 def test_expert_parallel_ranks_have_the_weights_of_one_process(root: Path, llm: ModuleType, tmp_path: Path) -> None:
     """The weights equal those of one process with the whole batch, and each rank's peak is predicted."""
     built_in, corpus = make_reference()

@@ -10,6 +10,7 @@ import pytest
 from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
+from versions import is_older
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
@@ -72,6 +73,15 @@ def test_settings_of_accelerate_launch_become_a_launch(tmp_path: Path, monkeypat
         launch_of(accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()))
 
 
+@pytest.mark.usefixtures("second_of_four")
+def test_distributed_config_of_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "parallel_plans", None)  # as transformers before 5.23
+    model = SimpleNamespace(config=SimpleNamespace(distributed_config=DistributedConfig(tp_size=4)))
+    with pytest.raises(UserError, match="what transformers divides is predicted from transformers 5.23 on"):
+        launch_of(accelerator(), model=model)
+
+
+@pytest.mark.skipif(is_older("transformers", "5.23"), reason="its DistributedConfig has other fields; it is refused")
 @pytest.mark.usefixtures("second_of_four")
 def test_distributed_config_of_a_model_becomes_a_launch() -> None:
     where = {"processes": 4, "machines": 2, "rank": 1}

@@ -27,7 +27,7 @@ from ckpt_ft.compat.tensors import FakeTensor, no_dispatch, no_modes, storage_po
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.memory.rules.fake_kernels import coalesced
 
-from .values import Values
+from .values import Values, attach
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ class _Known:
     classes: int = 0
     density: float = 1.0
     hit: float = 1.0  # for a mask made by comparing indices with every class: the share of classes that occur
-    totals: tuple[int, ...] = ()  # for counts of a mask, or several rows of counts: the sum of each
+    total: int = 0  # for counts of a mask: their sum
 
 
 class DataDependentOps:
@@ -83,9 +83,8 @@ class DataDependentOps:
             **dict.fromkeys((aten.scatter_.value, aten.scatter.value), self._see_scattered),
             **dict.fromkeys((aten.eq.Scalar, aten.eq.Tensor), self._see_compared),
             aten.sum.dim_IntList: self._see_counted,
-            aten.scatter_add_.default: self._see_added,
-            aten.histc.default: self._see_histogram,
-            aten.stack.default: self._see_stacked,
+            aten.scatter_add_.default: partial(self._see_tallied, 2),
+            aten.histc.default: partial(self._see_tallied, 0),
             torch.ops.c10d.alltoall_base_.default: self._see_exchanged,
             aten.rand.default: self._see_random,
             aten._amp_foreach_non_finite_check_and_unscale_.default: self._see_unscaled,
@@ -122,32 +121,24 @@ class DataDependentOps:
     def _see_counted(self, args: tuple[Any, ...], out: Any) -> None:
         known = self._of(args[0])
         if known is not None:
-            totals = known.totals or (round(known.density * args[0].numel()),)
-            self._learn(out, density=known.hit, hit=known.hit, totals=totals)
+            total = known.total or round(known.density * args[0].numel())
+            self._learn(out, density=known.hit, hit=known.hit, total=total)
 
-    def _see_added(self, args: tuple[Any, ...], out: Any) -> None:
-        """Counts of indices: a one is added for each."""
-        known = self._of(args[2])
-        if known is not None and known.classes:
-            self._learn(out, totals=(args[2].numel(),))
-
-    def _see_histogram(self, args: tuple[Any, ...], out: Any) -> None:
-        """Counts of indices, of which transformers makes the bounds of each expert's tokens."""
-        known = self._of(args[0])
-        if known is not None and known.classes:
+    def _see_tallied(self, at: int, args: tuple[Any, ...], out: Any) -> None:
+        """Counts of indices: a one is added for each, or transformers makes the bounds of experts' tokens of them."""
+        known = self._of(args[at])
+        if known is not None and known.classes and out.dim() == 1:
             self.recorder.note(_EVENLY)
-            self.values.share(out, args[0].numel() * min(out.numel(), known.classes) // known.classes)
-
-    def _see_stacked(self, args: tuple[Any, ...], out: Any) -> None:
-        totals = [known.totals[0] for known in map(self._of, args[0]) if known is not None and known.totals]
-        if len(totals) == len(args[0]):
-            self._learn(out, totals=tuple(totals))
+            total = args[at].numel() * min(out.numel(), known.classes) // known.classes
+            with no_modes():
+                bounds = torch.arange(out.numel() + 1) * total // out.numel()
+                attach(out, bounds.diff().to(out.dtype))
 
     def _see_exchanged(self, args: tuple[Any, ...], out: Any) -> None:
         """Observe ranks that exchange counts: each receives as many as it sends."""
-        known = self._of(args[1])
-        if known is not None and known.totals:
-            self._learn(args[0], totals=known.totals[:1])
+        sent = self.values.of(args[1])
+        if sent is not None and args[0].shape == args[1].shape:
+            attach(args[0], sent)
 
     def _see_carried(self, args: tuple[Any, ...], out: Any) -> None:
         known = self._of(args[0][0] if isinstance(args[0], (list, tuple)) else args[0])
@@ -161,11 +152,9 @@ class DataDependentOps:
         known = self._known.get(storage_pointer(storage))
         return known if known is not None and known.storage() is storage else None
 
-    def _learn(
-        self, tensor: Tensor, classes: int = 0, density: float = 1.0, hit: float = 1.0, totals: tuple[int, ...] = ()
-    ) -> None:
+    def _learn(self, tensor: Tensor, classes: int = 0, density: float = 1.0, hit: float = 1.0, total: int = 0) -> None:
         storage = tensor.untyped_storage()
-        self._known[storage_pointer(storage)] = _Known(weakref.ref(storage), classes, density, hit, totals)
+        self._known[storage_pointer(storage)] = _Known(weakref.ref(storage), classes, density, hit, total)
 
     # -- answers: (op, args, kwargs) -> result ------------------------------------------------------------------------
 
@@ -181,19 +170,18 @@ class DataDependentOps:
         if tensor.dtype == torch.bool:
             self.recorder.note(_CLEAN)
             return not made_by.startswith(_NEGATIVE) or (made_by.startswith("aten.any") and known is not None)
-        if known is not None and known.totals:
-            return self._share(tensor, known.totals)
+        if known is not None and known.total:
+            return self._share(tensor, known.total)
         if (known is not None and known.classes) or made_by.startswith("aten.randint"):
             return 0
         self.recorder.note("a number read from a tensor (.item()) is taken to be 1")
         return 1.0 if tensor.is_floating_point() else 1
 
-    def _share(self, tensor: Tensor, totals: tuple[int, ...]) -> int:
-        """One of the counts of a row that add up to its total, each as large as the others or one less."""
+    def _share(self, tensor: Tensor, total: int) -> int:
+        """One of the counts that add up to a total, each as large as the others or one less."""
         self.recorder.note(_EVENLY)
-        counts = tensor.untyped_storage().nbytes() // tensor.itemsize // len(totals)
-        row, at = divmod(int(tensor.storage_offset()), counts)
-        return (at + 1) * totals[row] // counts - at * totals[row] // counts
+        counts, at = tensor.untyped_storage().nbytes() // tensor.itemsize, int(tensor.storage_offset())
+        return (at + 1) * total // counts - at * total // counts
 
     def _equal(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if args[0].shape != args[1].shape:

@@ -52,12 +52,6 @@ class Values:
         with no_modes():
             vars(fake)[_VALUE] = torch.tensor(number, dtype=fake.dtype).expand(fake.shape)
 
-    def share(self, fake: Tensor, total: int) -> None:
-        """Assume that the elements of `fake` are counts that add up to `total`, as equal as can be."""
-        with no_modes():
-            bounds = torch.arange(fake.numel() + 1) * total // fake.numel()
-            vars(fake)[_VALUE] = bounds.diff().to(fake.dtype)
-
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Set the values of `out`, the result of an op, if they follow from those of the arguments."""
         if args and type(args[0]) is FakeTensor and _VALUE not in args[0].__dict__:
