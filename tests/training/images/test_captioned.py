@@ -18,8 +18,6 @@ from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopAr
 from ckpt_ft.training.images import ImageArguments, framed, load_captioned
 from ckpt_ft.training.samples.drawings import COMBINATIONS, Drawing, drawings
 
-OUTSIDE = r"Invalid metadata file_name '(\.\./0\.png|/etc/passwd)'"  # of newer datasets; older ones open the file
-
 
 def folder(path: Path, entries: list[Any], images: int = 2) -> Path:
     path.mkdir(exist_ok=True)
@@ -95,15 +93,15 @@ def test_columns_of_a_dataset_are_mapped(tmp_path: Path) -> None:
     ("entries", "words"),
     [
         ([*GOOD, "{oops"], "--train_data_dir .*: JSON parse error"),
-        ([GOOD[0], {"text": "red"}], "row 2 has no image|--train_data_dir .*: expected str, .* not NoneType"),
+        ([GOOD[0], {"text": "red"}], "row 2 has no image"),
         ([GOOD[0], {"file_name": "1.png"}], "row 2 has no 'text'"),
         ([GOOD[0], {"file_name": "1.png", "text": " "}], "row 2 has no 'text'"),
         ([{"file_name": "1.png", "text": ["a red dog", "a dog"]}], "'text' holds .*; captions are texts"),
         ([{"file_name": "1.png", "says": "red"}], "--caption_column text: .* no such column; it has image, says"),
         ([GOOD[0], {"file_name": "7.png", "text": "x"}], r"7\.png cannot be read \(.*No such file.*--skip_bad_images"),
         ([], "--train_data_dir .*: "),
-        ([GOOD[0], {"file_name": "../0.png", "text": "x"}], f"{OUTSIDE}|0.png cannot be read"),
-        ([{"file_name": "/etc/passwd", "text": "x"}], f"{OUTSIDE}|passwd is no image"),
+        ([GOOD[0], {"file_name": "../0.png", "text": "x"}], "Invalid metadata file_name '../0.png'"),
+        ([{"file_name": "/etc/passwd", "text": "x"}], "Invalid metadata file_name '/etc/passwd'"),
         ([{"file_name": "a\0b", "text": "x"}], "cannot be read"),
         (['{"file_name": ' + "[" * 100_000], "--train_data_dir .*: "),
     ],
