@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
@@ -104,9 +105,9 @@ class ModuleCall(StandIn, CheapCall):
     def rerun(self, state: State, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Re-run forward with the original attributes and parameters, on buffer copies, so none is updated twice."""
         module, (tensors, attributes, found, buffers) = self.module, state
-        if tensors:
-            self._check(tensors)
-        stands = all(parameters_of(module).get(name) is p for name, p in found.items())
+        now = parameters_of(module)
+        stands = len(now) == len(found) and all(map(is_, now.values(), found.values()))
+        self._check(tensors, stands)
         if attributes is self.attributes and not buffers and stands and self._unchanged():
             return self.forward(*args, **kwargs)
         there = dict(module.__dict__)
@@ -122,10 +123,10 @@ class ModuleCall(StandIn, CheapCall):
         now, known = self.module.__dict__, self.attributes
         return len(now) == len(known) and all(map(is_, now.values(), known.values()))
 
-    def _check(self, tensors: list[Versioned]) -> None:
+    def _check(self, tensors: list[Versioned], stands: bool) -> None:
         parameters = parameters_of(self.module)
         for tensor, version in tensors:
-            if type(tensor) is nn.Parameter and not any(tensor is parameter for parameter in parameters.values()):
+            if not stands and type(tensor) is nn.Parameter and not any(map(partial(is_, tensor), parameters.values())):
                 _gather(self.module, self.root)
             if version_of(tensor) != version:
                 raise RuntimeError(

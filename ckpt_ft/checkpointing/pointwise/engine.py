@@ -102,9 +102,9 @@ class Proof:
         self.slots: list[int | None] = []  # one per tensor that the call's own nodes saved, in order
         self.read: dict[tuple[int, View], int] = {}  # slots of views of outputs that other nodes saved
 
-    def saved(self, handle: Discarded | None, tensor: torch.Tensor) -> None:
-        """Record that a node of the call saved `tensor`; `handle` replaces it and is None for a parameter."""
-        compared = handle is not None and id(tensor) not in self.unread
+    def saved(self, tensor: torch.Tensor, compared: bool) -> None:
+        """Record that a node of the call saved `tensor`, to be compared unless backward does not read it."""
+        compared = compared and id(tensor) not in self.unread
         self.slots.append(self.comparison.saved(tensor) if compared else None)
 
     def saved_output(self, index: int, view: View, tensor: torch.Tensor) -> None:
@@ -128,34 +128,41 @@ class Proof:
 
 
 class Discarded:
-    """A handle that replaces a tensor saved by one of the cheap call's own nodes."""
+    """A handle that replaces the `index`-th tensor that the cheap call's own nodes saved."""
 
-    __slots__ = ("__weakref__", "source")
+    __slots__ = ("index", "source")
 
-    def __init__(self, source: CheapRun) -> None:
+    def __init__(self, source: CheapRun, index: int) -> None:
         self.source: CheapRun | torch.Tensor = source
+        self.index = index
 
     def get(self) -> torch.Tensor:
         """Return the tensor; the first request rebuilds all tensors of its cheap call."""
-        if type(self.source) is CheapRun:
-            if torch.is_grad_enabled():
-                raise UserError(
-                    "double backward (create_graph=True) through an activation that the policy 'pointwise' discarded; "
-                    "take another policy: 'full', 'head', 'tile' and 'offload' allow it"
-                )
-            with _rebuilding:
-                if type(self.source) is CheapRun:
-                    self.source.rebuild()
+        run = self.source
+        if type(run) is CheapRun:
+            if run.args is not None:
+                run.rebuild()
+            tensor = run.saved[self.index]
+            if tensor is not None:  # else another thread has just taken it
+                self.source = tensor
+                run.saved[self.index] = None
         return self.source  # type: ignore[return-value]
 
 
 class DiscardedOutput(Discarded):
     """A handle that replaces a view of a cheap call's `index`-th output saved by a node outside the call."""
 
-    __slots__ = ("index", "view")
+    __slots__ = ("__weakref__", "view")
 
     def __init__(self, source: CheapRun, index: int, view: View) -> None:
-        self.source, self.index, self.view = source, index, view
+        super().__init__(source, index)
+        self.view = view
+
+    def get(self) -> torch.Tensor:
+        run = self.source
+        if type(run) is CheapRun:
+            run.rebuild()
+        return self.source  # type: ignore[return-value]
 
 
 # what the hooks keep of a saved tensor; a partial calls the hooks around the model (offload, `save_on_cpu`)
@@ -207,7 +214,9 @@ class Input:
 class CheapRun:
     """One run of a cheap call in one forward pass, and the handles that depend on it."""
 
-    __slots__ = ("args", "autocast", "call", "depth", "internals", "kwargs", "proof", "random", "readers", "state")
+    __slots__ = (
+        "args", "autocast", "call", "count", "depth", "kwargs", "proof", "random", "readers", "saved", "state",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -221,20 +230,28 @@ class CheapRun:
         self.call, self.depth, self.proof = call, depth, proof
         self.args: list[Any] | None = args  # None once rebuilt
         self.kwargs = kwargs
-        self.internals: list[weakref.ref[Discarded] | None] = []  # of what the call's own nodes saved
+        self.count = 0  # of the tensors that the call's own nodes saved
+        self.saved: list[torch.Tensor | None] = []  # those, rebuilt; each until its handle takes it
         self.readers: list[weakref.ref[DiscardedOutput]] = []
         self.state = call.state()
         self.random = rng.snapshot(device) if call.random else None
-        self.autocast = autocast_now(device.type)
+        self.autocast = autocast_now(device.type) if any_autocast() else ()
 
     def rebuild(self) -> None:
-        """Run the call again, fill every handle that is still needed, and release the inputs."""
-        if self.args is None:
-            return
-        args = [value.get() if type(value) is Input else value for value in self.args]
+        """Run the call again if it has not been, fill every handle that is still needed, and release the inputs."""
+        with _rebuilding:
+            if self.args is not None:
+                self._rebuild(self.args)
+
+    def _rebuild(self, inputs: list[Any]) -> None:
+        if torch.is_grad_enabled():
+            raise UserError(
+                "double backward (create_graph=True) through an activation that the policy 'pointwise' discarded; "
+                "take another policy: 'full', 'head', 'tile' and 'offload' allow it"
+            )
+        args = [value.get() if type(value) is Input else value for value in inputs]
         kwargs = self.kwargs and {k: v.get() if type(v) is Input else v for k, v in self.kwargs.items()}
         saved: list[torch.Tensor] = []
-        grad = torch.is_grad_enabled()
         set_grad(True)
         push_hooks(saved.append, _never)
         try:
@@ -247,10 +264,10 @@ class CheapRun:
                     output = self.call.rerun(self.state, args, kwargs)
         finally:
             pop_hooks()
-            set_grad(grad)
-        if len(saved) != len(self.internals):
+            set_grad(False)
+        if len(saved) != self.count:
             message = (
-                f"{self.call} saved {len(self.internals)} tensors for backward in forward but {len(saved)} when "
+                f"{self.call} saved {self.count} tensors for backward in forward but {len(saved)} when "
                 "recomputed: it does not repeat itself, so 'pointwise' cannot treat it"
             )
             if self.proof is None:
@@ -258,12 +275,10 @@ class CheapRun:
             saved[:] = self.proof.missing(message)
         elif self.proof is not None:
             self.proof.rebuilt(saved)
-        for internal, tensor in zip(self.internals, saved, strict=True):
-            if internal is not None and (handle := internal()) is not None:
-                handle.source = tensor if tensor.grad_fn is None else tensor.detach()
+        self.saved = [tensor if tensor.grad_fn is None else tensor.detach() for tensor in saved]
         saved.clear()  # breaks a cycle: the tensors' nodes refer to the hook, which refers to the list
         self._fill_readers(output if isinstance(output, tuple) else (output,))
-        self.args, self.kwargs, self.internals, self.readers, self.random = None, {}, [], [], None
+        self.args, self.kwargs, self.readers, self.random = None, {}, [], None
         self.proof = None
 
     def _fill_readers(self, outputs: tuple[Any, ...]) -> None:
@@ -292,7 +307,7 @@ def unpack(packed: Packed) -> torch.Tensor:
     if kind is not tuple:
         return packed.get()  # type: ignore[union-attr]
     tensor, version = packed  # type: ignore[misc]
-    if version_of(tensor) != version:
+    if version >= 0 and write_count(tensor) != version:
         raise written_to(tensor, version, view_of(tensor))
     return tensor
 
@@ -333,16 +348,13 @@ class Pass:
         """The pack hook; it receives the tensor itself, including its `grad_fn`."""
         run = self.current
         if run is not None:
-            if type(tensor) is Parameter:  # is in memory anyway
-                run.internals.append(None)
-                if run.proof is not None:
-                    run.proof.saved(None, tensor)
-                return tensor, write_count(tensor)
-            handle = Discarded(run)
-            run.internals.append(weakref.ref(handle))
+            index = run.count
+            run.count = index + 1
+            parameter = type(tensor) is Parameter
             if run.proof is not None:
-                run.proof.saved(handle, tensor)
-            return handle
+                run.proof.saved(tensor, compared=not parameter)
+            # a parameter is in memory anyway
+            return (tensor, write_count(tensor)) if parameter else Discarded(run, index)
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None  # a sparse tensor has several
         claim: Claim | None = getattr(storage, CLAIM, None)
         if claim is not None and claim.covers(tensor):
