@@ -120,8 +120,10 @@ class ModuleCall(StandIn, CheapCall):
             module.__dict__.update(there)
 
     def _unchanged(self) -> bool:
-        now, known = self.module.__dict__, self.attributes
-        return len(now) == len(known) and all(map(is_, now.values(), known.values()))
+        try:
+            return self.module.__dict__ == self.attributes  # Python compares objects with themselves first
+        except (RuntimeError, ValueError):  # two tensors or arrays
+            return False
 
     def _check(self, tensors: list[Versioned], stands: bool) -> None:
         parameters = parameters_of(self.module)

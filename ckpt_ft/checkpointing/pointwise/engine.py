@@ -275,7 +275,7 @@ class CheapRun:
             saved[:] = self.proof.missing(message)
         elif self.proof is not None:
             self.proof.rebuilt(saved)
-        self.saved = [tensor if tensor.grad_fn is None else tensor.detach() for tensor in saved]
+        self.saved = [*saved]
         saved.clear()  # breaks a cycle: the tensors' nodes refer to the hook, which refers to the list
         self._fill_readers(output if isinstance(output, tuple) else (output,))
         self.args, self.kwargs, self.readers, self.random = None, {}, [], None
