@@ -162,8 +162,7 @@ def cross_entropy(
         def chunk(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             return loss(projection.rows(hidden, weights.of_chunk()), target, reduction="sum")
 
-        parts = zip(hidden.split(rows), target.split(rows), strict=True)
-        losses = layer.run_chunks("head", chunk, parts)
+        losses = layer.run_chunks("head", chunk, zip(hidden.split(rows), target.split(rows), strict=True))
         weights.drop_copies()
         return torch.stack(losses).sum()
 

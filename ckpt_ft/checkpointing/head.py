@@ -94,8 +94,7 @@ def install(model: nn.Module) -> Installed:
     head. If Liger's or TRL's fused loss is enabled, the model uses it and nothing is installed.
     """
     lm, layer = _find(model)
-    kind = type(lm).__name__
-    row = Treated(kind, 1, "logits", "the output layer's input")
+    row = Treated(type(lm).__name__, 1, "logits", "the output layer's input")
     fused = _fused_loss_of(lm)
     if fused:
         return Installed("head", [], [replace(row, kept=f"{fused} is on, which keeps no logits either")])

@@ -351,8 +351,7 @@ def install(model: nn.Module, blocks: Mapping[str, nn.Module], *, min_bytes: int
     stand_ins: list[StandIn] = [Block(block) for block in blocks.values()]
     stand_ins.append(Offloading(model, min_bytes))
     dropped = f"saved tensors of {format_bytes(min_bytes)} and more"
-    row = Treated(type(model).__name__, 1, dropped, "in host memory")
-    return Installed("offload", stand_ins, [row])
+    return Installed("offload", stand_ins, [Treated(type(model).__name__, 1, dropped, "in host memory")])
 
 
 def _storages(module: nn.Module) -> dict[int, Any]:

@@ -27,8 +27,7 @@ def group_of(op: str) -> str | None:
 def check_op_name(name: str) -> None:
     """Raise UserError unless this torch has the operator `name` (`aten.bmm.default`) and it allocates its output."""
     namespace, op, *overload = name.split(".")
-    library = getattr(torch.ops, namespace)
-    packet = getattr(library, op, None)
+    packet = getattr(getattr(torch.ops, namespace), op, None)
     if packet is None:
         known = [name.split(".")[1] for name in GROUPS] if namespace == "aten" else []
         suggestion = did_you_mean(op, known, f"{namespace}.{{}}")

@@ -94,8 +94,7 @@ class _DryRun:
         fakes.mode.__exit__(None, None, None)  # only ops that meet a fake run under it
         gc.enable()
         self.streams = self.stack.enter_context(streams_are_followed())
-        make_ops = partial(ScriptOps, fakes=fakes, gpu=gpu, streams=self.streams)
-        self.tracker = ScriptTracker(make_ops, gpu)
+        self.tracker = ScriptTracker(partial(ScriptOps, fakes=fakes, gpu=gpu, streams=self.streams), gpu)
         self.streams.recorder = self.tracker.recorder
         setattr(fakes.mode, STREAMS, self.streams)
         show_tensors(self.tracker)

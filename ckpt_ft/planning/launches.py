@@ -119,8 +119,7 @@ class Launched(Estimates):
         away = 0 if self.launch.strategy == "ddp" else held - held // self.launch.processes
         if not self.launch.reshard_after_forward:
             away = max(away - trace.at_peak["parameters"], 0)
-        room = replace(self.room, budget=self.room.budget + away)
-        roomy = replace(self.alone, room=room, bests={})
+        roomy = replace(self.alone, room=replace(self.room, budget=self.room.budget + away), bests={})
         return max(roomy.candidates(), key=better(self.target), default=self.alone.smallest())
 
     def learn(self) -> None:

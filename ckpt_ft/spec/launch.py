@@ -272,8 +272,7 @@ class Launch:
         if what not in ("optimizer", "all"):
             raise UserError(f"--offload {what}: give optimizer, or all (parameters too)")
         if self.stage == 3 or (self.stage and what == "optimizer"):
-            zero = replace(self.zero, offload_optimizer=True, offload_param=what == "all")
-            return replace(self, zero=zero)
+            return replace(self, zero=replace(self.zero, offload_optimizer=True, offload_param=what == "all"))
         if self.strategy == "fsdp2" and what == "all":
             return replace(self, offload_params=True)
         able = "zero3 or fsdp2" if what == "all" else "zero1, zero2 or zero3"

@@ -155,8 +155,7 @@ def read_training_file(
     if kind not in RECIPES:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
     left_out: dict[str, str] | None = None if strict else {}
-    found = read_settings(content, KINDS[kind], f"--config {path}", left_out)
-    entries = _Entries(found, kind, path, left_out)
+    entries = _Entries(read_settings(content, KINDS[kind], f"--config {path}", left_out), kind, path, left_out)
     if not entries.get("model"):
         raise UserError(f"--config {path}: it names no model ({', '.join(MODELS)})")
     open_length = "max_length" in content and content["max_length"] is None

@@ -41,8 +41,7 @@ _shared: dict[tuple[int, bool, bool], dict[Any, _Calls]] = {}
 
 def _known_calls(arch: int) -> dict[Any, _Calls]:
     """The cached calls for a compute capability (0: the CPU), by op."""
-    key = arch, torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    known = _shared.setdefault(key, {})
+    known = _shared.setdefault((arch, torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32), {})
     if sum(map(len, known.values())) > _LARGEST:
         known.clear()
     return known

@@ -62,8 +62,7 @@ class FramedImages(TorchDataset[Row]):
         epoch, index = key
         row = self.rows[index]
         draw = random.Random(f"{self.seed} {epoch} {index}")
-        size = self.sizes[self._bucket[index]]
-        pixels, time_ids = framed(open_image(row["image"]), size, self.args, draw)
+        pixels, time_ids = framed(open_image(row["image"]), self.sizes[self._bucket[index]], self.args, draw)
         return {"pixels": pixels, "time_ids": time_ids, "caption": row["text"]}
 
 
@@ -236,5 +235,4 @@ class EndlessBatches(Sampler[list[Key]]):
             yield from (batch[mine][: self.batch_size] for batch in batches[left:])
 
     def _order(self, length: int, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        return torch.randperm(length, generator=generator).tolist()
+        return torch.randperm(length, generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()

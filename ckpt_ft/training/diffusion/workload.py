@@ -151,8 +151,7 @@ class FlowMatching(_Objective):
         )
         steps = self.scheduler.config.num_train_timesteps
         places = (drawn * steps).long().clamp(max=steps - 1)  # a half-precision 0.9999 may round to 1
-        sigmas = self.scheduler.sigmas[places].to(latents.device)
-        return self.batch(latents, noise, sigmas, encoded)
+        return self.batch(latents, noise, self.scheduler.sigmas[places].to(latents.device), encoded)
 
     def batch(self, latents: Tensor, noise: Tensor, sigmas: Tensor, prompts: dict[str, Tensor]) -> Batch:
         """Returns the micro-batch of `latents` (B, C, h, w) at `sigmas` (B,): 0 is the image and 1 is noise."""
