@@ -13,9 +13,9 @@ ENV_oldest := .venv-oldest
 LOCK_pinned := cat constraints.txt
 LOCK_cuda := sed 's/^torch==/torch===/' constraints.txt
 LOCK_newest := cat constraints-newest.txt
+# torchao, too: PEFT 0.20 imports a name that torchao 0.18 no longer has.
 LOCK_oldest := sed -nE 's/.*"(torch|transformers|accelerate|peft|datasets|diffusers|torchao)>=([0-9.]+)".*/\1==\2/p' pyproject.toml
 # transformers 5.16 reads no image processor without torchvision, which does not install beside a CPU build of torch.
-# PEFT 0.20 imports a name that torchao 0.18 no longer has.
 MORE_oldest := torchvision
 ENV := $(or $(ENV_$(VERSIONS)),$(error VERSIONS is $(VERSIONS): give pinned, cuda, newest or oldest))
 BIN := $(ENV)/bin
