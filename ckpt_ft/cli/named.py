@@ -116,7 +116,7 @@ def packed_copy(name: str) -> Named | None:
 
     A copy on the Hub that is not packed has a configuration of its own, which is read where the Hub answers.
     """
-    base, bits = name.rpartition("/")[2], 0
+    base, bits = name.rstrip("/").rpartition("/")[2], 0
     while end := _PACKED.search(base):
         bits = 0 if end["whole"] else 8 if end["eight"] else 4
         base = base[: end.start()]

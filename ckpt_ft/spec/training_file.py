@@ -25,7 +25,8 @@ from .training_spec import declared
 
 # Files of TRL's scripts, and the trainer of each.
 TRL = {
-    "trl": "sft", "dpo": "dpo", "orpo": "dpo", "kto": "kto", "reward": "reward", "grpo": "grpo", "rloo": "rloo",
+    "trl": "sft", "dpo": "dpo", "orpo": "dpo", "cpo": "dpo", "simpo": "dpo", "kto": "kto", "reward": "reward",
+    "grpo": "grpo", "rloo": "rloo",
 }  # fmt: skip
 RECIPES = tuple(KINDS)
 MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model", "model")  # entries that name the model
@@ -96,6 +97,7 @@ _PROMPT, _COMPLETION = 512, 256  # tokens in TRL's rollouts if a file gives one 
 # Entries that only one kind of TRL's files has, most particular first.
 _MARKS = {
     "grpo": {"num_generations", "max_completion_length", "reward_funcs", "steps_per_generation", "use_vllm"},
+    "cpo": {"cpo_alpha", "simpo_gamma", "gamma_beta_ratio"},
     "kto": {"desirable_weight", "undesirable_weight"},
     "reward": {"center_rewards_coefficient"},
     "dpo": {"beta", "precompute_ref_log_probs", "ref_model", "sync_ref_model"},
@@ -293,15 +295,14 @@ class _Entries:
         """Tokens of a row, and whether rows are packed, which those of TRL's other trainers are not."""
         length, given = self.get("seq_length"), self.get("trainer_args") or {}
         prompt, completion = self.get("max_prompt_length"), given.get("max_completion_length")
-        online = TRL.get(self.kind) in ONLINE
-        if online and not length and (prompt or completion):
+        if TRL.get(self.kind) in ONLINE and not length and (prompt or completion):
             length = (prompt or _PROMPT) + (completion or _COMPLETION)
         return {"seq_length": length, "packing": self.get("packing") and self._step()[0] in ("", "sft")}
 
     def _step(self) -> tuple[str, dict[str, Any], str]:
         """The trainer of TRL whose step is predicted, settings of it, and what the answer then leaves out."""
         if self.kind in TRL:
-            return _STEPS["orpo"] if self.kind == "orpo" else (TRL[self.kind], {}, "")
+            return _STEPS[self.kind] if self.kind in _STEPS else (TRL[self.kind], {}, "")
         named = str(self.get("rl") or self.get("stage") or ("rm" if self.get("reward_model") else "sft")).lower()
         loss = str(self.get("pref_loss"))
         if named not in _STEPS or (named == "rm" and self.kind == "typed"):
@@ -557,22 +558,22 @@ def _boolean(name: str, value: Any) -> bool | None:
 
 
 def _kind(content: Mapping[str, Any], path: str) -> str:
-    """The kind of a file, by the entries that only one kind has; ORPO's are those of DPO, in a folder of that name."""
+    """The kind of a file, by the entries that only one kind has; of losses of pairs, the path names one."""
     keys = content.keys()
     own = any(key.startswith("ac_") for key in keys)
     of_trl = {name for section in ("trl.sft", "trl", "trl.model") for name in table()[section]} - {
         "model_name_or_path"
     }
-    of_rows = any(key.startswith(("dataset", "chat_template")) for key in keys)
     marks: dict[str, Any] = {
         "axolotl": "base_model" in keys,
         "llama_factory_v1": "model" in keys and keys & _LLAMA_FACTORY_V1,
         "diffusion_unet" if own else "diffusers": "pretrained_model_name_or_path" in keys,
         "vlm": _OF_IMAGES & keys,
-        "orpo": "beta" in keys and "orpo" in path.lower(),
         **{kind: marks & keys for kind, marks in _MARKS.items()},
         "llm": own and "beta" not in keys,
         "llama_factory": _LLAMA_FACTORY & keys,
-        "trl": of_rows or keys & of_trl,
+        "trl": keys & of_trl or any(key.startswith(("dataset", "chat_template")) for key in keys),
     }
-    return next((kind for kind, found in marks.items() if found), "llm")
+    found = next((kind for kind, found in marks.items() if found), "llm")
+    named = re.findall(r"(?<![a-z])(dpo|orpo|cpo|simpo|kto)(?![a-z])", path.lower())
+    return named[-1] if found == "dpo" and named else found

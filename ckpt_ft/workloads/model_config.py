@@ -194,7 +194,7 @@ def _from_hub(name: str) -> dict[str, Any]:
     close = difflib.get_close_matches(name, names(), n=1, cutoff=0.7)
     meant = f"did you mean '{close[0]}'? " if close else ""
     hint = f"{meant}`ckpt-ft models` lists the models that need no Hub"
-    if offline and name.count("/") == 1 and not name.startswith("."):
+    if offline and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         hint += f"; for this one give its config.json (`hf download {name} config.json --local-dir .` fetches it)"
     elif offline:
         hint += "; for any other, give the directory or the config.json of a model"

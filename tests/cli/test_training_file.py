@@ -303,6 +303,7 @@ def test_launch_settings_in_a_file_are_read(tmp_path: Path) -> None:
         (M + "stage: mcts\ntemplate: qwen", "", "mcts: it is another algorithm than those that are predicted (sft, "),
         (AXOLOTL + "rl: rlvr", "", "rlvr: it is another algorithm than those that are predicted (sft, pt, dpo"),
         (AXOLOTL + "rl: ebft\nebft: {mode: strided}", "", "ebft.mode: strided: it is another algorithm"),
+        (M + "template: qwen\ndo_train: false", "", "do_train: False: such a run only evaluates or predicts"),
         (M + "template: qwen\ntensor_model_parallel_size: 4", "", "Megatron is another trainer"),
         (AXOLOTL + "adapter: llama-adapter", "", "adapter llama-adapter is not modelled (lora, qlora)"),
         ("- a", "", "expected 'flag: value' lines, found list"),
@@ -357,6 +358,10 @@ STEPS = {  # the content of a file -> parts of its command line
     AXOLOTL + "activation_offloading: true\ngradient_checkpointing: 1\ntiled_mlp: true": "--policy full,offload,tile",
     AXOLOTL + "adapter: qlora\nlora_target_linear: true": "--load-in-4bit --double-quant",
     AXOLOTL + "unfrozen_parameters: ['lm_head.*', 'layers.[01],x']": "--freeze '!lm_head.*|layers.[01].x'",
+    M + "beta: 2\nloss_type: simpo\nsimpo_gamma: 1\nmax_length: 8": """'{"precompute_ref_log_probs": true}'""",
+    M + "max_seq_len: 8\nbf16: 1": "m --policy full --batch-size 8 --seq-length 8 --bf16",
+    M + "max_length: 8\nuse_lora: true\nlora_r: 4\nuse_4bit: true": "--lora 4 --load-in-4bit --trainer sft",
+    M + "packing: true\nuse_liger: true": "--liger --trainer sft",
     M + "max_prompt_length: 100\nmax_completion_length: 28\nnum_generations: 4": "--seq-length 128",
     M + "template: q\nquantization_bit: 3\nquantization_method: hqq\nbf16: true": "--load-in-4bit --double-quant",
     M + "template: q\nstage: rm\nfinetuning_type: full\nbf16: true": "--trainer reward",
@@ -403,6 +408,13 @@ def test_notes_and_lines_of_what_a_file_leaves_to_its_library(tmp_path: Path) ->
     odds = read_training_file("m/orpo/config.yaml", content=pairs)
     assert "precompute_ref_log_probs" in odds.flags["trainer_args"]
     assert odds.left_out == ("orpo: answered as DPO without a reference: the loss keeps other numbers",)
+    last = {"SimPO/l-dpo.yaml": "beta", "dpo/l-simpo.yaml": "precompute_ref_log_probs", "scorpo.yaml": "beta"}
+    for path, setting in last.items():
+        assert list(json.loads(read_training_file(path, content=pairs).flags["trainer_args"])) == [setting], path
+    mapped = {"base_model": "m", "device_map": {"": 0}}
+    assert read_training_file("run.yaml", content=mapped).left_out == ()
+    (line,) = read_training_file("run.yaml", content={**mapped, "device_map": "balanced"}).left_out
+    assert line == "device_map: layers on several devices in one process are not predicted"
     images = {"model_name_or_path": "m", "template": "q", "image_max_pixels": 9, "freeze_vision_tower": False}
     read = read_training_file("run.yaml", content=images)
     assert read.flags["train_towers"] == "both"
