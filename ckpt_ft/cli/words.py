@@ -62,7 +62,8 @@ _ASKED = {  # what is asked for -> the command that answers it
     rf"(?:{_MOST}|(?:what|which|how\s+(?:big|large)(?:\s+of)?)\s+(?:an?\s+)?)"
     rf"(?:micro{_GAP})?(?:batch(?:es)?(?:{_GAP}sizes?)?|bs)|how\s+many\s+samples"
     rf"|^batch(?:{_GAP}size)?(?!{_GAP}size|\s*\d)": "max-batch",
-    rf"(?:{_MOST}|(?:what|which|how\s+\w+)\s+(?:\w+\s+){{0,2}}){_LENGTHS}|^{_LENGTHS}(?!\s*\d|\s+cl)": "max-length",
+    rf"(?:{_MOST}|(?:what|which|how\s+\w+)\s+(?:\w+\s+){{0,2}}){_LENGTHS}(?!(?:{_GAP}{_LENGTH})*\s+of\s+\d)"
+    rf"|^{_LENGTHS}(?!(?:{_GAP}{_LENGTH})*\s*(?:of\s+)?\d|\s+cl)": "max-length",
     r"(?:(?:best|which|what|fastest|compare|choose)\s+)?polic(?:y|ies)|optimi[sz]e|fastest|plan|trade-?off": "plan",
     r"(?:reduce|save|less|out\s+of)\s+(?:gpu\s+)?v?(?:memory|ram)|oom|selective\s+checkpointing": "plan",
     r"(?:which|what|best|cheapest|smallest|minimum|min)\s+(?:gpus?|cards?)|where|dollars": "where",
@@ -70,8 +71,15 @@ _ASKED = {  # what is asked for -> the command that answers it
 _SAID: dict[str, dict[str, Any]] = {  # what is said -> flags; {} is the number in it
     rf"(?:max{_GAP})?{_LENGTHS}\s*(?:of\s+)?{_NUMBER}": {"seq_length": "{}"},
     rf"{_NUMBER}\s*{_LENGTHS}": {"seq_length": "{}"},
-    rf"(?:batch(?:{_GAP}size)?|bs)\s*(?:of\s+)?{_NUMBER}": {"batch_size": "{}"},
-    rf"res(?:olution)?\s*{_NUMBER}": {"resolution": "{}"},
+    rf"(?:per{_GAP}device{_GAP}(?:train{_GAP})?|micro{_GAP})?(?:batch(?:{_GAP}size)?|bs)\s*(?:of\s+)?{_NUMBER}": {
+        "batch_size": "{}"
+    },
+    rf"(?:grad(?:ient)?{_GAP})?accum(?:ulation)?(?:{_GAP}steps)?\s*(?:of\s+)?{_NUMBER}": {"accumulation": "{}"},
+    rf"res(?:olution)?\s*(?:of\s+)?{_NUMBER}|(\d{{3,4}})\s*(?:px|x\s*\d{{3,4}})": {"resolution": "{}"},
+    r"bf(?:loat)?16": {"dtype": "bfloat16"},
+    r"fp16|float16": {"dtype": "float16"},
+    r"fp32|float32": {"dtype": "float32"},
+    rf"(?:cpu{_GAP})?offload(?:ing)?": {"offload": "all"},
     r"(\d+)x?\s+(?:gpus|cards)": {"processes": "{}"},
     r"(\d+)\s+(?:labels|classes)": {"num_labels": "{}"},
     rf"(?:deepspeed\s+)?zero{_GAP}(?:stage\s*)?([123])": {"launch": "zero{}"},
@@ -80,6 +88,7 @@ _SAID: dict[str, dict[str, Any]] = {  # what is said -> flags; {} is the number 
     r"deepspeed": {"launch": "zero3"},
     rf"(?:gradient|activation){_GAP}checkpointing": {"policy": "full"},
     r"(?:(?:google|free)\s+)*(?:colab|kaggle)": {"device": "t4"},  # the card that both offer free of charge
+    r"(?:lora_)?(?:rank\s*|r\s+)(?:of\s+)?(\d+)": {"lora_r": "{}"},
     rf"q{_GAP}lora": {"lora_r": LORA_R, "load_in_4bit": True},
     r"lora": {"lora_r": LORA_R},
     r"8-?bits?|int8": {"load_in_8bit": True},
@@ -92,8 +101,8 @@ _TASKS = {
 }
 _COUNTS = {"two": 2, "dual": 2, "both": 2, "three": 3, "four": 4, "quad": 4, "eight": 8}
 _FILLERS = frozenset("""
-    a about accelerate ai am an and any are at batch be been best big both by can card cards choose context cost
-    costs could currently day days desktop did do does dreambooth encoder enough estimate fast faster fine
+    a about accelerate ai am an and any are at batch be been best big biggest both by can card cards choose context
+    cost costs could cpu currently day days desktop did do does dreambooth encoder enough estimate fast faster fine
     finetune finetuned finetuning fit fits for from full get give good gpu gpus graphics had happens has have
     hour hours how i if in is it just largest length limit llm llms long longer longest make many max maximum me
     memory method methods minute minutes model models more most much multi my need needs new now of on one only
@@ -114,7 +123,7 @@ def hear(words: Sequence[str], files: bool = True) -> Heard:
     """
     plain = ("out",) if len(words) > 1 else ()  # "out of memory" is no folder of that name
     whole = next((word for word in words if "/" in word or (files and word not in plain and _is_path(word))), "")
-    said = " ".join(word for word in words if word != whole).replace("?", "").strip()
+    said = " ".join(word for word in words if word != whole).replace("?", "").replace("=", " of ").strip()  # r=64
     if find_model(said):
         return Heard("", said, {})
     said = re.sub(rf"\b({'|'.join(_COUNTS)})\s+", lambda n: f"{_COUNTS[n[1].lower()]}x ", said, flags=re.IGNORECASE)
@@ -141,8 +150,9 @@ def hear(words: Sequence[str], files: bool = True) -> Heard:
         return Heard(command, whole, flags, tuple(left))
     at, end = _named(left)
     model, ignored = " ".join(left[at:end]), (*left[:at], *left[end:])
-    if is_other(model):
-        find_gpu(model)  # raises
+    others = [word for at, word in enumerate(left) if is_other(" ".join(left[at:]))]
+    if others and (is_other(model) or not alike(pieces_of(model))):  # "bge m3" is a model
+        find_gpu(others[0])  # raises
     if generic and (known := find_model(alike(pieces_of(model)))) and known.family == "vision":
         del flags["task"]  # a classifier of images is one
     return Heard(command, model, flags, ignored=ignored)
@@ -191,7 +201,9 @@ def _card(said: str) -> tuple[str, str]:
             name = span[:-1] if plural else span
             if {words[at].lower(), words[at + length - 1].lower()} & _FILLERS or not is_card(name):
                 continue
-            times = re.fullmatch(r"(\d{1,2})x" if not plural else r"(\d{1,2})x?", before[-1] if before else "")
+            # a number is of the cards, and not of a model's name ("phi 4 a100"), after plain words or a size
+            counts = plural or not before[1:] or before[-2].lower() in _FILLERS or re.search(r"\d[bm]$", before[-2])
+            times = re.fullmatch(r"(\d{1,2})x?" if counts else r"(\d{1,2})x", before[-1] if before else "")
             behind = None if times else re.fullmatch(r"x(\d{1,2})", after[0] if after else "")
             count = times or behind
             kept = [*(before[:-1] if times else before), *(after[1:] if behind else after)]

@@ -59,6 +59,7 @@ LORA, QLORA = {"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}
         ("max-context Qwen3-0.6B", "max-length", "Qwen3-0.6B", {}),
         ("max-seq-len Qwen3-0.6B", "max-length", "Qwen3-0.6B", {}),
         ("context length gpt2", "max-length", "gpt2", {}),
+        ("context length 8k gpt2", "", "gpt2", {"seq_length": 8192}),
         ("how long can my sequence be with gpt2 on 12gb", "max-length", "gpt2", {"device": "12gb"}),
         ("sequence classification bert", "", "bert", {"task": "text-classification"}),
         ("how many samples fit gpt2 t4", "max-batch", "gpt2", {"device": "t4"}),
@@ -78,6 +79,18 @@ LORA, QLORA = {"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}
         ("how many tokens can I train with gpt2 on t4", "max-length", "gpt2", {"device": "t4"}),
         ("which model can I fine-tune on a 3060", "", "", {"device": "3060"}),
         ("what can I train with 24 GB of VRAM?", "", "", {"device": "24 GB"}),
+        ("what is the biggest model for 48gb", "", "", {"device": "48gb"}),
+        ("gemma 2 9b qlora r=64 bs=2", "", "gemma 2 9b", {**QLORA, "lora_r": 64, "batch_size": 2}),
+        ("deepseek r1 distill 8b lora rank 8", "", "deepseek r1 distill 8b", {"lora_r": 8}),  # r1 is no rank
+        ("mixtral 8x7b 2 a100 80gb", "", "mixtral 8x7b", {"device": "2x a100 80gb"}),
+        ("llama 3 8b on 4 a100", "", "llama 3 8b", {"device": "4x a100"}),
+        ("bert on a cpu", "", "bert", {}),
+        (
+            "qwen3 8b bf16 max_seq_length=2048 per_device_train_batch_size=4 gradient accumulation 8", "", "qwen3 8b",
+            {"seq_length": 2048, "batch_size": 4, "accumulation": 8, "dtype": "bfloat16"},
+        ),
+        ("sdxl lora 1024x1024", "", "sdxl", {**LORA, "resolution": 1024}),
+        ("llama 8b zero3 cpu offload", "", "llama 8b", {"launch": "zero3", "offload": "all"}),
     ],
 )  # fmt: skip
 def test_words_in_any_order(typed: str, command: str, model: str, flags: dict[str, Any]) -> None:
@@ -110,6 +123,7 @@ def test_words_without_a_command_have_one(typed: str, ours: str, capsys: pytest.
         ("estimat gpt2", "no command 'estimat'; did you mean 'estimate'"),
         ("llama 99b lora", "no known model is called 'llama 99b'"),
         ("where m2 max", "only cards that run CUDA or ROCm"),
+        ("llama 7b on a mac m2 32gb", "only cards that run CUDA or ROCm"),
     ],
 )
 def test_words_that_name_nothing_are_refused(typed: str, says: str) -> None:
