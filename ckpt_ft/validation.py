@@ -75,14 +75,14 @@ def load_entries(path: str | Path, source: str, meant: str) -> dict[str, Any]:
 
 
 @contextmanager
-def library_reads(what: str) -> Iterator[None]:
+def library_reads(what: str, **without: object) -> Iterator[None]:
     """Context manager for library calls on user input (files, flags): turns any exception into a one-line error.
 
     Damaged input can make a library raise anything (KeyError, RecursionError, an exception of its own). Out-of-memory
     errors are not caused by the input and pass unchanged.
 
     Raises:
-        UserError: `what` and the reason, for any other exception raised inside.
+        UserError: `what` and the reason, for any other exception raised inside, `without` what caused it.
     """
     try:
         yield
@@ -91,7 +91,7 @@ def library_reads(what: str) -> Iterator[None]:
     except Exception as error:
         if is_oom(error):
             raise
-        raise UserError(f"{what}: {one_line(f'{type(error).__name__}: {error}', 400)}") from error
+        raise UserError(f"{what}: {one_line(f'{type(error).__name__}: {error}', 400)}", **without) from error
 
 
 def require_package(package: str, flag: str) -> None:

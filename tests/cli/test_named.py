@@ -211,6 +211,23 @@ def test_file_in_place_of_a_model_is_answered_without_what_excludes_it(
             cli._main()
 
 
+def test_file_of_trl_is_answered_without_an_adapter_of_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TRL's losses read the head's weight: releases that do so refuse an adapter there, and older ones train it."""
+    pytest.importorskip("trl")
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model_name_or_path: {tiny(tmp_path)}\nmax_length: 16\nper_device_train_batch_size: 1\nuse_lora: true\n"
+        "lora_target_modules: [q_proj, lm_head]\n"
+    )
+    found, said = estimated(monkeypatch, capsys, str(file))
+    (line,) = found["left_out"]
+    assert line.startswith("lora_targets: --trainer sft: TRL refuses")
+    # of A and B of two layers: two states in float32, and a step
+    assert found["at_peak"]["optimizer"] == 4 * (2 * 16 * 32 * 4 + 512), said
+
+
 def test_file_without_a_number_of_gpus_is_answered_for_the_fewest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
