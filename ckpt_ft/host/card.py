@@ -139,10 +139,13 @@ def show_card(gpu: GPU, tracker: ScriptTracker, streams: Streams, count: int = 1
     _replace(
         torch.cuda, **{name: _always(answer) for name, answer in {**answers, **dict.fromkeys(counted, 0)}.items()}
     )
-    _replace(torch.cuda, Stream=_class_of(streams.Stream), Event=_class_of(streams.Event))
-    _replace(torch.cuda, stream=streams.stream, current_stream=streams.current_stream)
+    _replace(torch.cuda.random, **{name: getattr(torch.cuda, name) for name in torch.cuda.random.__all__})
     _replace(
         torch.cuda,
+        Stream=_class_of(streams.Stream),
+        Event=_class_of(streams.Event),
+        stream=streams.stream,
+        current_stream=streams.current_stream,
         default_stream=streams.current_stream,
         device=lambda *args: nullcontext(),
         device_of=lambda *args: nullcontext(),

@@ -104,7 +104,7 @@ class _DryRun:
         self.files = KeptFiles(self.folder)
         signal.signal(signal.SIGTERM, self._killed)
         self._track(self.tracker, self.streams)
-        before_saving(self._finish)  # there is nothing to save
+        before_saving(self._saves)
         load_no_weights(self._put, self.small)
         generate_longest(self.tracker.recorder.note)
         self.loop.watch()
@@ -261,16 +261,21 @@ class _DryRun:
         if best is None or best.trace is None or best.step == 1 or trace.peak_allocated > best.trace.peak_allocated:
             self.best = Answer(self.policy, self.model, trace, self.steps, batches=list(batches))
 
+    def _saves(self) -> None:
+        """The script saves tensors: end if two steps have ended; the first one alone lacks the optimizer's states."""
+        if self.steps + self.loop.stepped > 1:
+            self._finish()
+
     def _finish(self) -> None:
         """Write the answer and end, if a step has ended."""
+        if self.loop.stepped:
+            self._keep(self.loop.batches)
         if self.best is not None:
             self._end(replace(self.best, steps=self.steps))
 
     def _ended(self, error: BaseException | None) -> NoReturn:
         """The script has ended, by `error` or by itself."""
-        if self.loop.model is not None and self.loop.stepped:
-            self._keep(self.loop.batches)
-        if self.steps > 1 or error is None or isinstance(error, SystemExit):
+        if self.steps + self.loop.stepped > 1 or error is None or isinstance(error, SystemExit):
             self._finish()  # a first step alone lacks the states of the optimizer
         name = self.question.script.name
         if error is not None and not isinstance(error, SystemExit):

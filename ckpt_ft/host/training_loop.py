@@ -9,9 +9,10 @@ its weights by hand, a step ends with `backward()`. No trainer or library is tre
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -21,23 +22,29 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_ft.compat.modules import children_of
+from ckpt_ft.compat.tensors import FakeTensor, tree_leaves
 
 Batches = list[dict[str, tuple[int, ...]]]
 
 
 def before_saving(call: Callable[[], None]) -> None:
-    """Call `call` wherever the script saves tensors. To be called before other libraries import their savers."""
-    savers: list[tuple[Any, str]] = [(torch, "save")]
-    with suppress(ImportError):
-        import safetensors.torch
+    """Call `call` wherever the script saves tensors. To be called before other libraries import their savers.
 
-        savers += [(safetensors.torch, name) for name in ("save", "save_file", "save_model")]
+    Tensors without data are not saved. The file of others is announced to `KeptFiles`: these savers are not Python.
+    """
+    import safetensors.torch
+
+    names = ("save", "save_file", "save_model")
+    savers: list[tuple[Any, str]] = [(torch, "save"), *((safetensors.torch, name) for name in names)]
 
     def before(save: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(save)
         def saved(*args: Any, **kwargs: Any) -> Any:
             call()
-            return save(*args, **kwargs)
+            given = [one.state_dict() if isinstance(one, nn.Module) else one for one in (*args, *kwargs.values())]
+            for path in (one for one in given if isinstance(one, (str, os.PathLike))):
+                sys.audit("open", os.fspath(path), "w", os.O_WRONLY)
+            return None if any(type(leaf) is FakeTensor for leaf in tree_leaves(given)) else save(*args, **kwargs)
 
         return saved
 
@@ -119,9 +126,7 @@ class TrainingLoop:
     @property
     def parameters(self) -> Iterator[Tensor]:
         """The parameters of all optimizers."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
+        return (one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"])
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.stepped = self.model is not None
@@ -143,5 +148,4 @@ class TrainingLoop:
     def _is_trained(self, module: nn.Module) -> bool:
         if self.by_hand and not self.optimizers:
             return any(parameter.requires_grad for parameter in module.parameters())
-        trained = set(map(id, self.parameters))
-        return any(id(parameter) in trained for parameter in module.parameters())
+        return not set(map(id, self.parameters)).isdisjoint(map(id, module.parameters()))

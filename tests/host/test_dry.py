@@ -75,6 +75,26 @@ def test_a_plain_loop_and_its_files(tmp_path: Path) -> None:
     assert not Path(f"{log}.pt").exists()
 
 
+@pytest.mark.parametrize(("device", "computes"), [("", True), ("", False), ("t4", False)])
+def test_a_script_that_saves_after_each_step(tmp_path: Path, device: str, computes: bool) -> None:
+    """The step after the first save is looked at, too; files that torch writes are taken back."""
+    script = written(
+        tmp_path,
+        "import sys, torch\ndevice = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+        "model = torch.nn.Linear(100, 100).to(device)\noptimizer = torch.optim.Adam(model.parameters())\n"
+        "for _ in range(4):\n    torch.save({'model': model.state_dict()}, sys.argv[1])\n"
+        "    torch.cuda.random.get_rng_state_all() if torch.cuda.is_available() else None\n"
+        "    model(torch.ones(4096, 100, device=device)).square().sum().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n",
+    )
+    saved = tmp_path / "saved.pt"
+    saved.write_text("kept")
+    (answer,) = dry(script, str(saved), device=device, computes=computes)
+    assert answer.step == 2, answer.error
+    assert device or peak(answer) == live(script, str(tmp_path / "live.pt"))
+    assert saved.read_text() == "kept"
+
+
 def test_a_trainer_under_three_policies(tmp_path: Path) -> None:
     plain, full, pointwise = dry("trainer.py", str(tmp_path / "out"), policies=(AS_IT_IS, "full", "pointwise"))
     assert peak(plain) == pytest.approx(live("trainer.py", str(tmp_path / "live")), rel=0.002)
