@@ -29,7 +29,8 @@ TRL = {
     "grpo": "grpo", "rloo": "rloo",
 }  # fmt: skip
 RECIPES = tuple(KINDS)
-MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model", "model")  # entries that name the model
+# Entries that name the model, those of libraries first; people's own scripts have the others.
+MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model", "model", "model_id", "model_name")
 # Entries that are true or false; axolotl writes some as words.
 _SWITCHES = (
     "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant", "tf32",
@@ -68,7 +69,7 @@ _PLAIN = (
     "router_aux_loss_coef", "peft_config", "task",
 )  # fmt: skip
 _OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
-_LLAMA_FACTORY = {"finetuning_type", "stage", "cutoff_len", "template", "lora_rank", "lora_target", "quantization_bit"}
+_LLAMA_FACTORY = {"finetuning_type", "stage", "cutoff_len", "template", "quantization_bit"}
 _LLAMA_FACTORY_V1 = {
     "model_class", "train_dataset", "dist_config", "kernel_config", "micro_batch_size", "peft_config", "quant_config",
 }  # fmt: skip
@@ -158,6 +159,7 @@ def read_training_file(
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
     left_out: dict[str, str] | None = None if strict else {}
     entries = _Entries(read_settings(content, KINDS[kind], f"--config {path}", left_out), kind, path, left_out)
+    entries.given["model"] = next((content[one] for one in MODELS if isinstance(content.get(one), str)), None)
     if not entries.get("model"):
         raise UserError(f"--config {path}: it names no model ({', '.join(MODELS)})")
     open_length = "max_length" in content and content["max_length"] is None
@@ -440,7 +442,8 @@ class _Entries:
             raise self.refuse(f"adapter {adapter} is not modelled (lora, qlora)")
         if kind not in (None, "lora", "full", "freeze", "oft"):
             raise self.refuse(f"finetuning_type {kind} is not modelled (lora, full, freeze, oft)")
-        named = adapter or self.get("use_peft") or self.get("peft_config") or kind in ("lora", "oft")
+        own = self.kind in TRL and "use_peft" not in self.given and self.get("lora_r")  # of people's own scripts
+        named = adapter or self.get("use_peft") or self.get("peft_config") or kind in ("lora", "oft") or own
         return bool(named or self.diffusion)
 
     def _is_prepared(self) -> bool:
@@ -561,11 +564,9 @@ def _kind(content: Mapping[str, Any], path: str) -> str:
     """The kind of a file, by the entries that only one kind has; of losses of pairs, the path names one."""
     keys = content.keys()
     own = any(key.startswith("ac_") for key in keys)
-    of_trl = {name for section in ("trl.sft", "trl", "trl.model") for name in table()[section]} - {
-        "model_name_or_path"
-    }
+    of_trl = {name for section in ("trl.sft", "trl", "trl.model") for name in table()[section]} - {*MODELS}
     marks: dict[str, Any] = {
-        "axolotl": "base_model" in keys,
+        "axolotl": "base_model" in keys and ("per_device_train_batch_size" not in keys or "micro_batch_size" in keys),
         "llama_factory_v1": "model" in keys and keys & _LLAMA_FACTORY_V1,
         "diffusion_unet" if own else "diffusers": "pretrained_model_name_or_path" in keys,
         "vlm": _OF_IMAGES & keys,
