@@ -150,8 +150,9 @@ def hear(words: Sequence[str], files: bool = True) -> Heard:
         return Heard(command, whole, flags, tuple(left))
     at, end = _named(left)
     model, ignored = " ".join(left[at:end]), (*left[:at], *left[end:])
-    others = [word for at, word in enumerate(left) if is_other(" ".join(left[at:]))]
-    if others and (is_other(model) or not alike(pieces_of(model))):  # "bge m3" is a model
+    if (others := [word for at, word in enumerate(left) if is_other(" ".join(left[at:]))]) and (
+        is_other(model) or not alike(pieces_of(model))  # "bge m3" is a model
+    ):
         find_gpu(others[0])  # raises
     if generic and (known := find_model(alike(pieces_of(model)))) and known.family == "vision":
         del flags["task"]  # a classifier of images is one

@@ -162,8 +162,7 @@ def read_training_file(
     entries.given["model"] = next((content[one] for one in MODELS if isinstance(content.get(one), str)), None)
     if not entries.get("model"):
         raise UserError(f"--config {path}: it names no model ({', '.join(MODELS)})")
-    open_length = "max_length" in content and content["max_length"] is None
-    if kind in TRL and open_length and not (rows or length):
+    if kind in TRL and content.get("max_length", 0) is None and not (rows or length):
         raise entries.refuse("max_length: null: rows are not cut, and their length is not known: give --seq-length")
     flags = entries.flags()
     if images:
@@ -442,9 +441,11 @@ class _Entries:
             raise self.refuse(f"adapter {adapter} is not modelled (lora, qlora)")
         if kind not in (None, "lora", "full", "freeze", "oft"):
             raise self.refuse(f"finetuning_type {kind} is not modelled (lora, full, freeze, oft)")
-        own = self.kind in TRL and "use_peft" not in self.given and self.get("lora_r")  # of people's own scripts
-        named = adapter or self.get("use_peft") or self.get("peft_config") or kind in ("lora", "oft") or own
-        return bool(named or self.diffusion)
+        named = adapter or self.get("use_peft") or self.get("peft_config") or kind in ("lora", "oft")
+        # people's own scripts have no switch for LoRA
+        return bool(
+            named or self.diffusion or (self.kind in TRL and "use_peft" not in self.given and self.get("lora_r"))
+        )
 
     def _is_prepared(self) -> bool:
         """Whether PEFT's k-bit preparation casts what is not packed to float32, and axolotl the ends back."""
@@ -564,7 +565,6 @@ def _kind(content: Mapping[str, Any], path: str) -> str:
     """The kind of a file, by the entries that only one kind has; of losses of pairs, the path names one."""
     keys = content.keys()
     own = any(key.startswith("ac_") for key in keys)
-    of_trl = {name for section in ("trl.sft", "trl", "trl.model") for name in table()[section]} - {*MODELS}
     marks: dict[str, Any] = {
         "axolotl": "base_model" in keys and ("per_device_train_batch_size" not in keys or "micro_batch_size" in keys),
         "llama_factory_v1": "model" in keys and keys & _LLAMA_FACTORY_V1,
@@ -573,7 +573,8 @@ def _kind(content: Mapping[str, Any], path: str) -> str:
         **{kind: marks & keys for kind, marks in _MARKS.items()},
         "llm": own and "beta" not in keys,
         "llama_factory": _LLAMA_FACTORY & keys,
-        "trl": keys & of_trl or any(key.startswith(("dataset", "chat_template")) for key in keys),
+        "trl": keys & {name for part in ("trl.sft", "trl", "trl.model") for name in table()[part]} - {*MODELS}
+        or any(key.startswith(("dataset", "chat_template")) for key in keys),
     }
     found = next((kind for kind, found in marks.items() if found), "llm")
     named = re.findall(r"(?<![a-z])(dpo|orpo|cpo|simpo|kto)(?![a-z])", path.lower())

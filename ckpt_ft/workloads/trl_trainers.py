@@ -56,9 +56,10 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
     require_package("trl", f"--trainer {spec.trainer.trainer}")
     states: dict[Any, dict[str, Any]] = {}
     asked = f"--trainer {spec.trainer.trainer}: TRL refuses these settings"
-    inner = tuple(name for name in spec.adapter.lora_targets if name != "lm_head")  # whose adapter TRL refuses
     with (
-        library_reads(asked, lora_targets=inner), separate_accelerate_state(states), quiet(), warnings.catch_warnings()
+        # it refuses an adapter of the head
+        library_reads(asked, lora_targets=tuple(name for name in spec.adapter.lora_targets if name != "lm_head")),
+        separate_accelerate_state(states), quiet(), warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         with redirect_stdout(sys.stderr):  # DeepSpeed, which TRL and accelerate import, writes to stdout

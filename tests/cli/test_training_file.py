@@ -429,7 +429,7 @@ def test_notes_and_lines_of_what_a_file_leaves_to_its_library(tmp_path: Path) ->
 
 def test_file_of_an_own_script_is_no_axolotls_and_its_lora_is_read() -> None:
     """People's scripts have transformers' arguments beside a base_model, and LoRA without a switch for it."""
-    own = {"base_model": "m/1b", "model_name": "mine", "per_device_train_batch_size": 2, "optim": "sgd", "lora_rank": 4}
+    own = {"base_model": "m/1b", "model_name": "n", "per_device_train_batch_size": 2, "optim": "sgd", "lora_rank": 4}
     read = read_training_file("run.yaml", content={**own, "target_modules": ["q"], "sequence_len": 64})
     assert (read.model, read.flags["trainer"], read.left_out) == ("m/1b", "sft", ())
     given = {"batch_size": 2, "seq_length": 64, "optimizer": "sgd", "lora_r": 4, "lora_targets": "q"}
