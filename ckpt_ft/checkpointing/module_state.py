@@ -154,8 +154,7 @@ class StateBeforeFirstRun:
 
     def _check(self, before: Values) -> None:
         """Raise UserError for the first parameter that cannot be restored."""
-        after = _values(self._parameters, self._zero3)
-        for change, old, new in zip(_CHANGES, before, after, strict=True):
+        for change, old, new in zip(_CHANGES, before, _values(self._parameters, self._zero3), strict=True):
             for value, was, now in zip(self._parameters, old, new, strict=True):
                 if was != now:
                     raise UserError(

@@ -91,8 +91,7 @@ def _slice(name: str, process: int, thread: int, begin: float, end: float, args:
 
 
 def _names(trace: StepTrace, threads: dict[str, int]) -> Iterator[Event]:
-    processes = {HOST: f"host ({trace.source})", DEVICE: f"{trace.device} ({trace.source})"}
-    for process, name in processes.items():
+    for process, name in {HOST: f"host ({trace.source})", DEVICE: f"{trace.device} ({trace.source})"}.items():
         yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     tracks = {(HOST, _ISSUE): "ops issued", (HOST, _MODULES): "phases and modules"}
     for stream, thread in threads.items():

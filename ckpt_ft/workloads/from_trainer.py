@@ -74,8 +74,7 @@ def planned_step(trainer: Trainer, flag: str, any_length: bool = False) -> dict[
 
         def chosen(samples: int, length: int | None) -> list[Any]:
             assert length is not None
-            row = {name: [*islice(cycle(values), length)] for name, values in longest.items()}
-            return [row] * samples
+            return [{name: [*islice(cycle(values), length)] for name, values in longest.items()}] * samples
 
     sharing = trainer.accelerator.parallelism_config
     # under Ulysses a Trainer gathers the losses of all ranks, which a trace cannot, and weighs them

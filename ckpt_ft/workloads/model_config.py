@@ -69,8 +69,7 @@ def known_models() -> dict[str, KnownModel]:
     found = {}
     for path in sorted(CONFIGS.glob("*.json")):
         for name, entry in json.loads(path.read_text(encoding="utf-8")).items():
-            also = tuple(entry.pop("also", ()))
-            found[name] = KnownModel(name, path.stem, also=also, **entry)
+            found[name] = KnownModel(name, path.stem, also=tuple(entry.pop("also", ())), **entry)
     return found
 
 

@@ -157,8 +157,7 @@ def _build(model: Any, spec: TrainingSpec) -> Any:
         if spec.quantisation.bits:  # TRL casts the adapters of such models to bfloat16
             stack.enter_context(patch.object(base, "is_loaded_in_4bit", True, create=True))
         args = getattr(trl, f"{name}Config")(output_dir=folder, **_arguments(spec))
-        rows = Dataset.from_list(_rows(spec, 2, spec.data.tokens))
-        return kind(args=args, train_dataset=rows, **given)
+        return kind(args=args, train_dataset=Dataset.from_list(_rows(spec, 2, spec.data.tokens)), **given)
 
 
 def _arguments(spec: TrainingSpec) -> dict[str, Any]:
@@ -230,8 +229,7 @@ def _batches(trainer: Any, spec: TrainingSpec) -> Callable[[int, int | None], Ba
         if spec.trainer.trainer in ONLINE:
             whole = rollouts(samples * trainer.args.steps_per_generation, tokens)
             return {name: value[:samples] if value.dim() else value for name, value in whole.items()}
-        rows = _rows(spec, samples, tokens, uneven, trainer)
-        return dict(trainer.data_collator(rows))
+        return dict(trainer.data_collator(_rows(spec, samples, tokens, uneven, trainer)))
 
     return make_batch
 
