@@ -333,6 +333,7 @@ LEFT_OUT = {  # the content of a file -> what its answer is without
     M + "template: qwen\nfinetuning_type: freeze\nuse_llama_pro: true": "use_llama_pro: the last blocks are predicted",
     M + "template: qwen\nmixture_of_depths: convert": "mixture_of_depths: every second block is predicted with all",
     AXOLOTL + "rl: ebft\nebft: {mode: structured, feature_layers: [0.5]}": "rl: answered as GRPO: without adapters",
+    M + "packing: true\nuse_unsloth: true": "use_unsloth: fused kernels: fewer",
     M + "template: qwen\nuse_unsloth: true\nuse_v1_kernels: true": "use_unsloth, use_v1_kernels: fused kernels: fewer",
 }
 
