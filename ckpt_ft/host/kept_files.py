@@ -1,4 +1,4 @@
-"""Takes back what a script writes while it is only looked at."""
+"""Takes back what a script writes, moves and removes while it is only looked at."""
 
 from __future__ import annotations
 
@@ -7,21 +7,29 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+# Audit events that change files -> where their arguments have the folder that a path is relative to, -1 for none.
+_EVENTS = {
+    "open": None, "os.truncate": None, "os.mkdir": 2, "os.remove": 1, "os.rmdir": 1, "os.rename": 3, "os.link": 3,
+    "os.symlink": 2, "shutil.rmtree": None,
+}  # fmt: skip
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _CACHES = (
     "HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "TORCH_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "MPLCONFIGDIR",
 )  # fmt: skip
 KEPT = "kept-"  # the beginning of the names of such folders
-_JOURNAL = "journal"  # of a folder of copies: a line for each path, with the name of its copy if it existed
+_JOURNAL = "journal"  # in a folder of kept files: a line for each change
 
 
 class KeptFiles:
-    """Notes each file and folder that Python code of this process creates or opens for writing; `restore` undoes it.
+    """Notes what Python code of this process makes, writes, moves and removes; `restore` undoes it.
 
-    The caches of Hugging Face, torch, Triton and matplotlib stay. Writes of libraries in other languages are not seen
+    A file that is to be written is copied first; one that is removed or replaced gets a second name instead. The
+    caches of Hugging Face, torch, Triton and matplotlib stay. Writes of libraries in other languages are not seen
     (datasets' Arrow files lie in its cache).
 
     Args:
@@ -39,26 +47,52 @@ class KeptFiles:
     def begin(self) -> None:
         """Note from here on what this process writes; a child process that was forked begins anew."""
         self._saved = Path(tempfile.mkdtemp(prefix=KEPT, dir=self.folder))
-        self._known: set[str] = set()
+        self._known, self._numbers = set[str](), count()
         self._process = os.getpid()
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
-        if event not in ("open", "os.mkdir") or not isinstance(args[0], (str, bytes)):
+        if event not in _EVENTS or os.getpid() != self._process or not isinstance(args[0], (str, bytes, Path)):
             return
-        if os.getpid() != self._process or (event == "open" and not args[2] & _WRITES):
+        within = _EVENTS[event]
+        if (event == "open" and not args[2] & _WRITES) or (within and args[within] != -1):  # rmtree's own removals
             return
-        path = os.path.realpath(os.fsdecode(args[0]))
-        exists = os.path.lexists(path)
-        if path.startswith(self._free) or "__pycache__" in path or path in self._known:
+        paths = [_absolute(path) for path in args[:2] if isinstance(path, (str, bytes, Path))]
+        if event == "shutil.rmtree":
+            for folder, folders, files in os.walk(paths[0], topdown=False):
+                for name in (*files, *folders):
+                    self._note(os.path.join(folder, name), goes=True)
+        writes = event in ("open", "os.truncate")
+        self._note(os.path.realpath(paths[0]) if writes else paths[-1], goes=not writes and event != "os.mkdir")
+        if within == 3:  # what will be there has not been kept
+            self._known.discard(paths[1])
+            if event == "os.rename" and not all(map(self._stays, paths)):
+                self._write("moved", *paths)
+
+    def _stays(self, path: str) -> bool:
+        return path.startswith(self._free) or "__pycache__" in path
+
+    def _note(self, path: str, goes: bool = False) -> None:
+        """Note a path before it is made, written or replaced, or before it `goes`."""
+        if path in self._known or self._stays(path):
             return
-        if exists and not os.path.isfile(path):
-            return
+        if os.path.isdir(path) and not os.path.islink(path):
+            return self._write("folder", path) if goes else None
+        if os.path.lexists(path) and not os.path.isfile(path) and not os.path.islink(path):
+            return None  # a device, a pipe
         self._known.add(path)
-        copy = str(len(self._known)) if exists else ""
-        if copy:
-            shutil.copy2(path, self._saved / copy)
+        copy = str(self._saved / str(next(self._numbers)))
+        if not os.path.lexists(path):
+            return self._write("made", path)
+        with suppress(OSError):  # another file system
+            if goes:
+                os.link(path, copy, follow_symlinks=False)
+                return self._write("gone", path, copy)
+        shutil.copy2(path, copy, follow_symlinks=False)
+        return self._write("written", path, copy)
+
+    def _write(self, kind: str, path: str, other: str = "") -> None:
         with (self._saved / _JOURNAL).open("a") as journal:
-            journal.write(json.dumps([path, copy]) + "\n")
+            journal.write(json.dumps([kind, path, other]) + "\n")
 
     def restore(self) -> None:
         """Remove what was made and put back what was there."""
@@ -66,13 +100,24 @@ class KeptFiles:
         put_back(self._saved)
 
 
+def _absolute(path: Any) -> str:
+    """A path whose last part may be a link that is itself meant."""
+    folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+    return os.path.join(os.path.realpath(folder), name)
+
+
 def put_back(saved: Path) -> None:
-    """Undo what a process has written, by the copies that it kept in `saved`."""
+    """Undo what a process has changed, by its journal and the files that it kept in `saved`."""
     journal = saved / _JOURNAL
     lines = journal.read_text().splitlines() if journal.exists() else []
-    for path, copy in map(json.loads, reversed(lines)):
-        if copy:
-            shutil.copy2(saved / copy, path)
+    for kind, path, other in map(json.loads, reversed(lines)):
+        if kind == "folder":
+            os.makedirs(path, exist_ok=True)
+        elif kind in ("moved", "gone"):
+            if os.path.lexists(other):
+                os.replace(other, path)
+        elif kind == "written":
+            shutil.copy2(other, path, follow_symlinks=False)
         elif os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path, ignore_errors=True)
         elif os.path.lexists(path):

@@ -543,3 +543,62 @@ def test_what_torch_jit_compiles(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["dry-run", "--device", "t4", "--json", script])
     assert ran.exit_code == 0, ran.output
     assert "torch.jit is left out: what it fuses is counted op by op" in json.loads(ran.stdout)["notes"]
+
+
+FILES_OF_A_RUN = """
+import os, shutil, torch
+from pathlib import Path
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+torch.save(model.state_dict(), "weights.pt")
+Path("log.txt").open("a").write("more")
+os.rename("notes.txt", "notes.bak")
+Path("notes.bak").write_text("changed")
+Path("notes.txt").write_text("new")
+os.remove("old.txt")
+shutil.rmtree("out")
+os.makedirs("out/new")
+Path("out/file").write_text("changed")
+for number in range(2):
+    Path("part").write_text(str(number))
+    os.replace("part", "state.txt")
+os.remove("latest")
+os.symlink("out", "latest")
+os.rename("folder", "moved")
+Path("moved/in").write_text("changed")
+os.rmdir("empty")
+shutil.move("one/file", "two")
+os.link("two", "second")
+Path("second").write_text("changed")
+os.truncate("cut.txt", 1)
+"""
+
+
+STEPS = "for step in range(2):\n    model(torch.ones(4, 8)).sum().backward()\n    optimizer.step()\n"
+
+
+@pytest.mark.parametrize("end", [STEPS, "1 / 0"])
+def test_files_that_a_script_writes_moves_or_removes_are_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("out/deep", "folder", "empty", "one"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in (
+        "weights.pt", "log.txt", "notes.txt", "old.txt", "out/file", "out/deep/file", "state.txt", "folder/in", "one/file",
+        "cut.txt",
+    ):  # fmt: skip
+        (tmp_path / name).write_text(f"precious {name}")
+    (tmp_path / "latest").symlink_to("log.txt")
+    script = written(tmp_path, FILES_OF_A_RUN + end)
+
+    def there() -> dict[Path, str]:
+        return {x: x.read_text() if x.is_file() else "" for x in tmp_path.rglob("*")} | {
+            tmp_path: os.readlink(tmp_path / "latest")
+        }
+
+    before = there()
+    (answer,) = dry(script)
+    assert (answer.trace is None) == (end == "1 / 0"), answer.error
+    assert there() == before
