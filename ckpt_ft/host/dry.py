@@ -294,7 +294,11 @@ class _DryRun:
                 "in training mode, and then the step() of an optimizer that holds its parameters, in this process"
             )
         else:
-            when = f"in step {self.steps + 1}" if self.loop.model is not None else "before its first training step"
+            when = (
+                f"in step {self.steps + self.loop.stepped + 1}"
+                if self.loop.model is not None
+                else "before its first training step"
+            )
             said = f"{when}, {_where(error, name)} raised {type(error).__name__}: {one_line(error, 300)}"
         self._end(Answer(self.policy, error=f"{name}: {said}"))
 

@@ -586,8 +586,8 @@ def test_files_that_a_script_writes_moves_or_removes_are_as_before(
     for folder in ("out/deep", "folder", "empty", "one"):
         (tmp_path / folder).mkdir(parents=True)
     for name in (
-        "weights.pt", "log.txt", "notes.txt", "old.txt", "out/file", "out/deep/file", "state.txt", "folder/in", "one/file",
-        "cut.txt",
+        "weights.pt", "log.txt", "notes.txt", "old.txt", "out/file", "out/deep/file", "state.txt", "folder/in",
+        "one/file", "cut.txt",
     ):  # fmt: skip
         (tmp_path / name).write_text(f"precious {name}")
     (tmp_path / "latest").symlink_to("log.txt")
