@@ -35,8 +35,12 @@ _KINDS = dict.fromkeys(("cpu", "cuda", _ACCELERATOR.type))  # a dry run shows a 
 
 
 def any_autocast() -> bool:
-    on = torch.is_autocast_enabled  # `any` takes twice as long, and this runs for every layer
-    return on("cpu") or on("cuda") or on(_ACCELERATOR.type)
+    # `any` takes twice as long, and this runs for every layer
+    return (
+        torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+        or torch.is_autocast_enabled(_ACCELERATOR.type)
+    )
 
 
 def autocast_now(device_type: str) -> tuple[AutocastState, ...]:

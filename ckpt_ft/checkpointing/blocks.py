@@ -286,8 +286,7 @@ def regions(policy: Policy, found: Blocks, kind: str) -> list[list[Region]]:
 def _split(blocks: list[Region], n: int) -> list[list[Region]]:
     """Split blocks into `n` consecutive sequences whose lengths differ by at most one."""
     n = min(n, len(blocks))
-    ends = [len(blocks) * i // n for i in range(n + 1)]
-    return [blocks[start:stop] for start, stop in pairwise(ends)]
+    return [blocks[start:stop] for start, stop in pairwise([len(blocks) * i // n for i in range(n + 1)])]
 
 
 def _stage_regions(policy: Policy, found: Blocks, kind: str) -> list[Region]:

@@ -120,8 +120,7 @@ class FirstRun:
     ) -> None:
         self.region, self.contents, self.structure, self.ended = region, contents, structure, False
         # where the region may draw random numbers besides the CPU
-        tensors = (*contents.parameters[:1], *given)
-        self.devices = {x.device for x in tensors if not (x.is_cpu or x.is_meta)}
+        self.devices = {x.device for x in (*contents.parameters[:1], *given) if not (x.is_cpu or x.is_meta)}
         self.keeping = self.replaying = _NOTHING
         if region.selection is not None:
             self.keeping, self.replaying = region.selection.contexts()

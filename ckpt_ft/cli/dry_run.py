@@ -171,8 +171,7 @@ def _estimates(script: Script, card: GPU | None, answers: Sequence[Answer]) -> I
                 raise UserError(answer.error)
             continue
         batches = answer.batches or [{}]  # the step is of another model
-        sizes = [next(iter(batch.values()), (1,)) for batch in batches]
-        largest = max(sizes, key=lambda size: size[:2])
+        largest = max([next(iter(batch.values()), (1,)) for batch in batches], key=lambda size: size[:2])
         given = "; ".join(f"{name} {'x'.join(map(str, size))}" for name, size in batches[0].items())
         looked = f"step {answer.step} of the {answer.steps} looked at is the highest: {given}"
         yield replace(

@@ -109,17 +109,15 @@ def _absolute(path: Any) -> str:
 def put_back(saved: Path) -> None:
     """Undo what a process has changed, by its journal and the files that it kept in `saved`."""
     journal = saved / _JOURNAL
-    lines = journal.read_text().splitlines() if journal.exists() else []
-    for kind, path, other in map(json.loads, reversed(lines)):
-        if kind == "folder":
-            os.makedirs(path, exist_ok=True)
-        elif kind in ("moved", "gone"):
-            if os.path.lexists(other):
-                os.replace(other, path)
-        elif kind == "written":
-            shutil.copy2(other, path, follow_symlinks=False)
-        elif os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path, ignore_errors=True)
-        elif os.path.lexists(path):
-            os.unlink(path)
+    for kind, path, other in map(json.loads, reversed(journal.read_text().splitlines() if journal.exists() else [])):
+        with suppress(OSError):  # the others are put back
+            if kind == "folder":
+                os.makedirs(path, exist_ok=True)
+            elif kind in ("moved", "gone"):
+                if os.path.lexists(other):  # else the script has replaced it by a file of its own
+                    os.replace(other, path)
+            elif kind == "written":
+                shutil.copy2(other, path, follow_symlinks=False)
+            elif os.path.lexists(path):
+                (shutil.rmtree if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
     shutil.rmtree(saved, ignore_errors=True)

@@ -103,8 +103,7 @@ def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
                 found.setdefault(key, value)
     left_out: dict[str, str] | None = None if found.get("strict") else {}
     if "peft_config" in found:
-        asked = f"--peft-config {found['peft_config']}"
-        found["peft"] = read_peft(found["peft_config"], asked, left_out)
+        found["peft"] = read_peft(found["peft_config"], f"--peft-config {found['peft_config']}", left_out)
     found |= _launch_fields(given, found, left_out)
     return found | ({"left_out": lines_of(left_out)} if left_out else {})
 

@@ -303,8 +303,7 @@ class NF4Experts(nn.Module):
     @torch.no_grad()
     def forward(self, packed: Tensor) -> Tensor:
         """Returns the weights in the dtype that they were packed from."""
-        rows = self.shape[:-1].numel()
-        return _unpacked(packed, _scales(self), rows, self.dtype).view(self.shape)
+        return _unpacked(packed, _scales(self), self.shape[:-1].numel(), self.dtype).view(self.shape)
 
 
 def _pack_experts(module: nn.Module, nested: bool, kinds: dict[type, type]) -> None:

@@ -156,9 +156,7 @@ def load_text_model(
     text = model.config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = tokenizer.pad_token_id  # a decoder looks for the last token before the padding
-    if not args.adapts:
-        return model
-    return with_adapters(model, args, **head_settings(model, task))
+    return with_adapters(model, args, **head_settings(model, task)) if args.adapts else model
 
 
 class PairTrainer(Trainer):

@@ -82,9 +82,7 @@ class ModuleCall(StandIn, CheapCall):
         return running.run(self, args, kwargs)
 
     def _gains(self, running: Pass, *args: Any) -> bool:
-        if self.random and not self.module.training:
-            return False
-        return bool(args) and running.is_free(args[0])
+        return (self.module.training or not self.random) and bool(args) and running.is_free(args[0])
 
     def unread(self) -> Iterable[torch.Tensor | None]:
         """Return the statistics of a BatchNorm in train mode, which its node saves but only uses in eval mode."""

@@ -347,8 +347,7 @@ def _grouped_matmul(args: tuple[Any, ...], out: Any) -> Shape:
     else:
         groups, columns, terms = max(left, right, key=Tensor.dim).shape[0], out.shape[-1], left.shape[-1]
         rows = -(-out.shape[-2] // (groups if out.dim() == 2 else 1))
-    uneven = any(_row_bytes(t) % VECTOR for t in (left, right))
-    return groups, rows, columns, terms, UNEVEN if uneven else 0
+    return groups, rows, columns, terms, UNEVEN if any(_row_bytes(t) % VECTOR for t in (left, right)) else 0
 
 
 def _row_bytes(matrix: Tensor) -> int:
@@ -411,8 +410,7 @@ def _as_matmul(given: Tensor, weight: Tensor, result: Tensor, how: tuple[Any, ..
     """
     stride, _, dilation, transposed, _, groups = how
     pixels, channels = (given, weight.shape[1]) if transposed else (result, weight.shape[0] // groups)
-    window = prod(weight.shape[2:])
-    terms = (given.shape[1] // groups if transposed else weight.shape[1]) * window
+    terms = (given.shape[1] // groups if transposed else weight.shape[1]) * prod(weight.shape[2:])
     is_plain = groups == 1 and not transposed and all(step == 1 for step in (*stride, *dilation))
     flag = WINOGRAD if is_plain and tuple(weight.shape[2:]) == (3, 3) else 0
     if any(image.shape[1] * image.itemsize % VECTOR for image in (given, result)):

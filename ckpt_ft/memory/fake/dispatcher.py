@@ -210,9 +210,7 @@ class FakeOps(RealOps):
                 self.values.keep(fake, value)
                 known = self._fakes[id(value)] = value, fake
             return known[1]
-        if isinstance(value, (tuple, list)):
-            return type(value)(self.faked(item) for item in value)
-        return value
+        return type(value)(self.faked(item) for item in value) if isinstance(value, (tuple, list)) else value
 
     def forget_real_tensors(self) -> None:
         """Remove the fake gradients of real tensors that the step closed over."""

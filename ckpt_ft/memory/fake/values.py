@@ -99,9 +99,7 @@ class Values:
             if (known := self.of(value)) is None:
                 raise LookupError
             return known
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._known(item) for item in value)
-        return value
+        return type(value)(self._known(item) for item in value) if isinstance(value, (tuple, list)) else value
 
     def count(self, mask: Tensor) -> int | None:
         """How many elements of `mask` are not zero, None if they are not known."""

@@ -258,9 +258,7 @@ class MemoryReport:
         Raises:
             UserError: matplotlib is not installed.
         """
-        if self.timeline is None:
-            return None
-        return plots.draw_step(path, self.timeline, headline(self))
+        return None if self.timeline is None else plots.draw_step(path, self.timeline, headline(self))
 
     def write(self, directory: str | Path, kinds: Collection[str] = REPORT_KINDS) -> list[Path]:
         """Writes memory_report.json, .md, .html and (with matplotlib and a recorded step) .png, whole or not at all.

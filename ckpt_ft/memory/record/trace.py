@@ -264,8 +264,7 @@ class StepTrace:
         own = [span for span in spans if span.op.stream == span.stream == ""]
         begins = [0, *(span.op.at for span in own)]
         starts = list(accumulate((span.start for span in own), max, initial=0.0))
-        events = range(self.start, len(self.events))
-        return [0.0] + [starts[bisect_right(begins, at) - 1] for at in events]
+        return [0.0] + [starts[bisect_right(begins, at) - 1] for at in range(self.start, len(self.events))]
 
     @property
     def _card(self) -> GPU:

@@ -60,8 +60,7 @@ def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """With an `out_dtype`, the sum has its product's shape; decompositions fail (of addmm until torch 2.12)."""
     _, a, b, dtype = args
-    product = (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=dtype)
-    return kwargs.get("out", product)
+    return kwargs.get("out", (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=dtype))
 
 
 def sparse_like(tensor: Tensor, *parts: Tensor) -> Tensor:

@@ -289,6 +289,5 @@ def _module(node: Any) -> str:
     for origin in sorted(origins, reverse=True):
         if stack := origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack"):
             path: str = list(stack.values())[-1][0].partition("]")[2]  # of "L['self']"
-            parts = _KEY.sub(r".\1", path).split(".")
-            return ".".join(part for part in parts if part and part not in _BETWEEN)
+            return ".".join(part for part in _KEY.sub(r".\1", path).split(".") if part and part not in _BETWEEN)
     return ""
