@@ -117,6 +117,29 @@ def test_output_is_freed_after_its_last_consumer() -> None:
     assert alive == [("behind", True), ("in front", False)]
 
 
+def test_rebuilt_result_does_not_keep_its_input() -> None:
+    """A ReLU saves its result, whose node refers to the norm's output: it is freed before the next layer runs."""
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[bool] = []
+
+    class SeenLayerNorm(nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            seen.append(weakref.ref(out.untyped_storage()))
+            return out
+
+    def body(m: Model, x: torch.Tensor) -> torch.Tensor:
+        h = m.act(m.norm(m.first(x)))
+        h.register_hook(lambda grad: alive.append(seen[-1]() is not None))
+        return m.last(h)
+
+    model = Model(body, first=nn.Linear(8, 8), norm=SeenLayerNorm(8), act=nn.ReLU(), last=nn.Linear(8, 8))
+    treat(model)
+    model(torch.randn(4, 8)).sum().backward()
+    assert len(seen) == 2
+    assert alive == [False]
+
+
 @pytest.mark.parametrize("name", ["llama", "resnet", "unet"])
 def test_live_bytes_do_not_grow(name: str) -> None:
     model, inputs = build(name)

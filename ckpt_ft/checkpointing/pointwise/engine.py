@@ -275,7 +275,7 @@ class CheapRun:
             saved[:] = self.proof.missing(message)
         elif self.proof is not None:
             self.proof.rebuilt(saved)
-        self.saved = [*saved]
+        self.saved = [t if t.grad_fn is None else t.detach() for t in saved]  # a node would keep the call's inputs
         saved.clear()  # breaks a cycle: the tensors' nodes refer to the hook, which refers to the list
         self._fill_readers(output if isinstance(output, tuple) else (output,))
         self.args, self.kwargs, self.readers, self.random = None, {}, [], None
