@@ -66,7 +66,7 @@ def test_predicted_length_is_the_longest_that_fits(config: str) -> None:
         assert _peak(config, policy, round(1.1 * one.length), 3) > found.room.limit
 
 
-@pytest.mark.parametrize("lora_r", [0, 4])
+@pytest.mark.parametrize("lora_r", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_copies_with_fewer_blocks_find_the_lengths_of_a_deep_model(
     lora_r: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,7 @@ def test_command_sorts_rows_by_price(
         cli._main()
 
 
+@pytest.mark.slow
 def test_step_of_a_deep_model_is_extrapolated_from_shallow_models(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**TINY, "num_hidden_layers": 14}))

@@ -67,7 +67,9 @@ def write_codes(rank: int, out: str, what: str, blocks: int, policy: str) -> Non
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("what", "blocks", "policy"), [("whole", 2, "full"), ("regional", 1, "none")])
+@pytest.mark.parametrize(
+    ("what", "blocks", "policy"), [pytest.param("whole", 2, "full", marks=pytest.mark.slow), ("regional", 1, "none")]
+)
 def test_graphs_and_their_buffers_are_those_of_ddp(what: str, blocks: int, policy: str, tmp_path: Path) -> None:
     """A region of two halves, which end with a checkpoint or within a block; no kernel is compiled."""
     model, loss = build(blocks, policy)
