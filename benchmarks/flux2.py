@@ -53,7 +53,7 @@ def build(row: dict[str, Any]) -> Run:
 
     Adapters whose sizes depend on values have a real one, on the CPU.
     """
-    device = "cpu" if (row["peft_config"] or {}).get("peft_type") in ("FROD", "SHIRA") else "meta"
+    device = "cpu" if (row["peft_config"] or {}).get("peft_type") == "SHIRA" else "meta"
     with torch.device(device), Valueless():
         model: nn.Module = Flux2Transformer2DModel(
             num_layers=5, num_single_layers=20, num_attention_heads=24, attention_head_dim=128,
