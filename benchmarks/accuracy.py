@@ -229,7 +229,7 @@ def t4() -> Iterator[Row]:
 
 def diffusion() -> Iterator[Row]:
     for name, row in flux2.published().items():
-        if name == "frod default":  # its initialisation decomposes all weights together: 22 GiB of memory, and hours
+        if name == "frod default":  # its initialisation decomposes all weights together, in 22 GiB
             continue
         trace = flux2.trace(row)
         found = {"reserved by a step": trace.peak_reserved, "reserved by the run": flux2.reserved_by_run(row, trace)}

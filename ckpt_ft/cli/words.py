@@ -151,7 +151,8 @@ def hear(words: Sequence[str], files: bool = True) -> Heard:
     at, end = _named(left)
     model, ignored = " ".join(left[at:end]), (*left[:at], *left[end:])
     if (others := [word for at, word in enumerate(left) if is_other(" ".join(left[at:]))]) and (
-        is_other(model) or not alike(pieces_of(model))  # "bge m3" is a model
+        is_other(model)
+        or not alike(pieces_of(model))  # a card that is none of ours ("mac m2"), and no model ("bge m3")
     ):
         find_gpu(others[0])  # raises
     if generic and (known := find_model(alike(pieces_of(model)))) and known.family == "vision":

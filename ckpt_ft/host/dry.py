@@ -261,9 +261,14 @@ class _DryRun:
         if best is None or best.trace is None or best.step == 1 or trace.peak_allocated > best.trace.peak_allocated:
             self.best = Answer(self.policy, self.model, trace, self.steps, batches=list(batches))
 
+    @property
+    def _done(self) -> int:
+        """The steps that have ended, with the one behind which no module has been called yet."""
+        return self.steps + self.loop.stepped
+
     def _saves(self) -> None:
         """The script saves tensors: end if two steps have ended; the first one alone lacks the optimizer's states."""
-        if self.steps + self.loop.stepped > 1:
+        if self._done > 1:
             self._finish()
 
     def _finish(self) -> None:
@@ -275,7 +280,7 @@ class _DryRun:
 
     def _ended(self, error: BaseException | None) -> NoReturn:
         """The script has ended, by `error` or by itself."""
-        if self.steps + self.loop.stepped > 1 or error is None or isinstance(error, SystemExit):
+        if self._done > 1 or error is None or isinstance(error, SystemExit):
             self._finish()  # a first step alone lacks the states of the optimizer
         name = self.question.script.name
         if error is not None and not isinstance(error, SystemExit):
@@ -294,11 +299,7 @@ class _DryRun:
                 "in training mode, and then the step() of an optimizer that holds its parameters, in this process"
             )
         else:
-            when = (
-                f"in step {self.steps + self.loop.stepped + 1}"
-                if self.loop.model is not None
-                else "before its first training step"
-            )
+            when = f"in step {self._done + 1}" if self.loop.model is not None else "before its first training step"
             said = f"{when}, {_where(error, name)} raised {type(error).__name__}: {one_line(error, 300)}"
         self._end(Answer(self.policy, error=f"{name}: {said}"))
 

@@ -40,7 +40,7 @@ class KeptFiles:
         named = [os.environ[name] for name in _CACHES if os.environ.get(name)]
         free = ["/dev", "/proc", "/sys", str(Path.home() / ".cache"), str(folder), *named]
         self.folder = folder
-        self._free = tuple(os.path.realpath(path) for path in free)
+        self._free = tuple(os.path.join(os.path.realpath(path), "") for path in free)
         self.begin()
         sys.addaudithook(self._hear)
 
@@ -52,21 +52,21 @@ class KeptFiles:
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         if event not in _EVENTS or os.getpid() != self._process or not isinstance(args[0], (str, bytes, Path)):
-            return
-        within = _EVENTS[event]
-        if (event == "open" and not args[2] & _WRITES) or (within and args[within] != -1):  # rmtree's own removals
-            return
+            return None
+        if (event == "open" and not args[2] & _WRITES) or ((within := _EVENTS[event]) and args[within] != -1):
+            return None  # it only reads, or is one of the removals of rmtree
+        if event in ("open", "os.truncate"):
+            return self._note(os.path.realpath(os.fsdecode(args[0])))
         paths = [_absolute(path) for path in args[:2] if isinstance(path, (str, bytes, Path))]
         if event == "shutil.rmtree":
             for folder, folders, files in os.walk(paths[0], topdown=False):
                 for name in (*files, *folders):
                     self._note(os.path.join(folder, name), goes=True)
-        writes = event in ("open", "os.truncate")
-        self._note(os.path.realpath(paths[0]) if writes else paths[-1], goes=not writes and event != "os.mkdir")
-        if within == 3:  # what will be there has not been kept
-            self._known.discard(paths[1])
-            if event == "os.rename" and not all(map(self._stays, paths)):
-                self._write("moved", *paths)
+        self._note(paths[-1], goes=event != "os.mkdir")
+        if event in ("os.rename", "os.link"):
+            self._known.discard(paths[1])  # what will be there has not been kept
+        if event == "os.rename" and not self._stays(paths[1]):
+            self._write("moved", *paths)
 
     def _stays(self, path: str) -> bool:
         return path.startswith(self._free) or "__pycache__" in path
@@ -109,12 +109,13 @@ def _absolute(path: Any) -> str:
 def put_back(saved: Path) -> None:
     """Undo what a process has changed, by its journal and the files that it kept in `saved`."""
     journal = saved / _JOURNAL
-    for kind, path, other in map(json.loads, reversed(journal.read_text().splitlines() if journal.exists() else [])):
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    for kind, path, other in map(json.loads, reversed(lines)):
         with suppress(OSError):  # the others are put back
             if kind == "folder":
                 os.makedirs(path, exist_ok=True)
             elif kind in ("moved", "gone"):
-                if os.path.lexists(other):  # else the script has replaced it by a file of its own
+                if os.path.lexists(other):  # else the script has moved another file there
                     os.replace(other, path)
             elif kind == "written":
                 shutil.copy2(other, path, follow_symlinks=False)

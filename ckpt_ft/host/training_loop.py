@@ -34,21 +34,22 @@ def before_saving(call: Callable[[], None]) -> None:
     """
     import safetensors.torch
 
-    names = ("save", "save_file", "save_model")
-    savers: list[tuple[Any, str]] = [(torch, "save"), *((safetensors.torch, name) for name in names)]
+    of_safetensors = [(safetensors.torch, name) for name in ("save", "save_file", "save_model")]
 
     def before(save: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(save)
         def saved(*args: Any, **kwargs: Any) -> Any:
             call()
             given = [one.state_dict() if isinstance(one, nn.Module) else one for one in (*args, *kwargs.values())]
+            if any(type(leaf) is FakeTensor for leaf in tree_leaves(given)):
+                return None
             for path in (one for one in given if isinstance(one, (str, os.PathLike))):
                 sys.audit("open", os.fspath(path), "w", os.O_WRONLY)
-            return None if any(type(leaf) is FakeTensor for leaf in tree_leaves(given)) else save(*args, **kwargs)
+            return save(*args, **kwargs)
 
         return saved
 
-    for owner, name in savers:
+    for owner, name in [(torch, "save"), *of_safetensors]:
         setattr(owner, name, before(getattr(owner, name)))
 
 

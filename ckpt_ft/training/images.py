@@ -234,7 +234,7 @@ def _load_columns(flag: str, name: str, args: ImageArguments) -> Dataset:
 
 
 def _load_folder(folder: Path, args: ImageArguments) -> Dataset:
-    """Reads the layout of datasets' "imagefolder", outside of which newer ones open no file, or of kohya's scripts."""
+    """Reads the layout of datasets' "imagefolder", whose files must lie inside of it, or of kohya's scripts."""
     if not folder.is_dir():
         raise UserError(f"--train_data_dir {folder}: no such directory")
     if any(folder.rglob("metadata.jsonl")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -574,15 +575,26 @@ Path("second").write_text("changed")
 os.truncate("cut.txt", 1)
 """
 
-
 STEPS = "for step in range(2):\n    model(torch.ones(4, 8)).sum().backward()\n    optimizer.step()\n"
 
 
-@pytest.mark.parametrize("end", [STEPS, "1 / 0"])
+@pytest.mark.parametrize(
+    ("end", "linked"), [(STEPS, True), (STEPS, False), ("1 / 0", True)], ids=["", "copied", "failed"]
+)
 def test_files_that_a_script_writes_moves_or_removes_are_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, linked: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "log"))  # a cache, which log.txt is not in
+    if not linked:
+        link = os.link
+
+        def within(path: str, other: str, **given: bool) -> None:
+            if "kept-" in str(other):
+                raise OSError(errno.EXDEV, "another file system")
+            link(path, other, **given)
+
+        monkeypatch.setattr(os, "link", within)
     for folder in ("out/deep", "folder", "empty", "one"):
         (tmp_path / folder).mkdir(parents=True)
     for name in (
@@ -594,8 +606,9 @@ def test_files_that_a_script_writes_moves_or_removes_are_as_before(
     script = written(tmp_path, FILES_OF_A_RUN + end)
 
     def there() -> dict[Path, str]:
-        return {x: x.read_text() if x.is_file() else "" for x in tmp_path.rglob("*")} | {
-            tmp_path: os.readlink(tmp_path / "latest")
+        return {
+            path: os.readlink(path) if path.is_symlink() else path.read_text() if path.is_file() else ""
+            for path in tmp_path.rglob("*")
         }
 
     before = there()

@@ -4,8 +4,8 @@ A *cheap call* is, for example, a norm, an activation or a product. While it run
 tensor that its autograd nodes save by a `Discarded` handle, and its output's storage gets a `Claim`. If a later node
 (a matmul, a convolution, another cheap call) saves a tensor on that storage, the hook replaces this tensor by a
 handle, too. Only the inputs of the call are kept; an input that another cheap call computed is itself a handle. The
-first handle that backward unpacks re-runs the call once and fills all its handles. Autograd frees a handle, and so
-its tensor, when the handle's node is done.
+first handle that backward unpacks re-runs the call once, and each handle takes its tensor from that run. Autograd
+frees a handle, and so its tensor, when the handle's node is done.
 
 The graph is the same as in a plain forward pass, so the same kernels compute gradients in the same order. There is no
 custom backward, no nested backward call and no dispatch mode. Compare output-discarding recomputation in Megatron-Core
@@ -138,14 +138,12 @@ class Discarded:
 
     def get(self) -> torch.Tensor:
         """Return the tensor; the first request rebuilds all tensors of its cheap call."""
-        run = self.source
-        if type(run) is CheapRun:
-            if run.args is not None:
+        if type(run := self.source) is CheapRun:
+            if run.args is not None:  # the lock is taken once for a call, not for each handle
                 run.rebuild()
             tensor = run.saved[self.index]
             if tensor is not None:  # else another thread has just taken it
-                self.source = tensor
-                run.saved[self.index] = None
+                self.source, run.saved[self.index] = tensor, None
         return self.source  # type: ignore[return-value]
 
 
@@ -159,9 +157,8 @@ class DiscardedOutput(Discarded):
         self.view = view
 
     def get(self) -> torch.Tensor:
-        run = self.source
-        if type(run) is CheapRun:
-            run.rebuild()
+        if type(self.source) is CheapRun:
+            self.source.rebuild()
         return self.source  # type: ignore[return-value]
 
 

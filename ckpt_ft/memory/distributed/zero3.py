@@ -334,7 +334,8 @@ class Fetcher:
         self._step += 1
 
     def _gather_ahead(self, module: ModuleHooks) -> None:
-        for _ in range(min(sum(self._last[shard] < self._step for shard in module.shards), len(self._queue))):
+        needed = sum(self._last[shard] < self._step for shard in module.shards)
+        for _ in range(min(needed, len(self._queue))):
             shard, step = self._queue.popleft()
             self._last[shard] = step
         room = min(self.options.max_live_parameters - self._live, self.options.prefetch_bucket_size or 0)

@@ -63,7 +63,7 @@ def tensors_of_fakes() -> Iterator[None]:
 
 @contextmanager
 def inference_with_counters() -> Iterator[None]:
-    """torch.inference_mode only turns gradients off: a view of a fake needs its version counter, and has none."""
+    """Let torch.inference_mode only turn gradients off: it makes no version counters, which views of fakes need."""
 
     def enter(guard: Any) -> None:
         guard.prev = torch.is_grad_enabled()
